@@ -28,17 +28,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.errors import HeptiError, NetworkError
-from hepti_mqtt.ids import PLANNER, Epoch
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.kernels import Workers, warm_up
-from hepti_mqtt.lowering import PLANNER_PLACE, Graph, Lowered, Net, Set, Table, on, roles, span, tile
+from hepti_mqtt.lowering import (
+    PLANNER_INDEX,
+    Graph,
+    GraphBuilder,
+    IndexSet,
+    Lowered,
+    Table,
+    explicit,
+    on_device,
+    roles,
+    span,
+)
 from hepti_mqtt.program import Program
 from hepti_mqtt.protocol.frames import Frame, decode, encode
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
-from hepti_mqtt.runtime.worker.executor import Bound, Executor, Outgoing, bind, pack
+from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, OutgoingTensor, bind, pack
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, Refused, State, Subscribed
 
 MODEL: Final = "chain"
-EPOCH: Final = Epoch(1, 1)
+EPOCH: Final = PlanVersion(1, 1)
 PATIENCE_S: Final = 60.0
 WIDTH: Final = 1024
 MATMULS: Final = 5
@@ -86,35 +97,35 @@ def programs(case: Case) -> dict[str, Program]:
     if case.kind == "parts":
         rows = {PRIMARY: home, SECONDARY: case.away}
         return {
-            name: Lowered(_graph(n, True), _table([(0, span(0, n))]), (name,)).program(name)
+            name: Lowered(_graph(n, True), _table([(0, span(0, n))]), (name,)).full_program(name)
             for name, n in rows.items()
             if n
         }
     pieces = [(0, span(0, home)), *((1, span(*rows)) for rows in case.pieces())]
     made = Lowered(_graph(case.rows, case.kind != "echo"), _table(pieces), (PRIMARY, SECONDARY))
-    return {name: made.program(name) for name in (PRIMARY, SECONDARY) if name == PRIMARY or case.away}
+    return {name: made.full_program(name) for name in (PRIMARY, SECONDARY) if name == PRIMARY or case.away}
 
 
 def _graph(rows: int, computes: bool) -> Graph:
     """Return the chain as a graph: x [m, 1024] -> its product with every matrix; without them rows only travel."""
-    net = Net()
+    net = GraphBuilder()
     x = net.rows("given", net.input("x", (rows, WIDTH), "f32"), roles.STEM)
     if not computes:
         x = net.rows("echoed", x, roles.DENSE)
     for name in _NAMES if computes else ():
         x = net.linear(name, x, roles.DENSE, {name: WIDTH}, bias=False)
     net.rows("product", x, roles.TASK)
-    return net.graph()
+    return net.build()
 
 
-def _table(pieces: Sequence[tuple[int, Set]]) -> Table:
+def _table(pieces: Sequence[tuple[int, IndexSet]]) -> Table:
     """Return method `row` of this chain: a device has the same rows of every product; the first has the input's."""
     return Table(
         {
-            roles.INPUT: on(PLANNER_PLACE),
-            roles.STEM: tile((0, {0: rows}) for _, rows in pieces),
-            roles.DENSE: tile((device, {0: rows}) for device, rows in pieces),
-            roles.TASK: on(0),
+            roles.INPUT: on_device(PLANNER_INDEX),
+            roles.STEM: explicit((0, {0: rows}) for _, rows in pieces),
+            roles.DENSE: explicit((device, {0: rows}) for device, rows in pieces),
+            roles.TASK: on_device(0),
         }
     )
 
@@ -144,7 +155,7 @@ class _Run:
     """What one admitted case needs and gives."""
 
     admission: int
-    bound: Bound | None
+    bound: BoundProgram | None
     given: NDArray[Any] | None
     expected: NDArray[Any] | None
     output: NDArray[Any] | None = None
@@ -225,10 +236,10 @@ class ChainDevice:
         """Run the admitted Program to its end; return the seconds in kernels."""
         compute_s = 0.0
         until = time.monotonic() + PATIENCE_S
-        while not self._executor.finished(run.admission):
+        while not self._executor.finish_if_done(run.admission):
             while not self._heard.empty():
                 self._deliver(run, self._heard.get())
-            step = self._executor.next()
+            step = self._executor.next_step()
             if step is None:
                 self._deliver(run, self._next(until))
                 continue
@@ -250,10 +261,10 @@ class ChainDevice:
 
     def _deliver(self, run: _Run, payload: bytes) -> None:
         frame = decode(payload)
-        if frame.admission == run.admission:
+        if frame.run_id == run.admission:
             self._executor.deliver(run.admission, (frame.node, frame.part, frame.source), frame.array())
 
-    def _send(self, run: _Run, outgoing: Outgoing) -> None:
+    def _send(self, run: _Run, outgoing: OutgoingTensor) -> None:
         op, array = outgoing.op, outgoing.array
         if op.to == (PLANNER,):
             run.output = np.array(array)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from benchmarks.outside import relative_error
 from hepti_mqtt.client import Answer, Hepti
-from hepti_mqtt.cost.simulator import RunTimes, load_of
+from hepti_mqtt.cost.simulator import RequestTimes, steady_state
 from hepti_mqtt.errors import HeptiError, RemoteError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.plan import Plan
@@ -129,12 +129,12 @@ class Driver:
     def _loaded(self, order: Mapping[str, Any]) -> tuple[list[Answer], dict[str, Any]]:
         """Return the answers to requests of which so many were always under way, and what came out per second.
 
-        Where there are enough of them the first and the last do not count, as in `load_of`. batches: with how many
+        Where there are enough of them the first and the last do not count, as in `steady_state`. batches: with how many
         others each of them ran.
         """
         model, body, _ = self.inputs[order["key"]]
         answers: list[Answer] = []
-        times: list[RunTimes] = []
+        times: list[RequestTimes] = []
         done: queue.SimpleQueue[tuple[float, float, Future[Answer]]] = queue.SimpleQueue()
 
         def ask() -> None:
@@ -150,8 +150,8 @@ class Driver:
             if number + order["requests"] < count:
                 ask()
             answers.append(future.result())
-            times.append(RunTimes(asked_s, asked_s, answered_s))
-        per_s = load_of(times, order["requests"]).requests_per_s
+            times.append(RequestTimes(asked_s, asked_s, answered_s))
+        per_s = steady_state(times, order["requests"]).requests_per_s
         return answers, {"requests_per_s": [per_s], "batches": [answer.raw["batched_with"] + 1 for answer in answers]}
 
     def once(self, order: Mapping[str, Any]) -> dict[str, Any]:

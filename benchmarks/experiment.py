@@ -19,8 +19,8 @@ from hepti_mqtt.config import load_yaml, mapping
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.models.shapes import Pictures
-from hepti_mqtt.plan import Objective, Storage
+from hepti_mqtt.models.shapes import ImageInput
+from hepti_mqtt.plan import Objective, WeightDtype
 from hepti_mqtt.shares import Options
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
@@ -31,7 +31,7 @@ AUTO: Final = "auto"  # the planner chooses the method
 FREE: Final = "auto"  # the planner chooses the route
 WIRES: Final = ("f32", "f16", "i8")
 ROUTES: Final = (FREE, "broker", "mesh")
-STORAGES: Final = get_args(Storage)
+STORAGES: Final = get_args(WeightDtype)
 OBJECTIVES: Final = get_args(Objective)
 MOST: Final = 16  # devices up to which variants that depend on their number have names here
 
@@ -52,18 +52,18 @@ class Contender(NamedTuple):
         """Return whether it runs on so many devices."""
         if self.least > devices or (self.most is not None and devices > self.most):
             return False
-        choices = STRATEGIES[self.strategy].choices(devices) if self.strategy else ()
+        choices = STRATEGIES[self.strategy].variants_for(devices) if self.strategy else ()
         return self.strategy is None or (self.options or {}) in [dict(o) for o in choices]
 
     def divides(self, model: Graph) -> bool:
         """Return whether it can compute a model."""
-        return self.strategy is None or STRATEGIES[self.strategy].unsupported(model) is None
+        return self.strategy is None or STRATEGIES[self.strategy].why_unsupported(model) is None
 
 
 def _methods() -> Iterator[tuple[str, Contender]]:
     for s in STRATEGIES.values():
-        least, most = (1, 1) if s.most_devices == 1 else (2, None)
-        for options in s.every(MOST).values():
+        least, most = (1, 1) if s.max_devices == 1 else (2, None)
+        for options in s.all_variants(MOST).values():
             yield "/".join([s.name, *options.values()]), Contender(least, most, False, s.name, dict(options))
 
 
@@ -75,7 +75,7 @@ CONTENDERS: Final[Mapping[str, Contender]] = {
 }
 STRATEGY_NAMES: Final = tuple(name for name, contender in CONTENDERS.items() if not contender.outside)
 # What every other cell is compared with: the method that knows one device only.
-ALONE: Final = next(s.name for s in STRATEGIES.values() if s.most_devices == 1)
+ALONE: Final = next(s.name for s in STRATEGIES.values() if s.max_devices == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def cells(experiment: Experiment) -> list[Cell]:
     for lab, rate, (model, kind) in product(experiment.labs, experiment.rates or (None,), experiment.models.items()):
         spec = spec_of(kind)
         able = {name for name, c in CONTENDERS.items() if c.divides(graph(spec, largest_shape(spec)))}
-        for tokens in (None,) if isinstance(spec.reads, Pictures) else experiment.lengths:
+        for tokens in (None,) if isinstance(spec.input_spec, ImageInput) else experiment.lengths:
             found.update(dict.fromkeys(_group(experiment, (lab, rate, model, tokens), able)))
     return list(found)
 

@@ -15,8 +15,8 @@ from benchmarks.kernel_timing import Contender, Shape, interleaved, shapes
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.kernels.peak import Roof, multiply_adds, reads_of_memory
-from hepti_mqtt.models import encoder
-from hepti_mqtt.plan import Storage
+from hepti_mqtt.models import require_transformer
+from hepti_mqtt.plan import WeightDtype
 
 # Shapes with fewer weights than this are judged in the mean alone.
 LARGE_WEIGHTS: Final = 1 << 18
@@ -38,7 +38,7 @@ LAYER_MODEL, LAYER_ROWS = "bert-large", (32, 128, 197, 384, 512)
 # The weights that one call streams: larger than last-level caches, as a model's weights are.
 STREAM_BYTES: Final = 1 << 28
 _MATRICES: Final = ((1024, 1024), (4096, 1024), (1024, 4096))
-_STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
+_STORAGES: Final[tuple[WeightDtype, ...]] = get_args(WeightDtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Case:
 
     group: str
     shape: Shape
-    storage: Storage = "f32"
+    storage: WeightDtype = "f32"
     model: str = ""
     layer: kernel_maps.Layer | None = None
 
@@ -76,7 +76,7 @@ class Conditions:
 
 
 Pools = Mapping[str, Workers]
-Chosen = tuple[Shape, Storage, str, kernel_maps.Layer | None]
+Chosen = tuple[Shape, WeightDtype, str, kernel_maps.Layer | None]
 Cases = Iterator[Chosen]
 
 
@@ -116,7 +116,7 @@ def _many_rows_shapes(quick: bool, seed: int) -> Cases:
 
 
 def _layer_shapes(_quick: bool, _seed: int) -> Cases:
-    spec = encoder(spec_of_kind(LAYER_MODEL))
+    spec = require_transformer(spec_of_kind(LAYER_MODEL))
     return (_f32(Shape(m, spec.mlp, spec.hidden, 0.0)) for m in LAYER_ROWS)
 
 
@@ -186,7 +186,7 @@ def _streaming(case: Case, conditions: Conditions, pools: Pools) -> dict[str, An
 
 
 def _layer(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
-    spec, rows = encoder(spec_of_kind(LAYER_MODEL, layers=1)), case.shape.m
+    spec, rows = require_transformer(spec_of_kind(LAYER_MODEL, layers=1)), case.shape.m
     contenders = checked_runners(spec, rows, conditions.threads, conditions.seed, pools["ours"])
     h, up = spec.hidden, spec.mlp
     flops = 2.0 * rows * (4 * h * h + 2 * h * up) + 4.0 * rows * rows * h

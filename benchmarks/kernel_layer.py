@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from benchmarks.errors import BenchError
 from benchmarks.outside.worker import Options, Task
-from hepti_mqtt.ids import PLANNER, Epoch
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.models import shape_for, tensor_sources
+from hepti_mqtt.models import representative_shape, tensor_sources
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import program
+from hepti_mqtt.plan_programs import device_program
 from hepti_mqtt.program import Compute, Program, Recv
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack
 
@@ -57,8 +57,8 @@ def checked_runners(spec: ModelSpec, rows: int, threads: int, seed: int, workers
 
 def layer_program(spec: ModelSpec, rows: int) -> Program:
     """Return the Program of `single` from layer 0 on: reads x [m, h], sends its value [m, h]."""
-    plan = Plan("layer", Epoch(1, 1), "single", ("one",), "one")
-    whole = program(spec, plan, shape_for(spec, rows).asking("hidden"), "one")
+    plan = Plan("layer", PlanVersion(1, 1), "single", ("one",), "one")
+    whole = device_program(spec, plan, representative_shape(spec, rows).with_want("hidden"), "one")
     computes = ((i, op) for i, op in enumerate(whole.ops) if isinstance(op, Compute))
     at, stem = next((i, op) for i, op in computes if whole.node(op.node) == "embedded")
     return Program(whole.device, whole.slots, (Recv(stem.writes[0], PLANNER, 0), *whole.ops[at + 1 :]))
@@ -74,10 +74,10 @@ def _ours(task: Task, workers: Workers) -> Runner:
         number, out = next(admissions), task.values
         executor.admit(number, bound)
         executor.deliver(number, (0, 0, PLANNER), task.values)
-        while (step := executor.next()) is not None:
+        while (step := executor.next_step()) is not None:
             sent = step.run()
             out = out if sent is None else sent.array
-        executor.finished(number)
+        executor.finish_if_done(number)
         return out
 
     return run

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.errors import BenchError
 from benchmarks.kernel_timing import Contender, Shape
 from hepti_mqtt.kernels import KERNELS, NarrowMatrix, PackedMatrix, Weight, Workers, allocate
-from hepti_mqtt.plan import Storage
+from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
 F32 = NDArray[np.float32]
@@ -72,7 +72,7 @@ def check(name: str, got: F32, of: Data, bound: NDArray[np.float64]) -> None:
         )
 
 
-def ours(of: Data, storage: Storage, pool: Workers) -> tuple[Contender, int]:
+def ours(of: Data, storage: WeightDtype, pool: Workers) -> tuple[Contender, int]:
     """Return (the op as the executor calls it, bytes of its matrix), checked against what its weights stand for."""
     attrs = {"bias": True, "activation": None, "residual": False}
     out = np.empty((len(of.x), len(of.b)), np.float32)
@@ -90,7 +90,7 @@ def ours(of: Data, storage: Storage, pool: Workers) -> tuple[Contender, int]:
     return partial(KERNELS["linear"].bind(op, slots, weights, pool), [of.x], [out]), _nbytes(matrix)
 
 
-def _weight(name: str, array: F32, layout: Any, storage: Storage) -> Weight:
+def _weight(name: str, array: F32, layout: Any, storage: WeightDtype) -> Weight:
     rows, columns = array.shape
     buffer = allocate(WeightRef(name, (0, rows), (0, columns), layout, storage))
     buffer.put(array, 0, 0)

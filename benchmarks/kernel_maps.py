@@ -20,11 +20,11 @@ from benchmarks.errors import BenchError
 from benchmarks.kernel_linear import F32, MORE_ROUNDINGS, onnx_session
 from benchmarks.kernel_timing import MOST_DEVICES, Contender, Shape, interleaved
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import KERNELS, Workers, allocate
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs
+from hepti_mqtt.plan_programs import device_programs, make_plan
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
 MODELS: Final = ("vgg16", "resnet50", "mobilenet-v2")
@@ -62,9 +62,9 @@ def layers(model: str, most_devices: int = MOST_DEVICES) -> tuple[tuple[Layer, f
     for count in range(1, most_devices + 1):
         devices = tuple(f"d{n}" for n in range(count))
         method, options = ("single", {}) if count == 1 else ("map_rows", {"cut": "none"})
-        template = Plan("bench", Epoch(1, 1), method, devices, devices[0])
+        template = Plan("bench", PlanVersion(1, 1), method, devices, devices[0])
         plan = make_plan(spec, template, method, options, [1.0] * count)
-        for program in programs(spec, plan, largest_shape(spec)).values():
+        for program in device_programs(spec, plan, largest_shape(spec)).values():
             for op in program.ops:
                 if isinstance(op, Compute) and op.kernel == "conv2d":
                     x, out = (program.slots[slots[0]].shape for slots in (op.reads, op.writes))

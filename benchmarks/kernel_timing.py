@@ -12,12 +12,12 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import works
-from hepti_mqtt.models import encoder, graph, shape_for
+from hepti_mqtt.models import graph, representative_shape, require_transformer
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import lowered, make_plan, short_programs
+from hepti_mqtt.plan_programs import compact_programs, lower_plan, make_plan
 from hepti_mqtt.program import Compute
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import STRATEGIES
@@ -46,9 +46,9 @@ def shapes(models: tuple[str, ...] = MODELS) -> tuple[Shape, ...]:
     """Return every distinct shape of the models, sorted: 1 to 8 equal devices, every way that a planner may choose."""
     weights: Counter[tuple[int, int, int]] = Counter()
     for kind in models:
-        spec = encoder(spec_of_kind(kind))
+        spec = require_transformer(spec_of_kind(kind))
         for tokens in (spec.max_tokens,) if spec.image else TEXT_TOKENS:
-            for plan in _plans(spec, shape := shape_for(spec, tokens)):
+            for plan in _plans(spec, shape := representative_shape(spec, tokens)):
                 weights.update(flops_of(spec, plan, shape))
     return tuple(Shape(*mnk, float(flops)) for mnk, flops in sorted(weights.items()) if flops)
 
@@ -56,8 +56,8 @@ def shapes(models: tuple[str, ...] = MODELS) -> tuple[Shape, ...]:
 def flops_of(spec: ModelSpec, plan: Plan, shape: RequestShape) -> Counter[tuple[int, int, int]]:
     """Return the FLOPs of every matmul [m, k] @ [k, n] of a plan's Programs, by (m, n, k); layers alike are one."""
     flops: Counter[tuple[int, int, int]] = Counter()
-    layer, times = lowered(spec, plan, shape).repeated or (-1, 1)
-    for program in short_programs(spec, plan, shape).values():
+    layer, times = lower_plan(spec, plan, shape).repeated_layer or (-1, 1)
+    for program in compact_programs(spec, plan, shape).values():
         for op in program.ops:
             for work in works(op, program.slots) if isinstance(op, Compute) else ():
                 if work.kind == "linear":
@@ -67,11 +67,11 @@ def flops_of(spec: ModelSpec, plan: Plan, shape: RequestShape) -> Counter[tuple[
 
 def _plans(spec: ModelSpec, shape: RequestShape) -> Iterator[Plan]:
     whole = graph(spec, shape)
-    for strategy in (s for s in STRATEGIES.values() if s.offered and s.unsupported(whole) is None):
+    for strategy in (s for s in STRATEGIES.values() if s.automatic and s.why_unsupported(whole) is None):
         for options in strategy.options:
-            for count in range(1, 1 + (strategy.most_devices or MOST_DEVICES)):
+            for count in range(1, 1 + (strategy.max_devices or MOST_DEVICES)):
                 devices = tuple(f"d{i}" for i in range(count))
-                template = Plan("bench", Epoch(1, 1), strategy.name, devices, devices[0])
+                template = Plan("bench", PlanVersion(1, 1), strategy.name, devices, devices[0])
                 yield make_plan(spec, template, strategy.name, options, [1.0] * count)
 
 

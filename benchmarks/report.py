@@ -18,14 +18,14 @@ from benchmarks.lab.calibrate import Calibration
 from benchmarks.lab.site import SITE
 from benchmarks.provenance import FILE, Results, head
 from benchmarks.tables import Interval, median_interval, ratio, table
-from hepti_mqtt.client.described import cluster_described
+from hepti_mqtt.client.described import cluster_of_devices
 from hepti_mqtt.cost.explain import flops, timeline_svg
 from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink
-from hepti_mqtt.cost.simulator import Naming, load_of, play, request_of, simulate
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import shape_for, spec_from_dict
+from hepti_mqtt.cost.simulator import TopicNames, simulate, simulate_requests, simulated_request, steady_state
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import representative_shape, spec_from_dict
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import lowered, programs
+from hepti_mqtt.plan_programs import device_programs, lower_plan
 from hepti_mqtt.spec import Spec
 
 Turn = Mapping[str, Any]
@@ -209,7 +209,7 @@ def _plan_of(turn: Turn) -> tuple[Spec, Plan, Cluster] | None:
     if not active or list(active["epoch"]) != list(turn["plan"]["epoch"]):
         return None
     plan = Plan.from_dict(active)
-    return spec_from_dict(turn["spec"]), plan, cluster_described(turn["devices"], plan.devices)
+    return spec_from_dict(turn["spec"]), plan, cluster_of_devices(turn["devices"], plan.devices)
 
 
 def _unlimited_ms(turn: Turn) -> float | None:
@@ -218,10 +218,12 @@ def _unlimited_ms(turn: Turn) -> float | None:
     if found is None or found[1].replicas:
         return None
     spec, plan, cluster = found
-    shape, free = shape_for(spec, turn["tokens"]), Link(0.0, inf, inf)
+    shape, free = representative_shape(spec, turn["tokens"]), Link(0.0, inf, inf)
     links, peers = dict.fromkeys(cluster.links, free), dict.fromkeys(cluster.peer_links, PeerLink(0.0, inf))
     cluster = replace(cluster, links=links, peer_links=peers, broker_bytes_per_s=inf, planner_link=free)
-    return simulate(Naming(SITE, plan.model), spec, shape, programs(spec, plan, shape), cluster).seconds * 1e3
+    return (
+        simulate(TopicNames(SITE, plan.model), spec, shape, device_programs(spec, plan, shape), cluster).seconds * 1e3
+    )
 
 
 def _least_ms(f: Figures, results: Results) -> float | None:
@@ -230,8 +232,8 @@ def _least_ms(f: Figures, results: Results) -> float | None:
     if not f.turn.get("spec") or not labs:
         return None
     spec = spec_from_dict(f.turn["spec"])
-    alone = Plan(f.cell.model, Epoch(1, 1), ALONE, ("one",), "one")
-    work = flops(lowered(spec, alone, shape_for(spec, f.turn["tokens"])))
+    alone = Plan(f.cell.model, PlanVersion(1, 1), ALONE, ("one",), "one")
+    work = flops(lower_plan(spec, alone, representative_shape(spec, f.turn["tokens"])))
     hosts = [h for h in labs[0]["calibration"]["hosts"] if h["host"] in f.cell.devices]
     return work / sum(h["kernel_gflops"] for h in hosts) * 1e-6 if hosts else None
 
@@ -242,13 +244,16 @@ def requests_per_s(turn: Turn) -> float | None:
     if found is None or not batches:
         return None
     spec, plan, cluster = found
-    naming = Naming(SITE, plan.model)
+    naming = TopicNames(SITE, plan.model)
     # Each of a batch of four says four: a run for every fourth of them.
     runs = [size for size in sorted(set(batches)) for _ in range(max(1, round(batches.count(size) / size)))]
-    made = {n: request_of(naming, spec, plan, shape_for(spec, turn["tokens"], n), cluster) for n in set(runs)}
-    done = play(naming, spec, [made[n] for n in runs], cluster, turn["in_flight"])
+    made = {
+        n: simulated_request(naming, spec, plan, representative_shape(spec, turn["tokens"], n), cluster)
+        for n in set(runs)
+    }
+    done = simulate_requests(naming, spec, [made[n] for n in runs], cluster, turn["in_flight"])
     under_way = max(1, round(turn["of"]["requests"] * len(runs) / len(batches)))
-    return load_of(done.runs, under_way).sequences_per_s
+    return steady_state(done.runs, under_way).sequences_per_s
 
 
 def _predictions(found: Sequence[Figures]) -> Iterator[str]:
@@ -335,9 +340,11 @@ def _time_lines(found: Sequence[Figures], directory: Path) -> Iterator[Path]:
     """Draw the simulated time line of every plan that Hepti chose itself, from what the devices said of themselves."""
     for number, f in enumerate((f for f in found if f.cell.strategy == AUTO and f.turn.get("active")), 1):
         turn, file = f.turn, directory / f"timeline-{number}.svg"
-        spec, plan = spec_from_dict(turn["spec"]), Plan.from_dict(turn["active"]).runs[0]  # replicas are alike
-        shape, cluster = shape_for(spec, turn["tokens"]), cluster_described(turn["devices"], plan.devices)
-        result = simulate(Naming(SITE, plan.model), spec, shape, programs(spec, plan, shape), cluster, record=True)
+        spec, plan = spec_from_dict(turn["spec"]), Plan.from_dict(turn["active"]).executables[0]  # replicas are alike
+        shape, cluster = representative_shape(spec, turn["tokens"]), cluster_of_devices(turn["devices"], plan.devices)
+        result = simulate(
+            TopicNames(SITE, plan.model), spec, shape, device_programs(spec, plan, shape), cluster, record=True
+        )
         file.write_text(timeline_svg(result.events, plan.devices, result.seconds, f"{f.cell.title}, simulated"))
         yield file
 

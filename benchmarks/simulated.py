@@ -36,12 +36,12 @@ from hepti_mqtt.config import settings
 from hepti_mqtt.config.settings import parse_size
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.cost.simulator import Naming
+from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import graph, largest_shape, shape_for
-from hepti_mqtt.models.shapes import Pictures
-from hepti_mqtt.plan import Storage, WireDtype
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import graph, largest_shape, representative_shape
+from hepti_mqtt.models.shapes import ImageInput
+from hepti_mqtt.plan import WeightDtype, WireDtype
 from hepti_mqtt.planner import Question, decide
 
 _KEYS: Final = (
@@ -118,7 +118,7 @@ def _point(site: str, rate: float | None, model: str, tokens: int, *rest: Any) -
 def _tokens(model: str) -> int | None:
     """Return the tokens of a picture, None for a model of texts."""
     spec = spec_of(model)
-    return largest_shape(spec).size if isinstance(spec.reads, Pictures) else None
+    return largest_shape(spec).size if isinstance(spec.input_spec, ImageInput) else None
 
 
 @lru_cache(maxsize=4096)
@@ -153,16 +153,16 @@ def question(point: Point, layers: int | None = None) -> Question:
     cluster = replace(site, devices=profiles, links=links, broker_bytes_per_s=broker, endpoints=ends, peer_links={})
     contender, spec = CONTENDERS[point.strategy], spec_of(point.model, layers)
     return Question(
-        Naming("bench", point.model),
+        TopicNames("bench", point.model),
         spec,
         cluster,
-        shape_for(spec, point.tokens),
-        Epoch(1, 1),
+        representative_shape(spec, point.tokens),
+        PlanVersion(1, 1),
         strategy=contender.strategy,
         options=contender.options or {},
         devices=tuple(profiles) if contender.strategy else None,
         wire=cast(WireDtype, point.wire),
-        storage=cast(Storage, point.weights),
+        weight_dtype=cast(WeightDtype, point.weights),
         requests=point.requests,
         in_flight=2 * point.devices if point.requests else 1,  # enough that no stage waits for the next request
     )

@@ -19,19 +19,18 @@ from typing import Final, NamedTuple
 import platformdirs
 import psutil
 
-from device_agent.background import Afterwards, Starting, prepare_kernels
+from device_agent.background import BackgroundTuning, StartupStatus, prepare_kernels
 from device_agent.config import AgentConfig
 from device_agent.heartbeat import HeartbeatThread, Meter
-from device_agent.links import OwnEndpoint
-from device_agent.loader import Event as LoadEvent
-from device_agent.loader import LoaderThread, TileCache, WeightLoader
+from device_agent.links import MeshEndpoint
+from device_agent.loader import LoaderThread, LoadEvent, TileCache, WeightLoader
 from device_agent.machine import HealthMonitor, free_memory, memory_budget
-from device_agent.measure import Curves, measurement_places, self_measurement, written
-from device_agent.network import PLANES, AgentEvent, Complaints, LinkUp, Network, ProbePeers, Stop
+from device_agent.measure import Curves, file_stamps, load_or_measure, measurement_files
+from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, PeerProbeDue, Stop
 from device_agent.probes import Prober
-from device_agent.shell import BuilderThread, Shell
+from device_agent.shell import BuilderThread, SessionLoop
 from hepti_mqtt import __version__
-from hepti_mqtt.config.process import farewells
+from hepti_mqtt.config.process import stop_signals
 from hepti_mqtt.config.settings import data_link
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, NetworkError
@@ -40,7 +39,7 @@ from hepti_mqtt.kernels import Workers, isa, jit
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
 from hepti_mqtt.kernels.jit import release_compiler, return_large_blocks
-from hepti_mqtt.protocol.messages import Caps, Status, TileAsk, encode, encode_caps, encode_status
+from hepti_mqtt.protocol.messages import Caps, RequestTiles, Status, encode, encode_caps, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.session import WorkerSession
@@ -60,14 +59,14 @@ from hepti_mqtt.transport import (
 APP: Final = "hepti"
 
 
-class Directories(NamedTuple):
+class AgentDirectories(NamedTuple):
     """Where one device keeps its state (boot counter, lock, measurement) and its weight tiles."""
 
     state: Path
     tiles: Path
 
 
-def directories(root: Path | None, site: str, device: str) -> Directories:
+def agent_directories(root: Path | None, site: str, device: str) -> AgentDirectories:
     """Return the directories of one device, made if missing: below `root`, or in the user's own places.
 
     Raises BadNameError for names that cannot stand in topics, ConfigError if a directory cannot be made.
@@ -75,7 +74,7 @@ def directories(root: Path | None, site: str, device: str) -> Directories:
     state = root if root is not None else platformdirs.user_state_path(APP) / "agents"
     cache = root if root is not None else platformdirs.user_cache_path(APP) / "agents"
     own = Path(check_name("site", site)) / check_name("device", device)
-    found = Directories(state / own, cache / own / "tiles")
+    found = AgentDirectories(state / own, cache / own / "tiles")
     for path in found:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -116,7 +115,7 @@ def device_lock(directory: Path) -> Iterator[None]:
 # How an agent is told to end.
 
 
-class ToldToEnd(BaseException):
+class StopRequested(BaseException):
     """The device is told to end before its session thread runs.
 
     No KeyboardInterrupt: one that passes through `exec`, as in many an import, makes Python kill itself with SIGINT in
@@ -124,7 +123,7 @@ class ToldToEnd(BaseException):
     """
 
 
-class Signals:
+class StopSignals:
     """Signals to end: an event for the session thread once it runs, an interrupt before, nothing while all ends.
 
     An interrupt is lost where it falls into a callback, of a weak reference for example, so what was asked is kept too.
@@ -135,9 +134,9 @@ class Signals:
         self._asked = self._ending = False
         self._before: dict[int, object] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in farewells():
+            for number in stop_signals():
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -151,12 +150,12 @@ class Signals:
         if self._asked:
             inbox.post(Stop())
 
-    def check(self) -> None:
+    def raise_if_requested(self) -> None:
         """Interrupt again if the device was told to end before the session thread runs."""
         if self._asked:
-            raise ToldToEnd
+            raise StopRequested
 
-    def ending(self) -> None:
+    def ignore_further(self) -> None:
         """From now on the device ends: whoever says so again interrupts nothing."""
         self._ending = True
 
@@ -165,7 +164,7 @@ class Signals:
         if self._inbox is not None:
             self._inbox.post(Stop())
         elif not self._ending:
-            raise ToldToEnd
+            raise StopRequested
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -175,7 +174,7 @@ class Signals:
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = (0.2, 5.0)
-WATCH_S: Final = 0.1
+STOP_POLL_S: Final = 0.1
 
 
 def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
@@ -189,20 +188,20 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
     data_link()
     require_known()
     return_large_blocks()
-    places = directories(config.cache_dir, config.site, config.device_id)
-    with device_lock(places.state), Signals() as signals:
+    places = agent_directories(config.cache_dir, config.site, config.device_id)
+    with device_lock(places.state), StopSignals() as signals:
         agent: _Agent | None = None
         try:
             # A cache that is opened leaves room on the disk: tiles go before the boot counter does.
             room = partial(TileCache, places.tiles, config.cache_bytes or 1, Counter())
-            agent = _Agent(config, places, next_boot(places.state, make_room=room))
+            agent = _Agent(config, places, next_boot(places.state, free_space=room))
             with _watching(stop, agent.inbox):
                 agent.run(signals, stop or threading.Event())
-        except ToldToEnd:
-            signals.ending()
+        except StopRequested:
+            signals.ignore_further()
             config.log.info("stopped before the device was online")
         finally:
-            signals.ending()
+            signals.ignore_further()
             if agent is not None:
                 agent.close()
 
@@ -214,7 +213,7 @@ def _watching(stop: threading.Event | None, inbox: Inbox[AgentEvent]) -> Iterato
 
     def watch(stop: threading.Event) -> None:
         while not over.is_set():
-            if stop.wait(WATCH_S):
+            if stop.wait(STOP_POLL_S):
                 inbox.post(Stop())
                 return
 
@@ -233,16 +232,16 @@ def _watching(stop: threading.Event | None, inbox: Inbox[AgentEvent]) -> Iterato
 class _Agent:
     """All parts of one agent, wired."""
 
-    def __init__(self, config: AgentConfig, places: Directories, boot: int) -> None:
+    def __init__(self, config: AgentConfig, places: AgentDirectories, boot: int) -> None:
         self._config, self._boot, self._places = config, boot, places
         self._log = config.log
         self._topics = Topics(config.site)
         self.inbox: Inbox[AgentEvent] = Inbox()
-        self._complaints = Complaints(self._log)
+        self._complaints = ErrorLog(self._log)
         self._loader_counters: Counter[str] = Counter()
         self._prober = Prober(config.device_id, boot)
         cache = TileCache(places.tiles, config.cache_bytes, self._loader_counters)
-        weights = WeightLoader(cache, self._loading, self._ask, self._loader_counters)
+        weights = WeightLoader(cache, self._loading, self._request_tiles, self._loader_counters)
         self._loader = LoaderThread(weights, self._loader_counters, self._log)
         self._network = Network(
             self._topics,
@@ -256,28 +255,28 @@ class _Agent:
         self._workers: Workers | None = None
         self._builder: BuilderThread | None = None
         self._heartbeat: HeartbeatThread | None = None
-        self._shell: Shell | None = None
-        self._afterwards: Afterwards | None = None
-        self._endpoint: OwnEndpoint | None = None
+        self._shell: SessionLoop | None = None
+        self._afterwards: BackgroundTuning | None = None
+        self._endpoint: MeshEndpoint | None = None
         self._packets = PacketLimit(
             config.url,
             f"hepti-{config.site}-{config.device_id}-size",
             Topics(config.site).probe(config.device_id),
-            self._complaints.add,
+            self._complaints.record,
         )
         self._reached = False  # whether the site has been told that the device is starting
         self._announced: tuple[int | None, LinkUp] | None = None  # with what caps were last told
 
-    def run(self, signals: Signals, stop: threading.Event) -> None:
+    def run(self, signals: StopSignals, stop: threading.Event) -> None:
         """Connect, measure, and work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         waiting = self._connect(PLANES)  # first of all, so that a wrong password is told at once
         self._reached = "control" not in waiting
         if not waiting:
             self._warn_if_open()
-        with Starting(self._say, self._boot, self._log) as starting:
+        with StartupStatus(self._publish_starting, self._boot, self._log) as starting:
             workers, curves = self._measure(starting)
-        signals.check()
+        signals.raise_if_requested()
         rss_idle = int(psutil.Process().memory_info().rss)
         budget = memory_budget(self._config.memory_bytes, free_memory())
         self._log.info("idle at %.0f MiB, %.0f MiB for weights", rss_idle / 2**20, budget / 2**20)
@@ -286,10 +285,10 @@ class _Agent:
             self._warn_if_open()
         session = WorkerSession(self._config.device_id, self._config.site, budget)
         meter = Meter(curves)
-        self._endpoint = OwnEndpoint(self._config, self._topics, self._boot, self._complaints)
+        self._endpoint = MeshEndpoint(self._config, self._topics, self._boot, self._complaints)
         caps = self._caps(meter, budget, rss_idle)
         self._builder = BuilderThread(self._config.device_id, self._topics, workers, self.inbox.post)
-        shell = Shell(
+        shell = SessionLoop(
             session,
             self._boot,
             self.inbox,
@@ -311,12 +310,12 @@ class _Agent:
             HealthMonitor(self._config.url),
             self._prober,
             meter,
-            lambda: shell.stepped_s,
+            lambda: shell.last_op_s,
             lambda: self._counters(session),
-            self._endpoint.watch(lambda: self.inbox.post(ProbePeers())),
+            self._endpoint.peer_reports(lambda: self.inbox.post(PeerProbeDue())),
             self._complaints,
         )
-        self._afterwards = self._after(meter, caps, shell)
+        self._afterwards = self._make_background_tuning(meter, caps, shell)
         self._loader.start()
         self._builder.start()
         signals.deliver_to(self.inbox)
@@ -328,7 +327,7 @@ class _Agent:
             self._afterwards.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
-        farewell = self._reached if self._shell is None else self._shell.farewell
+        farewell = self._reached if self._shell is None else self._shell.announce_offline
         self._network.close(self._will() if farewell else None)
         if self._endpoint is not None:
             self._endpoint.close()
@@ -373,10 +372,10 @@ class _Agent:
                 return planes[place:]
         return ()
 
-    def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: Signals, stop: threading.Event) -> None:
+    def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: StopSignals, stop: threading.Event) -> None:
         delay_s = BACKOFF_S[0]
         while waiting and not stop.wait(delay_s * random.uniform(0.5, 1.0)):
-            signals.check()
+            signals.raise_if_requested()
             delay_s = min(2 * delay_s, BACKOFF_S[1])
             still = self._connect(waiting)
             if not still:
@@ -387,29 +386,31 @@ class _Agent:
         if (loud := open_broker_warning(self._config.url)) is not None:
             self._log.warning(loud)
 
-    def _say(self, status: Status) -> None:
+    def _publish_starting(self, status: Status) -> None:
         if self._reached:
             topic = self._topics.status(self._config.device_id)
             self._network.publish("control", topic, encode_status(status), 1, True)
 
-    def _measure(self, starting: Starting) -> tuple[Workers, Curves]:
+    def _measure(self, starting: StartupStatus) -> tuple[Workers, Curves]:
         config = self._config
-        places = measurement_places(self._places.state, jit.cache_directory(), config.threads)
-        before = written(places)
+        places = measurement_files(self._places.state, jit.cache_directory(), config.threads)
+        before = file_stamps(places)
         prepare_kernels(config.threads, starting, self._log)
         self._workers = workers = Workers(config.threads)
         memory_bytes = config.memory_bytes or free_memory()
-        with compile_lock(jit.cache_directory(), partial(starting.tell, "waiting for others here that start")):
-            starting.tell("measuring")
+        with compile_lock(jit.cache_directory(), partial(starting.update, "waiting for others here that start")):
+            starting.update("measuring")
             start = perf_counter()
-            curves, cached = self_measurement(places, workers, memory_bytes, jit.all_ready(), before=before)
+            curves, cached = load_or_measure(places, workers, memory_bytes, jit.all_ready(), stamps_at_start=before)
         self._log.info(
             "measured in %.1f s%s", perf_counter() - start, " (as before, or by a neighbour)" if cached else ""
         )
         release_compiler()
         return workers, curves
 
-    def _after(self, meter: Meter, caps: Callable[[int | None, int], Caps], shell: Shell) -> Afterwards:
+    def _make_background_tuning(
+        self, meter: Meter, caps: Callable[[int | None, int], Caps], shell: SessionLoop
+    ) -> BackgroundTuning:
         """Return what goes on beside the session, from when the device is online for the first time."""
         config = self._config
 
@@ -420,12 +421,12 @@ class _Agent:
             self._network.publish("control", topic, encode_caps(caps(largest, link.protocol)), 1, True)
 
         memory_bytes = config.memory_bytes or free_memory()
-        return Afterwards(
-            measurement_places(self._places.state, jit.cache_directory(), config.threads),
+        return BackgroundTuning(
+            measurement_files(self._places.state, jit.cache_directory(), config.threads),
             config.threads,
             memory_bytes,
             meter,
-            lambda: shell.stepped_s,
+            lambda: shell.last_op_s,
             announce,
             self._log,
         )
@@ -444,14 +445,14 @@ class _Agent:
             curves=meter.curves,
             largest_packet_bytes=largest or 0,
             mqtt=protocol,
-            endpoint=None if self._endpoint is None else self._endpoint.told(),
+            endpoint=None if self._endpoint is None else self._endpoint.advertised(),
         )
 
     def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:
         device = self._config.device_id
         largest, limit = self._packets.largest(link.protocol, link.largest_packet_bytes)
         self._announced = largest, link
-        self._prober.limit(limit, link.local)
+        self._prober.set_packet_limit(limit, link.broker_is_local)
         self._network.publish("control", self._topics.caps(device), encode_caps(caps(largest, link.protocol)), 1, True)
         online = encode_status(Status("online", self._boot))
         self._network.publish("control", self._topics.status(device), online, 1, True)
@@ -464,14 +465,16 @@ class _Agent:
 
     def _loading(self, event: LoadEvent) -> None:
         self.inbox.post(event)
-        if self._config.watch is not None:
-            self._config.watch(event)
+        if self._config.on_load_event is not None:
+            self._config.on_load_event(event)
 
-    def _ask(self, model: str, hashes: tuple[bytes, ...]) -> None:
+    def _request_tiles(self, model: str, hashes: tuple[bytes, ...]) -> None:
         try:
-            self._network.publish("control", self._topics.up(self._config.device_id), encode(TileAsk(model, hashes)), 1)
+            self._network.publish(
+                "control", self._topics.reports(self._config.device_id), encode(RequestTiles(model, hashes)), 1
+            )
         except NetworkError as exc:
-            self._complaints.add("asks_lost", f"cannot ask for weights now: {exc}")  # asked again after a while
+            self._complaints.record("asks_lost", f"cannot ask for weights now: {exc}")  # asked again after a while
 
     def _counters(self, session: WorkerSession) -> Mapping[str, int]:
         # Copies first, each in one step: other threads count meanwhile.

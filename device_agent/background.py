@@ -14,20 +14,20 @@ from types import TracebackType
 from typing import Final, Self
 
 from device_agent.heartbeat import Meter
-from device_agent.machine import cores, free_memory
-from device_agent.measure import narrow_measured, self_measurement
+from device_agent.machine import free_memory, usable_cores
+from device_agent.measure import has_narrow_curves, load_or_measure
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.kernels import Workers, isa, precompile
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.jit import cache_directory, release_compiler, return_memory
 from hepti_mqtt.protocol.messages import Status
 
-SAY_S: Final = 2.0  # so often at the least; the planner waits for a device that goes on saying that it starts
+REPEAT_S: Final = 2.0  # so often at the least; the planner waits for a device that goes on saying that it starts
 LOG_S: Final = 5.0
 COMPILER_BYTES: Final = 300 << 20  # what one process that compiles needs at most
 
 
-class Starting:
+class StartupStatus:
     """Says what the device is doing until the `with` block ends.
 
     publish: carries a status to the site. clock: seconds that only grow.
@@ -57,7 +57,7 @@ class Starting:
         self._over.set()
         self._thread.join()
 
-    def tell(self, doing: str, done: int = 0, total: int = 0) -> None:
+    def update(self, doing: str, done: int = 0, total: int = 0) -> None:
         """Say what is done now, and how much of it is done already."""
         status = Status("starting", self._status.boot, doing, done, total)
         if status == self._status:
@@ -74,19 +74,19 @@ class Starting:
             self._publish(self._status)
 
     def _repeat(self) -> None:
-        while not self._over.wait(SAY_S):
+        while not self._over.wait(REPEAT_S):
             self._say()
 
 
-def prepare_kernels(threads: int, starting: Starting, log: logging.Logger) -> None:
+def prepare_kernels(threads: int, status: StartupStatus, log: logging.Logger) -> None:
     """Compile what f32 weights need in other processes; load what is there."""
     start = perf_counter()
     whole = precompile.ready(threads)
-    most = max(1, min(ceil(cores()), free_memory() // COMPILER_BYTES))
+    most = max(1, min(ceil(usable_cores()), free_memory() // COMPILER_BYTES))
     precompile.fill_cache(
         "all" if whole else "first",
         threads,
-        lambda done, total: starting.tell("compiling kernels", done, total) if done < total else None,
+        lambda done, total: status.update("compiling kernels", done, total) if done < total else None,
         most,
     )
     warm = precompile.load(whole)
@@ -103,56 +103,58 @@ def prepare_kernels(threads: int, starting: Starting, log: logging.Logger) -> No
 # What an agent does beside its work once it is online: compile the rest, and measure again where that is wrong.
 
 
-LOOK_S: Final = 1.0
+POLL_S: Final = 1.0
 CLOSE_S: Final = 1.0
 IDLE_S: Final = 5.0  # without an op for so long a device is idle
-WRONG: Final = 1.5  # requests take so many times as long as was measured, or as short
-WRONG_FOR_S: Final = 30.0  # of requests
-AGAIN_S: Final = 600.0  # after a measurement, and twice as long after each further one: what requests show may stay so
+MISMATCH_RATIO: Final = 1.5  # requests take so many times as long as was measured, or as short
+MISMATCH_S: Final = 30.0  # of requests
+REMEASURE_S: Final = (
+    600.0  # after a measurement, and twice as long after each further one: what requests show may stay so
+)
 
 
-class Doubts:
+class RemeasurePolicy:
     """Whether requests have told otherwise than the measurement for long; time is an argument."""
 
     def __init__(self) -> None:
         self._wrong_s = 0.0
         self._last_s: float | None = None
-        self._not_before_s, self._pause_s = -inf, AGAIN_S
+        self._not_before_s, self._pause_s = -inf, REMEASURE_S
 
-    def look(self, slowdown: float, now: float) -> bool:
+    def should_remeasure(self, slowdown: float, now: float) -> bool:
         """Take what requests show now, 1.0 if there were none; return whether to measure again."""
         passed_s, self._last_s = 0.0 if self._last_s is None else now - self._last_s, now
-        if max(slowdown, 1 / max(slowdown, 1e-9)) > WRONG:
+        if max(slowdown, 1 / max(slowdown, 1e-9)) > MISMATCH_RATIO:
             self._wrong_s += passed_s
         elif slowdown != 1.0:
             self._wrong_s = 0.0
-        return self._wrong_s >= WRONG_FOR_S and now >= self._not_before_s
+        return self._wrong_s >= MISMATCH_S and now >= self._not_before_s
 
-    def measured(self, now: float) -> None:
+    def record_measurement(self, now: float) -> None:
         """Take it that the device was measured again."""
         self._wrong_s = 0.0
         self._not_before_s, self._pause_s = now + self._pause_s, 2 * self._pause_s
 
 
-class Afterwards:
+class BackgroundTuning:
     """A thread from `start` to `close`.
 
-    places: of the device's measurement. threads, memory_bytes: as it measures. stepped_s: returns when an op was
-    last run. announce: tells the site what `meter` has as curves now.
+    measurement_files: of the device's measurement. threads, memory_bytes: as it measures. last_op_s: returns when an
+    op was last run. publish_caps: tells the site what `meter` has as curves now.
     """
 
     def __init__(
         self,
-        places: Sequence[Path],
+        measurement_files: Sequence[Path],
         threads: int,
         memory_bytes: int,
         meter: Meter,
-        stepped_s: Callable[[], float],
-        announce: Callable[[], None],
+        last_op_s: Callable[[], float],
+        publish_caps: Callable[[], None],
         log: logging.Logger,
     ) -> None:
-        self._places, self._threads, self._memory_bytes = places, threads, memory_bytes
-        self._meter, self._stepped_s, self._announce = meter, stepped_s, announce
+        self._places, self._threads, self._memory_bytes = measurement_files, threads, memory_bytes
+        self._meter, self._stepped_s, self._announce = meter, last_op_s, publish_caps
         self._log = log
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hepti-afterwards", daemon=True)
@@ -180,18 +182,18 @@ class Afterwards:
             self._log.exception("what goes on beside the work has ended; the agent works on")
 
     def _watch(self) -> None:
-        doubts = Doubts()
-        while not self._closing.wait(LOOK_S):
-            doubted = doubts.look(self._meter.slowdown_now, time.monotonic())
-            if (doubted or not narrow_measured(self._meter.curves)) and self._idle():
-                self._measure(anew=doubted)
+        doubts = RemeasurePolicy()
+        while not self._closing.wait(POLL_S):
+            doubted = doubts.should_remeasure(self._meter.last_slowdown, time.monotonic())
+            if (doubted or not has_narrow_curves(self._meter.curves)) and self._idle():
+                self._measure(force=doubted)
                 if doubted:
-                    doubts.measured(time.monotonic())
+                    doubts.record_measurement(time.monotonic())
 
     def _idle(self) -> bool:
         return time.perf_counter() - self._stepped_s() > IDLE_S
 
-    def _measure(self, anew: bool) -> None:
+    def _measure(self, force: bool) -> None:
         """Measure, unless a request comes meanwhile: then what was measured does not count.
 
         Weights are here by now, so only what is free beside them is used, and given back.
@@ -205,8 +207,8 @@ class Afterwards:
         try:
             with compile_lock(cache_directory(), self._give_up):
                 begun_s = time.perf_counter()
-                curves, _ = self_measurement(
-                    self._places, workers, memory_bytes, narrow=True, anew=anew, keep=undisturbed
+                curves, _ = load_or_measure(
+                    self._places, workers, memory_bytes, with_narrow_weights=True, force=force, may_store=undisturbed
                 )
         except InterruptedError:
             return
@@ -215,8 +217,8 @@ class Afterwards:
             return_memory()
         if not undisturbed():
             return
-        self._meter.measured(curves)
-        self._log.info("measured again" if anew else "measured with narrow weights too")
+        self._meter.set_curves(curves)
+        self._log.info("measured again" if force else "measured with narrow weights too")
         try:
             self._announce()
         except NetworkError as error:

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
-from device_agent.loader import Event as LoadEvent
+from device_agent.loader import LoadEvent
 from hepti_mqtt.config import Settings
 from hepti_mqtt.config.options import AgentOptions
 from hepti_mqtt.config.settings import parse_size
@@ -23,7 +23,7 @@ from hepti_mqtt.transport import BrokerUrl
 _KEY: Final = "PRIVATE KEY-----"
 
 
-def own_address(url: BrokerUrl) -> str | None:
+def local_address_toward(url: BrokerUrl) -> str | None:
     """Return this machine's address on the way to the broker, None where there is no way; nothing is sent."""
     with suppress(OSError, UnicodeError):
         for family, _, _, _, place in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_DGRAM):
@@ -33,7 +33,7 @@ def own_address(url: BrokerUrl) -> str | None:
     return None
 
 
-def own_certificate(url: BrokerUrl) -> Path | None:
+def login_certificate(url: BrokerUrl) -> Path | None:
     """Return the login file if it has this device's own certificate and key, as `hepti site add device` writes it."""
     with suppress(OSError, UnicodeError):
         if url.tls and url.ca and _KEY in Path(url.ca).read_text(encoding="utf-8"):
@@ -41,15 +41,15 @@ def own_certificate(url: BrokerUrl) -> Path | None:
     return None
 
 
-def listening_address(told: str) -> str:
+def listen_address(advertised: str) -> str:
     """Return where to listen so that peers reach the address they are told; on loopback nobody else can."""
-    address = ip_address(told)
+    address = ip_address(advertised)
     if address.is_loopback:
-        return told
+        return advertised
     return "::" if address.version == 6 else "0.0.0.0"
 
 
-def checked_address(text: str) -> str:
+def parse_mesh_host(text: str) -> str:
     """Return the address of `--mesh-host`; raises ConfigError for anything else, as peers look no names up."""
     try:
         return str(ip_address(text))
@@ -86,15 +86,15 @@ class AgentConfig:
     cache_bytes: int = CACHE_BYTES
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.agent"))
     retry: bool = True
-    watch: Callable[[LoadEvent], None] | None = None
+    on_load_event: Callable[[LoadEvent], None] | None = None
     mesh: bool = True
     mesh_host: str | None = None
     mesh_port: int = 0
     mesh_tls: Path | None = None
 
     @classmethod
-    def of(
-        cls, settings: Settings, options: AgentOptions, watch: Callable[[LoadEvent], None] | None = None
+    def from_options(
+        cls, settings: Settings, options: AgentOptions, on_load_event: Callable[[LoadEvent], None] | None = None
     ) -> AgentConfig:
         """Return what a command line asks for; raises ConfigError for a missing broker, a bad URL, name or size."""
         return cls(
@@ -106,9 +106,9 @@ class AgentConfig:
             cache_dir=options.cache,
             cache_bytes=CACHE_BYTES if options.cache_size is None else parse_size(options.cache_size),
             retry=options.retry,
-            watch=watch,
+            on_load_event=on_load_event,
             mesh=options.mesh,
-            mesh_host=None if options.mesh_host is None else checked_address(options.mesh_host),
+            mesh_host=None if options.mesh_host is None else parse_mesh_host(options.mesh_host),
             mesh_port=options.mesh_port or 0,
             mesh_tls=options.mesh_tls,
         )

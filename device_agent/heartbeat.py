@@ -13,32 +13,32 @@ import numpy as np
 import numpy.typing as npt
 
 from device_agent.machine import HealthMonitor
-from device_agent.network import Complaints, Network
+from device_agent.network import ErrorLog, Network
 from device_agent.probes import BUSY_S, Prober
-from hepti_mqtt.cost.profiles import DeviceProfile, FrameCost, profile_from_caps, unseen
+from hepti_mqtt.cost.profiles import DeviceProfile, FrameCost, default_frame_cost, profile_from_caps
 from hepti_mqtt.kernels import works
 from hepti_mqtt.program import Compute, Op, SlotSpec
-from hepti_mqtt.protocol.messages import Edge, Heartbeat, LinkReport, encode_heartbeat
+from hepti_mqtt.protocol.messages import Heartbeat, LinkReport, PeerStats, encode_heartbeat
 from hepti_mqtt.protocol.topics import Topics
 
 METERED: Final = frozenset({"linear", "conv2d"})  # what is priced by the time curves of matmuls
 IDLE_S: Final = 5.0  # without a sample, after which a device is as measured again ...
-MODEST: Final = 1.5  # ... unless it was slower or faster by less: that is how it is, and stays true for ...
-KEPT_S: Final = 600.0
-EARLIER: Final = 0.5  # part that earlier looks keep; by the work seen in them, as few ops say little
+SMALL_DEVIATION: Final = 1.5  # ... unless it was slower or faster by less: that is how it is, and stays true for ...
+KEEP_SMALL_S: Final = 600.0
+DECAY: Final = 0.5  # part that earlier looks keep; by the work seen in them, as few ops say little
 SHORTEST_S: Final = 50e-6  # shorter ops say more about the interpreter than about the machine
 SAMPLES: Final = 8192
 OPS: Final = 8192
 FRAMES: Final = 64  # tensors; the first of a plan say more about caches than about the way
 SMALL_BYTES: Final = 4096.0
-REMEMBERED: Final = 0.8  # part that earlier looks keep
-LEAST: Final = 0.05
+FRAME_DECAY: Final = 0.8  # part that earlier looks keep
+MIN_COST_FRACTION: Final = 0.05
 
 Floats = npt.NDArray[np.float64]
 Sample = tuple[Op, tuple[SlotSpec, ...], float]
 
 
-class FrameFit:
+class FrameCostFit:
     """What frames cost: seconds = p * frames + q * bytes, by least squares over the last few looks.
 
     A network card, TLS or a link that is shaped cuts a frame into packets: its bytes cost many times what loopback
@@ -50,17 +50,17 @@ class FrameFit:
         self._sums = np.zeros((2, 2))  # of products of (frames, bytes) with themselves ...
         self._seconds = np.zeros(2)  # ... and with the seconds
 
-    def add(self, frames: float, nbytes: float, seconds: float) -> None:
+    def observe(self, frames: float, nbytes: float, seconds: float) -> None:
         """Add what was seen between two looks."""
         seen = np.array([frames, nbytes], np.float64)
-        self._sums = REMEMBERED * self._sums + np.outer(seen, seen)
-        self._seconds = REMEMBERED * self._seconds + seconds * seen
+        self._sums = FRAME_DECAY * self._sums + np.outer(seen, seen)
+        self._seconds = FRAME_DECAY * self._seconds + seconds * seen
 
     def cost(self, profile: DeviceProfile) -> FrameCost | None:
         """Return the fit; None before anything was added."""
         if not self._sums.any():
             return None
-        expected = np.array(unseen(profile))
+        expected = np.array(default_frame_cost(profile))
         # As if FRAMES small ones had been seen that cost what is expected of them.
         weights = (FRAMES * np.array([1.0, SMALL_BYTES])) ** 2
         found = np.linalg.solve(self._sums + np.diag(weights), self._seconds + weights * expected)
@@ -68,25 +68,25 @@ class FrameFit:
             kept = int(found.argmax())
             found = np.zeros(2)
             found[kept] = self._seconds[kept] / self._sums[kept, kept]
-        frame_s, byte_s = map(float, np.maximum(found, LEAST * expected))
+        frame_s, byte_s = map(float, np.maximum(found, MIN_COST_FRACTION * expected))
         return FrameCost(frame_s, byte_s)
 
 
 class Meter:
     """Compares observed with predicted seconds of matmuls, those of convolutions too.
 
-    The session thread only appends to `samples` (op, slots of its Program, seconds), one other thread calls `slowdown`
-    and does all the arithmetic, so that a step costs the session thread one append. frames_s: how long the session
-    thread was busy with frames from and to peers, which it adds up. curves: as measured.
+    The session thread only appends to `samples` (op, slots of its Program, seconds), one other thread calls
+    `update_slowdown` and does all the arithmetic, so that a step costs the session thread one append. frames_s: how
+    long the session thread was busy with frames from and to peers, which it adds up. curves: as measured.
     """
 
     def __init__(self, curves: dict[str, Any]) -> None:
         self.curves = curves
-        self.slowdown_now = 1.0  # what `slowdown` last returned
+        self.last_slowdown = 1.0  # what `slowdown` last returned
         self.frames_s = 0.0
         self._frames_seen = self._frames_looked = (0.0, 0, 0)
         self._frames_idle_s = 0.0
-        self._fit = FrameFit()
+        self._fit = FrameCostFit()
         self._profile = profile_from_caps("self", curves, inf, 1.0)
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         # By identity: ops live as long as their templates, and are kept here so that no other takes their place.
@@ -94,12 +94,12 @@ class Meter:
         self._observed_s = self._expected_s = 0.0  # of late, the latest most
         self._seen_s = -inf
 
-    def measured(self, curves: dict[str, Any]) -> None:
+    def set_curves(self, curves: dict[str, Any]) -> None:
         """Compare with another measurement from now on; any thread may call it."""
         self._profile, self.curves = profile_from_caps("self", curves, inf, 1.0), curves
         self._predicted, self._seen_s = {}, -inf
 
-    def slowdown(self, now: float) -> float:
+    def update_slowdown(self, now: float) -> float:
         """Return observed over predicted time of late, smoothed over seconds; 1.0 when nothing has run for a while.
 
         What is modest is told for longer: else who has just computed is compared with others as they measured
@@ -112,15 +112,15 @@ class Meter:
             if expected >= SHORTEST_S:
                 observed += seconds
                 predicted += expected
-        is_modest = 1 / MODEST < self.slowdown_now < MODEST
-        if now - self._seen_s > (KEPT_S if is_modest else IDLE_S):
+        is_modest = 1 / SMALL_DEVIATION < self.last_slowdown < SMALL_DEVIATION
+        if now - self._seen_s > (KEEP_SMALL_S if is_modest else IDLE_S):
             self._observed_s = self._expected_s = 0.0
         if predicted:
-            self._observed_s = EARLIER * self._observed_s + observed
-            self._expected_s = EARLIER * self._expected_s + predicted
+            self._observed_s = DECAY * self._observed_s + observed
+            self._expected_s = DECAY * self._expected_s + predicted
             self._seen_s = now
-        self.slowdown_now = self._observed_s / self._expected_s if self._expected_s else 1.0
-        return self.slowdown_now
+        self.last_slowdown = self._observed_s / self._expected_s if self._expected_s else 1.0
+        return self.last_slowdown
 
     def frame_cost(self, frames: int, nbytes: int) -> FrameCost | None:
         """Return what a tensor over mesh has cost of late, and each of its bytes.
@@ -135,7 +135,7 @@ class Meter:
         self._frames_looked = now
         spent_s, more, more_bytes = (a - b for a, b in zip(now, self._frames_seen, strict=True))
         if more >= FRAMES:
-            self._fit.add(more, more_bytes, spent_s - self._frames_idle_s)
+            self._fit.observe(more, more_bytes, spent_s - self._frames_idle_s)
             self._frames_seen, self._frames_idle_s = now, 0.0
         return self._fit.cost(self._profile)
 
@@ -154,25 +154,25 @@ class Meter:
 # The quiet thread: a heartbeat and a probe every second, so that a long kernel never looks like a dead device.
 
 
-EVERY_S: Final = 1.0
+HEARTBEAT_S: Final = 1.0
 
 
-class PeerWatch(NamedTuple):
+class PeerReports(NamedTuple):
     """What a heartbeat says of peers, and how it lets the session thread measure the way to one of them.
 
-    tensors: how many frames with tensors, and bytes of them, came and went since the start.
+    tensor_traffic: how many frames with tensors, and bytes of them, came and went since the start.
     """
 
-    reports: Callable[[], Mapping[str, LinkReport]]
-    edges: Callable[[], Mapping[str, Edge]]
-    tensors: Callable[[], tuple[int, int]]
-    due: Callable[[], None]
+    link_reports: Callable[[], Mapping[str, LinkReport]]
+    peer_stats: Callable[[], Mapping[str, PeerStats]]
+    tensor_traffic: Callable[[], tuple[int, int]]
+    request_probe: Callable[[], None]
 
 
 class HeartbeatThread:
     """Publishes heartbeats and probes from `start` to `close`.
 
-    stepped_s: returns when the session thread last ran an op. counters: returns what the heartbeat carries.
+    last_op_s: returns when the session thread last ran an op. counters: returns what the heartbeat carries.
     peers: what there is of these, None without mesh.
     """
 
@@ -185,14 +185,14 @@ class HeartbeatThread:
         health: HealthMonitor,
         prober: Prober,
         meter: Meter,
-        stepped_s: Callable[[], float],
+        last_op_s: Callable[[], float],
         counters: Callable[[], Mapping[str, int]],
-        peers: PeerWatch | None,
-        complaints: Complaints,
+        peers: PeerReports | None,
+        complaints: ErrorLog,
     ) -> None:
         self._topics, self._device, self._boot, self._network = topics, device, boot, network
         self._health, self._prober, self._meter = health, prober, meter
-        self._stepped_s, self._counters, self._complaints = stepped_s, counters, complaints
+        self._stepped_s, self._counters, self._complaints = last_op_s, counters, complaints
         self._peers = peers
         self._seq = 0
         self._closing = threading.Event()
@@ -212,13 +212,15 @@ class HeartbeatThread:
         if self._thread.is_alive():
             self._thread.join()
 
-    def beat(self, now: float) -> None:
+    def publish_heartbeat(self, now: float) -> None:
         """Publish one heartbeat and the probes that are due; `now` by time.perf_counter()."""
-        slowdown = self._meter.slowdown(now)  # also while we are away, or it would stay what it was, and be doubted
-        if not self._network.stands():
+        slowdown = self._meter.update_slowdown(
+            now
+        )  # also while we are away, or it would stay what it was, and be doubted
+        if not self._network.is_connected():
             return  # a device that cannot be reached on every plane cannot do its part
-        health = self._health.look()
-        frame = None if self._peers is None else self._meter.frame_cost(*self._peers.tensors())
+        health = self._health.sample()
+        frame = None if self._peers is None else self._meter.frame_cost(*self._peers.tensor_traffic())
         self._seq += 1
         heartbeat = Heartbeat(
             boot=self._boot,
@@ -231,16 +233,16 @@ class HeartbeatThread:
             slowdown=slowdown,
             rss_bytes=health.rss_bytes,
             counters=self._counters(),
-            peers={} if self._peers is None else self._peers.reports(),
-            edges={} if self._peers is None else self._peers.edges(),
+            peers={} if self._peers is None else self._peers.link_reports(),
+            edges={} if self._peers is None else self._peers.peer_stats(),
             peer_frame_s=None if frame is None else frame.frame_s,
             peer_byte_s=None if frame is None else frame.byte_s,
         )
         self._network.publish("control", self._topics.heartbeat(self._device), encode_heartbeat(heartbeat), 0)
-        for payload in self._prober.due(now, busy=now - self._stepped_s() < BUSY_S):
+        for payload in self._prober.due_probes(now, busy=now - self._stepped_s() < BUSY_S):
             self._network.publish("data", self._topics.probe(self._device), payload, 0)
         if self._peers is not None:
-            self._peers.due()
+            self._peers.request_probe()
 
     def _run(self) -> None:
         due_s = time.monotonic()
@@ -249,8 +251,8 @@ class HeartbeatThread:
             if self._closing.is_set():
                 return
             self._soon.clear()
-            due_s = max(due_s + EVERY_S, time.monotonic())
+            due_s = max(due_s + HEARTBEAT_S, time.monotonic())
             try:
-                self.beat(time.perf_counter())
+                self.publish_heartbeat(time.perf_counter())
             except Exception as exc:
-                self._complaints.add("heartbeat_errors", f"a heartbeat failed: {exc}", exc)
+                self._complaints.record("heartbeat_errors", f"a heartbeat failed: {exc}", exc)

@@ -8,23 +8,23 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Final
 
-from device_agent.config import AgentConfig, listening_address, own_address, own_certificate
-from device_agent.heartbeat import PeerWatch
-from device_agent.network import Complaints, Network
-from device_agent.probes import ANSWER, PeerProbes, Prober
+from device_agent.config import AgentConfig, listen_address, local_address_toward, login_certificate
+from device_agent.heartbeat import PeerReports
+from device_agent.network import ErrorLog, Network
+from device_agent.probes import ANSWER_MARK, PeerProbes, Prober
 from hepti_mqtt.errors import ConfigError, WireError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol import frames
-from hepti_mqtt.protocol.frames import Arrival, Exchanges, Frame
-from hepti_mqtt.protocol.messages import MAX_PEERS, MAX_TROUBLE, Edge, Endpoint
+from hepti_mqtt.protocol.frames import ExchangeCache, Frame, TensorArrival
+from hepti_mqtt.protocol.messages import MAX_PEERS, MAX_TROUBLE, Endpoint, PeerStats
 from hepti_mqtt.protocol.topics import MAX_TOPIC_BYTES, Topics
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.interface import (
-    Admit,
+    AllowPeers,
     FrameIn,
-    Join,
-    Part,
-    PeerBehind,
+    JoinPeers,
+    LeavePeers,
+    PeerFrameDropped,
     PeerJoined,
     PeerLost,
     PeerRefused,
@@ -34,13 +34,13 @@ from hepti_mqtt.transport.mesh import Address, Dropped, Joined, Lost, Mesh, Mesh
 # The largest frame there is, behind the longest topic: a plan's requests may be of any size.
 LARGEST_BYTES: Final = 2 + MAX_TOPIC_BYTES + frames.frame_bytes(frames.MAX_BODY_BYTES)
 
-LinkEvent = Arrival | FrameIn | PeerJoined | PeerRefused | PeerLost | PeerBehind
+LinkEvent = TensorArrival | FrameIn | PeerJoined | PeerRefused | PeerLost | PeerFrameDropped
 
 
 class MeshLinks:
     """Carries mesh commands out, and gives what has come as events of the session; for the session thread alone.
 
-    make: opens the endpoint with callbacks for messages and events. probes: measures the ways to peers. Frames are
+    open_mesh: opens the endpoint with callbacks for messages and events. probes: measures the ways to peers. Frames are
     views of the buffers that they came in.
     """
 
@@ -48,21 +48,21 @@ class MeshLinks:
         self,
         topics: Topics,
         device: str,
-        make: Callable[[Callable[[str, str, memoryview], None], Callable[[MeshEvent], None]], Mesh],
-        complaints: Complaints,
+        open_mesh: Callable[[Callable[[str, str, memoryview], None], Callable[[MeshEvent], None]], Mesh],
+        complaints: ErrorLog,
         probes: PeerProbes,
     ) -> None:
         self.probes = probes
         self._topics, self._device, self._complaints = topics, device, complaints
         self._arrived: list[LinkEvent] = []
-        self._exchanges = Exchanges()
-        self._admitted: dict[tuple[str, Epoch], frozenset[str]] = {}
-        self._joined: dict[tuple[str, Epoch], frozenset[str]] = {}
-        self.tensors = (0, 0)  # frames and bytes that came and went, each receiver counted; no probes
-        self.mesh = make(self._message, self._event)
+        self._exchanges = ExchangeCache()
+        self._admitted: dict[tuple[str, PlanVersion], frozenset[str]] = {}
+        self._joined: dict[tuple[str, PlanVersion], frozenset[str]] = {}
+        self.tensor_traffic = (0, 0)  # frames and bytes that came and went, each receiver counted; no probes
+        self.mesh = open_mesh(self._message, self._event)
 
     @property
-    def open(self) -> bool:
+    def has_peers(self) -> bool:
         """Return whether anything may come from a peer."""
         return bool(self._joined)
 
@@ -75,31 +75,31 @@ class MeshLinks:
     def publish(self, command: Publish) -> None:
         """Send a message to those who read it, header and body as they lie."""
         readers = self.mesh.publish(command.topic, command.payload, command.body)
-        count, nbytes = self.tensors
-        self.tensors = count + readers, nbytes + readers * (len(command.payload) + command.body.nbytes)
+        count, nbytes = self.tensor_traffic
+        self.tensor_traffic = count + readers, nbytes + readers * (len(command.payload) + command.body.nbytes)
         if not readers:
-            self._complaints.add("mesh_unread", f"nobody reads {command.topic}: its reader's connection is away")
+            self._complaints.record("mesh_unread", f"nobody reads {command.topic}: its reader's connection is away")
 
-    def admit(self, command: Admit) -> None:
+    def admit(self, command: AllowPeers) -> None:
         """Let peers in."""
-        key = (command.model, command.epoch)
+        key = (command.model, command.plan_version)
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, self._device, peer.device)
             self.mesh.admit(peer.device, key, peer.token_in, filters)
         self._admitted[key] = self._admitted.get(key, frozenset()).union(peer.device for peer in command.peers)
 
-    def join(self, command: Join) -> None:
+    def join(self, command: JoinPeers) -> None:
         """Hear peers."""
-        key = (command.model, command.epoch)
+        key = (command.model, command.plan_version)
         self._joined[key] = self._joined.get(key, frozenset()).union(peer.device for peer in command.peers)
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, peer.device, self._device)
             place = Address(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
             self.mesh.join(peer.device, key, place, peer.token_out, filters, LARGEST_BYTES)
 
-    def part(self, command: Part) -> None:
+    def leave(self, command: LeavePeers) -> None:
         """End what an epoch was admitted and joined for."""
-        key = (command.model, command.epoch)
+        key = (command.model, command.plan_version)
         for peer in self._joined.pop(key, ()):
             self.mesh.leave(peer, key)
         for peer in self._admitted.pop(key, ()):
@@ -107,7 +107,7 @@ class MeshLinks:
 
     def probe(self, now: float, busy: bool) -> None:
         """Probe the peer whose turn it is, of those that this device hears and that hear it."""
-        models = self._both_ways()
+        models = self._mutual_peers()
         due = self.probes.due(now, models, busy)
         if due is not None:
             peer, payloads = due
@@ -115,13 +115,13 @@ class MeshLinks:
 
     def probe_large(self, peer: str, now: float) -> bool:
         """Send a peer a large probe, if one is due; return whether it was."""
-        model = self._both_ways().get(peer)
-        due = [] if model is None else self.probes.probers()[peer].large_due(now, busy=True)
+        model = self._mutual_peers().get(peer)
+        due = [] if model is None else self.probes.probers()[peer].due_large_probe(now, busy=True)
         if model is not None:
             self._send_probes(model, peer, due)
         return bool(due)
 
-    def _both_ways(self) -> Mapping[str, str]:
+    def _mutual_peers(self) -> Mapping[str, str]:
         """Return the peers that this device hears and that hear it, with a model of which they do."""
         return {
             peer: key[0] for key, peers in self._joined.items() for peer in peers & self._admitted.get(key, frozenset())
@@ -131,14 +131,14 @@ class MeshLinks:
         for payload in payloads:
             self.mesh.publish(self._topics.activation(model, 0, self._device, peer), payload)
 
-    def edges(self) -> Mapping[str, Edge]:
+    def peer_stats(self) -> Mapping[str, PeerStats]:
         """Return what went to and came from each peer, of as many as a heartbeat takes; from any thread."""
         found = self.mesh.stats()
         now = frozenset[str]().union(*list(self._joined.values()), *list(self._admitted.values()))
         newest = list(found)[::-1]
         told = [*(name for name in newest if name in now), *(name for name in newest if name not in now)]
         return {
-            name: Edge(
+            name: PeerStats(
                 e.frames_in,
                 e.bytes_in,
                 e.frames_out,
@@ -159,13 +159,13 @@ class MeshLinks:
     # -- called by the mesh, in `wait` and `publish` ---------------------------------------------------------------
 
     def _message(self, peer: str, topic: str, payload: memoryview) -> None:
-        arrived = self._exchanges.arrival(peer, topic, payload) or self._checked(peer, topic, payload)
+        arrived = self._exchanges.arrival(peer, topic, payload) or self._decode_frame(peer, topic, payload)
         if arrived is not None:
-            count, nbytes = self.tensors
-            self.tensors = count + 1, nbytes + payload.nbytes
+            count, nbytes = self.tensor_traffic
+            self.tensor_traffic = count + 1, nbytes + payload.nbytes
             self._arrived.append(arrived)
 
-    def _checked(self, peer: str, topic: str, payload: memoryview) -> FrameIn | None:
+    def _decode_frame(self, peer: str, topic: str, payload: memoryview) -> FrameIn | None:
         """Read and check a whole frame; return it if it is a tensor that may come from there."""
         try:
             parsed, frame = self._topics.parse(topic), frames.decode(payload)
@@ -177,53 +177,53 @@ class MeshLinks:
             if parsed.kind != "activation" or said != ("tensor", parsed.model, parsed.layer, peer, peer):
                 raise WireError(f"the frame says {said}, which is not what its topic and its sender say")
         except WireError as exc:
-            self._complaints.add("bad_payload", f"dropped {len(payload)} bytes of {peer} on {topic[:200]!r}: {exc}")
+            self._complaints.record("bad_payload", f"dropped {len(payload)} bytes of {peer} on {topic[:200]!r}: {exc}")
             return None
         self._exchanges.learn(peer, topic, payload, frame)
         return FrameIn(frame)
 
     def _probed(self, peer: str, model: str, frame: Frame) -> None:
-        if frame.numbers == ANSWER:
-            self.probes.received(peer, frame, time.perf_counter())
+        if frame.numbers == ANSWER_MARK:
+            self.probes.on_answer(peer, frame, time.perf_counter())
             return
         answer = frames.encode(self.probes.answer(frame))
         self.mesh.publish(self._topics.activation(model, 0, self._device, peer), answer)
 
     def _event(self, event: MeshEvent) -> None:
         match event:
-            case Joined(peer, (str(model), Epoch() as epoch)):
+            case Joined(peer, (str(model), PlanVersion() as epoch)):
                 self._arrived.append(PeerJoined(peer, model, epoch))
-            case Refused(peer, (str(model), Epoch() as epoch), reason):
+            case Refused(peer, (str(model), PlanVersion() as epoch), reason):
                 self._arrived.append(PeerRefused(peer, model, epoch, reason))
             case Lost(peer, reason):
                 self._arrived.append(PeerLost(peer, reason))
             case Dropped(peer, nbytes):
-                self._arrived.append(PeerBehind(peer, nbytes))
+                self._arrived.append(PeerFrameDropped(peer, nbytes))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # This device's own endpoint as the agent opens it: where its options and the broker's URL say, or not at all.
 
 
-class OwnEndpoint:
+class MeshEndpoint:
     """The endpoint of an agent. links: None where all exchanges are left to the broker.
 
     Raises ConfigError for a port that cannot be had, and for a certificate that is none.
     """
 
-    def __init__(self, config: AgentConfig, topics: Topics, boot: int, complaints: Complaints) -> None:
+    def __init__(self, config: AgentConfig, topics: Topics, boot: int, complaints: ErrorLog) -> None:
         self._config, self._fingerprint = config, ""
         self.links: MeshLinks | None = None
         if (address := self._address()) is None or not config.mesh or not mesh_possible():
             return
-        certificate = config.mesh_tls or own_certificate(config.url)
+        certificate = config.mesh_tls or login_certificate(config.url)
         if config.url.tls and certificate is None:
             config.log.info("exchanges go over the broker, which is encrypted; --mesh-tls lets peers connect as well")
             return
         tls = None if certificate is None else MeshTls.load(certificate, certificate)
 
         def make(on_message: Callable[[str, str, memoryview], None], on_event: Callable[[MeshEvent], None]) -> Mesh:
-            host, user = listening_address(address), config.device_id
+            host, user = listen_address(address), config.device_id
             return Mesh(host, config.mesh_port, user=user, on_message=on_message, on_event=on_event, tls=tls)
 
         try:
@@ -231,20 +231,24 @@ class OwnEndpoint:
         except OSError as exc:
             if config.mesh_port:
                 raise ConfigError(f"--mesh-port {config.mesh_port} cannot be had: {exc}; choose another one") from exc
-            complaints.add("mesh_closed", f"no endpoint for peers at {address}: {exc}")
+            complaints.record("mesh_closed", f"no endpoint for peers at {address}: {exc}")
         self._fingerprint = "" if tls is None else tls.fingerprint
 
-    def told(self) -> Endpoint | None:
+    def advertised(self) -> Endpoint | None:
         """Return where peers are told to come; the address may change with the way to the broker."""
         address = self._address()
         if self.links is None or address is None:
             return None
         return Endpoint(address, self.links.mesh.port, self._fingerprint)
 
-    def watch(self, due: Callable[[], None]) -> PeerWatch | None:
+    def peer_reports(self, due: Callable[[], None]) -> PeerReports | None:
         """Return what heartbeats say of peers; due: lets the session thread probe one."""
         links = self.links
-        return None if links is None else PeerWatch(links.probes.reports, links.edges, lambda: links.tensors, due)
+        return (
+            None
+            if links is None
+            else PeerReports(links.probes.link_reports, links.peer_stats, lambda: links.tensor_traffic, due)
+        )
 
     def close(self) -> None:
         """Close it."""
@@ -252,7 +256,7 @@ class OwnEndpoint:
             self.links.close()
 
     def _address(self) -> str | None:
-        return self._config.mesh_host or own_address(self._config.url)
+        return self._config.mesh_host or local_address_toward(self._config.url)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -265,31 +269,31 @@ class OwnEndpoint:
 
 
 APART_S: Final = 0.3  # at least between two probes
-BROKER: Final = ""
-RUNS: Final = 8  # of late, by whose waits one is long
-LONGER: Final = 1.5
-LONGER_S: Final = 0.02  # and by so much at least: what is shorter comes and goes
-LONG_ONES: Final = 2  # in a row
+BROKER_PATH: Final = ""
+REMEMBERED_RUNS: Final = 8  # of late, by whose waits one is long
+LONG_WAIT_RATIO: Final = 1.5
+LONG_WAIT_S: Final = 0.02  # and by so much at least: what is shorter comes and goes
+LONG_WAITS: Final = 2  # in a row
 
 
-class Pauses:
+class IdleProbes:
     """Probes the broker's way and those to peers, in turn; for the session thread. links: None without mesh."""
 
     def __init__(self, network: Network, links: MeshLinks | None) -> None:
         self._network, self._links = network, links
         self._next_s = float("-inf")
         self._turn = self._falls = self._long = 0
-        self._waits: deque[float] = deque(maxlen=RUNS)
+        self._waits: deque[float] = deque(maxlen=REMEMBERED_RUNS)
 
-    def take(self, now: float, waited_s: float | None) -> None:
+    def on_idle(self, now: float, waited_s: float | None) -> None:
         """Take it that no run is under way here, and how long this device waited in the one that ended, if one did.
 
         now: by time.perf_counter().
         """
-        probers = {BROKER: self._network.prober, **({} if self._links is None else self._links.probes.probers())}
-        if (waited_s is not None and self._waits_longer(waited_s)) or self._fell(probers):
+        probers = {BROKER_PATH: self._network.prober, **({} if self._links is None else self._links.probes.probers())}
+        if (waited_s is not None and self._waits_longer(waited_s)) or self._bandwidth_fell(probers):
             for prober in probers.values():
-                prober.doubt()
+                prober.expect_slower()
         if now < self._next_s:
             return
         ways = sorted(probers)
@@ -301,15 +305,15 @@ class Pauses:
                 return
 
     def _probe(self, way: str, now: float) -> bool:
-        if way == BROKER or self._links is None:
+        if way == BROKER_PATH or self._links is None:
             return self._network.probe_large(now)
         return self._links.probe_large(way, now)
 
     def _waits_longer(self, waited_s: float) -> bool:
         """Return whether runs have begun to wait much longer than those of late."""
-        known = len(self._waits) == RUNS
-        self._long = self._long + 1 if known and waited_s > LONGER * median(self._waits) + LONGER_S else 0
-        if self._long < LONG_ONES:
+        known = len(self._waits) == REMEMBERED_RUNS
+        self._long = self._long + 1 if known and waited_s > LONG_WAIT_RATIO * median(self._waits) + LONG_WAIT_S else 0
+        if self._long < LONG_WAITS:
             if not self._long:
                 self._waits.append(waited_s)
             return False
@@ -317,7 +321,7 @@ class Pauses:
         self._long = 0
         return True
 
-    def _fell(self, probers: Mapping[str, Prober]) -> bool:
+    def _bandwidth_fell(self, probers: Mapping[str, Prober]) -> bool:
         """Return whether a way has fallen since the last look: all of them share this device's link."""
-        before, self._falls = self._falls, sum(prober.falls for prober in probers.values())
+        before, self._falls = self._falls, sum(prober.bandwidth_drops for prober in probers.values())
         return self._falls > before

@@ -19,13 +19,13 @@ from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.cost.memory import weight_total
+from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes
 from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TilePlace, tile_array, tile_hash
+from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
 
 RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
@@ -33,7 +33,7 @@ _SMALL: Final = 20
 _log: Final = logging.getLogger("hepti.agent")
 
 
-def room_bytes(directory: Path) -> int:
+def free_cache_bytes(directory: Path) -> int:
     """Return how much tiles may still take on a directory's disk; below 0 they take too much already."""
     usage = shutil.disk_usage(directory)
     return usage.free - min(RESERVE_BYTES, usage.total // _SMALL)
@@ -65,7 +65,7 @@ class TileCache:
         directory: Path,
         limit_bytes: int,
         counters: Counter[str],
-        room_bytes: Callable[[Path], int] = room_bytes,
+        room_bytes: Callable[[Path], int] = free_cache_bytes,
     ) -> None:
         self._directory = directory
         self._limit, self._room_bytes = limit_bytes, room_bytes
@@ -101,10 +101,10 @@ class TileCache:
             self._counters["cache_corrupt"] += 1
             self._remove(digest)
             return None
-        self._used(digest, path, found)
+        self._touch(digest, path, found)
         return data
 
-    def _used(self, digest: bytes, path: Path, found: _Stamp) -> None:
+    def _touch(self, digest: bytes, path: Path, found: _Stamp) -> None:
         """Note that a file is in use, and what it looks like from now on."""
         now_ns = time.time_ns()
         try:
@@ -120,7 +120,7 @@ class TileCache:
             return
         if not self._evict(len(data), keep):
             if len(data) > self._room():
-                self._full("the disk is full")
+                self._warn_not_kept("the disk is full")
             return
         path = self._path(digest)
         try:
@@ -128,12 +128,12 @@ class TileCache:
             write_atomically(path, bytes(data))
         except OSError as error:
             self._counters["cache_errors"] += 1
-            self._full(error.strerror or str(error))
+            self._warn_not_kept(error.strerror or str(error))
             return
         self._sizes[digest] = len(data)
         self.bytes += len(data)
 
-    def _full(self, why: str) -> None:
+    def _warn_not_kept(self, why: str) -> None:
         """Say once that weights are not kept, which nobody would notice before the next start."""
         if not self._told:
             _log.warning(
@@ -205,41 +205,41 @@ class TileCache:
 
 
 @dataclass(slots=True)
-class Job:
+class LoadJob:
     """A load and how far it is.
 
-    places: where each tile goes. order: of the tiles in the weights; in_order: those of them that are taken nearly in
-    this order. on_disk, to_ask, asked: where the missing ones come from. set_aside: came by air, and wait on disk.
-    total_bytes: of the tiles; until the manifest says them, of the weights. early: the manifest's bytes, come while
-    another load was under way.
+    destinations: where each tile goes. order: of the tiles in the weights; ordered_missing: those of them that are
+    taken nearly in this order. on_disk, to_request, requested: where the missing ones come from. deferred: came by
+    air, and wait on disk. total_bytes: of the tiles; until the manifest says them, of the weights. early_manifest:
+    the manifest's bytes, come while another load was under way.
     """
 
     load: Load
-    early: bytes | None = None
+    early_manifest: bytes | None = None
     manifest: Manifest | None = None
     buffers: dict[WeightRef, WeightBuffer] = field(default_factory=dict)
-    left: dict[WeightRef, int] = field(default_factory=dict)
-    places: dict[bytes, list[tuple[WeightRef, TilePlace]]] = field(default_factory=dict)
-    keep: set[bytes] = field(default_factory=set)
+    tiles_left: dict[WeightRef, int] = field(default_factory=dict)
+    destinations: dict[bytes, list[tuple[WeightRef, TileLocation]]] = field(default_factory=dict)
+    pinned: set[bytes] = field(default_factory=set)
     missing: set[bytes] = field(default_factory=set)
     order: dict[bytes, int] = field(default_factory=dict)
-    in_order: deque[bytes] = field(default_factory=deque)
-    set_aside: set[bytes] = field(default_factory=set)
+    ordered_missing: deque[bytes] = field(default_factory=deque)
+    deferred: set[bytes] = field(default_factory=set)
     on_disk: deque[bytes] = field(default_factory=deque)
-    to_ask: deque[bytes] = field(default_factory=deque)
-    asked: dict[bytes, None] = field(default_factory=dict)
+    to_request: deque[bytes] = field(default_factory=deque)
+    requested: dict[bytes, None] = field(default_factory=dict)
     weights: dict[WeightRef, Weight] = field(default_factory=dict)
     done_bytes: int = 0
     total_bytes: int = 0
-    mismatches: int = 0
+    hash_mismatches: int = 0
 
-    def may_take(self, digest: bytes) -> bool:
+    def may_accept(self, digest: bytes) -> bool:
         """Return whether a missing tile may be taken now: where order matters, if few older ones are missing."""
-        while self.in_order and self.in_order[0] not in self.missing:
-            self.in_order.popleft()
-        return not self.in_order or self.order[digest] < self.order[self.in_order[0]] + TILES_AHEAD
+        while self.ordered_missing and self.ordered_missing[0] not in self.missing:
+            self.ordered_missing.popleft()
+        return not self.ordered_missing or self.order[digest] < self.order[self.ordered_missing[0]] + TILES_AHEAD
 
-    def plan(self, manifest: Manifest, held: Mapping[WeightRef, Weight]) -> None:
+    def plan_tiles(self, manifest: Manifest, held: Mapping[WeightRef, Weight]) -> None:
         """Find out which tiles are missing, `held` being there already; raises ModelError for another's manifest."""
         if manifest.model != self.load.model:
             raise ModelError(
@@ -251,23 +251,23 @@ class Job:
                 self.weights[ref] = held[ref]
                 continue
             tiles = manifest.tiles(ref)
-            self.buffers[ref], self.left[ref] = allocate(ref), len(tiles)
+            self.buffers[ref], self.tiles_left[ref] = allocate(ref), len(tiles)
             if not tiles:
                 self.weights[ref] = self.buffers.pop(ref).finish()
             for place in tiles:
-                self.places.setdefault(place.hash, []).append((ref, place))
-        self.total_bytes = sum(places[0][1].nbytes for places in self.places.values())
-        self.missing = set(self.places)
-        self.order = {digest: place for place, digest in enumerate(self.places)}
+                self.destinations.setdefault(place.hash, []).append((ref, place))
+        self.total_bytes = sum(places[0][1].nbytes for places in self.destinations.values())
+        self.missing = set(self.destinations)
+        self.order = {digest: place for place, digest in enumerate(self.destinations)}
         # Only blocks in int8 are held wide until they are complete; all else takes its tiles as they come.
-        self.in_order = deque(self.places if any(loading_bytes(ref) for ref in self.buffers) else ())
-        self.keep = {self.load.manifest, *self.places}
+        self.ordered_missing = deque(self.destinations if any(loading_bytes(ref) for ref in self.buffers) else ())
+        self.pinned = {self.load.manifest, *self.destinations}
 
-    def put(self, ref: WeightRef, place: TilePlace, data: bytes | memoryview) -> None:
+    def write_tile(self, ref: WeightRef, place: TileLocation, data: bytes | memoryview) -> None:
         """Put a tile into a weight that it is part of."""
         self.buffers[ref].put(tile_array(place, data), place.row0, place.column0)
-        self.left[ref] -= 1
-        if not self.left[ref]:
+        self.tiles_left[ref] -= 1
+        if not self.tiles_left[ref]:
             self.weights[ref] = self.buffers.pop(ref).finish()
 
 
@@ -278,23 +278,23 @@ class Job:
 # and
 # take their tiles nearly in order, so that memory while loading is the weights themselves, the few tiles under way,
 # and
-# the int8 blocks of which a part is missing (`simulate.loading_total`).
+# the int8 blocks of which a part is missing (`simulate.loading_overhead_bytes`).
 
 
 WINDOW: Final = 16  # tiles asked for and not yet there
-AGAIN_S: Final = 3.0
+RETRY_S: Final = 3.0
 PROGRESS_S: Final = 0.5
-MISMATCHES: Final = 3
-REMEMBERED: Final = 1 << 16  # hashes once asked for: a late answer to them is no damaged tile
+MAX_MISMATCHES: Final = 3
+MAX_REMEMBERED: Final = 1 << 16  # hashes once asked for: a late answer to them is no damaged tile
 
-Event = Loaded | LoadFailed | LoadProgress
+LoadEvent = Loaded | LoadFailed | LoadProgress
 
 
 @dataclass(slots=True)
-class _Held:
+class _ResidentWeight:
     weight: Weight
     nbytes: int
-    users: set[tuple[str, Epoch]]
+    users: set[tuple[str, PlanVersion]]
 
 
 class WeightLoader:
@@ -302,44 +302,44 @@ class WeightLoader:
 
     Those that no epoch uses any more stay as long as there is room, so that a plan that comes back is there at once.
 
-    emit: gets Loaded, LoadFailed, LoadProgress. ask: sends a TileAsk to the planner. counters: `tiles_asked`,
+    emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. counters: `tiles_asked`,
     `tiles_reasked`, `tiles_received`, `tile_bytes_received`, `tiles_cached`, `tiles_mismatched`, `tiles_unneeded`.
     """
 
     def __init__(
         self,
         cache: TileCache,
-        emit: Callable[[Event], None],
-        ask: Callable[[str, tuple[bytes, ...]], None],
+        emit: Callable[[LoadEvent], None],
+        request_tiles: Callable[[str, tuple[bytes, ...]], None],
         counters: Counter[str],
     ) -> None:
         self._cache = cache
         self._emit = emit
-        self._ask = ask
+        self._ask = request_tiles
         self._counters = counters
-        self._jobs: deque[Job] = deque()
-        self._held: dict[tuple[bytes, WeightRef], _Held] = {}  # last used, last in order
-        self._ever_asked: set[bytes] = set()
-        self._moved_s = 0.0
-        self._told_s = float("-inf")
+        self._jobs: deque[LoadJob] = deque()
+        self._held: dict[tuple[bytes, WeightRef], _ResidentWeight] = {}  # last used, last in order
+        self._requested_before: set[bytes] = set()
+        self._last_arrival_s = 0.0
+        self._last_report_s = float("-inf")
 
     # -- what the session wants ----------------------------------------------------------------------------------
 
     def load(self, load: Load, now: float) -> None:
         """Begin, or queue, a load, and say so."""
-        self._jobs.append(job := Job(load, total_bytes=max(weight_total(load.refs), 1)))
+        self._jobs.append(job := LoadJob(load, total_bytes=max(weights_bytes(load.refs), 1)))
         wanted = {(load.manifest, ref) for ref in load.refs}
         self._make_room(load.spare_bytes, wanted)
         if len(self._jobs) == 1:
             self._begin(now)
         if any(other is job for other in self._jobs):
-            self._say(job)
+            self._emit_progress(job)
 
     def unload(self, unload: Unload, now: float) -> None:
         """Cancel the load of an epoch, or give up its weights where no other epoch uses them."""
-        key = (unload.model, unload.epoch)
+        key = (unload.model, unload.plan_version)
         active = self._jobs[0] if self._jobs else None
-        self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.epoch) != key)
+        self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.plan_version) != key)
         for held in self._held.values():
             held.users.discard(key)
         self._make_room(unload.spare_bytes)
@@ -358,45 +358,47 @@ class WeightLoader:
 
     # -- what the network says -----------------------------------------------------------------------------------
 
-    def tile(self, body: bytes | memoryview, mine: bool, now: float) -> None:
-        """Take the bytes of a tile or a manifest; `mine`: it came to this device alone, so it must be one asked for."""
+    def on_tile(self, body: bytes | memoryview, addressed_here: bool, now: float) -> None:
+        """Take the bytes of a tile or a manifest; `addressed_here`: it came to this device alone, so it must be one
+        asked for.
+        """
         if not self._jobs:
             self._counters["tiles_unneeded"] += 1
             return
         job, digest = self._jobs[0], tile_hash(body)
         waiting = [other for other in self._jobs if other is not job and other.load.manifest == digest]
         if digest in job.missing or (job.manifest is None and digest == job.load.manifest):
-            self._moved_s = now
+            self._last_arrival_s = now
             self._receive(digest, body, job)
-            if digest in job.missing and not job.may_take(digest):  # sent to another device: from disk, in its turn
-                if digest not in job.set_aside:
-                    job.set_aside.add(digest)
+            if digest in job.missing and not job.may_accept(digest):  # sent to another device: from disk, in its turn
+                if digest not in job.deferred:
+                    job.deferred.add(digest)
                     insort(job.on_disk, digest, key=job.order.__getitem__)
-                self._tell(now)
+                self._report_progress(now)
                 return
-            self._guarded(job, lambda: self._take(job, digest, body, now), now)
+            self._fail_on_error(job, lambda: self._accept(job, digest, body, now), now)
         elif waiting:  # the answer took longer than a turn
             self._receive(digest, body, job)
             for other in waiting:
-                other.early = bytes(body)
-        elif mine and digest not in self._ever_asked:
+                other.early_manifest = bytes(body)
+        elif addressed_here and digest not in self._requested_before:
             self._mismatch(job, now)
         else:
             self._counters["tiles_unneeded"] += 1
 
-    def _receive(self, digest: bytes, body: bytes | memoryview, job: Job) -> None:
+    def _receive(self, digest: bytes, body: bytes | memoryview, job: LoadJob) -> None:
         if digest not in self._cache:  # else it is on disk, and was sent to everybody for somebody else
             self._counters["tiles_received"] += 1
             self._counters["tile_bytes_received"] += len(body)
-        self._cache.put(digest, body, job.keep)
+        self._cache.put(digest, body, job.pinned)
 
-    def again(self, now: float) -> None:
+    def request_again(self, now: float) -> None:
         """Ask anew for everything that is outstanding: the connection or the planner is back."""
-        if self._jobs and self._jobs[0].asked:
+        if self._jobs and self._jobs[0].requested:
             job = self._jobs[0]
-            self._counters["tiles_reasked"] += len(job.asked)
-            self._moved_s = now
-            self._ask(job.load.model, tuple(job.asked))
+            self._counters["tiles_reasked"] += len(job.requested)
+            self._last_arrival_s = now
+            self._ask(job.load.model, tuple(job.requested))
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -405,22 +407,22 @@ class WeightLoader:
         job = self._jobs[0] if self._jobs else None
         if job is None or not job.on_disk:
             return False
-        if not job.may_take(job.on_disk[0]):
+        if not job.may_accept(job.on_disk[0]):
             return False  # goes on when an older one has come by air
         digest = job.on_disk.popleft()
         if digest not in job.missing:  # it came by air meanwhile
             return True
         data = self._cache.get(digest)
         if data is None:
-            job.set_aside.discard(digest)
-            job.to_ask.appendleft(digest)
+            job.deferred.discard(digest)
+            job.to_request.appendleft(digest)
             self._ask_more(job, now)
             return True
         self._counters["tiles_cached"] += 1
-        self._guarded(job, lambda: self._take(job, digest, data, now), now)
+        self._fail_on_error(job, lambda: self._accept(job, digest, data, now), now)
         return True
 
-    def tick(self, now: float) -> None:
+    def retry_if_due(self, now: float) -> None:
         """Ask again for tiles when none of them has come for `AGAIN_S`, or go on with the next load first."""
         deadline = self.deadline()
         if deadline is None or now < deadline:
@@ -429,13 +431,13 @@ class WeightLoader:
             self._jobs.rotate(-1)
             self._begin(now)
         else:
-            self.again(now)
+            self.request_again(now)
 
     def deadline(self) -> float | None:
         """Return when `tick` has something to do, or None."""
-        return self._moved_s + AGAIN_S if self._jobs and self._jobs[0].asked else None
+        return self._last_arrival_s + RETRY_S if self._jobs and self._jobs[0].requested else None
 
-    def abandon(self, error: HeptiError, now: float) -> None:
+    def fail_current(self, error: HeptiError, now: float) -> None:
         """Give up the load that is under way."""
         if self._jobs:
             self._fail(self._jobs[0], error, now)
@@ -445,78 +447,78 @@ class WeightLoader:
     def _begin(self, now: float) -> None:
         job = self._jobs[0]
         digest = job.load.manifest
-        data = job.early or self._cache.get(digest)
+        data = job.early_manifest or self._cache.get(digest)
         if data is None:
-            self._ask_for(job, (digest,), now)
+            self._request(job, (digest,), now)
         else:
-            self._guarded(job, lambda: self._take(job, digest, data, now), now)
+            self._fail_on_error(job, lambda: self._accept(job, digest, data, now), now)
 
-    def _take(self, job: Job, digest: bytes, data: bytes | memoryview, now: float) -> None:
-        job.asked.pop(digest, None)
+    def _accept(self, job: LoadJob, digest: bytes, data: bytes | memoryview, now: float) -> None:
+        job.requested.pop(digest, None)
         if job.manifest is None:
             self._plan(job, Manifest.decode(bytes(data)))
         else:
             job.missing.remove(digest)
             job.done_bytes += len(data)
-            for ref, place in job.places[digest]:
-                job.put(ref, place, data)
+            for ref, place in job.destinations[digest]:
+                job.write_tile(ref, place, data)
         if job.missing:
             self._ask_more(job, now)
-            self._tell(now)
+            self._report_progress(now)
         else:
             self._finish(job, now)
 
-    def _plan(self, job: Job, manifest: Manifest) -> None:
+    def _plan(self, job: LoadJob, manifest: Manifest) -> None:
         """Find out which tiles are needed and where each of them goes."""
         held = ((ref, self._held.get((job.load.manifest, ref))) for ref in job.load.refs)
-        job.plan(manifest, {ref: there.weight for ref, there in held if there is not None})
-        for digest in job.places:
-            (job.on_disk if digest in self._cache else job.to_ask).append(digest)
+        job.plan_tiles(manifest, {ref: there.weight for ref, there in held if there is not None})
+        for digest in job.destinations:
+            (job.on_disk if digest in self._cache else job.to_request).append(digest)
 
-    def _ask_more(self, job: Job, now: float) -> None:
-        if len(job.asked) > WINDOW // 2 or not job.to_ask:
+    def _ask_more(self, job: LoadJob, now: float) -> None:
+        if len(job.requested) > WINDOW // 2 or not job.to_request:
             return
         new: list[bytes] = []
-        while job.to_ask and len(job.asked) + len(new) < WINDOW and job.may_take(job.to_ask[0]):
-            digest = job.to_ask.popleft()
-            if digest in job.missing and digest not in job.set_aside:
+        while job.to_request and len(job.requested) + len(new) < WINDOW and job.may_accept(job.to_request[0]):
+            digest = job.to_request.popleft()
+            if digest in job.missing and digest not in job.deferred:
                 new.append(digest)
-        self._ask_for(job, tuple(new), now)
+        self._request(job, tuple(new), now)
 
-    def _ask_for(self, job: Job, digests: tuple[bytes, ...], now: float) -> None:
+    def _request(self, job: LoadJob, digests: tuple[bytes, ...], now: float) -> None:
         if digests:
-            job.asked.update(dict.fromkeys(digests))
-            if len(self._ever_asked) > REMEMBERED:
-                self._ever_asked.clear()
-            self._ever_asked.update(digests)
+            job.requested.update(dict.fromkeys(digests))
+            if len(self._requested_before) > MAX_REMEMBERED:
+                self._requested_before.clear()
+            self._requested_before.update(digests)
             self._counters["tiles_asked"] += len(digests)
-            self._moved_s = now
+            self._last_arrival_s = now
             self._ask(job.load.model, digests)
 
-    def _mismatch(self, job: Job, now: float) -> None:
+    def _mismatch(self, job: LoadJob, now: float) -> None:
         self._counters["tiles_mismatched"] += 1
-        job.mismatches += 1
-        if job.mismatches >= MISMATCHES:
+        job.hash_mismatches += 1
+        if job.hash_mismatches >= MAX_MISMATCHES:
             error = WireError(
-                f"{job.mismatches} weight tiles of {job.load.model} arrived with another SHA-256 than was asked for; "
+                f"{job.hash_mismatches} weight tiles of {job.load.model} arrived with a wrong SHA-256; "
                 "run `hepti model verify` on the planner's machine"
             )
             self._fail(job, error, now)
-        elif len(job.asked) == 1:
-            self.again(now)
+        elif len(job.requested) == 1:
+            self.request_again(now)
 
-    def _finish(self, job: Job, now: float) -> None:
+    def _finish(self, job: LoadJob, now: float) -> None:
         load = job.load
         for ref, weight in job.weights.items():
             place = (load.manifest, ref)
-            held = self._held.pop(place, None) or _Held(weight, weight_total([ref]), set())
-            held.users.add((load.model, load.epoch))
+            held = self._held.pop(place, None) or _ResidentWeight(weight, weights_bytes([ref]), set())
+            held.users.add((load.model, load.plan_version))
             self._held[place] = held
-        self._emit(Loaded(load.model, load.epoch, job.weights))
+        self._emit(Loaded(load.model, load.plan_version, job.weights))
         self._next(now)
 
-    def _fail(self, job: Job, error: HeptiError, now: float) -> None:
-        self._emit(LoadFailed(job.load.model, job.load.epoch, error))
+    def _fail(self, job: LoadJob, error: HeptiError, now: float) -> None:
+        self._emit(LoadFailed(job.load.model, job.load.plan_version, error))
         self._next(now)
 
     def _next(self, now: float) -> None:
@@ -525,17 +527,17 @@ class WeightLoader:
         if self._jobs:
             self._begin(now)
 
-    def _tell(self, now: float) -> None:
-        if now - self._told_s < PROGRESS_S:
+    def _report_progress(self, now: float) -> None:
+        if now - self._last_report_s < PROGRESS_S:
             return
-        self._told_s = now
+        self._last_report_s = now
         for job in self._jobs:  # also those that wait, or the planner would give them up
-            self._say(job)
+            self._emit_progress(job)
 
-    def _say(self, job: Job) -> None:
-        self._emit(LoadProgress(job.load.model, job.load.epoch, job.done_bytes, job.total_bytes))
+    def _emit_progress(self, job: LoadJob) -> None:
+        self._emit(LoadProgress(job.load.model, job.load.plan_version, job.done_bytes, job.total_bytes))
 
-    def _guarded(self, job: Job, act: Callable[[], None], now: float) -> None:
+    def _fail_on_error(self, job: LoadJob, act: Callable[[], None], now: float) -> None:
         """Run `act`; what goes wrong with one load ends that load, with the reason."""
         try:
             act()
@@ -557,14 +559,14 @@ QUEUED_BYTES: Final = 64 << 20  # tiles that wait for the loader's thread; more 
 
 @dataclass(frozen=True, slots=True)
 class TileIn:
-    """The body of a tile frame; `mine` as in `WeightLoader.tile`."""
+    """The body of a tile frame; `addressed_here` as in `WeightLoader.tile`."""
 
     body: bytes | memoryview
-    mine: bool
+    addressed_here: bool
 
 
 @dataclass(frozen=True, slots=True)
-class AskAgain:
+class RequestAgain:
     """The connection or the planner is back."""
 
 
@@ -573,7 +575,7 @@ class _Stop:
     pass
 
 
-Input = Load | Unload | TileIn | AskAgain | _Stop
+Input = Load | Unload | TileIn | RequestAgain | _Stop
 
 
 class LoaderThread:
@@ -630,11 +632,11 @@ class LoaderThread:
         try:
             self._log.exception("the weight loader failed")
             error = ModelError(f"the weight loader failed: {cause!r}; see the agent's log")
-            self._loader.abandon(error, time.monotonic())
+            self._loader.fail_current(error, time.monotonic())
         except Exception:
             self._log.exception("the load that failed could not be given up")
 
-    def _turn(self, item: Load | Unload | TileIn | AskAgain | None) -> bool:
+    def _turn(self, item: Load | Unload | TileIn | RequestAgain | None) -> bool:
         now = time.monotonic()
         match item:
             case Load():
@@ -644,9 +646,9 @@ class LoaderThread:
             case TileIn(body, mine):
                 with self._lock:
                     self._queued_bytes -= len(body)
-                self._loader.tile(body, mine, now)
-            case AskAgain():
-                self._loader.again(now)
+                self._loader.on_tile(body, mine, now)
+            case RequestAgain():
+                self._loader.request_again(now)
             case None:
-                self._loader.tick(now)
+                self._loader.retry_if_due(now)
         return self._loader.step(now)

@@ -20,7 +20,7 @@ _CPU: Final = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def last_level_bytes(directory: Path = _CPU) -> int:
+def last_level_cache_bytes(directory: Path = _CPU) -> int:
     """Return the size in bytes of the largest cache that the first core has, as Linux tells it."""
     sizes = [UNKNOWN_BYTES] if not directory.is_dir() else []
     for path in directory.glob("index*/size"):
@@ -37,7 +37,7 @@ def last_level_bytes(directory: Path = _CPU) -> int:
 
 
 SYSTEM: Final = Path("/")
-PART_OF_FREE: Final = 0.8
+FREE_MEMORY_FRACTION: Final = 0.8
 LOADING_BYTES: Final = 8 << 20  # tiles under way while weights are loaded
 
 
@@ -52,7 +52,7 @@ def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
     It is what was asked for, as far as that is free. The tiles under way while weights are loaded come out of the same
     budget. Raises ConfigError if nothing is left.
     """
-    whole = int(PART_OF_FREE * free_bytes) if memory_bytes is None else min(memory_bytes, free_bytes)
+    whole = int(FREE_MEMORY_FRACTION * free_bytes) if memory_bytes is None else min(memory_bytes, free_bytes)
     if whole <= LOADING_BYTES:
         raise ConfigError(
             f"a budget of {whole / 2**20:.0f} MiB leaves nothing for weights: {LOADING_BYTES / 2**20:.0f} MiB of it "
@@ -61,14 +61,14 @@ def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
     return whole - LOADING_BYTES
 
 
-def cores(root: Path = SYSTEM) -> float:
+def usable_cores(root: Path = SYSTEM) -> float:
     """Return how many cores the affinity and the quotas of the control groups leave this process."""
     whole = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_quota(group) for group in _groups(root, "cpu"))
     return min([float(whole), *(quota for quota in quotas if quota is not None)])
 
 
-def capacities(root: Path = SYSTEM) -> list[int]:
+def core_capacities(root: Path = SYSTEM) -> list[int]:
     """Return how strong the cores are that this process may use, as the system rates those of CPUs with unlike ones."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     rated = (_number(root / f"sys/devices/system/cpu/cpu{core}/cpu_capacity") for core in allowed)
@@ -160,7 +160,7 @@ class CpuTimes(NamedTuple):
     broker_s: float
 
 
-class Health(NamedTuple):
+class HealthSample(NamedTuple):
     """One look at the machine; cpu_other is 0..1 of all cores, without this process and a local broker."""
 
     cpu_other: float
@@ -181,12 +181,12 @@ def cpu_other(before: CpuTimes, after: CpuTimes, cores: int) -> float:
 
 
 class HealthMonitor:
-    """Looks at the machine whenever `look` is called; not thread safe."""
+    """Looks at the machine whenever `sample` is called; not thread safe."""
 
     def __init__(self, url: BrokerUrl) -> None:
         self._process = psutil.Process()
         self._cores = psutil.cpu_count() or 1
-        self._broker_is_local = is_local(url.host)
+        self._broker_is_local = is_this_machine(url.host)
         self._brokers = local_brokers() if self._broker_is_local else []
         self._searched_s = time.monotonic()
         self._before = self._times()
@@ -194,7 +194,7 @@ class HealthMonitor:
         self._looks = 0
         self._temperature_c: float | None = None
 
-    def look(self) -> Health:
+    def sample(self) -> HealthSample:
         """Return what is now; cpu_other since the last look, or the look before where that was just now."""
         after = self._times()
         if after.clock_s - self._before.clock_s >= WINDOW_S:
@@ -203,7 +203,7 @@ class HealthMonitor:
         if self._looks % TEMPERATURE_EVERY == 0:
             self._temperature_c = temperature_c()
         self._looks += 1
-        return Health(self._share, free_memory(), self._temperature_c, int(self._process.memory_info().rss))
+        return HealthSample(self._share, free_memory(), self._temperature_c, int(self._process.memory_info().rss))
 
     def _times(self) -> CpuTimes:
         now = time.monotonic()
@@ -216,7 +216,7 @@ class HealthMonitor:
         return CpuTimes(now, busy, _spent(self._process), sum(_spent(p) for p in self._brokers))
 
 
-def is_local(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     """Return whether a broker's host is this machine."""
     with suppress(OSError, UnicodeError):
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}

@@ -13,11 +13,11 @@ from typing import Final, Protocol
 from device_agent.loader import TileIn
 from device_agent.probes import Prober
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import ALL, PLANNER, Epoch
+from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import held_bytes
 from hepti_mqtt.protocol.messages import Status
-from hepti_mqtt.protocol.topics import Parsed, Topics
+from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, WorkerEvent
 from hepti_mqtt.transport import (
@@ -34,7 +34,7 @@ from hepti_mqtt.transport import (
 )
 
 
-class Complaints:
+class ErrorLog:
     """Counts kinds of trouble and logs the 1st, 2nd, 4th, 8th ... of each kind, so that a peer cannot flood the log.
 
     counters: the counts, by kind. May be used from any thread.
@@ -45,7 +45,7 @@ class Complaints:
         self._log = log
         self._lock = threading.Lock()
 
-    def add(self, kind: str, text: str, error: BaseException | None = None) -> None:
+    def record(self, kind: str, text: str, error: BaseException | None = None) -> None:
         """Count one of `kind`; `error` is logged with its traceback."""
         with self._lock:
             self.counters[kind] += 1
@@ -65,7 +65,7 @@ class LinkUp:
     plane: Plane
     protocol: int
     largest_packet_bytes: int | None
-    local: bool = False
+    broker_is_local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class LinkDown:
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledged:
+class SubscriptionAcknowledged:
     """Every filter of one subscription is acknowledged."""
 
     plane: Plane
@@ -85,7 +85,7 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
-class FiltersRefused:
+class RefusedByBroker:
     """The broker refused filters of a subscription, or (token None) a publish."""
 
     plane: Plane
@@ -110,19 +110,27 @@ class OwnStatus:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The agent must end, with an error or without; `farewell`: tell the site that it is offline."""
+    """The agent must end, with an error or without; `announce_offline`: tell the site that it is offline."""
 
     error: Exception | None = None
-    farewell: bool = True
+    announce_offline: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class ProbePeers:
+class PeerProbeDue:
     """It is time to measure the way to a peer."""
 
 
 AgentEvent = (
-    WorkerEvent | LinkUp | LinkDown | Acknowledged | FiltersRefused | PlannerStatus | OwnStatus | Stop | ProbePeers
+    WorkerEvent
+    | LinkUp
+    | LinkDown
+    | SubscriptionAcknowledged
+    | RefusedByBroker
+    | PlannerStatus
+    | OwnStatus
+    | Stop
+    | PeerProbeDue
 )
 
 
@@ -139,7 +147,7 @@ CONTROL_CLOSE_S: Final = 0.8
 QOS: Final[Mapping[Plane, int]] = {"control": 1, "data": 0}
 
 
-class MakeTransport(Protocol):
+class TransportFactory(Protocol):
     """Makes the transport of one plane, not yet connected."""
 
     def __call__(self, plane: Plane, on_message: OnMessage, on_state: Callable[[State], None]) -> Transport:
@@ -152,7 +160,7 @@ class Network:
 
     control (QoS 1): commands, requests, tiles, statuses. data (QoS 0): activations and probes. What is not valid is
     counted and dropped. A full inbox refuses requests and activations alone: a run that misses one is issued again, but
-    nobody repeats a command. prober: of the broker's way. tiles: gets the bodies of tile frames.
+    nobody repeats a command. prober: of the broker's way. on_tile: gets the bodies of tile frames.
     """
 
     def __init__(
@@ -161,13 +169,13 @@ class Network:
         device: str,
         inbox: Inbox[AgentEvent],
         prober: Prober,
-        tiles: Callable[[TileIn], None],
-        complaints: Complaints,
-        make: MakeTransport,
+        on_tile: Callable[[TileIn], None],
+        complaints: ErrorLog,
+        make_transport: TransportFactory,
     ) -> None:
         self._topics, self._device = topics, device
-        self._inbox, self.prober, self._tiles, self._complaints = inbox, prober, tiles, complaints
-        self._parsers: Mapping[str, Callable[[Parsed, Body], None]] = {
+        self._inbox, self.prober, self._tiles, self._complaints = inbox, prober, on_tile, complaints
+        self._parsers: Mapping[str, Callable[[ParsedTopic, Body], None]] = {
             "command": lambda _, payload: inbox.post(MessageIn(messages.decode(payload))),
             "work": self._work,
             "weights": self._weights,
@@ -177,7 +185,7 @@ class Network:
             "probe": lambda _, payload: self._probe(payload),
         }
         self._transports: Mapping[Plane, Transport] = {
-            plane: make(plane, self._hear, self._state_of(plane)) for plane in PLANES
+            plane: make_transport(plane, self._on_message, self._state_of(plane)) for plane in PLANES
         }
         base: Mapping[Plane, Sequence[str]] = {
             "control": (
@@ -188,7 +196,7 @@ class Network:
             ),
             "data": (topics.probe(device),),
         }
-        self.base_tokens = {(plane, self.subscribe(plane, filters)) for plane, filters in base.items()}
+        self.base_subscription_tokens = {(plane, self.subscribe(plane, filters)) for plane, filters in base.items()}
 
     def connect(self, plane: Plane, timeout_s: float) -> None:
         """Connect one plane; raises NetworkError, RefusedError or ConfigError."""
@@ -204,20 +212,20 @@ class Network:
 
     def probe_large(self, now: float) -> bool:
         """Send a large probe by the broker's way, if one is due; return whether it was. now: by time.perf_counter()."""
-        due = self.prober.large_due(now, busy=True)
+        due = self.prober.due_large_probe(now, busy=True)
         for payload in due:
             self.publish("data", self._topics.probe(self._device), payload, 0)
         return bool(due)
 
     def subscribe(self, plane: Plane, filters: Sequence[str]) -> int:
-        """Subscribe one plane to filters; `Acknowledged` with the returned token follows."""
+        """Subscribe one plane to filters; `SubscriptionAcknowledged` with the returned token follows."""
         return self._transports[plane].subscribe([(f, QOS[plane]) for f in filters])
 
     def unsubscribe(self, plane: Plane, filters: Sequence[str]) -> None:
         """Leave filters."""
         self._transports[plane].unsubscribe(filters)
 
-    def stands(self) -> bool:
+    def is_connected(self) -> bool:
         """Return whether all planes are connected at this moment."""
         return all(transport.connected for transport in self._transports.values())
 
@@ -230,14 +238,14 @@ class Network:
         both = self.counts().items()
         return {f"{plane}_{name}": n for plane, counts in both for name, n in asdict(counts).items()}
 
-    def close(self, last: Will | None) -> None:
-        """Close both connections; `last` is what control publishes before it goes."""
+    def close(self, last_message: Will | None) -> None:
+        """Close both connections; `last_message` is what control publishes before it goes."""
         self._transports["data"].close(timeout_s=DATA_CLOSE_S)
-        self._transports["control"].close(last, CONTROL_CLOSE_S)
+        self._transports["control"].close(last_message, CONTROL_CLOSE_S)
 
     # -- on the network threads ----------------------------------------------------------------------------------
 
-    def _hear(self, topic: str, payload: Body) -> None:
+    def _on_message(self, topic: str, payload: Body) -> None:
         try:
             parsed = self._topics.parse(topic)
             parser = self._parsers.get(parsed.kind)
@@ -245,32 +253,32 @@ class Network:
                 raise WireError(f"nothing is expected on {topic}")
             parser(parsed, payload)
         except WireError as exc:
-            self._complaints.add("bad_payload", f"dropped {len(payload)} bytes on {topic[:200]!r}: {exc}")
+            self._complaints.record("bad_payload", f"dropped {len(payload)} bytes on {topic[:200]!r}: {exc}")
 
-    def _offer(self, event: AgentEvent, nbytes: int) -> None:
+    def _enqueue(self, event: AgentEvent, nbytes: int) -> None:
         if not self._inbox.offer(event, nbytes):
-            self._complaints.add("inbox_overflow", f"the inbox is full; dropped an event of {nbytes} bytes")
+            self._complaints.record("inbox_overflow", f"the inbox is full; dropped an event of {nbytes} bytes")
 
-    def _work(self, parsed: Parsed, payload: Body) -> None:
+    def _work(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)
         if frame.kind != "work" or frame.model != parsed.model or frame.source != PLANNER:
             raise WireError(f"a frame of kind {frame.kind} of {frame.source} is no request to {parsed.model}")
-        self._offer(FrameIn(frame), held_bytes(len(payload)))
+        self._enqueue(FrameIn(frame), held_bytes(len(payload)))
 
-    def _weights(self, parsed: Parsed, payload: Body) -> None:
+    def _weights(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)
         if frame.kind != "tile":
             raise WireError(f"a frame of kind {frame.kind} is no tile")
         assert isinstance(frame.body, memoryview)  # what was decoded is a view of the payload
-        self._tiles(TileIn(frame.body, mine=parsed.to != ALL))
+        self._tiles(TileIn(frame.body, addressed_here=parsed.to != ALL_DEVICES))
 
-    def _activation(self, parsed: Parsed, payload: Body) -> None:
+    def _activation(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)
         # The topic's sender is bound by the broker's access list, the frame's is not.
         said = (frame.kind, frame.model, frame.layer, frame.source)
         if said != ("tensor", parsed.model, parsed.layer, parsed.source):
             raise WireError(f"the frame says {said}, which is not what its topic says")
-        self._offer(FrameIn(frame), held_bytes(len(payload)))
+        self._enqueue(FrameIn(frame), held_bytes(len(payload)))
 
     def _probe(self, payload: Body) -> None:
         now = time.perf_counter()
@@ -278,7 +286,7 @@ class Network:
             return  # a trial of the largest packet
         frame = frames.decode(payload)
         if frame.kind == "probe" and frame.source == self._device:
-            self.prober.received(frame, now)
+            self.prober.on_answer(frame, now)
 
     def _state_of(self, plane: Plane) -> Callable[[State], None]:
         def on_state(state: State) -> None:
@@ -288,9 +296,9 @@ class Network:
                 case Disconnected(reason):
                     self._inbox.post(LinkDown(plane, reason))
                 case Subscribed(token):
-                    self._inbox.post(Acknowledged(plane, token))
+                    self._inbox.post(SubscriptionAcknowledged(plane, token))
                 case Refused(token, topics, reason):
-                    self._inbox.post(FiltersRefused(plane, token, topics, reason))
+                    self._inbox.post(RefusedByBroker(plane, token, topics, reason))
 
         return on_state
 
@@ -299,7 +307,7 @@ class Network:
 # Which filters the agent's connections hold, and which epochs still wait for an acknowledgement of theirs.
 
 
-Key = tuple[str, Epoch]
+Key = tuple[str, PlanVersion]
 Filter = tuple[Plane, str]
 Token = tuple[Plane, int]
 
@@ -329,13 +337,13 @@ class Subscriptions:
         self._waiting: dict[Token, set[Key]] = {}
         self._pending: dict[Key, set[Token]] = {}  # of epochs that wait for an acknowledgement
 
-    def enter(self, model: str, epoch: Epoch, filters: Iterable[str], work: str) -> bool:
+    def subscribe(self, model: str, plan_version: PlanVersion, filters: Iterable[str], work_topic: str) -> bool:
         """Subscribe to what an epoch needs; return whether everything is acknowledged already.
 
-        filters: of activations. work: the topic of its requests.
+        filters: of activations. work_topic: the topic of its requests.
         """
-        key = (model, epoch)
-        needed: list[Filter] = [("control", work), *(("data", f) for f in filters)]
+        key = (model, plan_version)
+        needed: list[Filter] = [("control", work_topic), *(("data", f) for f in filters)]
         new = [f for f in needed if f not in self._held]
         for plane in dict.fromkeys(plane for plane, _ in new):
             own = [name for p, name in new if p == plane]
@@ -368,14 +376,14 @@ class Subscriptions:
         self._drop(names)
         return [key for key in keys if key in self._pending]
 
-    def leave(self, filters: Iterable[str], works: Iterable[str] = ()) -> None:
+    def unsubscribe(self, filters: Iterable[str], work_topics: Iterable[str] = ()) -> None:
         """Leave activations that no epoch needs any more, and topics of requests likewise."""
-        gone: list[Filter] = [*(("data", f) for f in filters), *(("control", topic) for topic in works)]
+        gone: list[Filter] = [*(("data", f) for f in filters), *(("control", topic) for topic in work_topics)]
         self._drop([f for f in gone if f in self._held])
 
-    def release(self, model: str, epoch: Epoch) -> None:
+    def forget(self, model: str, plan_version: PlanVersion) -> None:
         """An epoch waits for nothing any more."""
-        self._pending.pop((model, epoch), None)
+        self._pending.pop((model, plan_version), None)
 
     def _drop(self, filters: list[Filter]) -> None:
         for plane in dict.fromkeys(plane for plane, _ in filters):

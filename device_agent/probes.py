@@ -12,13 +12,13 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol.frames import Frame, encode, frame_bytes
 from hepti_mqtt.protocol.messages import LinkReport
 
 SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = 256 << 10
-KEPT: Final = 10
+KEPT_ROUND_TRIPS: Final = 10
 # Of the shortest round trips that a large probe's is held against: those of all the time in which it was kept. Held
 # against the last ones alone, a link that is full now looks fast.
 KEPT_FOR_RATE: Final = 60
@@ -27,50 +27,52 @@ SHORTEST_S: Final = 2e-3  # extra time of a large probe below which it says more
 FIRST_LARGE: Final = 4  # one after the other at the start, then rarely
 BUSY_S: Final = 1.0  # after the last op, for so long no large probe
 LARGE_EVERY_S: Final = 10.0
-SLOWER: Final = 2.0  # a large probe that takes so many times as long as the shortest leaves the rate in doubt ...
+SLOW_RATIO: Final = 2.0  # a large probe that takes so many times as long as the shortest leaves the rate in doubt ...
 SLOW_S: Final = 6e-3  # ... unless its bytes took less than this for each way: a busy device answers so late by itself
-IN_DOUBT: Final = 3  # so many in a row are no accident
-AGAIN_S: Final = 1.0  # until the next large probe of a rate in doubt
-CHECKS: Final = 3  # large probes after a fall that come sooner than others: a plan made for a false one lasts a minute
-CHECK_S: Final = 2.0
-WAITING: Final = 16
+CONFIRMATIONS: Final = 3  # so many in a row are no accident
+RECHECK_S: Final = 1.0  # until the next large probe of a rate in doubt
+RECHECKS: Final = (
+    3  # large probes after a fall that come sooner than others: a plan made for a false one lasts a minute
+)
+RECHECK_EVERY_S: Final = 2.0
+MAX_PENDING: Final = 16
 PACKET_MARGIN: Final = 1024  # topic and fixed header
 
 
-class _Sent(NamedTuple):
-    """A probe that is not answered yet; beside: a small one before a large one."""
+class _PendingProbe(NamedTuple):
+    """A probe that is not answered yet; paired: a small one before a large one."""
 
     at_s: float
     nbytes: int
     busy: bool
-    beside: bool
+    paired: bool
 
 
 class Prober:
     """Makes probes and reads the answers; the time is an argument.
 
-    travels: how often the bytes of a large probe pass the way that is measured. large_every_s: between two large ones.
-    falls: how often the rate fell at once. May be called from several threads.
+    hops: how often the bytes of a large probe pass the way that is measured. large_every_s: between two large ones.
+    bandwidth_drops: how often the rate fell at once. May be called from several threads.
     """
 
-    def __init__(self, device: str, boot: int, travels: int = 2, large_every_s: float = LARGE_EVERY_S) -> None:
-        self._device, self._travels, self._large_every_s = device, travels, large_every_s
-        self._epoch = Epoch(boot, 0)
+    def __init__(self, device: str, boot: int, hops: int = 2, large_every_s: float = LARGE_EVERY_S) -> None:
+        self._device, self._travels, self._large_every_s = device, hops, large_every_s
+        self._epoch = PlanVersion(boot, 0)
         self._large_bytes = LARGE_BYTES
         self._sequence = 0
         self._large_sent = 0
         self._large_at_s = float("-inf")
-        self._sent: OrderedDict[int, _Sent] = OrderedDict()
+        self._sent: OrderedDict[int, _PendingProbe] = OrderedDict()
         self._beside_s = 0.0  # what the small probe took that went just before the last large one
         self._small: deque[float] = deque(maxlen=KEPT_FOR_RATE)
         self._large: deque[float] = deque(maxlen=KEPT_LARGE)
         self._slow_ones: list[float] = []  # in a row
-        self._doubts = IN_DOUBT
+        self._doubts = CONFIRMATIONS
         self._checks = 0  # that are left of a fall
-        self.falls = 0
+        self.bandwidth_drops = 0
         self._lock = threading.Lock()  # guards what is sent and what has come
 
-    def limit(self, largest_packet_bytes: int | None, local: bool = False) -> None:
+    def set_packet_limit(self, largest_packet_bytes: int | None, local: bool = False) -> None:
         """Keep large probes below what the broker takes, None if it names no limit; make none to a `local` broker.
 
         On the broker's machine there is no link: what a large probe took would be the processor's time, which is in
@@ -82,21 +84,21 @@ class Prober:
             self._large_bytes = size
             self._large.clear()  # times of another size
 
-    def due(self, now: float, busy: bool) -> list[bytes]:
+    def due_probes(self, now: float, busy: bool) -> list[bytes]:
         """Return the payloads to publish now: each second a small probe, and rarely, when not `busy`, a large one."""
         with self._lock:
             small = self._make(SMALL_BYTES, now, busy)
-        return [small] if busy else [small, *self.large_due(now, busy)]
+        return [small] if busy else [small, *self.due_large_probe(now, busy)]
 
-    def large_due(self, now: float, busy: bool) -> list[bytes]:
+    def due_large_probe(self, now: float, busy: bool) -> list[bytes]:
         """Return the large probe to publish now, if one is due, behind a small one.
 
         busy: between two runs. Then one that takes a little longer says nothing: somebody may still compute. What holds
         up the small one, a busy broker or this device itself, is not the link.
         """
         with self._lock:
-            rarely_s = CHECK_S if self._checks else self._large_every_s
-            every_s = 0.0 if self._large_sent < FIRST_LARGE else AGAIN_S if self._slow_ones else rarely_s
+            rarely_s = RECHECK_EVERY_S if self._checks else self._large_every_s
+            every_s = 0.0 if self._large_sent < FIRST_LARGE else RECHECK_S if self._slow_ones else rarely_s
             if not self._small or now - self._large_at_s < every_s or self._large_bytes <= 16 * SMALL_BYTES:
                 return []
             self._large_sent += 1
@@ -106,18 +108,18 @@ class Prober:
             beside = self._make(SMALL_BYTES, now, busy, beside=True)
             return [beside, self._make(self._large_bytes, now, busy)]
 
-    def doubt(self) -> None:
+    def expect_slower(self) -> None:
         """Take it that links carry less than before: measure this one again, and believe the first slow probe."""
         with self._lock:
             self._doubts, self._large_at_s = 1, float("-inf")
 
-    def received(self, frame: Frame, now: float) -> None:
+    def on_answer(self, frame: Frame, now: float) -> None:
         """Take an answer; one of an earlier start, or one too late, changes nothing."""
         with self._lock:
-            sent = self._sent.pop(frame.part, None) if frame.epoch == self._epoch else None
+            sent = self._sent.pop(frame.part, None) if frame.plan_version == self._epoch else None
             if sent is None:
                 return
-            if sent.beside:  # it found threads awake, so it is none of the round trips
+            if sent.paired:  # it found threads awake, so it is none of the round trips
                 self._beside_s = now - sent.at_s
             elif sent.nbytes == SMALL_BYTES:
                 self._small.append(now - sent.at_s)
@@ -130,13 +132,13 @@ class Prober:
             self._slow_ones.append(seconds)
             if len(self._slow_ones) < self._doubts:
                 return
-            self.falls, self._checks = self.falls + 1, CHECKS
+            self.bandwidth_drops, self._checks = self.bandwidth_drops + 1, RECHECKS
             self._large.clear()
             self._large.extend(self._slow_ones)
         elif not busy or not self._large or seconds < min(self._large):
             self._large.append(seconds)
         self._slow_ones.clear()
-        self._doubts = IN_DOUBT
+        self._doubts = CONFIRMATIONS
 
     def _slow(self, seconds: float) -> bool:
         """Return whether the bytes of a large probe took much longer than those of the shortest that is kept."""
@@ -144,7 +146,7 @@ class Prober:
             return False
         small_s = min(self._small)
         usual_s = max(min(self._large) - small_s, SHORTEST_S)
-        return seconds - max(small_s, self._beside_s) > max(SLOWER * usual_s, SLOW_S * self._travels)
+        return seconds - max(small_s, self._beside_s) > max(SLOW_RATIO * usual_s, SLOW_S * self._travels)
 
     def round_trip_s(self) -> float | None:
         """Return the shortest of the last round trips of a small probe, or None.
@@ -153,7 +155,7 @@ class Prober:
         probes a second apart: they find threads asleep, as the frames of a request find some of them. With probes that
         each follow the answer before, splits on one machine were predicted at a quarter of what they took.
         """
-        return min(tuple(self._small)[-KEPT:]) if self._small else None
+        return min(tuple(self._small)[-KEPT_ROUND_TRIPS:]) if self._small else None
 
     def bandwidth_bytes_per_s(self) -> float | None:
         """Return the rate of one direction, or None where it cannot be measured or is too high to matter.
@@ -169,8 +171,8 @@ class Prober:
 
     def _make(self, nbytes: int, now: float, busy: bool, beside: bool = False) -> bytes:
         self._sequence += 1
-        self._sent[self._sequence] = _Sent(now, nbytes, busy, beside)
-        while len(self._sent) > WAITING:
+        self._sent[self._sequence] = _PendingProbe(now, nbytes, busy, beside)
+        while len(self._sent) > MAX_PENDING:
             self._sent.popitem(last=False)
         frame = Frame(
             "probe",
@@ -190,7 +192,7 @@ class Prober:
 
 
 PEER_LARGE_EVERY_S: Final = 30.0  # to each peer
-ANSWER: Final = (1,)  # the numbers of a probe that answers another one
+ANSWER_MARK: Final = (1,)  # the numbers of a probe that answers another one
 
 
 class PeerProbes:
@@ -212,7 +214,7 @@ class PeerProbes:
         prober = self._probers.get(peer)
         if prober is None:
             prober = self._probers[peer] = Prober(self._device, self._boot, 1, PEER_LARGE_EVERY_S)
-        return peer, prober.due(now, busy)
+        return peer, prober.due_probes(now, busy)
 
     def probers(self) -> Mapping[str, Prober]:
         """Return what measures the way to each peer that has been probed."""
@@ -220,14 +222,16 @@ class PeerProbes:
 
     def answer(self, probe: Frame) -> Frame:
         """Return what answers a peer's probe."""
-        return Frame("probe", "", Epoch(*probe.epoch), 0, source=self._device, part=probe.part, numbers=ANSWER)
+        return Frame(
+            "probe", "", PlanVersion(*probe.plan_version), 0, source=self._device, part=probe.part, numbers=ANSWER_MARK
+        )
 
-    def received(self, peer: str, frame: Frame, now: float) -> None:
+    def on_answer(self, peer: str, frame: Frame, now: float) -> None:
         """Take a peer's answer."""
         if (prober := self._probers.get(peer)) is not None:
-            prober.received(frame, now)
+            prober.on_answer(frame, now)
 
-    def reports(self) -> Mapping[str, LinkReport]:
+    def link_reports(self) -> Mapping[str, LinkReport]:
         """Return what was measured so far."""
         found = {}
         for peer, prober in list(self._probers.items()):

@@ -12,56 +12,56 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from device_agent.heartbeat import METERED, Meter
-from device_agent.links import MeshLinks, Pauses
-from device_agent.loader import AskAgain, LoaderThread
+from device_agent.links import IdleProbes, MeshLinks
+from device_agent.loader import LoaderThread, RequestAgain
 from device_agent.network import (
     PLANES,
-    Acknowledged,
     AgentEvent,
-    Complaints,
-    FiltersRefused,
+    ErrorLog,
     LinkDown,
     LinkUp,
     Network,
     OwnStatus,
+    PeerProbeDue,
     PlannerStatus,
-    ProbePeers,
+    RefusedByBroker,
     Stop,
+    SubscriptionAcknowledged,
     Subscriptions,
 )
 from device_agent.probes import BUSY_S
-from hepti_mqtt.config.state import latest_boot
+from hepti_mqtt.config.state import max_plausible_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.protocol import frames, messages
-from hepti_mqtt.protocol.frames import Arrival
+from hepti_mqtt.protocol.frames import TensorArrival
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane, Publish
 from hepti_mqtt.runtime.worker.executor import Step
 from hepti_mqtt.runtime.worker.interface import (
-    Admit,
-    Build,
-    Built,
+    AllowPeers,
+    AnalysePrepare,
+    BuildProgram,
     Command,
-    Complain,
-    Doubt,
     FrameIn,
-    Join,
+    JoinPeers,
+    LeavePeers,
     Load,
     LoadFailed,
+    LogTrouble,
+    MayHaveMissedCommands,
     MessageIn,
-    Part,
     PlannerLost,
-    Studied,
-    Study,
+    PrepareAnalysed,
+    ProgramBuilt,
     Subscribe,
     Subscribed,
     Tick,
     Unload,
     Unsubscribe,
 )
-from hepti_mqtt.runtime.worker.programs import build, study
+from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport import Inbox
 
@@ -72,9 +72,11 @@ class BuilderThread:
     The session orders one Program at a time and each plan once, so that nothing piles up here.
     """
 
-    def __init__(self, device: str, topics: Topics, workers: Workers, emit: Callable[[Built | Studied], None]) -> None:
+    def __init__(
+        self, device: str, topics: Topics, workers: Workers, emit: Callable[[ProgramBuilt | PrepareAnalysed], None]
+    ) -> None:
         self._device, self._topics, self._workers, self._emit = device, topics, workers, emit
-        self._orders: SimpleQueue[Build | Study | None] = SimpleQueue()
+        self._orders: SimpleQueue[BuildProgram | AnalysePrepare | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hepti-builder", daemon=True)
 
     def start(self) -> None:
@@ -87,14 +89,14 @@ class BuilderThread:
         if self._thread.is_alive():
             self._thread.join()
 
-    def post(self, order: Build | Study) -> None:
+    def post(self, order: BuildProgram | AnalysePrepare) -> None:
         """Hand over an order."""
         self._orders.put(order)
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            if isinstance(order, Study):
-                self._emit(study(order, self._device, self._topics))
+            if isinstance(order, AnalysePrepare):
+                self._emit(analyse(order, self._device, self._topics))
             else:
                 self._emit(build(order, self._device, self._workers))
 
@@ -104,19 +106,20 @@ class BuilderThread:
 
 
 PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
-HEAR_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op
+PEER_POLL_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op
 
-PAUSE_S: Final = 0.1  # after a mistake that nobody foresaw
+ERROR_PAUSE_S: Final = 0.1  # after a mistake that nobody foresaw
 
 
-class Shell:
+class SessionLoop:
     """Runs one `WorkerSession` in the calling thread until a `Stop` event.
 
     announce: publishes caps and status; it gets what the broker said to the control connection, and returns the
     bytes of the largest packet that the broker takes, None without a limit. links: to peers, None without mesh; then
     the thread waits for them and for the inbox in one place.
-    farewell: after `run`, whether the site must still be told that the device is offline. Whatever goes wrong with one
-    event, op or command is counted, logged and, where a transaction or request is known, reported; the session goes on.
+    announce_offline: after `run`, whether the site must still be told that the device is offline. Whatever goes wrong
+    with one event, op or command is counted, logged and, where a transaction or request is known, reported; the
+    session goes on.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Shell:
         loader: LoaderThread,
         builder: BuilderThread,
         meter: Meter,
-        complaints: Complaints,
+        complaints: ErrorLog,
         announce: Callable[[LinkUp], int | None],
         log: logging.Logger,
         links: MeshLinks | None = None,
@@ -143,35 +146,40 @@ class Shell:
             log,
         )
         self._subscriptions = Subscriptions(network)
-        self._pauses = Pauses(network, links)
+        self._pauses = IdleProbes(network, links)
         self._told = 0  # how much of the session's story is in the log
         self._up: dict[Plane, LinkUp] = {}
         self._announced = False
         self._planner_boot: int | None = None
-        self.farewell = True
+        self.announce_offline = True
         self.packet_limit_bytes: int | None = None
-        self.stepped_s = float("-inf")  # when an op was last run, by time.perf_counter()
-        self._own: Mapping[type, Callable[[Any], None]] = {
+        self.last_op_s = float("-inf")  # when an op was last run, by time.perf_counter()
+        self._event_handlers: Mapping[type, Callable[[Any], None]] = {
             LinkUp: self._link_up,
             LinkDown: self._link_down,
-            Acknowledged: self._acknowledged,
-            FiltersRefused: self._filters_refused,
+            SubscriptionAcknowledged: self._acknowledged,
+            RefusedByBroker: self._filters_refused,
             PlannerStatus: self._planner_status,
             OwnStatus: self._own_status,
         }
-        self._carriers: Mapping[type, Callable[[Any], None]] = {
+        self._command_handlers: Mapping[type, Callable[[Any], None]] = {
             Publish: self._publish,
             Subscribe: self._subscribe,
-            Unsubscribe: lambda c: self._subscriptions.leave(c.filters, c.works),
+            Unsubscribe: lambda c: self._subscriptions.unsubscribe(c.filters, c.works),
             Load: loader.post,
-            Build: builder.post,
-            Study: builder.post,
+            BuildProgram: builder.post,
+            AnalysePrepare: builder.post,
             Unload: self._unload,
-            Complain: lambda c: complaints.add(c.kind, c.text),
+            LogTrouble: lambda c: complaints.record(c.kind, c.text),
         }
         if links is not None:
-            self._own = {**self._own, ProbePeers: lambda _: self._probe_peers(links)}
-            self._carriers = {**self._carriers, Admit: links.admit, Join: links.join, Part: links.part}
+            self._event_handlers = {**self._event_handlers, PeerProbeDue: lambda _: self._probe_peers(links)}
+            self._command_handlers = {
+                **self._command_handlers,
+                AllowPeers: links.admit,
+                JoinPeers: links.join,
+                LeavePeers: links.leave,
+            }
             inbox.wake = links.mesh.wake
 
     def run(self) -> None:
@@ -181,9 +189,9 @@ class Shell:
             try:
                 stop = self._work()
             except Exception as exc:
-                self._complaints.add("session_errors", f"the session goes on after {exc!r}", exc)
-                time.sleep(PAUSE_S)  # what fails for ever, as a broken socket does, would take the whole core
-        self.farewell = stop.farewell
+                self._complaints.record("session_errors", f"the session goes on after {exc!r}", exc)
+                time.sleep(ERROR_PAUSE_S)  # what fails for ever, as a broken socket does, would take the whole core
+        self.announce_offline = stop.announce_offline
         if stop.error is not None:
             raise stop.error
 
@@ -192,28 +200,28 @@ class Shell:
         inbox, session, clock = self._inbox, self._session, time.perf_counter
         links, heard = self._links, 0.0
         while True:
-            step = None if not inbox.empty() else session.next()
+            step = None if not inbox.empty() else session.next_step()
             if step is None:
                 if links is not None and inbox.empty():
-                    self._hear(links, session.deadline)
+                    self._poll_peers(links, session.deadline)
                     heard = clock()
                     continue
                 event = inbox.get()
                 if isinstance(event, Stop):
                     return event
-                self.take(event)
+                self.handle_event(event)
                 continue
-            self.stepped_s = clock()
+            self.last_op_s = clock()
             self._compute(step)
-            if links is not None and links.open and (now := clock()) - heard > HEAR_S:
-                self._hear(links, 0.0)
+            if links is not None and links.has_peers and (now := clock()) - heard > PEER_POLL_S:
+                self._poll_peers(links, 0.0)
                 heard = now
 
     def _compute(self, step: Step) -> None:
         """Run a step, and those of its run that are next, until there is something to send or HEAR_S is over."""
         samples, clock = self._meter.samples, time.perf_counter
         commands: list[Command] = []
-        computed, until = 0.0, clock() + HEAR_S
+        computed, until = 0.0, clock() + PEER_POLL_S
         try:
             while True:
                 start = clock()
@@ -224,75 +232,75 @@ class Shell:
                 if step.kernel in METERED:
                     program = step.running.bound.template.program
                     samples.append((program.ops[step.place], program.slots, end - start))
-                following = step.following() if outgoing is None and end < until else None
+                following = step.next_of_run() if outgoing is None and end < until else None
                 if following is None:
                     break
                 step = following
-            commands = self._session.done(step, outgoing, computed, end)
+            commands = self._session.finish_step(step, outgoing, computed, end)
         except Exception as exc:
-            self._broke(step, exc)
+            self._on_op_failed(step, exc)
         for place, command in enumerate(commands):
             try:
-                self._carriers[type(command)](command)
+                self._command_handlers[type(command)](command)
             except Exception as exc:
-                self._unsent(step, command, exc)
+                self._on_command_failed(step, command, exc)
                 # The rest of what the run says is void; what the session wants besides, a Program built, is not.
-                self._carry([c for c in commands[place + 1 :] if not isinstance(c, Publish)])
+                self._execute([c for c in commands[place + 1 :] if not isinstance(c, Publish)])
                 break
         if self._session.runs.idle:
             self._probe_in_pause(clock())
 
     def _probe_in_pause(self, now: float) -> None:
         try:
-            self._pauses.take(now, self._session.runs.take_waited())
+            self._pauses.on_idle(now, self._session.runs.take_waited())
         except Exception as exc:
-            self._complaints.add("command_errors", f"a probe failed: {exc}", _unexpected(exc))
+            self._complaints.record("command_errors", f"a probe failed: {exc}", _unexpected(exc))
 
     def _probe_peers(self, links: MeshLinks) -> None:
         now = time.perf_counter()
-        links.probe(now, busy=now - self.stepped_s < BUSY_S)
+        links.probe(now, busy=now - self.last_op_s < BUSY_S)
 
-    def _hear(self, links: MeshLinks, until_s: float) -> None:
+    def _poll_peers(self, links: MeshLinks, until_s: float) -> None:
         """Take what peers have sent, and wait for it if nothing is there: until a time, or until the inbox wakes us."""
         timeout_s = None if until_s == inf else max(until_s - time.perf_counter(), 0.0) if until_s else 0.0
         for event in links.wait(timeout_s):
-            self.take(event)
+            self.handle_event(event)
         now = time.perf_counter()
         self._meter.frames_s += now - links.mesh.woke_s
         if self._session.deadline <= now:
-            self.take(Tick())
+            self.handle_event(Tick())
 
-    def take(self, event: AgentEvent) -> None:
+    def handle_event(self, event: AgentEvent) -> None:
         """Take one event."""
         try:
-            if isinstance(event, Arrival) and self._session.runs.fills(event):
+            if isinstance(event, TensorArrival) and self._session.runs.try_fill(event):
                 return  # as most do; it changes no plan and no order, and nothing is to be told
-            self._own.get(type(event), self._hand_over)(event)
+            self._event_handlers.get(type(event), self._feed_session)(event)
         except Exception as exc:
-            self._complaints.add("event_errors", f"{type(event).__name__} failed: {exc}", _unexpected(exc))
-            self._carry(self._report(event, exc))
+            self._complaints.record("event_errors", f"{type(event).__name__} failed: {exc}", _unexpected(exc))
+            self._execute(self._report(event, exc))
 
-    def _hand_over(self, event: Any) -> None:
+    def _feed_session(self, event: Any) -> None:
         commands = self._session.handle(event, time.perf_counter())
-        story = self._session.epochs.story
-        if story.told != self._told:
-            for transition in story.last(story.told - self._told):
+        story = self._session.plans.story
+        if story.count != self._told:
+            for transition in story.last(story.count - self._told):
                 self._log.debug("%s", transition)
-            self._told = story.told
-        self._carry(commands)
+            self._told = story.count
+        self._execute(commands)
 
-    def _broke(self, step: Step, error: Exception) -> None:
-        self._complaints.add("op_errors", f"{step.kernel or 'send'} failed: {error}", _unexpected(error))
-        self._carry(self._session.broke(step, error))
+    def _on_op_failed(self, step: Step, error: Exception) -> None:
+        self._complaints.record("op_errors", f"{step.kernel or 'send'} failed: {error}", _unexpected(error))
+        self._execute(self._session.fail_step(step, error))
 
-    def _unsent(self, step: Step, command: Command, error: Exception) -> None:
+    def _on_command_failed(self, step: Step, command: Command, error: Exception) -> None:
         """Give up a request whose frame cannot leave; after its last op only the frame knows whose it is."""
-        self._complaints.add("command_errors", f"{type(command).__name__} failed: {error}", _unexpected(error))
-        commands = self._session.broke(step, error)
+        self._complaints.record("command_errors", f"{type(command).__name__} failed: {error}", _unexpected(error))
+        commands = self._session.fail_step(step, error)
         if not commands and isinstance(command, Publish):
             with suppress(WireError):
-                commands = self._report(FrameIn(frames.decode(command.whole)), error)
-        self._carry(commands)
+                commands = self._report(FrameIn(frames.decode(command.joined_payload)), error)
+        self._execute(commands)
 
     def _report(self, event: AgentEvent, error: Exception) -> list[Command]:
         """Return what tells the planner that an event failed, where the event says what it belongs to."""
@@ -302,30 +310,32 @@ class Shell:
             if isinstance(error, HeptiError)
             else f"{self._session.device}: {error!r}"
         )
-        failed: messages.Failed | messages.RequestFailed
+        failed: messages.PrepareFailed | messages.RunFailed
         try:
             if isinstance(event, FrameIn) and event.frame.kind != "tensor":
                 frame = event.frame
-                failed = messages.RequestFailed(frame.model, frame.epoch, frame.admission, code, text)
+                failed = messages.RunFailed(frame.model, frame.plan_version, frame.run_id, code, text)
             elif isinstance(event, MessageIn) and isinstance(event.message, messages.Prepare):
                 plan = event.message.plan
-                epoch = Epoch(*plan["epoch"])
-                failed = messages.Failed(event.message.txn, plan["model"], epoch, code, text, 0)
+                plan_version = PlanVersion(*plan["epoch"])
+                failed = messages.PrepareFailed(
+                    event.message.transaction_id, plan["model"], plan_version, code, text, 0
+                )
             else:
                 return []
             payload = messages.encode(failed)
         except (KeyError, TypeError, WireError):
             return []  # the plan does not even say whose it is
-        return [Publish(self._session.topics.up(self._session.device), payload, 1)]
+        return [Publish(self._session.topics.reports(self._session.device), payload, 1)]
 
     # -- commands ------------------------------------------------------------------------------------------------
 
-    def _carry(self, commands: list[Command]) -> None:
+    def _execute(self, commands: list[Command]) -> None:
         for command in commands:
             try:
-                self._carriers[type(command)](command)
+                self._command_handlers[type(command)](command)
             except Exception as exc:
-                self._complaints.add("command_errors", f"{type(command).__name__} failed: {exc}", _unexpected(exc))
+                self._complaints.record("command_errors", f"{type(command).__name__} failed: {exc}", _unexpected(exc))
 
     def _publish(self, command: Publish) -> None:
         if command.plane == "mesh":
@@ -347,11 +357,11 @@ class Shell:
             self._network.publish(command.plane, command.topic, command.payload, command.qos, command.retain)
 
     def _subscribe(self, command: Subscribe) -> None:
-        if self._subscriptions.enter(command.model, command.epoch, command.filters, command.work):
-            self.take(Subscribed(command.model, command.epoch))
+        if self._subscriptions.subscribe(command.model, command.plan_version, command.filters, command.work_topic):
+            self.handle_event(Subscribed(command.model, command.plan_version))
 
     def _unload(self, command: Unload) -> None:
-        self._subscriptions.release(command.model, command.epoch)
+        self._subscriptions.forget(command.model, command.plan_version)
         self._loader.post(command)
 
     # -- the connections -----------------------------------------------------------------------------------------
@@ -359,7 +369,7 @@ class Shell:
     def _link_up(self, event: LinkUp) -> None:
         self._up[event.plane] = event
         if event.plane == "control":
-            self._loader.post(AskAgain())
+            self._loader.post(RequestAgain())
         if not self._announced and len(self._up) == len(PLANES):
             self._announced = True
             self.packet_limit_bytes = self._announce(self._up["control"])
@@ -369,39 +379,39 @@ class Shell:
         self._up.pop(event.plane, None)
         if event.plane == "control":
             self._announced = False
-            self._hand_over(Doubt("the control connection was lost"))
+            self._feed_session(MayHaveMissedCommands("the control connection was lost"))
 
-    def _acknowledged(self, event: Acknowledged) -> None:
-        for model, epoch in self._subscriptions.acknowledged(event.plane, event.token):
-            self.take(Subscribed(model, epoch))
+    def _acknowledged(self, event: SubscriptionAcknowledged) -> None:
+        for model, plan_version in self._subscriptions.acknowledged(event.plane, event.token):
+            self.handle_event(Subscribed(model, plan_version))
 
-    def _filters_refused(self, event: FiltersRefused) -> None:
+    def _filters_refused(self, event: RefusedByBroker) -> None:
         what = f"the broker refused {', '.join(event.topics)}: {event.reason}; check its access list"
         if event.token is None and self._session.topics.status(self._session.device) in event.topics:
             what += f"; the broker's user must be named {self._session.device}, as the device is"
-            self._inbox.post(Stop(RefusedError(what), farewell=False))
+            self._inbox.post(Stop(RefusedError(what), announce_offline=False))
             return
         if event.token is None:
-            self._complaints.add("publish_refused", what)
+            self._complaints.record("publish_refused", what)
             return
         error = RefusedError(what)
-        if (event.plane, event.token) in self._network.base_tokens:
+        if (event.plane, event.token) in self._network.base_subscription_tokens:
             self._inbox.post(Stop(error))
             return
-        for model, epoch in self._subscriptions.refused(event.plane, event.token):
-            self.take(LoadFailed(model, epoch, error))
+        for model, plan_version in self._subscriptions.refused(event.plane, event.token):
+            self.handle_event(LoadFailed(model, plan_version, error))
 
     # -- statuses ------------------------------------------------------------------------------------------------
 
     def _planner_status(self, event: PlannerStatus) -> None:
-        if event.status.state != "online" or not self._believed("the planner", event.status.boot):
+        if event.status.state != "online" or not self._is_plausible_boot("the planner", event.status.boot):
             return
         if self._planner_boot is not None and event.status.boot < self._planner_boot:
             return  # of an earlier start: a broker that lost its last save retains it
         if event.status.boot != self._planner_boot:
             self._planner_boot = event.status.boot
-            self._hand_over(PlannerLost(event.status.boot))
-        self._loader.post(AskAgain())
+            self._feed_session(PlannerLost(event.status.boot))
+        self._loader.post(RequestAgain())
 
     def _own_status(self, event: OwnStatus) -> None:
         """Mend what the site is told about this device.
@@ -410,27 +420,27 @@ class Shell:
         start.
         """
         status = event.status
-        believed = self._believed(f"another {self._session.device}", status.boot)
+        believed = self._is_plausible_boot(f"another {self._session.device}", status.boot)
         if believed and status.boot > self._boot:
             error = ConfigError(
                 f"another agent with the name {self._session.device} has started on this site (boot {status.boot} "
                 f"after {self._boot}); give one of them another --id"
             )
-            self._inbox.post(Stop(error, farewell=False))
+            self._inbox.post(Stop(error, announce_offline=False))
             return
         if status.boot == self._boot and status.state != "offline":
             return
         if status.boot == self._boot:
-            self._hand_over(Doubt("the broker has published our will"))
+            self._feed_session(MayHaveMissedCommands("the broker has published our will"))
         if self._announced:
             self.packet_limit_bytes = self._announce(self._up["control"])
 
-    def _believed(self, who: str, boot: int) -> bool:
+    def _is_plausible_boot(self, who: str, boot: int) -> bool:
         """Return whether a start may have this boot counter; complain of one that no start can have."""
-        if boot <= latest_boot(self._boot, time.time()):
+        if boot <= max_plausible_boot(self._boot, time.time()):
             return True
         text = f"ignored boot counter {boot} of {who}: that time has not come; set its clock, or clear its status topic"
-        self._complaints.add("implausible_boot", text)
+        self._complaints.record("implausible_boot", text)
         return False
 
 

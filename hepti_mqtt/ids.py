@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 from hepti_mqtt.errors import BadNameError
 
 PLANNER: Final = "planner"
-ALL: Final = "all"
-RESERVED: Final = frozenset({PLANNER, ALL})
+ALL_DEVICES: Final = "all"
+RESERVED_NAMES: Final = frozenset({PLANNER, ALL_DEVICES})
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
-class Epoch(NamedTuple):
+class PlanVersion(NamedTuple):
     """A plan's place in time: the planner's boot counter, then a number that grows with every plan."""
 
     boot: int
@@ -33,6 +33,6 @@ def check_name(kind: str, name: str) -> str:
             f"{kind} name {name!r} cannot stand in an MQTT topic: use 1 to 64 of a-z 0-9 _ -, "
             "beginning with a letter or digit"
         )
-    if name in RESERVED:
+    if name in RESERVED_NAMES:
         raise BadNameError(f"{kind} name {name!r} is reserved; choose another")
     return name

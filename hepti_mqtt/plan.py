@@ -6,47 +6,57 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 
 WireDtype = Literal["f32", "f16", "i8"]
-NARROW: Final[tuple[WireDtype, ...]] = ("i8", "f16")  # the narrowest first
+NARROW_WIRE_DTYPES: Final[tuple[WireDtype, ...]] = ("i8", "f16")  # the narrowest first
 # How matrices of the layers are kept: f32; f16 (half the memory); int8 with one scale per column, times activations
 # quantised per row (w8a8, integer arithmetic) or as they are (w8a32).
-Storage = Literal["f32", "f16", "w8a8", "w8a32"]
+WeightDtype = Literal["f32", "f16", "w8a8", "w8a32"]
 Range = tuple[int, int]
 # Who carries the exchanges between devices: the site's broker, or each sender straight to its receivers.
 Route = Literal["broker", "mesh"]
 # What a plan is chosen for: least latency of one request, most throughput of several, least memory of any device.
 Objective = Literal["latency", "throughput", "memory"]
-Pair = tuple[str, str]  # (source, target)
+DevicePair = tuple[str, str]  # (source, target)
+
+# Keys of `Plan.to_dict` that are not the names of their fields.
+KEYS: Final[Mapping[str, str]] = {
+    "version": "epoch",
+    "root": "head",
+    "shares": "weights",
+    "weight_dtype": "storage",
+    "relayed_pairs": "relayed",
+}
+_FIELDS: Final = {key: name for name, key in KEYS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a model is divided; each agent derives its own Program from it.
 
-    devices: in source order, the order in which partial results are combined. head: the device that holds embedding
-    and task head. weights: shares that depend on a request's length, one number >= 0 per device, by kind ("rows").
-    ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). storage: of the layers'
-    matrices. route: who carries the exchanges. relayed: (source, target) whose exchanges go over the broker under route
-    "mesh" too, because the two cannot connect. predicted_s and predicted_bytes: one request of `predicted_tokens`
-    tokens by the simulator. wire_error: how far a narrow wire moves the answer, relative to f32; None: not measured.
-    replicas: complete plans side by side, of disjoint devices and with epochs of their own, each run under one of them;
-    none: every run is under the plan itself.
+    devices: in source order, the order in which partial results are combined. root: the device that holds embedding
+    and task head. shares: shares that depend on a request's length, one number >= 0 per device, by kind ("rows").
+    ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). weight_dtype: of the
+    layers' matrices. route: who carries the exchanges. relayed_pairs: (source, target) whose exchanges go over the
+    broker under route "mesh" too, because the two cannot connect. predicted_s and predicted_bytes: one request of
+    `predicted_tokens` tokens by the simulator. wire_error: how far a narrow wire moves the answer, relative to f32;
+    None: not measured. replicas: complete plans side by side, of disjoint devices and with epochs of their own, each
+    run under one of them; none: every run is under the plan itself.
     """
 
     model: str
-    epoch: Epoch
+    version: PlanVersion
     strategy: str
     devices: tuple[str, ...]
-    head: str
+    root: str
     options: Mapping[str, str] = field(default_factory=dict)
-    weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    shares: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
     wire: WireDtype = "f32"
-    storage: Storage = "f32"
+    weight_dtype: WeightDtype = "f32"
     route: Route = "broker"
-    relayed: tuple[Pair, ...] = ()
+    relayed_pairs: tuple[DevicePair, ...] = ()
     predicted_s: float = 0.0
     predicted_bytes: int = 0
     predicted_tokens: int = 0
@@ -55,23 +65,25 @@ class Plan:
     replicas: tuple[Plan, ...] = ()
 
     @property
-    def runs(self) -> tuple[Plan, ...]:
+    def executables(self) -> tuple[Plan, ...]:
         """Return the plans that a run may be under: the replicas, or the plan itself."""
         return self.replicas or (self,)
 
-    def of(self, device: str) -> Plan:
+    def for_device(self, device: str) -> Plan:
         """Return the plan that a device knows: its replica's, or the plan itself."""
         return next((replica for replica in self.replicas if device in replica.devices), self)
 
-    def under(self, epoch: Epoch, next_epoch: Callable[[], Epoch]) -> Plan:
+    def with_version(self, plan_version: PlanVersion, next_epoch: Callable[[], PlanVersion]) -> Plan:
         """Return the plan under another epoch, and its replicas under new ones."""
-        return replace(self, epoch=epoch, replicas=tuple(replace(r, epoch=next_epoch()) for r in self.replicas))
+        return replace(
+            self, version=plan_version, replicas=tuple(replace(r, version=next_epoch()) for r in self.replicas)
+        )
 
-    def without(self, device: str) -> Plan | None:
+    def without_device(self, device: str) -> Plan | None:
         """Return what is left of a plan without a device: its other replicas; None if nothing is."""
         left = tuple(replica for replica in self.replicas if device not in replica.devices)
         devices = tuple(d for d in self.devices if any(d in replica.devices for replica in left))
-        return replace(self, devices=devices, head=left[0].head, replicas=left) if left else None
+        return replace(self, devices=devices, root=left[0].root, replicas=left) if left else None
 
     @property
     def method(self) -> str:
@@ -86,17 +98,17 @@ class Plan:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
         return {
             "model": self.model,
-            "epoch": list(self.epoch),
+            "epoch": list(self.version),
             "strategy": self.strategy,
             "devices": list(self.devices),
-            "head": self.head,
+            "head": self.root,
             "options": dict(self.options),
-            "weights": {kind: list(values) for kind, values in self.weights.items()},
+            "weights": {kind: list(values) for kind, values in self.shares.items()},
             "ranges": {kind: [list(r) for r in values] for kind, values in self.ranges.items()},
             "wire": self.wire,
-            "storage": self.storage,
+            "storage": self.weight_dtype,
             "route": self.route,
-            "relayed": [list(pair) for pair in self.relayed],
+            "relayed": [list(pair) for pair in self.relayed_pairs],
             "predicted_s": self.predicted_s,
             "predicted_bytes": self.predicted_bytes,
             "predicted_tokens": self.predicted_tokens,
@@ -117,7 +129,7 @@ class Plan:
     def _read(cls, data: Mapping[str, Any]) -> Plan:
         fields = dict(data)
         boot, number = fields["epoch"]
-        fields["epoch"] = Epoch(int(boot), int(number))
+        fields["epoch"] = PlanVersion(int(boot), int(number))
         fields["devices"] = tuple(fields["devices"])
         fields["weights"] = {k: tuple(float(w) for w in v) for k, v in fields["weights"].items()}
         fields["ranges"] = {k: tuple((int(a), int(b)) for a, b in v) for k, v in fields["ranges"].items()}
@@ -126,22 +138,22 @@ class Plan:
             raise ValueError("a replica has no replicas")
         fields["replicas"] = tuple(cls.from_dict(replica) for replica in replicas)
         fields["relayed"] = tuple((source, target) for source, target in fields.get("relayed", ()))
-        return cls(**fields)
+        return cls(**{_FIELDS.get(key, key): value for key, value in fields.items()})
 
 
-def apportion(total: int, weights: Sequence[float]) -> tuple[Range, ...]:
-    """Divide 0..total into consecutive half-open ranges proportional to `weights` (largest remainder method).
+def apportion(total: int, shares: Sequence[float]) -> tuple[Range, ...]:
+    """Divide 0..total into consecutive half-open ranges proportional to `shares` (largest remainder method).
 
     A weight of 0 gets an empty range. Ties go to the earlier device, so every agent derives the same ranges.
     Raises ValueError if a weight is negative or none is positive.
     """
-    if any(w < 0 for w in weights) or not any(w > 0 for w in weights):
-        raise ValueError(f"weights must be >= 0 with one > 0, got {list(weights)}")
-    whole = sum(weights)
-    exact = [total * w / whole for w in weights]
+    if any(w < 0 for w in shares) or not any(w > 0 for w in shares):
+        raise ValueError(f"weights must be >= 0 with one > 0, got {list(shares)}")
+    whole = sum(shares)
+    exact = [total * w / whole for w in shares]
     counts = [int(e) for e in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda i: (-(exact[i] - counts[i]), i))
-    candidates = [i for i in by_remainder if weights[i] > 0]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (-(exact[i] - counts[i]), i))
+    candidates = [i for i in by_remainder if shares[i] > 0]
     left = total - sum(counts)
     for place in range(left):
         counts[candidates[place % len(candidates)]] += 1

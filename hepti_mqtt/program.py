@@ -10,15 +10,15 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.ids import ALL
-from hepti_mqtt.plan import Range, Route, Storage
+from hepti_mqtt.ids import ALL_DEVICES
+from hepti_mqtt.plan import Range, Route, WeightDtype
 
 WorkKind = Literal["linear", "attention", "rowwise"]
 
 
 class Work(NamedTuple):
-    """linear: rows × k × n of a matmul over weights in `storage`, and bytes moved beside it; attention: flops over all
-    (query, key) pairs; rowwise: bytes moved. flops: those of the op's definition, however it is computed.
+    """linear: rows × k × n of a matmul over weights in `weight_dtype`, and bytes moved beside it; attention: flops
+    over all (query, key) pairs; rowwise: bytes moved. flops: those of the op's definition, however it is computed.
     """
 
     kind: WorkKind
@@ -27,7 +27,7 @@ class Work(NamedTuple):
     n: int = 0
     flops: float = 0.0
     nbytes: float = 0.0
-    storage: Storage = "f32"
+    weight_dtype: WeightDtype = "f32"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ Slot = int
 SlotDtype = Literal["f32", "f16", "i8", "u8", "i32"]
 Layout = Literal["packed", "plain"]
 
-ITEMSIZE: Final[Mapping[str, int]] = {"f32": 4, "f16": 2, "i8": 1, "u8": 1, "i32": 4}
+DTYPE_BYTES: Final[Mapping[str, int]] = {"f32": 4, "f16": 2, "i8": 1, "u8": 1, "i32": 4}
 NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
     "f32": np.dtype("<f4"),
     "f16": np.dtype("<f2"),
@@ -61,7 +61,7 @@ NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
-Key = tuple[int, int, str]  # (node, part, source) of an exchange
+ExchangeKey = tuple[int, int, str]  # (node, part, source) of an exchange
 
 
 class WeightRef(NamedTuple):
@@ -70,15 +70,15 @@ class WeightRef(NamedTuple):
     `packed` is the right-hand side of a matmul in the kernels' panel layout; `plain` is an array [rows, columns], or
     [columns] for a tensor of one dimension (rows is (0, 1) there).
 
-    storage: how a packed matrix is kept. `f16`, and int8 with a scale per column (`w8a32`), are widened to f32 as they
-    are used; for `w8a8` activations become int8 too, row by row. A plain array is always f32.
+    weight_dtype: how a packed matrix is kept. `f16`, and int8 with a scale per column (`w8a32`), are widened to f32
+    as they are used; for `w8a8` activations become int8 too, row by row. A plain array is always f32.
     """
 
     tensor: str
     rows: Range
     columns: Range
     layout: Layout = "packed"
-    storage: Storage = "f32"
+    weight_dtype: WeightDtype = "f32"
 
 
 class SlotSpec(NamedTuple):
@@ -99,13 +99,13 @@ class SlotSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Return the bytes of the slot's array."""
-        return ITEMSIZE[self.dtype] * prod(self.shape)
+        return DTYPE_BYTES[self.dtype] * prod(self.shape)
 
 
 class Compute(NamedTuple):
     """Run a kernel: it reads whole slots and fills the slots that it writes; `node` is the tensor that it is for.
 
-    parts: the kernels of an op that is several, as ops, in the order in which they run; each may read what those before
+    fused: the kernels of an op that is several, as ops, in the order in which they run; each may read what those before
     it have written. `kernel`, `attrs`, `layer` and `node` are then those of the main one, reads, writes and weights
     those of all: reads without what is written here.
     """
@@ -117,17 +117,17 @@ class Compute(NamedTuple):
     attrs: Mapping[str, Any] = _NONE
     layer: int = -1
     node: int = -1
-    parts: tuple[Compute, ...] = ()
+    fused: tuple[Compute, ...] = ()
 
     @property
-    def steps(self) -> tuple[Compute, ...]:
+    def kernels(self) -> tuple[Compute, ...]:
         """Return the kernels that run, as ops: the op itself where it is one."""
-        return self.parts or (self,)
+        return self.fused or (self,)
 
     @property
     def label(self) -> str:
         """Return the names of its kernels, in the order in which they run."""
-        return "+".join(step.kernel for step in self.steps)
+        return "+".join(step.kernel for step in self.kernels)
 
 
 class Send(NamedTuple):
@@ -150,8 +150,8 @@ class Send(NamedTuple):
 class Recv(NamedTuple):
     """Fill a slot with what `source` sends as a part of a node.
 
-    others: devices any of which may send it instead; the first to come counts. task: that of a bag which begins with
-    this part of the request, once it is leased to this device; -1 for what the request brings at once.
+    alternates: devices any of which may send it instead; the first to come counts. task: that of a bag which begins
+    with this part of the request, once it is leased to this device; -1 for what the request brings at once.
     """
 
     slot: Slot
@@ -160,18 +160,18 @@ class Recv(NamedTuple):
     part: int = 0
     layer: int = 0
     exact: bool = False
-    others: tuple[str, ...] = ()
+    alternates: tuple[str, ...] = ()
     task: int = -1
 
     @property
-    def key(self) -> Key:
+    def key(self) -> ExchangeKey:
         """Return by what the exchange is known."""
         return self.node, self.part, self.source
 
     @property
-    def keys(self) -> tuple[Key, ...]:
+    def keys(self) -> tuple[ExchangeKey, ...]:
         """Return by what the exchange is known, whoever sends it."""
-        return self.key, *((self.node, self.part, other) for other in self.others)
+        return self.key, *((self.node, self.part, other) for other in self.alternates)
 
 
 Op = Compute | Send | Recv
@@ -201,14 +201,14 @@ class Program:
 
     def reads(self, op: Op) -> tuple[Slot, ...]:
         """Return the distinct slots, views replaced by what they are of, that must be filled before an op may run."""
-        return tuple(dict.fromkeys(map(self.base, read(op))))
+        return tuple(dict.fromkeys(map(self.base, slots_read(op))))
 
-    def kept(self) -> tuple[Slot, ...]:
+    def state_inputs(self) -> tuple[Slot, ...]:
         """Return the slots that are there from the start: arrays of the session that no op writes."""
-        filled = {slot for op in self.ops for slot in written(op)}
+        filled = {slot for op in self.ops for slot in slots_written(op)}
         return tuple(n for n, spec in enumerate(self.slots) if spec.state and n not in filled)
 
-    def states(self) -> dict[str, SlotSpec]:
+    def session_arrays(self) -> dict[str, SlotSpec]:
         """Return the arrays of the session by name."""
         return {spec.state: spec for spec in self.slots if spec.state}
 
@@ -217,7 +217,7 @@ class Program:
         return self.nodes[number] if 0 <= number < len(self.nodes) else str(number)
 
 
-class Builder:
+class ProgramBuilder:
     """Collects slots and ops of one device's Program."""
 
     def __init__(self, device: str) -> None:
@@ -279,33 +279,33 @@ class Builder:
     def build(self) -> Program:
         """Return the finished Program; raises ValueError if it breaks the rules of this module."""
         program = Program(self.device, tuple(self._slots), tuple(self._ops))
-        check(program)
+        validate(program)
         return program
 
 
-def written(op: Op) -> tuple[Slot, ...]:
+def slots_written(op: Op) -> tuple[Slot, ...]:
     """Return the slots that an op fills."""
     if isinstance(op, Compute):
         return op.writes
     return (op.slot,) if isinstance(op, Recv) else ()
 
 
-def read(op: Op) -> tuple[Slot, ...]:
+def slots_read(op: Op) -> tuple[Slot, ...]:
     """Return the slots that an op reads, views as they are."""
     if isinstance(op, Compute):
         return op.reads
     return (op.slot,) if isinstance(op, Send) else ()
 
 
-def check(program: Program) -> None:
+def validate(program: Program) -> None:
     """Raise ValueError unless slots are written once and before they are read, and exchanges have unique keys."""
-    filled = set(program.kept())
-    keys: set[Key] = set()
+    filled = set(program.state_inputs())
+    keys: set[ExchangeKey] = set()
     for place, op in enumerate(program.ops):
         for slot in program.reads(op):
             if slot not in filled:
                 raise ValueError(f"op {place} of {program.device} reads slot {slot} before it is written: {op}")
-        for slot in written(op):
+        for slot in slots_written(op):
             if slot in filled or program.slots[slot].base is not None:
                 raise ValueError(f"op {place} of {program.device} writes slot {slot} again, or a view: {op}")
             filled.add(slot)
@@ -313,15 +313,15 @@ def check(program: Program) -> None:
             if not keys.isdisjoint(op.keys):
                 raise ValueError(f"op {place} of {program.device} receives {op.key} again: {op}")
             keys.update(op.keys)
-        if isinstance(op, Compute) and op.parts and op[:4] != fused(program, op.parts, op)[:4]:
+        if isinstance(op, Compute) and op.fused and op[:4] != fuse_ops(program, op.fused, op)[:4]:
             raise ValueError(f"op {place} of {program.device} reads or writes other slots than its parts: {op}")
-        if isinstance(op, Send) and (not op.to or ALL in op.to or len(set(op.to)) < len(op.to)):
+        if isinstance(op, Send) and (not op.to or ALL_DEVICES in op.to or len(set(op.to)) < len(op.to)):
             raise ValueError(f"op {place} of {program.device} sends to nobody, to ALL or twice to one device: {op}")
 
 
-def fused(program: Program, ops: Iterable[Compute], main: Compute) -> Compute:
+def fuse_ops(program: Program, ops: Iterable[Compute], main: Compute) -> Compute:
     """Return one op that runs several, in this order, under the name of `main`."""
-    parts = tuple(step for op in ops for step in op.steps)
+    parts = tuple(step for op in ops for step in op.kernels)
     reads: dict[Slot, None] = {}
     weights: dict[WeightRef, None] = {}
     writes: list[Slot] = []
@@ -329,13 +329,13 @@ def fused(program: Program, ops: Iterable[Compute], main: Compute) -> Compute:
         reads.update((slot, None) for slot in part.reads if program.base(slot) not in writes)
         writes += part.writes
         weights.update(dict.fromkeys(part.weights))
-    return main._replace(reads=tuple(reads), writes=tuple(writes), weights=tuple(weights), parts=parts)
+    return main._replace(reads=tuple(reads), writes=tuple(writes), weights=tuple(weights), fused=parts)
 
 
-def addresses(op: Send) -> tuple[str, ...]:
+def publish_targets(op: Send) -> tuple[str, ...]:
     """Return to whom each publish of a Send goes.
 
     Over the broker what several devices need is one publish to ALL, which makes the copies. Over mesh every copy is the
     sender's own, so each receiver gets one by name, and nobody gets what it does not need.
     """
-    return op.to if op.route == "mesh" or len(op.to) == 1 else (ALL,)
+    return op.to if op.route == "mesh" or len(op.to) == 1 else (ALL_DEVICES,)

@@ -12,10 +12,10 @@ from heapq import heappop, heappush
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.program import Key, Program, Recv, Slot, written
+from hepti_mqtt.program import ExchangeKey, Program, Recv, Slot, slots_written
 
 
-def deal(now: float, replicas: Sequence[tuple[float, float]], sizes: Iterable[float]) -> Iterator[int]:
+def route_to_replicas(now: float, replicas: Sequence[tuple[float, float]], sizes: Iterable[float]) -> Iterator[int]:
     """Yield for each request in turn the replica that answers it first, behind those that were dealt before it.
 
     A slow replica that is free gets none that a fast one will have answered sooner, though it is busy. replicas: of
@@ -29,43 +29,44 @@ def deal(now: float, replicas: Sequence[tuple[float, float]], sizes: Iterable[fl
         yield first
 
 
-class After(NamedTuple):
+class OpEffects(NamedTuple):
     """What an op changes that has run: what nothing else has a part in, and what is counted.
 
-    begins: readers of what it wrote that wait for nothing else. awaited: its other readers. over: slots that nobody
-    reads from then on. shared: slots that it read, and others.
+    ready_ops: readers of what it wrote that wait for nothing else. waiting_ops: its other readers. freed_slots: slots
+    that nobody reads from then on. shared_slots: slots that it read, and others.
     """
 
-    begins: tuple[int, ...]
-    awaited: tuple[int, ...]
-    over: tuple[Slot, ...]
-    shared: tuple[Slot, ...]
+    ready_ops: tuple[int, ...]
+    waiting_ops: tuple[int, ...]
+    freed_slots: tuple[Slot, ...]
+    shared_slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class RunTemplate:
     """A Program prepared for running: readiness is a counter per op, and a slot is free after its last reader.
 
-    kept: slots that are filled from the start. pending: distinct slots that an op waits for. after: what each op
-    changes. readers: ops that read a slot or a view of it. uses: how many of them. recv: the slot that an exchange
-    fills. inputs: the exchanges that the request itself brings. first: ops that wait for nothing. runnable: how many
-    ops run whatever is leased; a Recv does not, its exchange arrives. begins: the exchanges with which each task of a
-    bag begins. task: that of each op, -1 for none; empty without a bag. sizes: how many ops of each task run.
+    state_slots: slots that are filled from the start. pending: distinct slots that an op waits for. effects: what
+    each op changes. readers: ops that read a slot or a view of it. reader_counts: how many of them. slot_of_exchange:
+    the slot that an exchange fills. inputs: the exchanges that the request itself brings. ready_at_start: ops that wait
+    for nothing. op_count: how many ops run whatever is leased; a Recv does not, its exchange arrives. task_inputs:
+    the exchanges with which each task of a bag begins. task_of_op: that of each op, -1 for none; empty without a bag.
+    ops_per_task: how many ops of each task run.
     """
 
     program: Program
-    kept: tuple[Slot, ...]
+    state_slots: tuple[Slot, ...]
     pending: tuple[int, ...]
-    after: tuple[After, ...]
+    effects: tuple[OpEffects, ...]
     readers: tuple[tuple[int, ...], ...]
-    uses: tuple[int, ...]
-    recv: Mapping[Key, Slot]
-    inputs: tuple[Key, ...]
-    first: tuple[int, ...]
-    runnable: int
-    begins: Mapping[int, tuple[Key, ...]]
-    task: tuple[int, ...]
-    sizes: Mapping[int, int]
+    reader_counts: tuple[int, ...]
+    slot_of_exchange: Mapping[ExchangeKey, Slot]
+    inputs: tuple[ExchangeKey, ...]
+    ready_at_start: tuple[int, ...]
+    op_count: int
+    task_inputs: Mapping[int, tuple[ExchangeKey, ...]]
+    task_of_op: tuple[int, ...]
+    ops_per_task: Mapping[int, int]
 
 
 def _task_of(program: Program) -> tuple[int, ...]:
@@ -76,30 +77,30 @@ def _task_of(program: Program) -> tuple[int, ...]:
     found = []
     for op in program.ops:
         task = op.task if isinstance(op, Recv) else max((of[s] for s in program.reads(op) if s in of), default=-1)
-        of.update(dict.fromkeys(written(op), task))
+        of.update(dict.fromkeys(slots_written(op), task))
         found.append(task)
     return tuple(found)
 
 
 def _after(
     writes: Sequence[Slot], reads: Sequence[Slot], readers: Sequence[Sequence[int]], pending: Sequence[int]
-) -> After:
+) -> OpEffects:
     woken = [reader for slot in writes for reader in readers[slot]]
     unread = (slot for slot in writes if not readers[slot])
-    return After(
-        begins=tuple(reader for reader in woken if pending[reader] == 1),
-        awaited=tuple(reader for reader in woken if pending[reader] > 1),
-        over=(*unread, *(slot for slot in reads if len(readers[slot]) == 1)),
-        shared=tuple(slot for slot in reads if len(readers[slot]) > 1),
+    return OpEffects(
+        ready_ops=tuple(reader for reader in woken if pending[reader] == 1),
+        waiting_ops=tuple(reader for reader in woken if pending[reader] > 1),
+        freed_slots=(*unread, *(slot for slot in reads if len(readers[slot]) == 1)),
+        shared_slots=tuple(slot for slot in reads if len(readers[slot]) > 1),
     )
 
 
-def template(program: Program) -> Template:
+def make_template(program: Program) -> RunTemplate:
     """Return the Template of a Program."""
     readers: list[list[int]] = [[] for _ in program.slots]
     pending, first, reads = [], [], []
-    recv: dict[Key, Slot] = {}
-    kept = program.kept()
+    recv: dict[ExchangeKey, Slot] = {}
+    kept = program.state_inputs()
     for place, op in enumerate(program.ops):
         slots = program.reads(op)
         reads.append(slots)
@@ -114,59 +115,70 @@ def template(program: Program) -> Template:
     runs = Counter(t for op, t in zip(program.ops, task, strict=False) if t >= 0 and not isinstance(op, Recv))
     begun = {t: tuple(op.key for op in program.ops if isinstance(op, Recv) and op.task == t) for t in runs}
     late = {key for keys in begun.values() for key in keys}
-    return Template(
+    return RunTemplate(
         program=program,
-        kept=kept,
+        state_slots=kept,
         pending=tuple(pending),
-        after=tuple(_after(written(op), slots, readers, pending) for op, slots in zip(program.ops, reads, strict=True)),
+        effects=tuple(
+            _after(slots_written(op), slots, readers, pending) for op, slots in zip(program.ops, reads, strict=True)
+        ),
         readers=tuple(tuple(r) for r in readers),
-        uses=tuple(len(r) for r in readers),
-        recv=recv,
+        reader_counts=tuple(len(r) for r in readers),
+        slot_of_exchange=recv,
         inputs=tuple(key for key in recv if key[2] == PLANNER and key not in late),
-        first=tuple(first),
-        runnable=sum(not isinstance(op, Recv) for op in program.ops) - runs.total(),
-        begins=begun,
-        task=task,
-        sizes=runs,
+        ready_at_start=tuple(first),
+        op_count=sum(not isinstance(op, Recv) for op in program.ops) - runs.total(),
+        task_inputs=begun,
+        task_of_op=task,
+        ops_per_task=runs,
     )
 
 
-Refusal = Literal["duplicate", "unexpected"]
+DropReason = Literal["duplicate", "unexpected"]
 
 
 class ProgramRun:
     """One request on one device, under its admission number: what its ops still wait for, and who still reads a slot.
 
-    left: ops that have not run, those of a bag's tasks left out. tasks: how many ops are left of each task that is
-    leased here. open: more may be leased, and nothing else says when the run is over. A subclass adds what its user
-    keeps of a run.
+    ops_left: ops that have not run, those of a bag's tasks left out. task_ops_left: how many ops are left of each
+    task that is leased here. accepts_leases: more may be leased, and nothing else says when the run is over. A
+    subclass adds what its user keeps of a run.
     """
 
-    __slots__ = ("admission", "left", "open", "pending", "received", "tasks", "template", "uses")
+    __slots__ = (
+        "accepts_leases",
+        "ops_left",
+        "pending",
+        "readers_left",
+        "received",
+        "run_id",
+        "task_ops_left",
+        "template",
+    )
 
-    def __init__(self, admission: int, template: Template) -> None:
-        self.admission = admission
+    def __init__(self, run_id: int, template: RunTemplate) -> None:
+        self.run_id = run_id
         self.template = template
         self.pending = list(template.pending)
-        self.uses = list(template.uses)
-        self.received = [False] * len(template.uses)
-        self.left = template.runnable
-        self.tasks: dict[int, int] = {}
-        self.open = bool(template.begins) and not template.runnable
+        self.readers_left = list(template.reader_counts)
+        self.received = [False] * len(template.reader_counts)
+        self.ops_left = template.op_count
+        self.task_ops_left: dict[int, int] = {}
+        self.accepts_leases = bool(template.task_inputs) and not template.op_count
 
-    def lease(self, task: int) -> tuple[Key, ...]:
+    def start_task(self, task: int) -> tuple[ExchangeKey, ...]:
         """Take a task; return the exchanges that it begins with, none if it was taken before or is unknown."""
-        if task in self.tasks or task not in self.template.begins:
+        if task in self.task_ops_left or task not in self.template.task_inputs:
             return ()
-        self.tasks[task] = self.template.sizes[task]
-        return self.template.begins[task]
+        self.task_ops_left[task] = self.template.ops_per_task[task]
+        return self.template.task_inputs[task]
 
-    def completes(self, place: int) -> int | None:
+    def task_completed_by(self, place: int) -> int | None:
         """Return the task of which the op at a place, which has run, was the last; None if it was of none."""
-        if not self.template.task:
+        if not self.template.task_of_op:
             return None
-        task = self.template.task[place]
-        return task if task >= 0 and not self.tasks[task] else None
+        task = self.template.task_of_op[place]
+        return task if task >= 0 and not self.task_ops_left[task] else None
 
 
 R = TypeVar("R", bound=ProgramRun)
@@ -184,30 +196,30 @@ class RunMachine(Generic[R]):
 
     def admit(self, run: R) -> None:
         """Begin a run; raises ValueError if one of this admission number runs already."""
-        if run.admission in self.runs:
-            raise ValueError(f"request {run.admission} runs already")
-        self.runs[run.admission] = run
-        for place in run.template.first:
-            heappush(self._ready, (run.admission, place))
+        if run.run_id in self.runs:
+            raise ValueError(f"request {run.run_id} runs already")
+        self.runs[run.run_id] = run
+        for place in run.template.ready_at_start:
+            heappush(self._ready, (run.run_id, place))
 
-    def awaited(self, run: R, key: Key) -> Slot | Refusal:
+    def slot_for(self, run: R, key: ExchangeKey) -> Slot | DropReason:
         """Return the slot that an exchange is to `fill`, or why it is dropped."""
-        slot = run.template.recv.get(key)
+        slot = run.template.slot_of_exchange.get(key)
         if slot is None:
             return "unexpected"
         return "duplicate" if run.received[slot] else slot
 
-    def fill(self, run: R, slot: Slot) -> bool:
+    def fill_slot(self, run: R, slot: Slot) -> bool:
         """Take an exchange for good; return whether anybody reads its slot."""
         run.received[slot] = True
         readers, pending = run.template.readers[slot], run.pending
         for place in readers:
             pending[place] -= 1
             if not pending[place]:
-                heappush(self._ready, (run.admission, place))
+                heappush(self._ready, (run.run_id, place))
         return bool(readers)
 
-    def next(self, of: int | None = None) -> tuple[R, int] | None:
+    def next_op(self, of: int | None = None) -> tuple[R, int] | None:
         """Return the run and the place of the op that is next, or None if every run waits; it must run now.
 
         of: an admission number; None where the next op is of another run.
@@ -215,33 +227,33 @@ class RunMachine(Generic[R]):
         while self._ready:
             if of is not None and self._ready[0][0] != of:
                 return None
-            admission, place = heappop(self._ready)
-            run = self.runs.get(admission)
+            run_id, place = heappop(self._ready)
+            run = self.runs.get(run_id)
             if run is not None:
                 return run, place
         return None
 
-    def ran(self, run: R, place: int) -> tuple[Slot, ...]:
+    def finish_op(self, run: R, place: int) -> tuple[Slot, ...]:
         """Count an op as run; return the slots that nobody reads any more, what it wrote itself perhaps among them."""
         template, pending = run.template, run.pending
-        begins, awaited, over, shared = template.after[place]
+        begins, awaited, over, shared = template.effects[place]
         for reader in begins:
             pending[reader] = 0
-            heappush(self._ready, (run.admission, reader))
+            heappush(self._ready, (run.run_id, reader))
         for reader in awaited:  # as in `fill`; a call more is felt here
             pending[reader] -= 1
             if not pending[reader]:
-                heappush(self._ready, (run.admission, reader))
+                heappush(self._ready, (run.run_id, reader))
         for slot in shared:
-            run.uses[slot] -= 1
-            if not run.uses[slot]:
+            run.readers_left[slot] -= 1
+            if not run.readers_left[slot]:
                 over = (*over, slot)
-        if template.task and (task := template.task[place]) >= 0:
-            run.tasks[task] -= 1
+        if template.task_of_op and (task := template.task_of_op[place]) >= 0:
+            run.task_ops_left[task] -= 1
         else:
-            run.left -= 1
+            run.ops_left -= 1
         return over
 
-    def drop(self, admission: int) -> R | None:
+    def remove(self, run_id: int) -> R | None:
         """Forget a run, whether it is over or not; return it, None if there is none."""
-        return self.runs.pop(admission, None)
+        return self.runs.pop(run_id, None)

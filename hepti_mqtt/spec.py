@@ -20,13 +20,13 @@ Want = Literal["task", "hidden"]
 class PlainShape:
     """A request's shape as it travels: plain numbers, which `Reads.shape_of` makes the family's own again.
 
-    sizes: of each item. marks: places that the task answers for, of all items one behind the other. session_rows: for
-    which the request's session has room, 0 without one.
+    sizes: of each item. mask_rows: places that the task answers for, of all items one behind the other. session_rows:
+    for which the request's session has room, 0 without one.
     """
 
     sizes: tuple[int, ...]
     want: Want = "task"
-    marks: tuple[int, ...] = ()
+    mask_rows: tuple[int, ...] = ()
     session_rows: int = 0
 
     @property
@@ -62,30 +62,30 @@ class RequestShape(Hashable, Protocol):
         """Return the rows that the request's session has room for, 0 without one."""
 
     @property
-    def marked(self) -> tuple[tuple[int, int], ...]:
+    def mask_positions(self) -> tuple[tuple[int, int], ...]:
         """Return item and place in it of each mark that the task answers for, in their order."""
 
-    def asking(self, want: Want) -> Self:
+    def with_want(self, want: Want) -> Self:
         """Return the same items with another want."""
 
-    def step(self, rows: int) -> Self:
+    def decode_step(self, rows: int) -> Self:
         """Return the run of so many rows in the same session; raises ValueError for what has none."""
 
-    def joined(self, others: Sequence[Self]) -> Self:
+    def concatenate(self, others: Sequence[Self]) -> Self:
         """Return the batch of these items and of others behind them, which want the same."""
 
-    def part(self, first: int, stop: int) -> tuple[Self, slice]:
+    def slice_items(self, first: int, stop: int) -> tuple[Self, slice]:
         """Return the shape of some of the items, and where they are in the inputs; raises ValueError in a session."""
 
     def plain(self) -> PlainShape:
         """Return the shape as it travels; `Reads.shape_of` is the inverse."""
 
 
-class Reads(Protocol):
+class InputSpec(Protocol):
     """What the requests of a model bring, and how they are packed: the family's own."""
 
     @property
-    def below(self) -> int:
+    def upper_bound(self) -> int:
         """Return the bound below which all values of the input are."""
 
     def shape(self, size: int | None = None, /) -> RequestShape:
@@ -94,7 +94,7 @@ class Reads(Protocol):
     def shape_of(self, plain: PlainShape) -> RequestShape:
         """Return the shape that travelled; raises ValueError for one that no request of the model has."""
 
-    def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32", "u8"]]:
+    def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32", "u8"]]:
         """Return shape and dtype of what a request brings."""
 
 
@@ -118,7 +118,7 @@ class Spec(Hashable, Protocol):
         """Return what follows the last layer."""
 
     @property
-    def reads(self) -> Reads:
+    def input_spec(self) -> InputSpec:
         """Return what a request brings."""
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:

@@ -14,13 +14,13 @@ from hepti_mqtt.program import Compute, Program, Recv, Send, Slot, SlotSpec, Wei
 from hepti_mqtt.strategies import Division
 
 
-def first_task(devices: Sequence[str], device: str, tasks: int) -> int | None:
+def initial_task(devices: Sequence[str], device: str, tasks: int) -> int | None:
     """Return the task that a device begins with before it hears of any lease, None if there is none for it."""
     place = devices.index(device)
     return place if place < tasks else None
 
 
-class Bag:
+class TaskQueue:
     """Which device computes which task, who has computed it, and what is to be leased next.
 
     A device has one lease at a time. When no task waits, a free device takes over the oldest lease of another one as
@@ -30,82 +30,95 @@ class Bag:
     def __init__(self, tasks: int, devices: Sequence[str], now: float) -> None:
         self.tasks = tasks
         self._devices = list(devices)
-        first = {device: first_task(devices, device, tasks) for device in devices}
-        self._held = {device: (task, now) for device, task in first.items() if task is not None}
+        first = {device: initial_task(devices, device, tasks) for device in devices}
+        self._leases = {device: (task, now) for device, task in first.items() if task is not None}
         self._waiting = deque(range(min(len(self._devices), tasks), tasks))
-        self._by: dict[int, str] = {}
-        self._took_s: dict[str, float] = {}
+        self._completed_by: dict[int, str] = {}
+        self._last_duration_s: dict[str, float] = {}
 
     @property
-    def empty(self) -> bool:
+    def all_done(self) -> bool:
         """Return whether every task has been computed."""
-        return len(self._by) == self.tasks
+        return len(self._completed_by) == self.tasks
 
-    def counts(self) -> dict[str, int]:
+    def tasks_done_by_device(self) -> dict[str, int]:
         """Return how many tasks of each device counted."""
-        return {device: list(self._by.values()).count(device) for device in self._devices}
+        return {device: list(self._completed_by.values()).count(device) for device in self._devices}
 
-    def done(self, device: str, task: int, now: float) -> None:
+    def complete_task(self, device: str, task: int, now: float) -> None:
         """A device has computed a task; what it does not hold a lease of is no news."""
-        held = self._held.get(device)
+        held = self._leases.get(device)
         if held is None or held[0] != task:
             return
-        del self._held[device]
-        self._took_s[device] = now - held[1]
-        self._by.setdefault(task, device)
+        del self._leases[device]
+        self._last_duration_s[device] = now - held[1]
+        self._completed_by.setdefault(task, device)
 
-    def lost(self, device: str) -> None:
+    def remove_device(self, device: str) -> None:
         """A device is gone: what it has computed may not have arrived, so all of it is leased anew."""
         if device not in self._devices:
             return
         self._devices.remove(device)
-        again = [task for task, by in self._by.items() if by == device]
+        again = [task for task, by in self._completed_by.items() if by == device]
         for task in again:
-            del self._by[task]
-        held = self._held.pop(device, None)
-        if held is not None and held[0] not in self._by:
+            del self._completed_by[task]
+        held = self._leases.pop(device, None)
+        if held is not None and held[0] not in self._completed_by:
             again.append(held[0])
-        now_held = {task for task, _ in self._held.values()}
+        now_held = {task for task, _ in self._leases.values()}
         self._waiting.extendleft(sorted(set(again) - now_held, reverse=True))
 
-    def leases(self, now: float) -> list[tuple[str, int]]:
+    def lease_tasks(self, now: float) -> list[tuple[str, int]]:
         """Lease tasks to the devices that are free; return (device, task)."""
         out = []
-        for device in self._free():
+        for device in self._idle_devices():
             if self._waiting:
                 task = self._waiting.popleft()
             else:
-                late = [(since, task) for since, task in self._single() if now >= since + self._took(device)]
+                late = [
+                    (since, task)
+                    for since, task in self._unduplicated_leases()
+                    if now >= since + self._expected_duration_s(device)
+                ]
                 if not late:
                     continue
                 task = min(late)[1]
-            self._held[device] = (task, now)
+            self._leases[device] = (task, now)
             out.append((device, task))
         return out
 
     @property
-    def due_s(self) -> float:
+    def next_takeover_s(self) -> float:
         """Return when a free device would take over a lease, infinity if none would."""
-        return min((since + self._took(d) for d in self._free() for since, _ in self._single()), default=inf)
+        return min(
+            (
+                since + self._expected_duration_s(d)
+                for d in self._idle_devices()
+                for since, _ in self._unduplicated_leases()
+            ),
+            default=inf,
+        )
 
-    def check(self) -> None:
+    def assert_invariants(self) -> None:
         """Raise AssertionError unless every task is computed, leased or waits."""
-        held = {task for task, _ in self._held.values()}
-        assert set(self._by) | held | set(self._waiting) == set(range(self.tasks))
-        assert not set(self._waiting) & (held | set(self._by))
+        held = {task for task, _ in self._leases.values()}
+        assert set(self._completed_by) | held | set(self._waiting) == set(range(self.tasks))
+        assert not set(self._waiting) & (held | set(self._completed_by))
 
-    def _free(self) -> list[str]:
+    def _idle_devices(self) -> list[str]:
         """Return the devices without a lease, the fastest first."""
-        return sorted((d for d in self._devices if d not in self._held), key=self._took)
+        return sorted((d for d in self._devices if d not in self._leases), key=self._expected_duration_s)
 
-    def _took(self, device: str) -> float:
+    def _expected_duration_s(self, device: str) -> float:
         """Return what a device's last task took; of one that had none, what the slowest took, if any is done."""
-        return self._took_s.get(device, max(self._took_s.values(), default=inf))
+        return self._last_duration_s.get(device, max(self._last_duration_s.values(), default=inf))
 
-    def _single(self) -> list[tuple[float, int]]:
+    def _unduplicated_leases(self) -> list[tuple[float, int]]:
         """Return (since, task) of what one device computes and nobody has computed."""
-        held = [task for task, _ in self._held.values()]
-        return [(s, task) for task, s in self._held.values() if task not in self._by and held.count(task) == 1]
+        held = [task for task, _ in self._leases.values()]
+        return [
+            (s, task) for task, s in self._leases.values() if task not in self._completed_by and held.count(task) == 1
+        ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,70 +129,70 @@ class Bag:
 # them. Tasks exchange nothing with each other. Whichever device computes a task sends the head device the same parts.
 
 
-HEAD = "head"
-PARTS = 1 << 8  # messages of one task; part numbers of a task begin at its own multiple
+ROOT_PART = "head"
+PARTS_PER_TASK = 1 << 8  # messages of one task; part numbers of a task begin at its own multiple
 
 
-class Bagged(Lowered):
+class LoweredTasks(Lowered):
     """A graph under the table of a method with a bag; its names are those of the tasks and of the head's own part."""
 
     def __init__(self, graph: Graph, plan: Plan, tasks: int, table: Callable[[Division], Table]) -> None:
-        apart = _apart(plan, tasks)
+        apart = _plan_per_task(plan, tasks)
         names = apart.devices
         super().__init__(graph, replace(table(Division(graph, apart)), uniform=False), names)
         self._plan, self._tasks = plan, names[:tasks]
 
-    def short(self, device: str) -> Program:
+    def compact_program(self, device: str) -> Program:
         """Return a device's Program; no layer stands for others in it."""
-        return self.program(device)
+        return self.full_program(device)
 
-    def program(self, device: str) -> Program:
+    def full_program(self, device: str) -> Program:
         """Return the Program of a device: the head's own part, if it is that, then all tasks."""
-        merged = _Merged(device, self._plan, self._tasks)
-        if device == self._plan.head:
-            merged.add(super().program(HEAD), -1)
+        merged = _ProgramMerger(device, self._plan, self._tasks)
+        if device == self._plan.root:
+            merged.add(super().full_program(ROOT_PART), -1)
         for number, name in enumerate(self._tasks):
-            merged.add(super().program(name), number)
+            merged.add(super().full_program(name), number)
         return Program(device, tuple(merged.slots), tuple(merged.ops), self.nodes)
 
-    def holds(self, device: str, role: str) -> bool:
+    def computes_role(self, device: str, role: str) -> bool:
         """Return whether a device may compute tensors of a role."""
-        return any(super(Bagged, self).holds(name, role) for name in self._parts(device))
+        return any(super(LoweredTasks, self).computes_role(name, role) for name in self._parts(device))
 
-    def sources(self, device: str) -> frozenset[str]:
+    def senders(self, device: str) -> frozenset[str]:
         """Return the devices, and the planner, that a device hears: the head device any other one."""
-        others = set(self._plan.devices) - {device} if device == self._plan.head else set()
+        others = set(self._plan.devices) - {device} if device == self._plan.root else set()
         return frozenset(others | {PLANNER})
 
-    def refs(self, device: str) -> tuple[WeightRef, ...]:
+    def weight_refs(self, device: str) -> tuple[WeightRef, ...]:
         """Return the distinct weight ranges of a device's Program."""
-        refs = (ref for name in self._parts(device) for ref in super(Bagged, self).refs(name))
+        refs = (ref for name in self._parts(device) for ref in super(LoweredTasks, self).weight_refs(name))
         return tuple(dict.fromkeys(refs))
 
     def _parts(self, device: str) -> tuple[str, ...]:
-        return (*([HEAD] if device == self._plan.head else []), *self._tasks)
+        return (*([ROOT_PART] if device == self._plan.root else []), *self._tasks)
 
 
-def with_work(graph: Graph, plan: Plan, tasks: int, table: Callable[[Division], Table]) -> int:
+def nonempty_tasks(graph: Graph, plan: Plan, tasks: int, table: Callable[[Division], Table]) -> int:
     """Return how many of the tasks have anything to compute; they are the first ones. A small map has fewer tiles."""
-    rules = table(Division(graph, _apart(plan, tasks)))
+    rules = table(Division(graph, _plan_per_task(plan, tasks)))
     placed = ((op, rule(op)) for op in graph.ops if (rule := rules.rule(op)) is not None)
     found = {p.device for op, pieces in placed for p in pieces or () if all(p.region)}
     return len(found & set(range(tasks)))
 
 
-def _apart(plan: Plan, tasks: int) -> Plan:
+def _plan_per_task(plan: Plan, tasks: int) -> Plan:
     """Return the plan of a place for each task, with equal shares, and of one more for the head's own part."""
-    names = (*(f"task {n}" for n in range(tasks)), HEAD)
-    return replace(plan, devices=names, head=HEAD, weights=dict.fromkeys(plan.weights, (*[1.0] * tasks, 0.0)))
+    names = (*(f"task {n}" for n in range(tasks)), ROOT_PART)
+    return replace(plan, devices=names, root=ROOT_PART, shares=dict.fromkeys(plan.shares, (*[1.0] * tasks, 0.0)))
 
 
-class _Merged:
+class _ProgramMerger:
     """Programs side by side in one, with exchanges by task instead of by device."""
 
     def __init__(self, device: str, plan: Plan, tasks: tuple[str, ...]) -> None:
-        self.device, self.head, self.tasks = device, plan.head, tasks
-        self.others = tuple(d for d in plan.devices if d != plan.head)
+        self.device, self.root, self.tasks = device, plan.root, tasks
+        self.others = tuple(d for d in plan.devices if d != plan.root)
         self.slots: list[SlotSpec] = []
         self.ops: list[Compute | Send | Recv] = []
 
@@ -199,15 +212,15 @@ class _Merged:
     def _sent(self, op: Send, slot: Slot, task: int) -> Send:
         if op.to == (PLANNER,):
             return op._replace(slot=slot)
-        if op.to != (HEAD,):
+        if op.to != (ROOT_PART,):
             name = self.tasks[task] if task >= 0 else "the head device"
             raise ValueError(f"{name} sends to {', '.join(op.to)}: tasks of a bag exchange nothing")
-        return op._replace(slot=slot, to=(self.head,), part=PARTS * (task + 1) + op.part)
+        return op._replace(slot=slot, to=(self.root,), part=PARTS_PER_TASK * (task + 1) + op.part)
 
     def _received(self, op: Recv, slot: Slot, task: int) -> Recv:
         if op.source == PLANNER:
-            return op._replace(slot=slot, part=PARTS * (task + 1) + op.part, task=task)
+            return op._replace(slot=slot, part=PARTS_PER_TASK * (task + 1) + op.part, task=task)
         if op.source not in self.tasks:
             raise ValueError(f"{self.tasks[task]} hears the head device: tasks of a bag exchange nothing")
-        part = PARTS * (self.tasks.index(op.source) + 1) + op.part
-        return op._replace(slot=slot, source=self.head, others=self.others, part=part)
+        part = PARTS_PER_TASK * (self.tasks.index(op.source) + 1) + op.part
+        return op._replace(slot=slot, source=self.root, alternates=self.others, part=part)

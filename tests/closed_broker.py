@@ -30,7 +30,7 @@ def closed_broker(
     with socket.socket() as sock:
         sock.bind((host, 0))
         port: int = sock.getsockname()[1]
-    made = SiteFolder.make(path, site, (host, "localhost"), port, datetime.datetime.now(datetime.UTC))
+    made = SiteFolder.create(path, site, (host, "localhost"), port, datetime.datetime.now(datetime.UTC))
     for user, role in users.items():
         made = made.add(role, user)
     with start_broker("mosquitto", closed=made.broker, address=host, port=port) as broker:

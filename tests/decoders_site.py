@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 from scripted_site import ROW, SPEC, Site
 
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.requests import Chunk, Generation, Job, RequestKey
+from hepti_mqtt.runtime.coordinator.requests import Batch, Generation, Request, RequestKey
 
 PROMPT = (3, 1, 4)
 
@@ -39,28 +39,28 @@ class Decoders(Site):
     def __init__(self, orderly: bool = True, **options) -> None:
         super().__init__(**({"pins": ROW} | options))
         self.orderly = orderly
-        self.caches: dict[tuple[str, Epoch, int], list[int]] = {}
+        self.caches: dict[tuple[str, PlanVersion, int], list[int]] = {}
         self.computed: defaultdict[int, set[str]] = defaultdict(set)
         self.told_tokens: defaultdict[str, list[int]] = defaultdict(list)
-        self.by_epoch: dict[Epoch, Plan] = {}
+        self.by_epoch: dict[PlanVersion, Plan] = {}
 
     def _note(self, command: interface.CoordinatorCommand) -> None:
         super()._note(command)
-        if isinstance(command, interface.ShowPlan):
+        if isinstance(command, interface.PublishPlan):
             shown = [p for p in (command.active, *command.pinned) if p is not None]
-            self.by_epoch |= {run.epoch: run for whole in shown for run in whole.runs}
-        elif isinstance(command, interface.Token):
-            told = self.told_tokens[command.job.key.request]
+            self.by_epoch |= {run.version: run for whole in shown for run in whole.executables}
+        elif isinstance(command, interface.TokenReady):
+            told = self.told_tokens[command.request.key.id]
             assert command.index == len(told), "none comes twice, none is left out"
             told.append(command.tokens[-1])
         elif isinstance(command, interface.Publish) and "/work/" in command.topic and self.orderly:
             frame = frames.decode(command.payload)
-            at, _ = self.asked(frame.admission)
-            for device in self.plan_of(frame.admission).devices:
-                assert len(self.cache(device, frame.admission)) >= at, "a step before the last one has been computed"
+            at, _ = self.asked(frame.run_id)
+            for device in self.plan_of(frame.run_id).devices:
+                assert len(self.cache(device, frame.run_id)) >= at, "a step before the last one has been computed"
 
     def plan_of(self, admission: int) -> Plan:
-        return self.by_epoch[self.work[admission].epoch]
+        return self.by_epoch[self.work[admission].plan_version]
 
     def asked(self, admission: int) -> tuple[int, list[int]]:
         at, *ids = frames.decode_work(self.work[admission])[1].tolist()
@@ -68,7 +68,7 @@ class Decoders(Site):
 
     def cache(self, device: str, admission: int) -> list[int]:
         frame = self.work[admission]
-        return self.caches.setdefault((device, frame.epoch, frames.decode_session(frame).number), [])
+        return self.caches.setdefault((device, frame.plan_version, frames.decode_session(frame).number), [])
 
     def compute(self, admission: int, *devices: str) -> None:
         """Let devices compute their part of a run, once, or say that they have lost its session."""
@@ -88,18 +88,18 @@ class Decoders(Site):
         return [a for a in self.work if self.computed[a] == set(self.plan_of(a).devices)]
 
     def output(self, admission: int, forged: int | None = None, source: str = "", part: int = 0) -> None:
-        head = source or self.plan_of(admission).head
+        head = source or self.plan_of(admission).root
         logits = np.zeros((1, SPEC.hidden), np.float32)
         logits[0, following(self.cache(head, admission)) if forged is None else forged] = 1.0
         sent = replace(self.work[admission], kind="output", source=head, dtype="f32", shape=logits.shape, body=logits)
-        self.event(interface.UpFrame(head, replace(sent, part=part)))
+        self.event(interface.DeviceFrame(head, replace(sent, part=part)))
 
     def report(self, admission: int, *devices: str) -> None:
         of = self.plan_of(admission)
         for device in devices or of.devices:
-            numbers = (2000, 500, 100, int(device == of.head))
+            numbers = (2000, 500, 100, int(device == of.root))
             done = replace(self.work[admission], kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers)
-            self.event(interface.UpFrame(device, replace(done, body=b"")))
+            self.event(interface.DeviceFrame(device, replace(done, body=b"")))
 
     def step(self, reported: bool = True) -> None:
         """Let the last run that was asked for be computed and answered."""
@@ -109,21 +109,21 @@ class Decoders(Site):
         if reported:
             self.report(last)
 
-    def ask(self, name: str = "r", most: int = 3, report: bool = False, within: float = 1e6) -> Job:
-        shape = PackedTokens((len(PROMPT),), cache=16)
-        chunk = Chunk(shape, np.array([0, *PROMPT], np.int32))
+    def ask(self, name: str = "r", most: int = 3, report: bool = False, within: float = 1e6) -> Request:
+        shape = TokenBatch((len(PROMPT),), cache=16)
+        chunk = Batch(shape, np.array([0, *PROMPT], np.int32))
         generation = Generation(PROMPT, most, shape)
         key = RequestKey("m", "c", name)
-        job = Job(key, (chunk,), None, self.now + within, generation=generation, report=report)
-        self.event(interface.Submit(job))
+        job = Request(key, (chunk,), None, self.now + within, generation=generation, wants_report=report)
+        self.event(interface.RequestArrived(job))
         return job
 
     @property
     def running(self) -> set[int]:
-        return set(self.session.slots.own("m").runs)
+        return set(self.session.groups.default("m").runs)
 
     def tokens(self, name: str = "r") -> list[int]:
-        return self.answers[name].job.output().tolist()
+        return self.answers[name].request.output().tolist()
 
 
 def running(**options) -> Decoders:

@@ -33,7 +33,7 @@ from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError, WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed
 
 TEXTS = ("the sensor is warm", "door", "a window of the cold room, and a light", "letter " * 12)
@@ -314,7 +314,7 @@ def main(count: int, seed: int) -> dict[str, object]:
         with Checkpoint.open(path, "tiny") as checkpoint:
             expected = {}
             for text in TEXTS:
-                made = prepare(checkpoint, {"text": text})
+                made = read_input(checkpoint, {"text": text})
                 expected[text] = models.reference(checkpoint.spec, checkpoint.tensors(), made.inputs, made.shape)[1][0]
         with start_broker() as broker:
             site = Site(directory, broker, {"tiny": path})

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
-from hepti_mqtt.planner import Candidate, Decision, Question, compared, decide, price
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, ranked_with_previous
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode, decode_work
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.plans import Served
-from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Job, Pins, RequestKey
+from hepti_mqtt.runtime.coordinator.plans import ServedModel
+from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.spec import TaskHead
@@ -70,8 +70,8 @@ def everyone(question: Question) -> Decision:
     if missing or not devices:
         raise PlanError(f"devices {', '.join(sorted(missing)) or 'none'} are not online")
     strategy = question.strategy or "row"
-    template = Plan(question.naming.model, question.epoch, strategy, devices, devices[0])
-    template = replace(template, wire=question.wire, storage=question.storage)
+    template = Plan(question.naming.model, question.plan_version, strategy, devices, devices[0])
+    template = replace(template, wire=question.wire, weight_dtype=question.weight_dtype)
     options = question.options or STRATEGIES[strategy].options[0]
     plan = make_plan(question.spec, template, strategy, options, (1.0,) * len(devices))
     candidate = Candidate(plan, replace(price(question, plan), seconds=0.0), (1.0,) * len(devices))
@@ -110,7 +110,7 @@ class Site:
         searches: bool = True,
         decider: Callable[[Question], Decision] = decide,
     ) -> None:
-        served = tuple(Served(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
+        served = tuple(ServedModel(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
         self.session = CoordinatorSession("home", 7, served, in_flight)
         self.now = 0.0
         self.searches, self.decider = searches, decider
@@ -118,16 +118,16 @@ class Site:
         self.seen: list[interface.CoordinatorCommand] = []
         self.told: list[tuple[str, messages.Message]] = []
         self.work: dict[int, Frame] = {}
-        self.answers: dict[str, interface.Answer] = {}
+        self.answers: dict[str, interface.AnswerRequest] = {}
         self.errors: dict[str, HeptiError] = {}
         self.solves: list[interface.Solve] = []
         self.mute: set[str] = set()  # devices that do not answer when they are asked for a word
         self.probes: list[tuple[str, messages.Prepare]] = []
-        self.ranked: Callable[[Question, Decision, Decision], Decision] = compared
+        self.ranked: Callable[[Question, Decision, Decision], Decision] = ranked_with_previous
 
     def event(self, event: interface.CoordinatorEvent) -> list[interface.CoordinatorCommand]:
         out = self.session.handle(event, self.now)
-        self.session.check()
+        self.session.assert_invariants()
         for command in out:
             self._note(command)
         self.seen += out
@@ -142,13 +142,17 @@ class Site:
         if device in self.mute or device not in self.boots:
             return
         plan = Plan.from_dict(probe.plan)
-        self.event(interface.UpMessage(device, messages.Ready(probe.txn, plan.model, plan.epoch, 1000, bytes(8))))
+        self.event(
+            interface.DeviceMessage(
+                device, messages.Ready(probe.transaction_id, plan.model, plan.version, 1000, bytes(8))
+            )
+        )
 
     def _note(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish) and "/work/" in command.topic:
             frame = decode(command.payload)
             decode_work(frame)
-            self.work[frame.admission] = frame
+            self.work[frame.run_id] = frame
         elif isinstance(command, Publish):
             device, message = command.topic.split("/")[-2], messages.decode(command.payload)
             if isinstance(message, messages.Prepare) and not message.shapes:
@@ -157,11 +161,11 @@ class Site:
                 self.told.append((device, message))
         elif isinstance(command, interface.Solve):
             self.solves.append(command)
-        elif isinstance(command, interface.Answer | interface.Refuse):
-            name = command.job.key.request
+        elif isinstance(command, interface.AnswerRequest | interface.RefuseRequest):
+            name = command.request.key.id
             assert name not in self.answers, f"{name} ended twice"
             assert name not in self.errors, f"{name} ended twice"
-            if isinstance(command, interface.Answer):
+            if isinstance(command, interface.AnswerRequest):
                 self.answers[name] = command
             else:
                 self.errors[name] = command.error
@@ -172,8 +176,8 @@ class Site:
         except HeptiError as error:
             self.event(interface.Solved(command.model, command.ticket, None, None, error))
             return
-        if command.trial and command.kept is not None:
-            decision = self.ranked(command.question, decision, command.kept)
+        if command.trial and command.active_decision is not None:
+            decision = self.ranked(command.question, decision, command.active_decision)
         running = command.running and price(command.question, command.running, full=True).cost[0]
         self.event(interface.Solved(command.model, command.ticket, decision, running))
 
@@ -211,21 +215,23 @@ class Site:
                 plan = Plan.from_dict(message.plan)
                 digest = programs_digest(SPEC, plan)
                 self.event(
-                    interface.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest))
+                    interface.DeviceMessage(
+                        device, messages.Ready(message.transaction_id, plan.model, plan.version, 1000, digest)
+                    )
                 )
 
     def settle(self) -> Plan:
         """Let the search and the preparation after joins go through; return the active plan."""
         self.tick(1.1)
         self.ready()
-        plan = self.session.plan("m")
+        plan = self.session.active_plan("m")
         assert plan is not None
         return plan
 
     @property
     def plan(self) -> Plan | None:
         """Return the active plan of the model `m`."""
-        return self.session.plan("m")
+        return self.session.active_plan("m")
 
     def pass_by(self, times: int, seconds: float = 1.0) -> None:
         """Let time pass in steps, in which devices go on to beat."""
@@ -236,18 +242,22 @@ class Site:
         """Let a device refuse the plan that it was asked to prepare last, which is returned."""
         asked = self.prepares()[device]
         plan = Plan.from_dict(asked.plan)
-        self.event(interface.UpMessage(device, messages.Failed(asked.txn, plan.model, plan.epoch, code, "no", missing)))
+        self.event(
+            interface.DeviceMessage(
+                device, messages.PrepareFailed(asked.transaction_id, plan.model, plan.version, code, "no", missing)
+            )
+        )
         return asked
 
     def run_failed(self, device: str, admission: int, code: str) -> None:
         """Let a device say that a run has failed."""
         frame = self.work[admission]
-        failed = messages.RequestFailed(frame.model, frame.epoch, admission, code, "no")
-        self.event(interface.UpMessage(device, failed))
+        failed = messages.RunFailed(frame.model, frame.plan_version, admission, code, "no")
+        self.event(interface.DeviceMessage(device, failed))
 
-    def released(self) -> list[tuple[str, Epoch]]:
+    def released(self) -> list[tuple[str, PlanVersion]]:
         """Return which devices were told to release which plans."""
-        return [(device, m.epoch) for device, m in self.told if isinstance(m, messages.Release)]
+        return [(device, m.plan_version) for device, m in self.told if isinstance(m, messages.Release)]
 
     def submit(
         self,
@@ -258,33 +268,33 @@ class Site:
         within: float = 60.0,
         client: str = "c",
         computes: bool = True,
-    ) -> Job:
-        chunks = tuple(Chunk(PackedTokens((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
-        job = Job(RequestKey(model, client, name), chunks, None, self.now + within, pins, computes)
-        self.event(interface.Submit(job))
+    ) -> Request:
+        chunks = tuple(Batch(TokenBatch((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
+        job = Request(RequestKey(model, client, name), chunks, None, self.now + within, pins, computes)
+        self.event(interface.RequestArrived(job))
         return job
 
     def answer(self, admission: int) -> None:
         """Let every device of a run report, the head with an output that names the length of each sequence."""
         frame = self.work[admission]
         shape, _ = decode_work(frame)
-        plans = [p for p in self.plans(frame.model) if p.epoch == frame.epoch]
+        plans = [p for p in self.plans(frame.model) if p.version == frame.plan_version]
         output = np.repeat(np.array(shape.sizes, np.float32)[:, None], SPEC.hidden, axis=1)
-        out = replace(frame, kind="output", source=plans[0].head, dtype="f32", shape=output.shape, body=output)
-        self.event(interface.UpFrame(plans[0].head, out))
+        out = replace(frame, kind="output", source=plans[0].root, dtype="f32", shape=output.shape, body=output)
+        self.event(interface.DeviceFrame(plans[0].root, out))
         for device in plans[0].devices:
-            numbers = (2000, 500, 100, int(device == plans[0].head))
+            numbers = (2000, 500, 100, int(device == plans[0].root))
             done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers, body=b"")
-            self.event(interface.UpFrame(device, done))
+            self.event(interface.DeviceFrame(device, done))
 
     def plans(self, model: str) -> list[Plan]:
-        plans = [c.plan for c in self.seen if isinstance(c, interface.Answer)]
-        shown = [c for c in self.seen if isinstance(c, interface.ShowPlan) and c.model == model]
+        plans = [c.plan for c in self.seen if isinstance(c, interface.AnswerRequest)]
+        shown = [c for c in self.seen if isinstance(c, interface.PublishPlan) and c.model == model]
         plans += [p for c in shown for p in (c.active, *c.pinned) if p]
         return plans
 
     def notes(self) -> Counter[str]:
-        return Counter(c.kind for c in self.seen if isinstance(c, interface.Note))
+        return Counter(c.kind for c in self.seen if isinstance(c, interface.LogEvent))
 
 
 def settled(*devices: str, models: Sequence[str] = (), **options: Any) -> Site:

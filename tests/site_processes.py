@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from broker_kinds import broker_of
 
-from device_agent.agent import directories
+from device_agent.agent import agent_directories
 from hepti_mqtt.client import Answer
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
@@ -90,7 +90,7 @@ class Site:
 
     def agent(self, name: str, memory: str = "600MiB", *arguments: str) -> subprocess.Popen[bytes]:
         cache = self.directory / f"device-{name}"
-        state = directories(cache, self.name, name).state
+        state = agent_directories(cache, self.name, name).state
         if self.measured is not None and not (state / MEASUREMENT).exists():
             (state / MEASUREMENT).write_bytes(self.measured)
         return self.start(

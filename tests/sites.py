@@ -10,8 +10,8 @@ import numpy as np
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.shapes import Decoding, PackedTokens, Pictures, Text
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
@@ -65,13 +65,13 @@ FAMILIES |= {
     if name not in {spec.family for spec in FAMILIES.values()}
     and (kinds := [kind for kind in family.KINDS if kind.startswith("tiny-")])
     and type(spec := spec_of_kind(kinds[-1])) is ModelSpec
-    and not isinstance(spec.reads, Decoding)
+    and not isinstance(spec.input_spec, DecoderInput)
 }
 # And those that only some methods divide.
 EVERY_FAMILY = FAMILIES | {kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet", "tiny-gpt2")}
 
-_ENCODER = models.graph(FAMILIES["bert-embedding"], PackedTokens((8,)))
-METHODS = [(s.name, dict(o)) for s in STRATEGIES.values() if s.unsupported(_ENCODER) is None for o in s.options]
+_ENCODER = models.graph(FAMILIES["bert-embedding"], TokenBatch((8,)))
+METHODS = [(s.name, dict(o)) for s in STRATEGIES.values() if s.why_unsupported(_ENCODER) is None for o in s.options]
 METHODS.append(("voltage", {"shares": "uneven", "order": "reordered"}))  # another graph, whatever it costs
 
 
@@ -81,14 +81,14 @@ def tensors(spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
     return {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
 
 
-def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 1) -> tuple[PackedTokens, np.ndarray]:
+def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 1) -> tuple[TokenBatch, np.ndarray]:
     """Return a shape and random inputs; image models take as many images as there are lengths."""
-    reads = spec.reads
-    if isinstance(reads, Decoding):
-        shape = PackedTokens((lengths[0],), want, cache=reads.cache(lengths[0]))
+    reads = spec.input_spec
+    if isinstance(reads, DecoderInput):
+        shape = TokenBatch((lengths[0],), want, cache=reads.cache(lengths[0]))
         return shape, models.random_inputs(spec, shape, np.random.default_rng(seed))
-    shape = reads.batch(len(lengths) if isinstance(reads, Pictures) else tuple(lengths), want)
-    if isinstance(reads, Text) and reads.masks:
+    shape = reads.batch(len(lengths) if isinstance(reads, ImageInput) else tuple(lengths), want)
+    if isinstance(reads, TextInput) and reads.masks:
         rows = tuple(start + length // 2 for start, length in zip(shape.starts, lengths, strict=True))
         shape = replace(shape, mask_rows=rows)
     return shape, models.random_inputs(spec, shape, np.random.default_rng(seed))
@@ -96,13 +96,13 @@ def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 
 
 def served(spec: Spec, lengths: Sequence[int]) -> Sequence[int]:
     """Return those lengths of which a device takes a request: a run has one picture."""
-    return lengths[:1] if isinstance(spec.reads, Pictures) else lengths
+    return lengths[:1] if isinstance(spec.input_spec, ImageInput) else lengths
 
 
 def plan(spec: Spec, method: tuple[str, Mapping[str, str]], weights: Sequence[float], head: int = 0) -> Plan:
     """Return a plan of devices d0, d1, ... with shares by `weights`."""
     devices = tuple(f"d{i}" for i in range(len(weights)))
-    template = Plan(MODEL, Epoch(1, 1), method[0], devices, devices[head])
+    template = Plan(MODEL, PlanVersion(1, 1), method[0], devices, devices[head])
     return make_plan(spec, template, method[0], method[1], weights)
 
 
@@ -110,7 +110,7 @@ def always(fixed: Plan) -> Callable[[Question], Decision]:
     """Return a planner that always decides for `fixed`, under the epoch asked for."""
 
     def decider(question: Question) -> Decision:
-        chosen = replace(fixed, epoch=question.epoch)
+        chosen = replace(fixed, version=question.plan_version)
         candidate = Candidate(chosen, price(question, chosen, full=True), ())
         return Decision(
             candidate, (candidate,), "pinned by the test", question.cluster, programs_digest(question.spec, chosen)
@@ -126,10 +126,10 @@ def everyone(method: tuple[str, Mapping[str, str]]) -> Callable[[Question], Deci
         devices = tuple(sorted(question.cluster.devices))
         if not devices:
             raise PlanError("no device is online")
-        template = Plan(MODEL, question.epoch, method[0], devices, devices[0])
-        template = replace(template, wire=question.wire, storage=question.storage)
+        template = Plan(MODEL, question.plan_version, method[0], devices, devices[0])
+        template = replace(template, wire=question.wire, weight_dtype=question.weight_dtype)
         if question.route == "mesh":
-            template = replace(template, route="mesh", relayed=tuple(sorted(question.relayed)))
+            template = replace(template, route="mesh", relayed_pairs=tuple(sorted(question.relayed_pairs)))
         fixed = make_plan(question.spec, template, method[0], method[1], (1.0,) * len(devices))
         decision = always(fixed)(question)
         free = replace(decision.chosen, price=replace(decision.chosen.price, seconds=0.0))

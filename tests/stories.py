@@ -8,15 +8,15 @@ from typing import Final
 
 import pytest
 
-from hepti_mqtt.runtime.machinery import Machine, Story, Transition
+from hepti_mqtt.runtime.machinery import StateMachine, Transition, TransitionLog
 
 SHOWN: Final = 8  # stories of a failed test, those that were last told to: property tests make very many
 
-_told: OrderedDict[int, Story] = OrderedDict()
-_tell = Story.tell
+_told: OrderedDict[int, TransitionLog] = OrderedDict()
+_tell = TransitionLog.append
 
 
-def _tell_and_note(story: Story, transition: Transition) -> None:
+def _tell_and_note(story: TransitionLog, transition: Transition) -> None:
     _told[id(story)] = story
     _told.move_to_end(id(story))
     while len(_told) > SHOWN:
@@ -26,8 +26,8 @@ def _tell_and_note(story: Story, transition: Transition) -> None:
 
 def pytest_configure() -> None:
     """Watch every story, and let illegal steps raise."""
-    Story.tell = _tell_and_note
-    Machine.strict = True
+    TransitionLog.append = _tell_and_note
+    StateMachine.strict = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,5 +41,5 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     """Add the stories that were told during a test to its report, if it failed."""
     report = yield
     if report.failed:
-        report.sections += [(f"story: {s.title}", "\n".join(s.lines())) for s in list(_told.values())]
+        report.sections += [(f"story: {s.title}", "\n".join(s.as_text())) for s in list(_told.values())]
     return report

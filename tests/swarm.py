@@ -18,29 +18,29 @@ import numpy as np
 
 from hepti_mqtt.cost.profiles import Curve
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.models import packed
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models import single_sequence
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide, price
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
-from hepti_mqtt.protocol.frames import Arrival, Exchanges
+from hepti_mqtt.protocol.frames import ExchangeCache, TensorArrival
 from hepti_mqtt.protocol.messages import Endpoint
 from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.runtime.coordinator import interface as coordinator_interface
 from hepti_mqtt.runtime.coordinator import interface as planner_commands
 from hepti_mqtt.runtime.coordinator import session as coordinator_session
-from hepti_mqtt.runtime.coordinator.plans import Served
-from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Generation, Job, Pins, RequestKey, RunStats
+from hepti_mqtt.runtime.coordinator.plans import ServedModel
+from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, Pins, Request, RequestKey, RunStats
 from hepti_mqtt.runtime.worker import interface, programs
 from hepti_mqtt.runtime.worker import session as worker_session
 from hepti_mqtt.runtime.worker.executor import pack
 
 SITE, MODEL = "home", "m"
-ALONE = Batching(requests=1)  # each request has a run of its own, so that its bytes are what the simulator says
+ALONE = Batching(max_requests=1)  # each request has a run of its own, so that its bytes are what the simulator says
 
 
 def curves(flops_per_s: float) -> dict[str, object]:
@@ -105,17 +105,17 @@ class Swarm:
         self.serial = 0
         self.last_on: dict[tuple[str, str], float] = {}
         self.workers = Workers(1)
-        served = Served(MODEL, spec, b"\0" * 32, 16, pins or Pins(), batching)
+        served = ServedModel(MODEL, spec, b"\0" * 32, 16, pins or Pins(), batching)
         self.planner = coordinator_session.CoordinatorSession(SITE, 1, (served,), secret=b"\1" * 32)
         self.walls: set[tuple[str, str]] = set()  # (source, target) that cannot connect
         self.direct = 0  # frames that went between peers
-        self.learns, self.known, self.exchanges = True, 0, Exchanges()  # frames of exchanges that were known
+        self.learns, self.known, self.exchanges = True, 0, ExchangeCache()  # frames of exchanges that were known
         self.hosts: dict[str, Host] = {}
         self.answers: dict[object, list[tuple[np.ndarray, tuple[RunStats, ...]]]] = {}
         self.tokens: dict[object, list[tuple[int, int]]] = {}
         self.logits: dict[int, np.ndarray] = {}  # outputs of runs, by admission
         self.errors: dict[object, list[HeptiError]] = {}
-        self.notes: list[planner_commands.Note] = []
+        self.notes: list[planner_commands.LogEvent] = []
         self.sent = Counter()  # bytes of PUBLISH packets by kind of frame
         self.lost_filter: Callable[[str, str], bool] = lambda topic, target: False
         for name, (flops, memory) in devices.items():
@@ -161,14 +161,14 @@ class Swarm:
                     self._to_host(name, command)
         elif isinstance(command, planner_commands.Solve):
             self.after(0.05, lambda: self._solve(command))
-        elif isinstance(command, planner_commands.Token):
-            self.tokens.setdefault(command.job.token, []).append((command.index, command.tokens[-1]))
-        elif isinstance(command, planner_commands.Answer):
-            output = command.job.output()
-            self.answers.setdefault(command.job.token, []).append((output, command.stats))
-        elif isinstance(command, planner_commands.Refuse):
-            self.errors.setdefault(command.job.token, []).append(command.error)
-        elif isinstance(command, planner_commands.Note):
+        elif isinstance(command, planner_commands.TokenReady):
+            self.tokens.setdefault(command.request.reply_context, []).append((command.index, command.tokens[-1]))
+        elif isinstance(command, planner_commands.AnswerRequest):
+            output = command.request.output()
+            self.answers.setdefault(command.request.reply_context, []).append((output, command.stats))
+        elif isinstance(command, planner_commands.RefuseRequest):
+            self.errors.setdefault(command.request.reply_context, []).append(command.error)
+        elif isinstance(command, planner_commands.LogEvent):
             self.notes.append(command)
 
     def _solve(self, command: planner_commands.Solve) -> None:
@@ -194,22 +194,22 @@ class Swarm:
     def submit(
         self,
         token: object,
-        shape: PackedTokens,
+        shape: TokenBatch,
         inputs: np.ndarray,
         deadline_s: float | None = None,
         pins: Pins | None = None,
     ) -> None:
         """Hand a request of one chunk to the planner."""
-        job = Job(RequestKey(MODEL, "user", str(token)), (Chunk(shape, inputs),), token, deadline_s, pins)
-        self.tell_planner(coordinator_interface.Submit(job))
+        job = Request(RequestKey(MODEL, "user", str(token)), (Batch(shape, inputs),), token, deadline_s, pins)
+        self.tell_planner(coordinator_interface.RequestArrived(job))
 
     def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int) -> None:
         """Hand a request for `most` tokens behind `ids` to the planner."""
-        shape, inputs = packed(spec, ids, tokens=len(ids) + most)
+        shape, inputs = single_sequence(spec, ids, tokens=len(ids) + most)
         generation = Generation(tuple(ids.tolist()), most, shape)
         key = RequestKey(MODEL, "user", str(token))
-        job = Job(key, (Chunk(shape, inputs),), token, None, generation=generation)
-        self.tell_planner(coordinator_interface.Submit(job))
+        job = Request(key, (Batch(shape, inputs),), token, None, generation=generation)
+        self.tell_planner(coordinator_interface.RequestArrived(job))
 
     # -- the devices' shells ------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Swarm:
 
         self.carry(publish.topic, name, publish.qos, deliver)
 
-    def _arrived(self, peer: str, publish: interface.Publish) -> worker_session.FrameIn | Arrival:
+    def _arrived(self, peer: str, publish: interface.Publish) -> worker_session.FrameIn | TensorArrival:
         """Return a frame as MeshLinks gives those of a peer, or as a broker's connection does."""
         payload = memoryview(publish.payload)
         arrival = self.exchanges.arrival(peer, publish.topic, payload)
@@ -281,23 +281,23 @@ class Swarm:
                 self._subscribe(name, host, command)
             elif isinstance(command, interface.Unsubscribe):
                 host.filters -= set(command.filters)
-                host.works -= set(command.works)
+                host.works -= set(command.work_topics)
             elif isinstance(command, interface.Load):
                 self.after(0.02 + self.rng.random() * 0.05, lambda c=command: self._loaded(name, host, c))
-            elif isinstance(command, interface.Build):
+            elif isinstance(command, interface.BuildProgram):
                 self.after(self.rng.random() * 0.02, lambda c=command: self._built(name, host, c))
-            elif isinstance(command, interface.Study):
+            elif isinstance(command, interface.AnalysePrepare):
                 self.after(self.rng.random() * 0.02, lambda c=command: self._studied(name, host, c))
-            elif isinstance(command, interface.Admit):
-                key = (command.model, command.epoch)
+            elif isinstance(command, interface.AllowPeers):
+                key = (command.model, command.plan_version)
                 host.admitted |= {(peer.device, key): peer.token_in for peer in command.peers}
-            elif isinstance(command, interface.Join):
+            elif isinstance(command, interface.JoinPeers):
                 for peer in command.peers:
-                    key = (command.model, command.epoch)
+                    key = (command.model, command.plan_version)
                     host.joins[peer.device, key] = peer.token_out
                     self._connect(name, host, peer.device, key)
-            elif isinstance(command, interface.Part):
-                self._part(host, (command.model, command.epoch))
+            elif isinstance(command, interface.LeavePeers):
+                self._part(host, (command.model, command.plan_version))
 
     # -- between peers ------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class Swarm:
             for peer, key in cut:
                 self._connect(target, host, peer, key)
 
-    def _connect(self, name: str, host: Host, peer: str, key: tuple[str, Epoch]) -> None:
+    def _connect(self, name: str, host: Host, peer: str, key: tuple[str, PlanVersion]) -> None:
         """Try until the peer lets us in, or the epoch is over."""
 
         def attempt() -> None:
@@ -329,7 +329,7 @@ class Swarm:
 
         self.after(0.01 + self.rng.random() * 0.2, attempt)
 
-    def _part(self, host: Host, key: tuple[str, Epoch]) -> None:
+    def _part(self, host: Host, key: tuple[str, PlanVersion]) -> None:
         for found in (host.admitted, host.joins):
             for entry in [e for e in found if e[1] == key]:
                 del found[entry]
@@ -343,7 +343,7 @@ class Swarm:
     def _direct(self, name: str, publish: interface.Publish) -> None:
         """Bring a frame to the peers that hear it, unless their connection is cut while it travels."""
         target = publish.topic.rsplit("/", 1)[1]
-        whole = publish._replace(payload=publish.whole, body=memoryview(b""))
+        whole = publish._replace(payload=publish.joined_payload, body=memoryview(b""))
         for other, host in self.hosts.items():
             if other == target and any(peer == name for peer, _ in host.hears):
                 self.direct += 1
@@ -352,27 +352,27 @@ class Swarm:
     def _subscribe(self, name: str, host: Host, command: interface.Subscribe) -> None:
         def effective() -> None:
             host.filters |= set(command.filters)
-            host.works.add(command.work)
+            host.works.add(command.work_topic)
             if host.alive:
-                event = worker_session.Subscribed(command.model, command.epoch)
+                event = worker_session.Subscribed(command.model, command.plan_version)
                 self._host_commands(name, host, host.session.handle(event, self.now))
 
         self.after(self.rng.random() * 0.2, effective)
 
     def _loaded(self, name: str, host: Host, command: interface.Load) -> None:
         if host.alive:
-            event = worker_session.Loaded(command.model, command.epoch, pack(self.tensors, command.refs))
+            event = worker_session.Loaded(command.model, command.plan_version, pack(self.tensors, command.refs))
             self._host_commands(name, host, host.session.handle(event, self.now))
 
-    def _built(self, name: str, host: Host, command: interface.Build) -> None:
+    def _built(self, name: str, host: Host, command: interface.BuildProgram) -> None:
         if host.alive:
             out = host.session.handle(programs.build(command, name, self.workers), self.now)
             self._host_commands(name, host, out)
             self._work(name, host)
 
-    def _studied(self, name: str, host: Host, command: interface.Study) -> None:
+    def _studied(self, name: str, host: Host, command: interface.AnalysePrepare) -> None:
         if host.alive:
-            event = programs.study(command, name, host.session.topics)
+            event = programs.analyse(command, name, host.session.topics)
             self._host_commands(name, host, host.session.handle(event, self.now))
 
     def _host_publish(self, name: str, publish: interface.Publish) -> None:
@@ -381,33 +381,35 @@ class Swarm:
             self._direct(name, publish)
             return
         if publish.plane == "data":
-            publish = publish._replace(payload=publish.whole, body=memoryview(b""))  # the body changes with the next op
+            publish = publish._replace(
+                payload=publish.joined_payload, body=memoryview(b"")
+            )  # the body changes with the next op
             for other, host in self.hosts.items():
                 if other != name and any(matches(f, publish.topic) for f in host.filters):
                     self._to_host(other, publish)
             return
 
         def deliver() -> None:
-            up = messages.decode_up(publish.payload)
+            up = messages.decode_report(publish.payload)
             frame = isinstance(up, frames.Frame)
             if frame and up.kind == "output":
-                self.logits[up.admission] = up.array()
+                self.logits[up.run_id] = up.array()
             self.tell_planner(
-                coordinator_interface.UpFrame(name, up) if frame else coordinator_interface.UpMessage(name, up)
+                coordinator_interface.DeviceFrame(name, up) if frame else coordinator_interface.DeviceMessage(name, up)
             )
 
         self.carry(publish.topic, "planner", publish.qos, deliver)
 
     def _count(self, publish: interface.Publish) -> None:
         if publish.payload[:4] == frames.MAGIC:
-            kind = frames.decode(publish.whole).kind
+            kind = frames.decode(publish.joined_payload).kind
             self.sent[kind] += publish_bytes(publish.topic, publish.nbytes, publish.qos)
 
     def _work(self, name: str, host: Host) -> None:
         """Run ops one by one, each taking a little virtual time in which other packets may arrive."""
         if host.busy:
             return
-        step = host.session.next()
+        step = host.session.next_step()
         if step is None:
             return
         host.busy = True
@@ -419,9 +421,9 @@ class Swarm:
             try:
                 outgoing = step.run()
             except Exception as exc:
-                out = host.session.broke(step, exc)
+                out = host.session.fail_step(step, exc)
             else:
-                out = host.session.done(step, outgoing, 1e-5, self.now)
+                out = host.session.finish_step(step, outgoing, 1e-5, self.now)
             self._host_commands(name, host, out)
             self._work(name, host)
 
@@ -436,4 +438,4 @@ def matches(pattern: str, topic: str) -> bool:
 
 def plan_of(swarm: Swarm) -> Plan | None:
     """Return the active plan."""
-    return swarm.planner.plan(MODEL)
+    return swarm.planner.active_plan(MODEL)

@@ -13,12 +13,12 @@ import numpy as np
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Weight, Workers
 from hepti_mqtt.program import Program, WeightRef
-from hepti_mqtt.runtime.worker.executor import Bound, Executor, bind, pack
+from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, bind, pack
 
 REQUEST = 1
 
 
-def bound(parts: Mapping[str, Program], tensors: Mapping[str, np.ndarray]) -> dict[str, Bound]:
+def bound(parts: Mapping[str, Program], tensors: Mapping[str, np.ndarray]) -> dict[str, BoundProgram]:
     """Bind the Program of each device to the weights that it names, and no others; what several name is packed once."""
     workers = Workers(1)
     packed: dict[WeightRef, Weight] = {}
@@ -30,7 +30,7 @@ def bound(parts: Mapping[str, Program], tensors: Mapping[str, np.ndarray]) -> di
 
 
 def run_together(
-    devices: Mapping[str, Bound], inputs: np.ndarray, seed: int = 0, duplicates: float = 0.0
+    devices: Mapping[str, BoundProgram], inputs: np.ndarray, seed: int = 0, duplicates: float = 0.0
 ) -> np.ndarray:
     """Return the output of one request; ops of all devices and arrivals take turns at random.
 
@@ -44,10 +44,10 @@ def run_together(
         executors[name].admit(REQUEST, made)
         under_way += [(name, key, inputs) for key in made.template.inputs]
     names = sorted(devices)
-    for task in devices[names[0]].template.begins:  # of a bag: in turn
-        executors[names[task % len(names)]].lease(REQUEST, task, inputs)
+    for task in devices[names[0]].template.task_inputs:  # of a bag: in turn
+        executors[names[task % len(names)]].start_task(REQUEST, task, inputs)
     for executor in executors.values():
-        executor.close(REQUEST)
+        executor.end_leases(REQUEST)
     idle: set[str] = set()
     while under_way or len(idle) < len(devices):
         active = sorted(devices.keys() - idle)
@@ -61,7 +61,7 @@ def run_together(
             idle.discard(name)
             continue
         name = active[choice]
-        step = executors[name].next()
+        step = executors[name].next_step()
         if step is None:
             idle.add(name)
             continue
@@ -75,5 +75,7 @@ def run_together(
             continue
         copies = 2 if rng.random() < duplicates else 1
         under_way += [(to, (op.node, op.part, name), array) for to in op.to for _ in range(copies)]
-    assert all(executor.finished(REQUEST) for executor in executors.values()), "a device waits for what nobody sends"
+    assert all(executor.finish_if_done(REQUEST) for executor in executors.values()), (
+        "a device waits for what nobody sends"
+    )
     return np.concatenate([array for _, array in sorted(outputs, key=lambda part: part[0])])

@@ -24,7 +24,7 @@ from benchmarks.lab import cgroups, network, sleeper
 from benchmarks.lab.changes import Change
 from benchmarks.lab.hosts import Host, send_signal
 from benchmarks.lab.spec import HELD_TO, HUB, LabSpec
-from hepti_mqtt.config.process import ended_by_signals, uninterrupted
+from hepti_mqtt.config.process import block_signals, exit_on_signals
 
 LOCKS: Final = Path("/run/hepti-lab")
 COMPILED: Final = ROOT / ".cache" / "lab-compiled"  # kernels, for the hosts of all labs: an agent has a copy
@@ -69,7 +69,7 @@ class Lab:
 
     def __enter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._stack.enter_context(ended_by_signals())
+        self._stack.enter_context(exit_on_signals())
         atexit.register(self.close)
         try:
             self._make_emulated() if self.spec.kind == "emulated" else self._make_local()
@@ -83,7 +83,7 @@ class Lab:
 
     def close(self) -> None:
         """End every process and remove everything that was made; a second call does nothing."""
-        with self._lock, uninterrupted():
+        with self._lock, block_signals():
             for host in (*self.hosts.values(), *([self.hub] if hasattr(self, "hub") else [])):
                 host.close()
             for process in self._sleepers:

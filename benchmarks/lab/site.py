@@ -14,7 +14,7 @@ from benchmarks.errors import LabError
 from benchmarks.lab.hosts import Host, Process
 from benchmarks.lab.lab import Lab
 from hepti_mqtt.config import Settings
-from hepti_mqtt.config.options import AgentOptions, PlannerOptions, site_arguments
+from hepti_mqtt.config.options import AgentOptions, PlannerOptions, site_argv
 from hepti_mqtt.errors import ConfigError
 
 SITE: Final = "lab"
@@ -158,13 +158,13 @@ class LabSite:
 
     def _start_planner(self) -> Process:
         options = PlannerOptions({name: str(path.resolve()) for name, path in self.models.items()})
-        words = [*site_arguments(Settings(self.url, self.site)), *options.arguments(), *self._planner]
+        words = [*site_argv(Settings(self.url, self.site)), *options.to_argv(), *self._planner]
         words = [self.hub.python, "-m", "hepti_mqtt.service", *words]
         return self.hub.start(PLANNER, words, self.environment(self.hub))
 
     def _start_agent(self, name: str) -> None:
         host = self.lab.host(name)
-        words = [*site_arguments(Settings(self.url, self.site)), *self._agents[name].arguments()]
+        words = [*site_argv(Settings(self.url, self.site)), *self._agents[name].to_argv()]
         own = {"XDG_CACHE_HOME": str(host.kept), "NUMBA_CACHE_DIR": str(self._compiled[name])}
         program = [host.python, "-m", "device_agent", *words]
         self._running[name] = host.start(f"agent-{name}", program, {**self.environment(host), **own})

@@ -29,9 +29,9 @@ from benchmarks.errors import BenchError
 from benchmarks.outside import relative_error
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.models import encoder
+from hepti_mqtt.models import require_transformer
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.requests import read_input
 
 Array = NDArray[Any]
 FAMILIES: Final = ("bert", "vit")  # whose layers the baselines compute
@@ -82,8 +82,8 @@ class Made(NamedTuple):
 
 def task_of(checkpoint: Checkpoint, body: Mapping[str, Any]) -> Task:
     """Return the task of a request as Hepti reads it; raises RequestError, BenchError for another family."""
-    inputs = prepare(checkpoint, {**body, "want": "hidden"}).inputs
-    spec = encoder(checkpoint.spec)
+    inputs = read_input(checkpoint, {**body, "want": "hidden"}).inputs
+    spec = require_transformer(checkpoint.spec)
     if spec.family not in FAMILIES:
         raise BenchError(f"outside baselines do not compute {spec.architecture}; supported: {', '.join(FAMILIES)}")
     return Task(spec, checkpoint.tensors(), inputs if spec.image is None else _patches(spec, inputs))

@@ -26,7 +26,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.demo import AGENTS
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.config.options import AgentOptions
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.requests import read_input
 
 BOUND: Final = 5e-5
 PATIENCE_S: Final = 120.0
@@ -58,7 +58,7 @@ def _rows(
 ) -> list[tuple[Any, ...]]:
     """Let both sites answer by turns; the throughput is the median of the turns' ratios."""
     (agents, pins), (tokens, requests, repeat) = PLANS[plan], sizes
-    vocab = checkpoint.spec.reads.below
+    vocab = checkpoint.spec.input_spec.upper_bound
     many, single = dict[str, list[float]](), dict[str, list[float]]()
     with ExitStack() as stack:
         users: dict[str, Hepti] = {}
@@ -103,7 +103,7 @@ def _checked(checkpoint: Checkpoint, user: Hepti, requests: Sequence[list[int]])
     """Return the largest error of any answer; raises BenchError for one that is wrong."""
     worst = 0.0
     for ids, answer in zip(requests, _all(user, requests)[1], strict=True):
-        prepared = prepare(checkpoint, {"ids": ids})
+        prepared = read_input(checkpoint, {"ids": ids})
         _, wanted = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
         worst = max(worst, float(np.abs(np.array(answer.result["embedding"]) - wanted[0]).max()))
     if not worst < BOUND:

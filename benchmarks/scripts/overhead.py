@@ -10,16 +10,16 @@ from typing import Final
 import numpy as np
 
 from benchmarks.tables import table
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.program import Builder
+from hepti_mqtt.program import ProgramBuilder
 from hepti_mqtt.protocol import frames
-from hepti_mqtt.protocol.frames import Exchanges
+from hepti_mqtt.protocol.frames import ExchangeCache
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker import runs
 from hepti_mqtt.runtime.worker.executor import BoundOp, Executor, bind
-from hepti_mqtt.runtime.worker.runs import Run
+from hepti_mqtt.runtime.worker.runs import WorkerRun
 
 OPS, EXCHANGES, RUNS = 400, 50, 60
 INPUT, OUTPUT, VALUE = 0, 1, 2  # nodes; a value of each exchange has one of its own, from VALUE on
@@ -36,7 +36,7 @@ def main() -> None:
 
 def _per_op() -> tuple[float, float]:
     """Return (µs per op in all, µs of the kernel call alone) of a Program of tiny ops: each adds the input."""
-    b = Builder("a")
+    b = ProgramBuilder("a")
     first = slot = b.recv((1, 8), PLANNER, INPUT)
     for _ in range(OPS):
         slot = b.compute("add", (slot, first), (1, 8), bias=False)
@@ -50,12 +50,12 @@ def _per_op() -> tuple[float, float]:
         executor.deliver(run, (INPUT, 0, PLANNER), x)
         outgoing = None
         started = time.perf_counter()
-        while (step := executor.next()) is not None:
+        while (step := executor.next_step()) is not None:
             outgoing = step.run() or outgoing
         totals.append((time.perf_counter() - started) / OPS)
         assert outgoing is not None
         assert np.array_equal(outgoing.array, (OPS + 1) * x)
-        executor.finished(run)
+        executor.finish_if_done(run)
         op = next(o for o in bound.ops if isinstance(o, BoundOp))
         y = np.empty_like(x)
         started = time.perf_counter()
@@ -67,28 +67,30 @@ def _per_op() -> tuple[float, float]:
 
 def _per_exchange(rows: int, columns: int) -> float:
     """Return µs from a filled slot on one device to a filled slot on another: frame, bytes, checks, delivery."""
-    sender, receiver = Builder("a"), Builder("b")
+    sender, receiver = ProgramBuilder("a"), ProgramBuilder("b")
     value = sender.recv((rows, columns), PLANNER, INPUT)
     for layer in range(EXCHANGES):
         sender.layer = receiver.layer = layer
         sender.send(value, ("b",), VALUE + layer)
         receiver.recv((rows, columns), "a", VALUE + layer)
-    session = runs.Runs("a", Topics("home"), Counter())
+    session = runs.WorkerRuns("a", Topics("home"), Counter())
     x = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
-    times, known = [], Exchanges()
+    times, known = [], ExchangeCache()
     out, into = bind(sender.build(), {}, Workers(1)), bind(receiver.build(), {}, Workers(1))
     for run in range(RUNS):
         here, there = Executor(), Executor()
         here.admit(run, out)
         there.admit(run, into)
         here.deliver(run, (INPUT, 0, PLANNER), x)
-        sending = Run(frames.Frame("work", "m", Epoch(1, 1), run), 0.0, frames.Session(), x, out.sends)
+        sending = WorkerRun(
+            frames.Frame("work", "m", PlanVersion(1, 1), run), 0.0, frames.DecoderSession(), x, out.sends
+        )
         started = time.perf_counter()
-        while (step := here.next()) is not None:
+        while (step := here.next_step()) is not None:
             outgoing = step.run()
-            for publish in session.send(sending, outgoing) if outgoing is not None else ():
+            for publish in session.publish_sent(sending, outgoing) if outgoing is not None else ():
                 assert isinstance(publish, Publish)
-                payload = memoryview(publish.whole)
+                payload = memoryview(publish.joined_payload)
                 arrival = known.arrival("a", publish.topic, payload)
                 if arrival is None:  # in the first run
                     known.learn("a", publish.topic, payload, frames.decode(payload))

@@ -21,11 +21,11 @@ from device_agent.measure import measure
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cost.profiles import DeviceProfile, profile_from_caps
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Weight, Workers, allocate, works
-from hepti_mqtt.models import graph, largest_shape, shape_for
+from hepti_mqtt.models import graph, largest_shape, representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs
+from hepti_mqtt.plan_programs import device_programs, make_plan
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.runtime.worker.executor import Executor, bind
 from hepti_mqtt.strategies import STRATEGIES
@@ -56,12 +56,12 @@ def main(
 def _program(kind: str, strategy: str, shares: Sequence[float], device: int, tokens: int) -> Program:
     spec, (name, *variant) = spec_of_kind(kind), strategy.split("/")
     devices = tuple(f"d{n}" for n in range(1, len(shares) + 1))
-    choices = STRATEGIES[name].choices(len(devices), graph(spec, largest_shape(spec)))
+    choices = STRATEGIES[name].variants_for(len(devices), graph(spec, largest_shape(spec)))
     options = next((o for o in choices if list(o.values()) == variant), None)
     if options is None:
         raise ConfigError(f"{name} has no variant {'/'.join(variant)}; it has {[list(o.values()) for o in choices]}")
-    plan = make_plan(spec, Plan("m", Epoch(1, 1), name, devices, devices[0]), name, options, shares)
-    return programs(spec, plan, shape_for(spec, tokens))[devices[device - 1]]
+    plan = make_plan(spec, Plan("m", PlanVersion(1, 1), name, devices, devices[0]), name, options, shares)
+    return device_programs(spec, plan, representative_shape(spec, tokens))[devices[device - 1]]
 
 
 def _rows(program: Program, profile: DeviceProfile, workers: Workers, runs: int) -> list[tuple[str, int, float, float]]:
@@ -72,7 +72,7 @@ def _rows(program: Program, profile: DeviceProfile, workers: Workers, runs: int)
         executor.admit(run + 1, bound)
         for recv in (op for op in program.ops if isinstance(op, Recv)):
             executor.deliver(run + 1, recv.key, _values(program.slots[recv.slot]))
-        while (step := executor.next()) is not None:
+        while (step := executor.next_step()) is not None:
             begun = perf_counter()
             step.run()
             if run and isinstance(program.ops[step.place], Compute):  # the first run does not count

@@ -158,9 +158,9 @@ def test_both_programs_of_the_chain_give_its_product(case: Case) -> None:
         executors[device].admit(1, bind(program, resident, Workers(1)))
     x, output = left(0, case.rows), None
     executors[PRIMARY].deliver(1, (0, 0, PLANNER), x)
-    while not all(executor.finished(1) for executor in executors.values() if 1 in executor):
+    while not all(executor.finish_if_done(1) for executor in executors.values() if 1 in executor):
         for device, executor in executors.items():
-            while (step := executor.next()) is not None:
+            while (step := executor.next_step()) is not None:
                 out = step.run()
                 if out is not None and out.op.to == (PLANNER,):
                     output = np.array(out.array)

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import onnx_file, storage
 from hepti_mqtt.checkpoint.safetensors_file import close_all, open_weights, read_json
-from hepti_mqtt.checkpoint.storage import Stored, Weights, folded
+from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.models import TensorSource, as_stored, family_stored, spec_from_config, tensor_sources
-from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TilePlace, tile_hash
+from hepti_mqtt.models import TensorSource, guess_family, spec_from_config, tensor_sources, without_missing_pooler
+from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
 from hepti_mqtt.spec import Spec
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
@@ -50,15 +50,20 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, model: str, config: Mapping[str, Any], extras: Mapping[str, Any], files: Sequence[Weights]
+        self,
+        path: Path,
+        model: str,
+        config: Mapping[str, Any],
+        extras: Mapping[str, Any],
+        files: Sequence[WeightsReader],
     ) -> None:
         self.path = path
         self.model = model
         self.config = config
         self.extras = extras
         self._files = files
-        self._stored: dict[str, Stored] = {k: v for file in files for k, v in file.tensors.items()}
-        self.spec = as_stored(spec_from_config(config, extras), self._stored)
+        self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
+        self.spec = without_missing_pooler(spec_from_config(config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
@@ -70,7 +75,7 @@ class Checkpoint:
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
         """
         path = Path(path)
-        onnx = onnx_file.find(path)
+        onnx = onnx_file.find_onnx(path)
         if onnx is None and not path.is_dir():
             raise ModelError(f"{path} is no directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
@@ -138,7 +143,7 @@ class Checkpoint:
         tiles: dict[bytes, _Tile] = {}
         by_name = {source.name: source for source in self._tensors}
         for entry in self.manifest.entries:
-            for place in entry.places():
+            for place in entry.tiles():
                 tiles.setdefault(place.hash, _located(by_name[entry.name], place))
         return tiles
 
@@ -198,7 +203,7 @@ class Checkpoint:
 class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
     """Canonical tensors, read when asked for."""
 
-    def __init__(self, stored: Mapping[TensorSource, Stored]) -> None:
+    def __init__(self, stored: Mapping[TensorSource, TensorReader]) -> None:
         self._by_name = {source.name: (source, tensor) for source, tensor in stored.items()}
 
     def __getitem__(self, name: str) -> npt.NDArray[np.float32]:
@@ -226,20 +231,20 @@ def _stored_matrix(source: TensorSource) -> tuple[int, int]:
     return (columns, rows) if source.transposed else (rows, columns)
 
 
-def _located(source: TensorSource, place: TilePlace) -> _Tile:
+def _located(source: TensorSource, place: TileLocation) -> _Tile:
     row, column = (place.column0, place.row0) if source.transposed else (place.row0, place.column0)
     rows, columns = place.stored_shape
     return _Tile(source, (row, row + rows), (column, column + columns))
 
 
-def _match(stored: Mapping[str, Stored], spec: Spec, path: Path) -> Mapping[TensorSource, Stored]:
+def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mapping[TensorSource, TensorReader]:
     """Return the stored tensor of each source; raises ModelError naming those that are missing or of another shape."""
-    found: dict[TensorSource, Stored] = {}
+    found: dict[TensorSource, TensorReader] = {}
     missing: dict[str, None] = {}
     wrong: dict[str, None] = {}
     for source in tensor_sources(spec):
-        name = next((name for name in source.stored if name in stored), source.usual)
-        for part, shape in {name: source.stored_shape, **source.parts}.items():
+        name = next((name for name in source.stored if name in stored), source.primary_name)
+        for part, shape in {name: source.stored_shape, **source.folded_shapes}.items():
             if part not in stored:
                 missing[part] = None
             elif stored[part].shape != shape:
@@ -248,18 +253,18 @@ def _match(stored: Mapping[str, Stored], spec: Spec, path: Path) -> Mapping[Tens
                 dtype = stored[part].dtype
                 wrong[f"{part} has the dtype {dtype}, which is not supported (F32, F16, BF16, F64 are)"] = None
         if name in stored:
-            found[source] = folded(source, stored, name)
+            found[source] = fold_batch_norm(source, stored, name)
     if missing:
-        raise ModelError(f"{path} lacks {_some(missing)}; {_whose(stored, spec)}")
+        raise ModelError(f"{path} lacks {_shortened(missing)}; {_mismatch_hint(stored, spec)}")
     if wrong:
-        raise ModelError(f"{path}: {_some(wrong)}; config.json and the weights must be of the same model")
+        raise ModelError(f"{path}: {_shortened(wrong)}; config.json and the weights must be of the same model")
     if not found:
         raise ModelError(f"{path} has no weights, so that nothing in it was learnt; export the model with its weights")
     return found
 
 
-def _whose(stored: Mapping[str, Stored], spec: Spec) -> str:
-    family = family_stored(stored)
+def _mismatch_hint(stored: Mapping[str, TensorReader], spec: Spec) -> str:
+    family = guess_family(stored)
     if family is None or spec.architecture in family.ARCHITECTURES:
         return "config.json and the weights must be of the same model"
     return (
@@ -268,6 +273,6 @@ def _whose(stored: Mapping[str, Stored], spec: Spec) -> str:
     )
 
 
-def _some(items: Collection[str]) -> str:
+def _shortened(items: Collection[str]) -> str:
     more = len(items) - _LISTED
     return ", ".join([*items][:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources
-from hepti_mqtt.models.shapes import Text
+from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.spec import Spec
 
 # The special tokens stand first, in the order in which the families' configs number them.
@@ -92,9 +92,9 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
         for name, data in files.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        if isinstance(spec.reads, Text):
+        if isinstance(spec.input_spec, TextInput):
             roberta = files["config.json"].get("model_type") == "roberta"
-            write_tokenizer(out / "tokenizer.json", spec.reads.vocab, roberta)
+            write_tokenizer(out / "tokenizer.json", spec.input_spec.vocab, roberta)
         _write_weights(out / "model.safetensors", spec, seed, spread)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error}; choose a place with room and permission") from error
@@ -118,7 +118,7 @@ def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], Spec, float |
     return {"config.json": config, **made.extras}, spec, config.get("initializer_range")
 
 
-class _Stored(NamedTuple):
+class _TensorInit(NamedTuple):
     """A tensor to write: its shape and spread, and whether it is around 1, or above it."""
 
     shape: tuple[int, ...]
@@ -127,25 +127,25 @@ class _Stored(NamedTuple):
     positive: bool = False
 
 
-def _stored(spec: Spec, spread: float | None) -> dict[str, _Stored]:
+def _tensor_inits(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
     """Return what to write by stored name; tensors that are tied have one."""
-    found: dict[str, _Stored] = {}
+    found: dict[str, _TensorInit] = {}
     for source in tensor_sources(spec):
         shape = source.stored_shape
         he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
-        own = _Stored(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))
-        found.setdefault(source.usual, own)
-        for name, part in source.parts.items():
+        own = _TensorInit(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))
+        found.setdefault(source.primary_name, own)
+        for name, part in source.folded_shapes.items():
             assert source.norm is not None
             positive = name == source.norm.variance
             one = positive or name == source.norm.weight
-            found.setdefault(name, _Stored(part, 1.0 if positive else 0.1, one, positive))
+            found.setdefault(name, _TensorInit(part, 1.0 if positive else 0.1, one, positive))
     return found
 
 
 def _write_weights(path: Path, spec: Spec, seed: int, spread: float | None) -> None:
     """Write model.safetensors, tensor by tensor, under a name of its own until it is whole."""
-    stored = _stored(spec, spread)
+    stored = _tensor_inits(spec, spread)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in stored.items():
@@ -162,7 +162,7 @@ def _write_weights(path: Path, spec: Spec, seed: int, spread: float | None) -> N
     os.replace(partial, path)
 
 
-def _write_tensor(file: BinaryIO, name: str, tensor: _Stored, seed: int) -> None:
+def _write_tensor(file: BinaryIO, name: str, tensor: _TensorInit, seed: int) -> None:
     for chunk in _normals(seed, name, math.prod(tensor.shape)):
         if tensor.positive:
             np.abs(chunk, out=chunk)

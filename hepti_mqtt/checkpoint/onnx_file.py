@@ -14,14 +14,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.checkpoint.storage import Stamp
+from hepti_mqtt.checkpoint.storage import FileStamp
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.cnn import nodes
-from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Node, Pad, more_shapes
+from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Node, Pad, extend_shapes
 from hepti_mqtt.models.tensors import BatchNorm
 
 
-class Step(NamedTuple):
+class OnnxNode(NamedTuple):
     """A node of an ONNX graph."""
 
     op: str
@@ -31,7 +31,7 @@ class Step(NamedTuple):
     attributes: Mapping[str, Any]
 
 
-class Reader:
+class OnnxConverter:
     """Nodes in the making; constants: weights and whatever else is constant, by name."""
 
     def __init__(self, size: int, given: str, constants: dict[str, npt.NDArray[Any]]) -> None:
@@ -43,7 +43,7 @@ class Reader:
         self._reads: dict[str, int] = {}
         self._answer = ""
 
-    def nodes(self, steps: Sequence[Step], outputs: Sequence[str]) -> list[dict[str, Any]]:
+    def nodes(self, steps: Sequence[OnnxNode], outputs: Sequence[str]) -> list[dict[str, Any]]:
         """Return the nodes as config.json lists them; raises ModelError for what no node of ours computes."""
         if len(outputs) != 1:
             raise UnsupportedModelError(f"{len(outputs)} outputs are not supported; export the model with one")
@@ -63,63 +63,65 @@ class Reader:
     # -- what methods ask ---------------------------------------------------------------------------------------------
 
     def _put(self, node: Node) -> str:
-        self._shapes = more_shapes([node], self._shapes)
+        self._shapes = extend_shapes([node], self._shapes)
         self._nodes[node.name] = node
         return node.name
 
     def _name(self, op: str) -> str:
         return f"{op}_{len(self._nodes)}"
 
-    def _source(self, step: Step, number: int = 0) -> str:
+    def _source(self, step: OnnxNode, number: int = 0) -> str:
         """Return the node that computes an input."""
         name = step.inputs[number]
         if name not in self._at:
-            raise _wrong(step, f"its input {name!r} is constant, which is supported only for weights")
+            raise _unsupported(step, f"its input {name!r} is constant, which is supported only for weights")
         return self._at[name]
 
-    def _weight(self, step: Step, number: int, rank: int) -> str:
+    def _weight(self, step: OnnxNode, number: int, rank: int) -> str:
         """Return the name of a constant input of so many dimensions; empty where it is left out."""
         if number >= len(step.inputs) or not step.inputs[number]:
             return ""
         name = step.inputs[number]
         if name not in self.constants:
-            raise _wrong(step, f"its input {name!r} must be constant")
+            raise _unsupported(step, f"its input {name!r} must be constant")
         if self.constants[name].ndim != rank:
-            raise _wrong(step, f"its input {name!r} has {self.constants[name].ndim} dimensions, and must have {rank}")
+            raise _unsupported(
+                step, f"its input {name!r} has {self.constants[name].ndim} dimensions, and must have {rank}"
+            )
         return name
 
-    def _scalar(self, step: Step, number: int, attribute: str, default: float) -> float:
+    def _scalar(self, step: OnnxNode, number: int, attribute: str, default: float) -> float:
         if number < len(step.inputs) and step.inputs[number]:
             found = self.constants.get(step.inputs[number])
             if found is None or found.size != 1:
-                raise _wrong(step, f"its input {step.inputs[number]!r} must be one constant number")
+                raise _unsupported(step, f"its input {step.inputs[number]!r} must be one constant number")
             return float(found.reshape(-1)[0])
         return float(step.attributes.get(attribute, default))
 
-    def _alone(self, step: Step) -> Node | None:
+    def _alone(self, step: OnnxNode) -> Node | None:
         """Return the node before, if nobody else reads it, so that it can do this one's work too."""
         node = self._nodes.get(self._source(step))
         return node if self._reads[step.inputs[0]] == 1 else None
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
-    def same(self, step: Step) -> str:
+    def identity(self, step: OnnxNode) -> str:
         """Return what changes nothing: Identity, Dropout."""
         if step.inputs[0] in self.constants:
             self.constants[step.outputs[0]] = self.constants[step.inputs[0]]
             return ""
         return self._source(step)
 
-    def softmax(self, step: Step) -> str:
+    def softmax(self, step: OnnxNode) -> str:
         """Leave out a softmax behind labels at the end, which get their scores elsewhere."""
         if step.outputs[0] != self._answer:
-            raise _wrong(step, "it is supported only at the end")
+            raise _unsupported(step, "it is supported only at the end")
         source = self._source(step)
         if len(self._shapes[source]) != 2:
-            raise _wrong(step, "it is supported only behind a row of labels; export the model without it")
+            raise _unsupported(step, "it is supported only behind a row of labels; export the model without it")
         return source
 
-    def conv(self, step: Step) -> str:
+    def conv(self, step: OnnxNode) -> str:
         weight = self._weight(step, 1, 4)
         shape = self.constants[weight].shape if weight else ()
         window = _window(step, self._shapes[self._source(step)], shape[2:])
@@ -130,55 +132,55 @@ class Reader:
             )
         )  # fmt: skip
 
-    def batch_norm(self, step: Step) -> str:
+    def batch_norm(self, step: OnnxNode) -> str:
         before = self._alone(step)
         if not isinstance(before, nodes.Conv) or before.norm is not None:
-            raise _wrong(step, "it is supported only behind a Conv that nothing else reads")
+            raise _unsupported(step, "it is supported only behind a Conv that nothing else reads")
         scale, bias, mean, variance = (self._weight(step, i, 1) for i in range(1, 5))
         norm = BatchNorm(scale, bias, mean, variance, float(step.attributes.get("epsilon", 1e-5)))
         self._nodes[before.name] = replace(before, norm=norm)
         return before.name
 
-    def function(self, step: Step) -> str:
+    def function(self, step: OnnxNode) -> str:
         """Add Relu, Clip to 0..6 or LeakyRelu with a slope of 0.1."""
         found = "relu"
         if step.op == "Clip":
             low, high = self._scalar(step, 1, "min", -np.inf), self._scalar(step, 2, "max", np.inf)
             if low != 0 or high not in (6, np.inf):
-                raise _wrong(step, f"it cuts to {low:g}..{high:g}; supported: 0..6 and 0..inf")
+                raise _unsupported(step, f"it cuts to {low:g}..{high:g}; supported: 0..6 and 0..inf")
             found = "relu6" if high == 6 else "relu"
         elif step.op == "LeakyRelu":
             slope = float(step.attributes.get("alpha", 0.01))
             if abs(slope - 0.1) > 1e-6:
-                raise _wrong(step, f"its slope is {slope:g}; supported: 0.1")
+                raise _unsupported(step, f"its slope is {slope:g}; supported: 0.1")
             found = "leaky_relu"
         return self._put(nodes.Activation(name=self._name(found), inputs=(self._source(step),), function=found))
 
-    def max_pool(self, step: Step) -> str:
+    def max_pool(self, step: OnnxNode) -> str:
         window = _window(step, self._shapes[self._source(step)], step.attributes.get("kernel_shape", ()))
         return self._put(nodes.MaxPool(name=self._name("max_pool"), inputs=(self._source(step),), **window))
 
-    def average_pool(self, step: Step) -> str:
+    def average_pool(self, step: OnnxNode) -> str:
         count_pad = bool(step.attributes.get("count_include_pad", 0))
         if count_pad and step.attributes.get("ceil_mode", 0):
-            raise _wrong(step, "ceil_mode with count_include_pad is not supported")
+            raise _unsupported(step, "ceil_mode with count_include_pad is not supported")
         window = _window(step, self._shapes[self._source(step)], step.attributes.get("kernel_shape", ()))
         name = self._name("average_pool")
         return self._put(nodes.AveragePool(name=name, inputs=(self._source(step),), count_pad=count_pad, **window))
 
-    def global_average(self, step: Step) -> str:
+    def global_average(self, step: OnnxNode) -> str:
         return self._put(nodes.GlobalAverage(name=self._name("mean"), inputs=(self._source(step),)))
 
-    def reduce_mean(self, step: Step) -> str:
+    def reduce_mean(self, step: OnnxNode) -> str:
         """Add a mean over rows and columns."""
         axes = step.attributes.get("axes", ())
         if len(step.inputs) > 1:
             axes = self.constants.get(step.inputs[1], np.zeros(0)).reshape(-1).tolist()
         if {int(axis) % 4 for axis in axes} != {2, 3}:
-            raise _wrong(step, f"its axes are {list(axes)}; supported: rows and columns, [2, 3]")
+            raise _unsupported(step, f"its axes are {list(axes)}; supported: rows and columns, [2, 3]")
         return self.global_average(step)
 
-    def add(self, step: Step) -> str:
+    def add(self, step: OnnxNode) -> str:
         """Add a sum, or the bias of the matrix product before."""
         constant = next((i for i in range(2) if step.inputs[i] in self.constants), None)
         if constant is None:
@@ -186,66 +188,68 @@ class Reader:
         turned = step._replace(inputs=(step.inputs[1 - constant], step.inputs[constant]))
         before = self._alone(turned)
         if not isinstance(before, nodes.Linear) or before.bias:
-            raise _wrong(step, "a constant is supported only behind a MatMul that nothing else reads")
+            raise _unsupported(step, "a constant is supported only behind a MatMul that nothing else reads")
         bias = turned.inputs[1]
         self.constants[bias] = self.constants[bias].reshape(-1)
         self._nodes[before.name] = replace(before, bias=bias)
         return before.name
 
-    def concat(self, step: Step) -> str:
+    def concat(self, step: OnnxNode) -> str:
         if int(step.attributes.get("axis", 1)) not in (1, -3):
-            raise _wrong(step, f"its axis is {step.attributes['axis']}; supported: channels, 1")
+            raise _unsupported(step, f"its axis is {step.attributes['axis']}; supported: channels, 1")
         sources = tuple(self._source(step, i) for i in range(len(step.inputs)))
         return self._put(nodes.Concat(name=self._name("concat"), inputs=sources))
 
-    def flatten(self, step: Step) -> str:
+    def flatten(self, step: OnnxNode) -> str:
         if int(step.attributes.get("axis", 1)) != 1:
-            raise _wrong(step, f"its axis is {step.attributes['axis']}; supported: 1")
+            raise _unsupported(step, f"its axis is {step.attributes['axis']}; supported: 1")
         return self._put(nodes.Flatten(name=self._name("flat"), inputs=(self._source(step),)))
 
-    def reshape(self, step: Step) -> str:
+    def reshape(self, step: OnnxNode) -> str:
         """Add a flattening: [N, -1], written in any way."""
         target = self.constants.get(step.inputs[1])
         dims = self._shapes[self._source(step)]
         row = int(np.prod(dims))
         if target is None or target.size != 2 or target[0] not in (0, 1, -1) or target[1] not in (-1, row):
             shown = "computed" if target is None else target.tolist()
-            raise _wrong(
+            raise _unsupported(
                 step, f"its shape is {shown}; supported: [1, -1], of a model that was exported for one picture"
             )
         return self._put(nodes.Flatten(name=self._name("flat"), inputs=(self._source(step),)))
 
-    def gemm(self, step: Step) -> str:
+    def gemm(self, step: OnnxNode) -> str:
         found = {key: step.attributes.get(key, 1) for key in ("alpha", "beta")}
         if any(float(v) != 1 for v in found.values()) or step.attributes.get("transA", 0):
-            raise _wrong(step, f"{found} and transA are supported only as 1, 1 and 0")
+            raise _unsupported(step, f"{found} and transA are supported only as 1, 1 and 0")
         return self._linear(step, bool(step.attributes.get("transB", 0)), self._weight(step, 2, 1))
 
-    def matmul(self, step: Step) -> str:
+    def matmul(self, step: OnnxNode) -> str:
         return self._linear(step, False, "")
 
-    def _linear(self, step: Step, turned: bool, bias: str) -> str:
+    def _linear(self, step: OnnxNode, turned: bool, bias: str) -> str:
         weight = self._weight(step, 1, 2)
         columns = self.constants[weight].shape[0 if turned else 1]
         what: dict[str, Any] = {"weight": weight, "bias": bias, "stored_in_out": not turned}
         return self._put(nodes.Linear(name=self._name("linear"), inputs=(self._source(step),), columns=columns, **what))
 
 
-def _wrong(step: Step, why: str) -> UnsupportedModelError:
+def _unsupported(step: OnnxNode, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{step.op} {step.name or step.outputs[0]!r}: {why}")
 
 
-def _check_inputs(step: Step) -> None:
+def _check_inputs(step: OnnxNode) -> None:
     """Raise UnsupportedModelError for a step that lacks what its operator must have."""
     least = _LEAST.get(step.op, 1)
     if len(step.inputs) < least or not all(step.inputs[:least]):
-        raise _wrong(step, f"it has the inputs {list(step.inputs)}, and needs {least}")
+        raise _unsupported(step, f"it has the inputs {list(step.inputs)}, and needs {least}")
 
 
-def _window(step: Step, source: Dims, kernel: Sequence[int]) -> dict[str, Any]:
+def _window(step: OnnxNode, source: Dims, kernel: Sequence[int]) -> dict[str, Any]:
     """Return the window of a step over a map."""
     if len(kernel) != 2 or len(source) != 3:
-        raise _wrong(step, f"a window of {list(kernel)} over {list(source)}; supported: two dimensions over a map")
+        raise _unsupported(
+            step, f"a window of {list(kernel)} over {list(source)}; supported: two dimensions over a map"
+        )
     (ky, kx), (sy, sx) = map(int, kernel), map(int, step.attributes.get("strides", (1, 1)))
     dy, dx = map(int, step.attributes.get("dilations", (1, 1)))
     sizes, auto = ((ky - 1) * dy + 1, (kx - 1) * dx + 1), step.attributes.get("auto_pad", "NOTSET")
@@ -272,25 +276,25 @@ def _ceiled(side: int, size: int, stride: int, before: int, behind: int) -> int:
     return max((count - 1) * stride + size - side - before, 0)
 
 
-_METHODS: Final[Mapping[str, Callable[[Reader, Step], str]]] = {
-    "Add": Reader.add,
-    "AveragePool": Reader.average_pool,
-    "BatchNormalization": Reader.batch_norm,
-    "Clip": Reader.function,
-    "Concat": Reader.concat,
-    "Conv": Reader.conv,
-    "Dropout": Reader.same,
-    "Flatten": Reader.flatten,
-    "Gemm": Reader.gemm,
-    "GlobalAveragePool": Reader.global_average,
-    "Identity": Reader.same,
-    "LeakyRelu": Reader.function,
-    "MatMul": Reader.matmul,
-    "MaxPool": Reader.max_pool,
-    "ReduceMean": Reader.reduce_mean,
-    "Relu": Reader.function,
-    "Reshape": Reader.reshape,
-    "Softmax": Reader.softmax,
+_METHODS: Final[Mapping[str, Callable[[OnnxConverter, OnnxNode], str]]] = {
+    "Add": OnnxConverter.add,
+    "AveragePool": OnnxConverter.average_pool,
+    "BatchNormalization": OnnxConverter.batch_norm,
+    "Clip": OnnxConverter.function,
+    "Concat": OnnxConverter.concat,
+    "Conv": OnnxConverter.conv,
+    "Dropout": OnnxConverter.identity,
+    "Flatten": OnnxConverter.flatten,
+    "Gemm": OnnxConverter.gemm,
+    "GlobalAveragePool": OnnxConverter.global_average,
+    "Identity": OnnxConverter.identity,
+    "LeakyRelu": OnnxConverter.function,
+    "MatMul": OnnxConverter.matmul,
+    "MaxPool": OnnxConverter.max_pool,
+    "ReduceMean": OnnxConverter.reduce_mean,
+    "Relu": OnnxConverter.function,
+    "Reshape": OnnxConverter.reshape,
+    "Softmax": OnnxConverter.softmax,
 }
 _LEAST: Final[Mapping[str, int]] = {"Add": 2, "BatchNormalization": 5, "Conv": 2, "Gemm": 2, "MatMul": 2, "Reshape": 2}
 OPERATORS: Final = frozenset(_METHODS)
@@ -329,17 +333,17 @@ class ArrayTensor:
 class OnnxFile:
     """An open ONNX file; config: what a config.json would say of it."""
 
-    def __init__(self, path: Path, beside: Mapping[str, Any]) -> None:
-        """Read `path`; beside: the config.json of its directory, for labels. Raises ModelError."""
+    def __init__(self, path: Path, config_beside: Mapping[str, Any]) -> None:
+        """Read `path`; config_beside: the config.json of its directory, for labels. Raises ModelError."""
         graph, self.stamps = _load(path)
         constants = dict(_constants(graph))
         size, given = _input(path, graph, constants)
-        reader = Reader(size, given, constants)
+        reader = OnnxConverter(size, given, constants)
         try:
             nodes = reader.nodes(list(_steps(path, graph)), [value.name for value in graph.output])
         except ModelError as error:
             raise type(error)(f"{path}: {error}") from error
-        self.config = _config(size, nodes, reader.dims, beside)
+        self.config = _config(size, nodes, reader.dims, config_beside)
         self.tensors = {name: ArrayTensor(array) for name, array in constants.items()}
 
     def close(self) -> None:
@@ -347,7 +351,7 @@ class OnnxFile:
         self.tensors = {}
 
 
-def find(path: Path) -> Path | None:
+def find_onnx(path: Path) -> Path | None:
     """Return the ONNX file that a path names, or that a directory without safetensors has; None if there is none."""
     if path.suffix == ".onnx" and path.is_file():
         return path
@@ -356,7 +360,7 @@ def find(path: Path) -> Path | None:
     return inside if inside.is_file() and not any((path / name).is_file() for name in others) else None
 
 
-def _load(path: Path) -> tuple[Any, list[Stamp]]:
+def _load(path: Path) -> tuple[Any, list[FileStamp]]:
     """Return a file's graph, and the stamps of all files that its weights are in."""
     try:
         import onnx
@@ -367,7 +371,7 @@ def _load(path: Path) -> tuple[Any, list[Stamp]]:
         # A stamp is older than what is read, so that a file that changes meanwhile is another one at the next start.
         stamps = [_stamp(path)]
         model = onnx.load(os.fspath(path), load_external_data=False)
-        stamps += [_stamp(path.parent / name) for name in sorted(_beside(model.graph))]
+        stamps += [_stamp(path.parent / name) for name in sorted(_external_files(model.graph))]
         load_external_data_for_model(model, os.fspath(path.parent))
     except Exception as error:  # protobuf and onnx raise whatever damaged bytes lead them to
         raise ModelError(
@@ -379,12 +383,12 @@ def _load(path: Path) -> tuple[Any, list[Stamp]]:
     return model.graph, stamps
 
 
-def _stamp(path: Path) -> Stamp:
+def _stamp(path: Path) -> FileStamp:
     status = path.stat()
     return str(path.resolve()), status.st_size, status.st_mtime_ns
 
 
-def _beside(graph: Any) -> set[str]:
+def _external_files(graph: Any) -> set[str]:
     """Return the names of the files that hold weights beside the graph's own."""
     tensors = [*graph.initializer, *(attribute.t for node in graph.node for attribute in node.attribute)]
     return {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
@@ -412,7 +416,7 @@ def _value(attribute: Any) -> Any:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _steps(path: Path, graph: Any) -> Iterator[Step]:
+def _steps(path: Path, graph: Any) -> Iterator[OnnxNode]:
     """Yield the nodes; raises UnsupportedModelError naming every operator that is none of ours."""
     unknown = sorted({node.op_type for node in graph.node} - OPERATORS - {"Constant"})
     if unknown:
@@ -423,7 +427,7 @@ def _steps(path: Path, graph: Any) -> Iterator[Step]:
     for node in graph.node:
         if node.op_type != "Constant":
             attributes = {attribute.name: _value(attribute) for attribute in node.attribute}
-            yield Step(node.op_type, node.name, tuple(node.input), tuple(node.output), attributes)
+            yield OnnxNode(node.op_type, node.name, tuple(node.input), tuple(node.output), attributes)
 
 
 def _input(path: Path, graph: Any, constants: Mapping[str, Any]) -> tuple[int, str]:

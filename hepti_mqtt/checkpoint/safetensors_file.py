@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from hepti_mqtt.checkpoint.storage import Weights
+from hepti_mqtt.checkpoint.storage import WeightsReader
 from hepti_mqtt.errors import ModelError
 
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {
@@ -130,7 +130,7 @@ def open_weights(directory: Path) -> list[WeightsFile]:
     return files
 
 
-def close_all(files: Sequence[Weights]) -> None:
+def close_all(files: Sequence[WeightsReader]) -> None:
     """Close every file."""
     for file in files:
         file.close()

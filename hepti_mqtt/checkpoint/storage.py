@@ -22,7 +22,7 @@ from hepti_mqtt.models import TensorSource
 from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
 
 
-class Stored(Protocol):
+class TensorReader(Protocol):
     """A tensor in a file."""
 
     @property
@@ -41,7 +41,7 @@ class Stored(Protocol):
         """Return rows start..stop of the tensor as [rows, columns]: f16 as stored, other dtypes as f32."""
 
 
-class Weights(Protocol):
+class WeightsReader(Protocol):
     """An open file of tensors."""
 
     @property
@@ -49,24 +49,24 @@ class Weights(Protocol):
         """Return path, size and modification time of each file that it is in."""
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorReader]:
         """Return its tensors by name."""
 
     def close(self) -> None:
         """Close it; a second call does nothing."""
 
 
-def folded(source: TensorSource, stored: Mapping[str, Stored], name: str) -> Stored:
+def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], name: str) -> TensorReader:
     """Return the tensor `name` of a checkpoint as its source wants it."""
     if not source.channels_first and source.norm is None:
         return stored[name]
-    return _Folded(source, stored, stored[name])
+    return _FoldedTensor(source, stored, stored[name])
 
 
-class _Folded:
+class _FoldedTensor:
     """A stored tensor that is changed at reading."""
 
-    def __init__(self, source: TensorSource, stored: Mapping[str, Stored], tensor: Stored) -> None:
+    def __init__(self, source: TensorSource, stored: Mapping[str, TensorReader], tensor: TensorReader) -> None:
         self._source, self._stored, self._tensor = source, stored, tensor
         self.shape, self.is_float = tensor.shape, tensor.is_float
         self.dtype = tensor.dtype if source.norm is None else "F32"
@@ -84,7 +84,7 @@ class _Folded:
         factor = self._vector(source.norm.weight) / np.sqrt(self._vector(source.norm.variance) + source.norm.eps)
         if len(source.shape) == 2:
             return np.ascontiguousarray(rows * factor[start:stop, None], np.float32)
-        before = self._vector(source.before) if source.before else 0.0
+        before = self._vector(source.convolution_bias) if source.convolution_bias else 0.0
         return np.ascontiguousarray(rows + (before - self._vector(source.norm.mean)) * factor, np.float32)
 
     def _vector(self, name: str) -> npt.NDArray[np.float64]:
@@ -101,10 +101,10 @@ def _channels_last(rows: npt.NDArray[Any], first: tuple[int, ...]) -> npt.NDArra
 # Keeps the manifest of a checkpoint in the user's cache, so that a second start does not hash every weight again.
 
 
-Stamp = tuple[str, int, int]
+FileStamp = tuple[str, int, int]
 
 
-def manifest_cache_path(stamps: Iterable[Stamp], sources: Iterable[TensorSource]) -> Path:
+def manifest_cache_path(stamps: Iterable[FileStamp], sources: Iterable[TensorSource]) -> Path:
     """Return where the manifest of these files (path, size, modification time) and tensors is kept."""
     key = hashlib.sha256(repr((list(stamps), list(sources))).encode()).hexdigest()
     return Path(platformdirs.user_cache_dir("hepti")) / "manifests" / key

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.config.options import natural, positive, seconds
+from hepti_mqtt.config.options import non_negative_int, positive_int, positive_seconds
 from hepti_mqtt.errors import ConfigError, HeptiError, RemoteError
 
 if TYPE_CHECKING:
@@ -37,10 +37,12 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--lengths", type=_lengths, default=(128,), metavar="N,..", help="tokens of a text (default 128)")
     sub.add_argument("--wire", choices=tuple(BOUNDS), default="f32", help="how tensors travel (default f32)")
-    sub.add_argument("--rounds", type=positive, default=5, help="turns of each method (default 5)")
-    sub.add_argument("--repeat", type=positive, default=3, help="timed requests in a turn (default 3)")
-    sub.add_argument("--seed", type=natural, default=0, help="seed of the inputs and the order (default 0)")
-    sub.add_argument("--timeout", type=seconds, default=300.0, help="seconds to wait for an answer (default 300)")
+    sub.add_argument("--rounds", type=positive_int, default=5, help="turns of each method (default 5)")
+    sub.add_argument("--repeat", type=positive_int, default=3, help="timed requests in a turn (default 3)")
+    sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of the inputs and the order (default 0)")
+    sub.add_argument(
+        "--timeout", type=positive_seconds, default=300.0, help="seconds to wait for an answer (default 300)"
+    )
     sub.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (needs matplotlib)")
 
 
@@ -49,7 +51,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(positive(word) for word in _words(text))
+    return tuple(positive_int(word) for word in _words(text))
 
 
 @dataclass
@@ -96,13 +98,13 @@ class Cell:
 
 def bench(args: argparse.Namespace) -> int:
     """Check every method's answer, time all in turns, and print one table."""
-    from hepti_mqtt.cli.shared import PLANNER_S, read_here, require_broker
+    from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
     from hepti_mqtt.client import Hepti
     from hepti_mqtt.models import spec_from_dict
 
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         model = args.model or _only_model(hepti)
-        with read_here("the model"):
+        with check_readable("the model"):
             spec = spec_from_dict(hepti.wait_ready(model, args.timeout, patience_s=PLANNER_S)["spec"])
         devices = sorted(d["device"] for d in hepti.devices() if d["status"] == "online")
         cells = cells_of(spec, devices, args.methods, args.lengths, args.wire)
@@ -128,19 +130,19 @@ def cells_of(
 ) -> list[Cell]:
     """Return what is measured; raises ConfigError for a method that does not exist or cannot divide the model."""
     from hepti_mqtt.models import graph, largest_shape
-    from hepti_mqtt.models.shapes import Pictures
+    from hepti_mqtt.models.shapes import ImageInput
     from hepti_mqtt.strategies import STRATEGIES
 
     known: dict[str, Mapping[str, Any]] = {AUTO: {}, ALONE: {"strategy": ALONE}}
     usual = [AUTO, ALONE]
     whole = graph(spec, largest_shape(spec))
     for s in STRATEGIES.values():
-        if s.most_devices == 1 or len(devices) < 2 or s.unsupported(whole) is not None:
+        if s.max_devices == 1 or len(devices) < 2 or s.why_unsupported(whole) is not None:
             continue
-        for options in s.choices(len(devices), whole):
+        for options in s.variants_for(len(devices), whole):
             name = "/".join([s.name, *options.values()])
             known[name] = {"strategy": s.name, "options": dict(options), "devices": list(devices)}
-            usual += [name] if s.offered and len(options) < 2 else []
+            usual += [name] if s.automatic and len(options) < 2 else []
     chosen = list(methods or usual)
     if unknown := [name for name in chosen if name not in known]:
         raise ConfigError(
@@ -148,7 +150,7 @@ def cells_of(
         )
     if ALONE not in chosen:
         chosen.append(ALONE)  # what answers are checked against
-    sizes = [largest_shape(spec).size] if isinstance(spec.reads, Pictures) else lengths
+    sizes = [largest_shape(spec).size] if isinstance(spec.input_spec, ImageInput) else lengths
     return [Cell(name, tokens, {**known[name], "wire": wire}) for tokens in sizes for name in chosen]
 
 
@@ -160,9 +162,9 @@ def measure(
     args: rounds, repeat, seed, timeout, wire.
     """
     from hepti_mqtt.client.described import random_input
-    from hepti_mqtt.models.shapes import Pictures
+    from hepti_mqtt.models.shapes import ImageInput
 
-    of_pictures = isinstance(spec.reads, Pictures)
+    of_pictures = isinstance(spec.input_spec, ImageInput)
     for tokens in dict.fromkeys(cell.tokens for cell in cells):
         own = sorted((cell for cell in cells if cell.tokens == tokens), key=lambda cell: cell.method != ALONE)
         body = random_input(spec, 1 if of_pictures else tokens, args.seed, photographs=True)

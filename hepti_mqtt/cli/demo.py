@@ -25,8 +25,8 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.infer import max_abs_err
-from hepti_mqtt.cli.progress import LoadView
-from hepti_mqtt.cli.shared import Processes, processes
+from hepti_mqtt.cli.progress import LoadDisplay
+from hepti_mqtt.cli.shared import ChildProcesses, child_processes
 from hepti_mqtt.cli.show import print_plan
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.config.options import AgentOptions, PlannerOptions
@@ -66,7 +66,7 @@ def demo(args: argparse.Namespace) -> int:
     directory = find_model()
     with TemporaryDirectory(prefix="hepti-demo-") as scratch, _broker_url(args) as url:
         log = Path(scratch) / "log"
-        with processes(log) as children, _report_log(log), own_places(Path(scratch) / "devices") as cache:
+        with child_processes(log) as children, _report_log(log), agent_cache_dir(Path(scratch) / "devices") as cache:
             start_site(children, url, args.site, directory, cache)
             with Hepti.connect(url, site=args.site, client_id="demo") as hepti:
                 _wait_ready(hepti, children)
@@ -114,7 +114,7 @@ def _unpack(wheel: Path, directory: Path) -> None:
 @contextmanager
 def _broker_url(args: argparse.Namespace) -> Iterator[str]:
     if args.broker is not None and BrokerUrl.parse(args.broker).user is None:
-        refuse_others_devices(args.broker, args.site)
+        require_no_devices(args.broker, args.site)
         yield args.broker
         return
     with start_broker() as broker:  # also beside a closed site: a login is for one user, and the demo plays several
@@ -123,7 +123,7 @@ def _broker_url(args: argparse.Namespace) -> Iterator[str]:
         yield broker.url
 
 
-def refuse_others_devices(url: str, site: str) -> None:
+def require_no_devices(url: str, site: str) -> None:
     """Raise ConfigError if a site has devices: those of the demo have the same names, so these would have to end."""
     with Hepti.connect(url, site=site, client_id="demo") as hepti:
         found = [d["device"] for d in hepti.devices(wait_s=LOOKS_S) if d["status"] in ("online", "starting")]
@@ -147,7 +147,7 @@ def _report_log(log: Path) -> Iterator[None]:
 
 
 @contextmanager
-def own_places(scratch: Path) -> Iterator[Path | None]:
+def agent_cache_dir(scratch: Path) -> Iterator[Path | None]:
     """Give the place of the agents' files: None, the user's own, or `scratch` while another demo of the user has those.
 
     What one demo leaves in the user's own places makes the next one start faster.
@@ -164,36 +164,38 @@ def own_places(scratch: Path) -> Iterator[Path | None]:
         yield None
 
 
-def start_site(children: Processes, url: str, site: str, directory: Path, cache: Path | None = None) -> None:
+def start_site(children: ChildProcesses, url: str, site: str, directory: Path, cache: Path | None = None) -> None:
     """Start the planner and the agents as processes; the password, if any, stays out of their arguments.
 
     cache: where the agents keep their files, None for the user's own places.
     """
     environment = {"HEPTI_BROKER": url, "HEPTI_SITE": site}
-    children.start("planner", ["planner", *PlannerOptions({MODEL: directory}).arguments()], environment)
+    children.start("planner", ["planner", *PlannerOptions({MODEL: directory}).to_argv()], environment)
     for agent in AGENTS:
-        children.start(agent.device, ["agent", *replace(agent, cache=cache).arguments()], environment)
+        children.start(agent.device, ["agent", *replace(agent, cache=cache).to_argv()], environment)
 
 
-def _wait_ready(hepti: Hepti, children: Processes) -> None:
+def _wait_ready(hepti: Hepti, children: ChildProcesses) -> None:
     """Wait until every agent has joined and a plan is active; show how far it is."""
-    progress = Progress(time.monotonic())
+    progress = StartupProgress(time.monotonic())
     wanted = {a.device for a in AGENTS}
     joined: float | None = None  # when all of them were seen
     known = -1
     output.err.print("starting; kernels compile at the first start on a machine ...", markup=False)
-    with LoadView() as view:
+    with LoadDisplay() as view:
         while True:
             if dead := children.dead():
                 raise ConfigError(f"{', '.join(dead)} ended at once; its last words are above")
             said = hepti.devices(wait_s=0.5)
-            view.say("start", "; ".join(sorted({output.status_words(d) for d in said if d["status"] == "starting"})))
+            view.print_status(
+                "start", "; ".join(sorted({output.status_text(d) for d in said if d["status"] == "starting"}))
+            )
             online = {d["device"] for d in said if d["status"] == "online"} & wanted
             if len(online) > known:
                 known = len(online)
                 output.err.print(f"{known} of {len(wanted)} agents online", markup=False)
             now = time.monotonic()
-            if (word := progress.seen(known, children.cpu_s(), now)) is not None:
+            if (word := progress.update(known, children.cpu_s(), now)) is not None:
                 output.err.print(word, markup=False)
             joined = (now if joined is None else joined) if wanted <= online else None
             if joined is not None and _settled(hepti, wanted, view, now - joined > SETTLED_S):
@@ -205,7 +207,7 @@ def _wait_ready(hepti: Hepti, children: Processes) -> None:
                 )
 
 
-class Progress:
+class StartupProgress:
     """Whether a site that starts comes nearer to its end: agents come online, and processes compute."""
 
     def __init__(self, now: float) -> None:
@@ -213,7 +215,7 @@ class Progress:
         self._moved_s = now
         self._begun_s = self._shown_s = now
 
-    def seen(self, online: int, cpu_s: float, now: float) -> str | None:
+    def update(self, online: int, cpu_s: float, now: float) -> str | None:
         """Take the number of agents online and the CPU time of all processes; return what to show, if anything."""
         state = online, int(cpu_s / CPU_STEP_S)
         if state != self._state:
@@ -228,7 +230,7 @@ class Progress:
         return now - self._moved_s
 
 
-def _settled(hepti: Hepti, wanted: set[str], view: LoadView, late: bool) -> bool:
+def _settled(hepti: Hepti, wanted: set[str], view: LoadDisplay, late: bool) -> bool:
     """Return whether a plan is active whose search knew all agents; show how far its weights are.
 
     The candidates are the best of every strategy and need not contain every agent: late settles without them.
@@ -238,7 +240,7 @@ def _settled(hepti: Hepti, wanted: set[str], view: LoadView, late: bool) -> bool
     except HeptiError:
         return False
     for device, (done_bytes, total_bytes) in shown["progress"].items():
-        view.show(device, done_bytes, total_bytes)
+        view.update(device, done_bytes, total_bytes)
     known = {d for c in shown["candidates"] for d in c["devices"]}
     return shown["active"] is not None and shown["preparing"] is None and (late or wanted <= known)
 
@@ -276,11 +278,11 @@ def _compare(hepti: Hepti, checkpoint: Checkpoint, repeat: int) -> list[dict[str
     devices = tuple(a.device for a in AGENTS)
     out = []
     graph = models.graph(checkpoint.spec, models.largest_shape(checkpoint.spec))
-    able = [s for s in STRATEGIES.values() if s.offered and s.unsupported(graph) is None]
+    able = [s for s in STRATEGIES.values() if s.automatic and s.why_unsupported(graph) is None]
     methods = [(s, dict(options)) for s in able for options in s.options]
     for strategy, options in methods:
         pinned: dict[str, Any] = {"strategy": strategy.name, "options": options}
-        if strategy.most_devices is None:
+        if strategy.max_devices is None:
             pinned["devices"] = devices
         hidden = hepti.infer(MODEL, **body, **pinned, want="hidden", timeout_s=60).hidden
         error = max_abs_err(checkpoint, body, hidden)

@@ -26,7 +26,7 @@ from hepti_mqtt.errors import BadNameError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.kernels import isa, precompile
 from hepti_mqtt.kernels.jit import cache_directory
-from hepti_mqtt.protocol.limits import LOW_QUEUE, low_queue
+from hepti_mqtt.protocol.limits import LOW_QUEUE, low_queue_warning
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet, queue_capacity
 
@@ -36,7 +36,7 @@ WANTED_BYTES: Final = 32 << 20
 LARGE_BYTES: Final = 1 << 20
 ROOM_BYTES: Final = 16  # for a packet's header
 NAGLE_S: Final = 0.02  # a small message that takes longer was held back
-LITTLE_BYTES: Final = 256 << 20
+LOW_MEMORY_BYTES: Final = 256 << 20
 PATIENCE_S: Final = 10.0
 
 
@@ -78,7 +78,7 @@ def _machine() -> Iterator[Finding]:
     slow = "" if cache_directory() else "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
     yield Finding("kernels", f"{isa()}, {sum(warm)} ready after {took_s:.1f} s, {kept}", slow)
     free = free_memory()
-    little = "little is left for weights; see --memory" if free < LITTLE_BYTES else ""
+    little = "little is left for weights; see --memory" if free < LOW_MEMORY_BYTES else ""
     yield Finding("memory", f"{free / 2**20:.0f} MiB free", little)
     yield Finding("examples", str(settings.CONFIG_DIR))
     cache = user_cache_path("hepti")
@@ -107,7 +107,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
         yield Finding("round trip", f"{small_s * 1e3:.2f} ms, {large / 2**20:.3g} MiB {large_s * 1e3:.1f} ms", held)
         room = queue_capacity(url, client_id="hepti-doctor-room", topic=topic, wanted=LOW_QUEUE)
         if room is not None:
-            yield Finding("queue", f"{room.queued} messages", low_queue(*room, url.place))
+            yield Finding("queue", f"{room.queued} messages", low_queue_warning(*room, url.place))
         yield Finding("largest packet", f"{largest} bytes", low if largest < WANTED_BYTES else "")
     except HeptiError as exc:
         yield Finding("broker", f"{url.place}: {exc}", "mend this first", exc.exit_code)
@@ -158,7 +158,7 @@ def _site(text: str, site: str) -> Finding:
         with Hepti.connect(text, site=site) as hepti:
             found = hepti.devices(wait_s=1.5)
             names = [d["device"] for d in found if d["status"] == "online"]
-            names += [f"{d['device']} ({output.status_words(d)})" for d in found if d["status"] == "starting"]
+            names += [f"{d['device']} ({output.status_text(d)})" for d in found if d["status"] == "starting"]
             served = hepti.models(timeout=2.0)
     except (NetworkError, WireError) as exc:
         return Finding(f"site {site}", str(exc), "start a planner: hepti planner --model NAME=DIR")

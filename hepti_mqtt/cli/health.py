@@ -50,5 +50,5 @@ def health(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json(told)
     else:
-        output.print_lines([output.status_words(told)])
+        output.print_lines([output.status_text(told)])
     return 0 if status.state == "online" else 1

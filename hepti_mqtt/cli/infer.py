@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import PLANNER_S, read_here, require_broker
+from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.config.options import variant_options
@@ -27,7 +27,7 @@ from hepti_mqtt.spec import Spec
 
 LONG_VECTOR, FEW_NUMBERS = 16, 6
 LONG_TEXT, FEW_CHARACTERS = 2000, 60
-PATIENCE_S: Final = 3.0  # after the planner has said that there is no plan: devices may be on their way
+NO_PLAN_PATIENCE_S: Final = 3.0  # after the planner has said that there is no plan: devices may be on their way
 
 
 def infer(args: argparse.Namespace) -> int:
@@ -35,17 +35,19 @@ def infer(args: argparse.Namespace) -> int:
     if args.plan_only and (args.check or args.repeat > 1):
         raise ConfigError("--plan-only computes nothing: leave --check and --repeat out")
     with Hepti.connect(require_broker(args), site=args.site, client_id=args.client) as hepti:
-        shown = _record(hepti, args)
-        with read_here("the model"):
+        shown = _wait_for_plan(hepti, args)
+        with check_readable("the model"):
             spec = spec_from_dict(shown["spec"])
         body = request_body(args, spec) | ({"want": "plan"} if args.plan_only else {})
         tokens = args.max_new_tokens is not None and args.want != "hidden" and not args.plan_only
         if tokens and not args.json and args.repeat == 1:
             answers = [stream(hepti, args, body)]
         else:
-            answers = run(hepti, args.model, body, pins(args), args.repeat, args.timeout, args.deadline_ms)
+            answers = send_repeatedly(
+                hepti, args.model, body, pin_arguments(args), args.repeat, args.timeout, args.deadline_ms
+            )
         if args.want != "hidden":
-            answers[-1] = hepti.foretold(answers[-1], **body, **pins(args), timeout_s=args.timeout)
+            answers[-1] = hepti.foretold(answers[-1], **body, **pin_arguments(args), timeout_s=args.timeout)
         error = None
         if args.check:
             directory = args.model_dir or shown.get("directory")
@@ -58,23 +60,23 @@ def infer(args: argparse.Namespace) -> int:
     return 0
 
 
-def _record(hepti: Hepti, args: argparse.Namespace) -> Mapping[str, Any]:
+def _wait_for_plan(hepti: Hepti, args: argparse.Namespace) -> Mapping[str, Any]:
     """Return the record of the model's plans when one is active; a wrong name and an absent planner are told at once.
 
     A request with pins is searched for on its own, so it is sent even if there is no plan without them.
     """
     record = hepti.plan(args.model, timeout=PLANNER_S)
-    if pins(args) and record.get("pinned"):
+    if pin_arguments(args) and record.get("pinned"):
         return record  # the site is up; the planner's own plan may have made room for what was pinned
     try:
-        return hepti.wait_ready(args.model, args.timeout, patience_s=PATIENCE_S)
+        return hepti.wait_ready(args.model, args.timeout, patience_s=NO_PLAN_PATIENCE_S)
     except PlanError:
-        if not pins(args):
+        if not pin_arguments(args):
             raise
     return record
 
 
-def pins(args: argparse.Namespace) -> dict[str, Any]:
+def pin_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the user pinned, as keyword arguments of `Hepti.infer`."""
     found: dict[str, Any] = {}
     if args.strategy:
@@ -117,7 +119,7 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
 def stream(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any]) -> Answer:
     """Send the request of a decoder and print its tokens as they come; return the whole answer."""
     limits = {"deadline_ms": args.deadline_ms, "timeout_s": args.timeout}
-    tokens = hepti.generate(args.model, **body, **pins(args), report=True, **limits)
+    tokens = hepti.generate(args.model, **body, **pin_arguments(args), report=True, **limits)
     while True:
         try:
             token = next(tokens)
@@ -128,7 +130,7 @@ def stream(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any]) -> A
         output.print_text(token["text"])
 
 
-def run(
+def send_repeatedly(
     hepti: Hepti,
     model: str,
     body: Mapping[str, Any],
@@ -151,7 +153,7 @@ def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], direc
             f"--check needs the model's files on this machine; {directory} is not here: name them with --model-dir DIR"
         )
     asked = {**body, "want": "hidden"}
-    hidden = hepti.infer(args.model, **asked, **pins(args), timeout_s=args.timeout).hidden
+    hidden = hepti.infer(args.model, **asked, **pin_arguments(args), timeout_s=args.timeout).hidden
     with Checkpoint.open(directory, args.model) as checkpoint:
         return max_abs_err(checkpoint, body, hidden)
 
@@ -192,7 +194,7 @@ def summary(model: str, answers: Sequence[Answer], error: float | None) -> dict[
     return result
 
 
-def shown(result: Any, terminal: bool) -> str:
+def format_result(result: Any, terminal: bool) -> str:
     """Return a result as JSON; on a terminal nobody reads all numbers of a vector, or base64."""
     return json.dumps(_shortened(result) if terminal else result, indent=1, ensure_ascii=False)
 
@@ -229,7 +231,7 @@ def _print(answer: Answer, result: Mapping[str, Any]) -> None:
             f"tokens: {result['predicted_ms']:.1f} ms, {result['predicted_bytes']} bytes on the wire"
         )
     else:
-        output.print_lines([shown(answer.result, output.out.is_terminal)])
+        output.print_lines([format_result(answer.result, output.out.is_terminal)])
         took = (
             f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}, expected "
             f"{result['expected_ms']:.1f}), {result['tokens']} tokens, {result['bytes_on_wire']} bytes on the wire"

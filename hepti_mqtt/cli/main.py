@@ -16,14 +16,14 @@ from hepti_mqtt.config.options import (
     IN_FLIGHT,
     AgentOptions,
     PlannerOptions,
-    add_pins,
-    add_site,
-    natural,
-    natural_range,
-    port,
-    positive,
-    seconds,
-    settings_of,
+    add_pin_arguments,
+    add_site_arguments,
+    index_range,
+    non_negative_int,
+    positive_int,
+    positive_seconds,
+    settings_from_args,
+    tcp_port,
 )
 from hepti_mqtt.config.settings import check_environment
 from hepti_mqtt.errors import HeptiError
@@ -39,7 +39,7 @@ def build() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text, fill in _COMMANDS:
         sub = commands.add_parser(name, help=help_text, description=help_text)
-        add_site(sub)
+        add_site_arguments(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
         sub.add_argument("-v", "--verbose", action="store_true", help="log more on stderr")
         fill(sub)
@@ -54,7 +54,7 @@ def _drawing(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--layer",
-        type=natural_range,
+        type=index_range,
         default=range(1, 2),
         metavar="N|A:B",
         help="layers that --explain prints and --layout-svg draws (default 1)",
@@ -66,7 +66,7 @@ def _drawing(sub: argparse.ArgumentParser) -> None:
 
 
 def _demo(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--repeat", type=positive, default=10, help="requests per strategy (default 10)")
+    sub.add_argument("--repeat", type=positive_int, default=10, help="requests per strategy (default 10)")
 
 
 def _infer(sub: argparse.ArgumentParser) -> None:
@@ -75,11 +75,13 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     what.add_argument("--text", action="append", help="a text; several make a batch")
     what.add_argument("--image", type=Path, action="append", help="a picture; several make a batch")
     what.add_argument("--ids", help="token ids, separated by commas")
-    what.add_argument("--tokens", type=positive, metavar="N", help="N seeded random token ids (or N random pictures)")
-    sub.add_argument("--seed", type=natural, default=0, help="seed of --tokens (default 0)")
+    what.add_argument(
+        "--tokens", type=positive_int, metavar="N", help="N seeded random token ids (or N random pictures)"
+    )
+    sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --tokens (default 0)")
     sub.add_argument("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
     sub.add_argument(
-        "--repeat", type=positive, default=1, help="how many times to send the request, one after the other"
+        "--repeat", type=positive_int, default=1, help="how many times to send the request, one after the other"
     )
     sub.add_argument("--plan-only", action="store_true", help="load the plan and print its prediction; compute nothing")
     sub.add_argument("--check", action="store_true", help="compare hidden states with a single-device reference")
@@ -88,15 +90,17 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--want", choices=("task", "hidden"), help="the task's result (default), or final hidden states of all tokens"
     )
-    sub.add_argument("--top-k", type=positive, metavar="N", help="how many labels or tokens to name")
+    sub.add_argument("--top-k", type=positive_int, metavar="N", help="how many labels or tokens to name")
     sub.add_argument(
-        "--max-new-tokens", type=positive, metavar="N", help="tokens that a decoder generates, shown as they come"
+        "--max-new-tokens", type=positive_int, metavar="N", help="tokens that a decoder generates, shown as they come"
     )
     sub.add_argument(
-        "--deadline-ms", type=positive, help="milliseconds until the request ends with the error `deadline`"
+        "--deadline-ms", type=positive_int, help="milliseconds until the request ends with the error `deadline`"
     )
-    sub.add_argument("--timeout", type=seconds, default=120.0, help="seconds to wait for an answer (default 120)")
-    add_pins(sub)
+    sub.add_argument(
+        "--timeout", type=positive_seconds, default=120.0, help="seconds to wait for an answer (default 120)"
+    )
+    add_pin_arguments(sub)
 
 
 def _plan(sub: argparse.ArgumentParser) -> None:
@@ -113,8 +117,8 @@ def _model(sub: argparse.ArgumentParser) -> None:
     make = actions.add_parser("make", help="write a seeded random model with the real shapes of KIND")
     make.add_argument("kind", metavar="KIND", help="bert-base, bert-large, vit-base, ... (a wrong one lists them all)")
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty directory")
-    make.add_argument("--seed", type=natural, default=0, help="seed of the weights (default 0)")
-    make.add_argument("--layers", type=positive, help="fewer layers, or more, than KIND has")
+    make.add_argument("--seed", type=non_negative_int, default=0, help="seed of the weights (default 0)")
+    make.add_argument("--layers", type=positive_int, help="fewer layers, or more, than KIND has")
     for name, text in (("inspect", "print what a model directory holds"), ("verify", "load it and compute with it")):
         sub_action = actions.add_parser(name, help=text)
         sub_action.add_argument("directory", type=Path, metavar="DIR", help="a Hugging Face directory")
@@ -125,29 +129,31 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--devices-file", type=Path, required=True, metavar="YAML", help="devices and links (configs/sites)"
     )
-    sub.add_argument("--tokens", type=positive, default=128, help="tokens of each sequence (default 128)")
+    sub.add_argument("--tokens", type=positive_int, default=128, help="tokens of each sequence (default 128)")
     sub.add_argument(
-        "--sequences", type=positive, default=1, metavar="N", help="of the request, as many as fit into one run"
+        "--sequences", type=positive_int, default=1, metavar="N", help="of the request, as many as fit into one run"
     )
     sub.add_argument(
         "--requests",
-        type=positive,
+        type=positive_int,
         metavar="N",
         help="simulate N requests at once (per replica), and print each method's throughput",
     )
     sub.add_argument(
         "--in-flight",
-        type=positive,
+        type=positive_int,
         default=IN_FLIGHT,
         metavar="N",
         help=f"requests that run at once, as the planner has it (default {IN_FLIGHT})",
     )
     _drawing(sub)
-    add_pins(sub)
+    add_pin_arguments(sub)
 
 
 def _devices(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--wait", type=seconds, default=1.5, help="seconds to listen for heartbeats (default 1.5)")
+    sub.add_argument(
+        "--wait", type=positive_seconds, default=1.5, help="seconds to listen for heartbeats (default 1.5)"
+    )
 
 
 def _doctor(_sub: argparse.ArgumentParser) -> None:
@@ -157,20 +163,20 @@ def _doctor(_sub: argparse.ArgumentParser) -> None:
 def _broker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="use this kind of broker")
     sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
-    sub.add_argument("--port", type=port, help="port to listen on (default: a free one; the site's with --closed)")
+    sub.add_argument("--port", type=tcp_port, help="port to listen on (default: a free one; the site's with --closed)")
     sub.add_argument("--closed", type=Path, metavar="DIR", help="run the broker of a site made by `hepti site`")
 
 
 def _health(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("part", choices=("agent", "planner"), help="what must be online")
     sub.add_argument("--id", metavar="NAME", help="name of the device (default: its host's)")
-    sub.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for its status (default 5)")
+    sub.add_argument("--timeout", type=positive_seconds, default=5.0, help="seconds to wait for its status (default 5)")
 
 
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("demo", "start a broker, a planner and three agents here, and show what they do", _demo),
-    ("agent", "run this device's agent", AgentOptions.add),
-    ("planner", "run a site's planner", PlannerOptions.add),
+    ("agent", "run this device's agent", AgentOptions.add_arguments),
+    ("planner", "run a site's planner", PlannerOptions.add_arguments),
     ("infer", "send a request and print the answer", _infer),
     ("plan", "show how a model is split, and why", _plan),
     ("devices", "list the site's devices", _devices),
@@ -208,13 +214,13 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hepti`; return its exit code (0 done, 1 failed, 2 usage, 3 broker, 4 no plan, 5 deadline, 6 refused)."""
-    output.bear_any_text()
+    output.escape_unencodable()
     args = build().parse_args(argv)
     output.setup_logging(args.verbose)
     module, name = _ENTRY_POINTS[args.command]
     try:
         check_environment()
-        settings = settings_of(args)
+        settings = settings_from_args(args)
         args.broker, args.site = settings.broker, settings.site
         command: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
         return command(args)

@@ -11,7 +11,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli import output
 from hepti_mqtt.errors import ModelError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 
 
@@ -52,16 +52,16 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     """Run one request through kernels and reference; raises ModelError if they differ."""
-    from hepti_mqtt.plan_programs import make_plan, program
+    from hepti_mqtt.plan_programs import device_program, make_plan
     from hepti_mqtt.runtime.worker.executor import run_local
 
     with Checkpoint.open(args.directory) as checkpoint:
         spec, tensors = checkpoint.spec, checkpoint.tensors()
-        shape = models.shape_for(spec, 32).asking("hidden")
+        shape = models.representative_shape(spec, 32).with_want("hidden")
         inputs = models.random_inputs(spec, shape, np.random.default_rng(0))
         expected, _ = models.reference(spec, tensors, inputs, shape)
-        alone = make_plan(spec, Plan("model", Epoch(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
-        got = run_local(program(spec, alone, shape, "here"), tensors, inputs)
+        alone = make_plan(spec, Plan("model", PlanVersion(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
+        got = run_local(device_program(spec, alone, shape, "here"), tensors, inputs)
     error = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))
     if not error < 2e-4:
         raise ModelError(

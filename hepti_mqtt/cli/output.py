@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hepti_mqtt.config import process
 
 MIB: Final = 2**20
-DOING: Final = 60  # characters of what a device says it is doing
+MAX_ACTIVITY_CHARS: Final = 60  # characters of what a device says it is doing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Console:
     return _console(name == "err")
 
 
-def bear_any_text() -> None:
+def escape_unencodable() -> None:
     """Let stdout write what its encoding has no character for as an escape, such as `\\xfc`, as stderr does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -95,12 +95,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
         print_lines(["  ".join(parts).rstrip()])
 
 
-def status_words(device: Mapping[str, Any]) -> str:
+def status_text(device: Mapping[str, Any]) -> str:
     """Return a device's status; of one that is starting also what it does and how far it is."""
     if device["status"] != "starting":
         return str(device["status"])
     steps = f" {device['done']} of {device['total']}" if device["total"] else ""
-    return f"starting: {device['doing'][:DOING]}{steps}" if device["doing"] else "starting"
+    return f"starting: {device['doing'][:MAX_ACTIVITY_CHARS]}{steps}" if device["doing"] else "starting"
 
 
 def _numeric(text: str) -> bool:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_of
+from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_from_args
 from hepti_mqtt.config.process import stop_event
 
 if TYPE_CHECKING:
-    from hepti_mqtt.cli.progress import LoadView
+    from hepti_mqtt.cli.progress import LoadDisplay
 
 LOOPBACK: Final = "127.0.0.1"
 EVERYWHERE: Final = "0.0.0.0"
@@ -24,31 +24,33 @@ _KEEPS_NOTHING: Final = (
 def agent(args: argparse.Namespace) -> int:
     """Run this device's agent."""
     from device_agent import AgentConfig, run_agent
-    from hepti_mqtt.cli.progress import LoadView
+    from hepti_mqtt.cli.progress import LoadDisplay
 
-    view = LoadView()
-    config = AgentConfig.of(settings_of(args), AgentOptions.of(args), watch=partial(_show_load, view))
+    view = LoadDisplay()
+    config = AgentConfig.from_options(
+        settings_from_args(args), AgentOptions.from_args(args), on_load_event=partial(_show_load, view)
+    )
     with view:
         run_agent(config)
     return 0
 
 
-def _show_load(view: LoadView, event: object) -> None:
+def _show_load(view: LoadDisplay, event: object) -> None:
     from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress
 
     if isinstance(event, LoadProgress):
-        view.show(event.model, event.done_bytes, event.total_bytes)
+        view.update(event.model, event.done_bytes, event.total_bytes)
     elif isinstance(event, Loaded):
-        view.end(event.model, f"weights of {event.model} are here, for plan {event.epoch}")
+        view.finish(event.model, f"weights of {event.model} are here, for plan {event.plan_version}")
     elif isinstance(event, LoadFailed):
-        view.end(event.model, f"weights of {event.model} could not be loaded: {event.error}")
+        view.finish(event.model, f"weights of {event.model} could not be loaded: {event.error}")
 
 
 def planner(args: argparse.Namespace) -> int:
     """Run the site's planner."""
     from hepti_mqtt.service import PlannerConfig, run_planner
 
-    run_planner(PlannerConfig.of(settings_of(args), PlannerOptions.of(args)), stop_event())
+    run_planner(PlannerConfig.of(settings_from_args(args), PlannerOptions.from_args(args)), stop_event())
     return 0
 
 

@@ -15,7 +15,7 @@ from hepti_mqtt.cli import output
 EVERY_S: Final = 3.0  # between two lines about the same load
 
 
-class LoadView:
+class LoadDisplay:
     """Shows loads by name, on `console`; a context manager that leaves no bar behind.
 
     clock: seconds that only grow. Any one thread at a time may call it.
@@ -28,7 +28,7 @@ class LoadView:
         self._told_s: dict[str, float] = {}
         self._said: dict[str, str] = {}
 
-    def show(self, name: str, done_bytes: int, total_bytes: int) -> None:
+    def update(self, name: str, done_bytes: int, total_bytes: int) -> None:
         """Show that `done_bytes` of `total_bytes` are there."""
         if self._console.is_terminal:
             self._draw(name, done_bytes, total_bytes)
@@ -40,14 +40,14 @@ class LoadView:
                 f"loading {name}: {done_bytes / output.MIB:.1f} of {total_bytes / output.MIB:.1f} MiB", markup=False
             )
 
-    def say(self, name: str, words: str) -> None:
+    def print_status(self, name: str, words: str) -> None:
         """Print what is done now, if that has changed; not more often than every few seconds."""
         now = self._clock()
         if words and words != self._said.get(name) and now - self._told_s.get(name, float("-inf")) >= EVERY_S:
             self._told_s[name], self._said[name] = now, words
             self._console.print(words, markup=False)
 
-    def end(self, name: str, said: str | None = None) -> None:
+    def finish(self, name: str, said: str | None = None) -> None:
         """Take the load away; `said` is the last word about it."""
         self._told_s.pop(name, None)
         task = self._tasks.pop(name, None)

@@ -13,28 +13,28 @@ from typing import IO, Final
 
 import psutil
 
-from hepti_mqtt.config.options import settings_of
-from hepti_mqtt.config.process import ended_by_signals, uninterrupted
-from hepti_mqtt.protocol.messages import other_version
+from hepti_mqtt.config.options import settings_from_args
+from hepti_mqtt.config.process import block_signals, exit_on_signals
+from hepti_mqtt.protocol.messages import version_mismatch
 
 PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
 
 
 def require_broker(args: argparse.Namespace) -> str:
     """Return the broker's URL; raises ConfigError if none was given."""
-    return settings_of(args).require_broker()
+    return settings_from_args(args).require_broker()
 
 
 @contextlib.contextmanager
-def read_here(what: str) -> Iterator[None]:
+def check_readable(what: str) -> Iterator[None]:
     """Say of what a planner tells in words that it is of another version, where reading it here fails."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise other_version(f"{what} cannot be read here ({error!r})") from error
+        raise version_mismatch(f"{what} cannot be read here ({error!r})") from error
 
 
-class Processes:
+class ChildProcesses:
     """Child processes of a command; all of them end with the `with` block, also after a failure or a signal."""
 
     def __init__(self, log: IO[bytes] | None = None) -> None:
@@ -66,7 +66,7 @@ class Processes:
 
     def close(self) -> None:
         """End all children: politely, then by force."""
-        with uninterrupted():
+        with block_signals():
             for process in self.running.values():
                 if process.poll() is None:
                     process.terminate()
@@ -80,10 +80,10 @@ class Processes:
 
 
 @contextlib.contextmanager
-def processes(log_file: Path | None = None) -> Iterator[Processes]:
+def child_processes(log_file: Path | None = None) -> Iterator[ChildProcesses]:
     """Give child processes whose output goes to `log_file`."""
-    with ended_by_signals(), contextlib.ExitStack() as stack:
+    with exit_on_signals(), contextlib.ExitStack() as stack:
         log = stack.enter_context(log_file.open("wb")) if log_file else None
-        children = Processes(log)
+        children = ChildProcesses(log)
         stack.callback(children.close)
         yield children

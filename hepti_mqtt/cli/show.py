@@ -10,20 +10,37 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import PLANNER_S, read_here, require_broker
+from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.client.described import cluster_described, credible, unusable, usable
-from hepti_mqtt.cost.explain import explain, layout_svg, places_taken, plan_work, tasks_of, timeline_svg, timeline_text
+from hepti_mqtt.client.described import cluster_of_devices, sanitize_device, unusable_reason, usable
+from hepti_mqtt.cost.explain import (
+    format_program,
+    layout_svg,
+    plan_work_factor,
+    task_owners,
+    task_summary,
+    timeline_svg,
+    timeline_text,
+)
 from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.cost.simulator import ROUNDS, Load, Naming, Simulation, play, request_of, simulate, under_load
+from hepti_mqtt.cost.simulator import (
+    ROUNDS,
+    Simulation,
+    Throughput,
+    TopicNames,
+    simulate,
+    simulate_requests,
+    simulate_throughput,
+    simulated_request,
+)
 from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.models import shape_for, spec_from_dict
-from hepti_mqtt.plan import NARROW, Objective, Plan, Route
-from hepti_mqtt.plan_programs import lowered, programs
+from hepti_mqtt.models import representative_shape, spec_from_dict
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Objective, Plan, Route
+from hepti_mqtt.plan_programs import device_programs, lower_plan
 from hepti_mqtt.planner import Candidate, Decision, Question, decide
-from hepti_mqtt.planner.candidates import on_route, relayed
+from hepti_mqtt.planner.candidates import relayed, with_route
 from hepti_mqtt.program import Program
-from hepti_mqtt.protocol.messages import other_version
+from hepti_mqtt.protocol.messages import version_mismatch
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -50,7 +67,7 @@ def print_candidates(title: str, ranking: Sequence[Candidate]) -> None:
                 c.plan.route if c.plan.wire == "f32" else f"{c.plan.route}, {c.plan.wire}",
                 f"{c.price.seconds * 1e3:.1f}",
                 *([f"{c.price.load.requests_per_s:.3g}" if c.price.load else "-"] if played else []),
-                f"{c.price.share:.0%}",
+                f"{c.price.memory_share:.0%}",
                 " ".join(f"{n / output.MIB:.0f}" for n in c.price.needs.values()),
                 "yes" if c.price.feasible else "no",
             )
@@ -59,8 +76,8 @@ def print_candidates(title: str, ranking: Sequence[Candidate]) -> None:
     )
 
 
-def search_again(
-    naming: Naming,
+def search_now(
+    naming: TopicNames,
     model: tuple[Spec, Plan, RequestShape],
     found: Sequence[Mapping[str, Any]],
     in_flight: int,
@@ -71,17 +88,17 @@ def search_again(
     model: the spec, the active plan, of which wire and storage are kept, and a request of it. Raises as `decide` does.
     """
     spec, plan, shape = model
-    cluster = cluster_described(found, [d["device"] for d in found if d["status"] == "online" and "curves" in d])
+    cluster = cluster_of_devices(found, [d["device"] for d in found if d["status"] == "online" and "curves" in d])
     return decide(
         Question(
             naming,
             spec,
             cluster,
             shape,
-            plan.epoch,
+            plan.version,
             in_flight,
             wire=plan.wire,
-            storage=plan.storage,
+            weight_dtype=plan.weight_dtype,
             requests=ROUNDS * in_flight,
             objective=objective,
         )
@@ -92,15 +109,17 @@ def search_again(
 # What a plan would take by the other route, or with narrower numbers on the wire, by simulation.
 
 
-def instead(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> list[str]:
+def what_if(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> list[str]:
     """Return a line on the routes and one on narrow numbers, of one division; none for one device, which sends none."""
-    plan = plan.runs[0]  # of replicas all are alike in this
+    plan = plan.executables[0]  # of replicas all are alike in this
     if len(plan.devices) == 1:
         return []
-    question = Question(Naming(site, plan.model), spec, cluster, shape, plan.epoch, relayed=frozenset(plan.relayed))
+    question = Question(
+        TopicNames(site, plan.model), spec, cluster, shape, plan.version, relayed_pairs=frozenset(plan.relayed_pairs)
+    )
 
     def played(other: Plan) -> Simulation:
-        parts: dict[str, Program] = programs(spec, other, shape)
+        parts: dict[str, Program] = device_programs(spec, other, shape)
         return simulate(question.naming, spec, shape, parts, cluster)
 
     apart = relayed(question, plan.devices)
@@ -111,11 +130,11 @@ def instead(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Clu
             words.append("over mesh: no two of these devices can connect")
             continue
         beside = f", {len(apart)} of {pairs} pairs over the broker" if route == "mesh" and apart else ""
-        words.append(f"over {route} {_costs(played(on_route(question, plan, route)))}{beside}")
+        words.append(f"over {route} {_costs(played(with_route(question, plan, route)))}{beside}")
     lines = [f"routes of {plan.method}: " + "; ".join(words)]
     if plan.wire == "f32":
         now, words = played(plan), []
-        for wire in reversed(NARROW):
+        for wire in reversed(NARROW_WIRE_DTYPES):
             narrow = played(replace(plan, wire=wire))
             words.append(f"{wire} {_costs(narrow)}, {now.seconds / narrow.seconds:.2f} times as fast")
         lines.append(f"numbers on the wire: f32 {_costs(now)}; {'; '.join(words)}; --accuracy lets the planner choose")
@@ -135,7 +154,7 @@ def devices(args: argparse.Namespace) -> int:
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         found = hepti.devices(wait_s=args.wait)
         unused = hepti.unused()
-    refused = {d["device"]: why for d in found if (why := unusable(d)) is not None}
+    refused = {d["device"]: why for d in found if (why := unusable_reason(d)) is not None}
     if args.json:
         reasons = unused | refused
         output.print_json({"site": args.site, "devices": [{**d, "refused": reasons.get(d["device"])} for d in found]})
@@ -149,7 +168,7 @@ def devices(args: argparse.Namespace) -> int:
         rows.append(
             (
                 d["device"],
-                output.status_words(d),
+                output.status_text(d),
                 d.get("threads", "-"),
                 d.get("isa", "-"),
                 f"{d['memory_budget_bytes'] / output.MIB:.0f}" if "memory_budget_bytes" in d else "-",
@@ -180,9 +199,9 @@ def devices(args: argparse.Namespace) -> int:
     for device, said in (unused | refused).items():
         print(f"{device} is not used: {said}")
     for d in found:
-        if (wrong := credible(d)[1]) is not None:
+        if (wrong := sanitize_device(d)[1]) is not None:
             print(f"{d['device']} says what is not believed: {wrong}; restart the agent there")
-    print_edges(found)
+    print_peer_traffic(found)
     return 0
 
 
@@ -194,7 +213,7 @@ def _hears(device: Mapping[str, Any]) -> str:
     return ", ".join(name for name, edge in edges.items() if edge["joined"]) or "none"
 
 
-def print_edges(devices: Sequence[Mapping[str, Any]]) -> None:
+def print_peer_traffic(devices: Sequence[Mapping[str, Any]]) -> None:
     """Print what went directly from device to device, and which pairs need the broker and why."""
     online = {d["device"]: d["heartbeat"] for d in devices if d["status"] == "online" and d.get("heartbeat")}
     rows, lines = [], []
@@ -239,29 +258,31 @@ def plan(args: argparse.Namespace) -> int:
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         model = args.model or _only(hepti.models(PLANNER_S))
         shown = hepti.plan(model, PLANNER_S)
-        found = usable(hepti.devices(wait_s=1.5)) if wants_play(args) else []
+        found = usable(hepti.devices(wait_s=1.5)) if needs_simulation(args) else []
     asked = _active(shown)
     played = load = None
-    if asked and wants_play(args):
-        cluster = cluster_described(found, asked[1].devices)
-        played = play_plan(args.site, *asked, cluster)
-        load = plan_load(args.site, played, cluster, shown.get("in_flight", 1)) if args.explain else None
+    if asked and needs_simulation(args):
+        cluster = cluster_of_devices(found, asked[1].devices)
+        played = simulate_plan(args.site, *asked, cluster)
+        load = (
+            simulate_plan_load(args.site, played, cluster, shown.get("in_flight", 1)) if args.format_program else None
+        )
     if args.json:
         told = {"load": load.to_dict()} if load is not None else {}
-        work = {"work": plan_work(*asked).to_dict()} if asked else {}
+        work = {"work": plan_work_factor(*asked).to_dict()} if asked else {}
         output.print_json({k: v for k, v in shown.items() if k != "spec"} | work | told)
     else:
         print_plan(model, shown)
         if args.story:
-            print_story(model, shown)
+            print_plan_history(model, shown)
     if played is not None:
-        draw_plan(args, played)
+        write_pictures(args, played)
         if load is not None and not args.json:
             output.print_lines([f"latency alone {played.result.seconds * 1e3:.1f} ms; {load.text()}"])
-            output.print_lines(instead(args.site, played.spec, played.plan, played.shape, cluster))
+            output.print_lines(what_if(args.site, played.spec, played.plan, played.shape, cluster))
             objective: Objective = args.objective or "latency"
             parts = (played.spec, played.plan, played.shape)
-            others = search_again(Naming(args.site, model), parts, found, shown.get("in_flight", 1), objective)
+            others = search_now(TopicNames(args.site, model), parts, found, shown.get("in_flight", 1), objective)
             print_candidates(f"what a search finds now for {objective}, simulated", others.ranking)
             output.print_lines([f"why: {others.reason}"])
             explain_plan(played, args.layer)
@@ -272,11 +293,11 @@ def _active(shown: Mapping[str, Any]) -> tuple[Spec, Plan, RequestShape] | None:
     """Return the model, its active plan and the request for which that was made; None if no plan is active."""
     if not shown["active"]:
         return None
-    with read_here("the plan"):
+    with check_readable("the plan"):
         active, spec = Plan.from_dict(shown["active"]), spec_from_dict(shown["spec"])
-    if unknown := sorted({part.strategy for part in active.runs} - STRATEGIES.keys()):
-        raise other_version(f"the plan's strategy {unknown[0]!r} is not known here")
-    return spec, active, shape_for(spec, active.predicted_tokens or 128)
+    if unknown := sorted({part.strategy for part in active.executables} - STRATEGIES.keys()):
+        raise version_mismatch(f"the plan's strategy {unknown[0]!r} is not known here")
+    return spec, active, representative_shape(spec, active.predicted_tokens or 128)
 
 
 def _only(names: Sequence[str]) -> str:
@@ -338,7 +359,7 @@ def _described(plan: Mapping[str, Any]) -> str:
     return f"epoch {epoch}, head {plan['head']}, {kept}" + (f"; side by side {'; '.join(sides)}" if sides else "")
 
 
-def print_story(model: str, shown: Mapping[str, Any]) -> None:
+def print_plan_history(model: str, shown: Mapping[str, Any]) -> None:
     """Print the last steps of a model's plans, oldest first, in local time."""
     rows = []
     for step in shown.get("story") or []:
@@ -348,7 +369,7 @@ def print_story(model: str, shown: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulatedPlan:
     """A request of `shape` under a plan, as the simulator saw it."""
 
     spec: Spec
@@ -362,41 +383,45 @@ class Played:
         return f"{self.plan.method}, {self.shape.size} tokens"
 
 
-def wants_play(args: argparse.Namespace) -> bool:
+def needs_simulation(args: argparse.Namespace) -> bool:
     """Return whether the arguments ask for what only the simulator knows."""
-    return bool(args.explain or args.svg or args.layout_svg)
+    return bool(args.format_program or args.svg or args.layout_svg)
 
 
-def play_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> Played:
+def simulate_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> SimulatedPlan:
     """Return what happens in a request under a plan, by simulation."""
-    naming = Naming(site, plan.model)
+    naming = TopicNames(site, plan.model)
     if plan.replicas:  # a request for each of them
-        request = request_of(naming, spec, plan, shape, cluster)
-        several = play(naming, spec, (request,) * len(plan.replicas), cluster, 1, record=True)
+        request = simulated_request(naming, spec, plan, shape, cluster)
+        several = simulate_requests(naming, spec, (request,) * len(plan.replicas), cluster, 1, record=True)
         result = Simulation(several.runs[0].latency_s, several.nbytes, several.devices, several.events)
-        return Played(spec, plan, shape, {d: p for c in request.choices for d, p in c.programs.items()}, result)
-    parts = programs(spec, plan, shape)
-    return Played(spec, plan, shape, parts, simulate(naming, spec, shape, parts, cluster, record=True))
+        return SimulatedPlan(spec, plan, shape, {d: p for c in request.choices for d, p in c.programs.items()}, result)
+    parts = device_programs(spec, plan, shape)
+    return SimulatedPlan(spec, plan, shape, parts, simulate(naming, spec, shape, parts, cluster, record=True))
 
 
-def plan_load(site: str, played: Played, cluster: Cluster, in_flight: int) -> Load:
+def simulate_plan_load(site: str, played: SimulatedPlan, cluster: Cluster, in_flight: int) -> Throughput:
     """Return what several requests under a plan come to, so many of them at once, by simulation."""
-    naming = Naming(site, played.plan.model)
-    request = request_of(naming, played.spec, played.plan, played.shape, cluster, played.programs)
-    return under_load(naming, played.spec, request, cluster, in_flight, ROUNDS * in_flight)
+    naming = TopicNames(site, played.plan.model)
+    request = simulated_request(naming, played.spec, played.plan, played.shape, cluster, played.programs)
+    return simulate_throughput(naming, played.spec, request, cluster, in_flight, ROUNDS * in_flight)
 
 
-def draw_plan(args: argparse.Namespace, played: Played) -> None:
+def write_pictures(args: argparse.Namespace, played: SimulatedPlan) -> None:
     """Write the pictures that the arguments ask for; raises ConfigError if a file cannot be written."""
     plan, result = played.plan, played.result
     if args.svg:
         title = f"{played.title()}, simulated"
         _write("--svg", args.svg, timeline_svg(result.events, plan.devices, result.seconds, title))
     if args.layout_svg:
-        made = lowered(played.spec, plan, played.shape)
-        layers = [min(layer, made.whole.layers() - 1) for layer in args.layer]
+        made = lower_plan(played.spec, plan, played.shape)
+        layers = [min(layer, made.full_graph.layer_count() - 1) for layer in args.layer]
         which = f"layer {layers[0]}" if len(set(layers)) == 1 else f"layers {layers[0]} to {layers[-1]}"
-        names = made.names if made.names == plan.runs[0].devices else places_taken(result.events, made.names, plan.head)
+        names = (
+            made.names
+            if made.names == plan.executables[0].devices
+            else task_owners(result.events, made.names, plan.root)
+        )
         title = f"{played.title()}, {which}"
         _write("--layout-svg", args.layout_svg, layout_svg(made, layers, title, plan.wire, names))
 
@@ -409,17 +434,17 @@ def _write(option: str, file: Path, picture: str) -> None:
     output.err.print(f"wrote {file}", markup=False)
 
 
-def explain_plan(played: Played, layers: Sequence[int]) -> None:
+def explain_plan(played: SimulatedPlan, layers: Sequence[int]) -> None:
     """Print the work factor, some layers' ops of every device and the time line."""
     result = played.result
     last = max(op.layer for program in played.programs.values() for op in program.ops)
-    output.print_lines(["", plan_work(played.spec, played.plan, played.shape).text()])
+    output.print_lines(["", plan_work_factor(played.spec, played.plan, played.shape).text()])
     for name, program in played.programs.items():
         use = result.devices[name]
         busy = f"computes {use.compute_s * 1e3:.1f} ms, waits {use.wait_s * 1e3:.1f} ms, sends {use.sent_bytes} bytes"
-        took = tasks_of(result.events, name)
+        took = task_summary(result.events, name)
         output.print_lines(["", f"{name}: {len(program.ops)} ops, {busy}{took and '; in this run ' + took}"])
         for layer in dict.fromkeys(min(layer, last) for layer in layers):
-            output.print_lines([f"layer {layer}:", *explain(program, layer)])
+            output.print_lines([f"layer {layer}:", *format_program(program, layer)])
     title = f"time line of {played.shape.size} tokens (simulated, {result.seconds * 1e3:.1f} ms):"
     output.print_lines(["", title, *timeline_text(result.events, played.plan.devices, result.seconds)])

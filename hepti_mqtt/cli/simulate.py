@@ -9,17 +9,17 @@ from typing import Any
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.show import draw_plan, explain_plan, instead, play_plan, print_candidates, wants_play
+from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, simulate_plan, what_if, write_pictures
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.explain import plan_work
+from hepti_mqtt.cost.explain import plan_work_factor
 from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.cost.simulator import ROUNDS, Naming
+from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import shape_for
-from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within, wire_errors
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import representative_shape
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, wire_errors
 from hepti_mqtt.spec import Spec
 
 
@@ -29,41 +29,41 @@ def simulate(args: argparse.Namespace) -> int:
     question = _question(args, cluster, _spec(args.model))
     decision, spec = _decide(args.model, question), question.spec
     chosen = decision.chosen.plan
-    played = play_plan(args.site, spec, chosen, question.shape, cluster) if wants_play(args) else None
+    played = simulate_plan(args.site, spec, chosen, question.shape, cluster) if needs_simulation(args) else None
     if played is not None:
-        draw_plan(args, played)
+        write_pictures(args, played)
     if args.json:
-        work = plan_work(spec, chosen, question.shape).to_dict()
+        work = plan_work_factor(spec, chosen, question.shape).to_dict()
         candidates = [_told(question, c) for c in decision.ranking]
         output.print_json(
             {"chosen": chosen.to_dict(), "reason": decision.reason, "work": work, "candidates": candidates}
         )
         return 0
     _print_ranking(args.model, question, decision)
-    if played is not None and args.explain:
-        output.print_lines(instead(args.site, spec, chosen, question.shape, cluster))
+    if played is not None and args.format_program:
+        output.print_lines(what_if(args.site, spec, chosen, question.shape, cluster))
         explain_plan(played, args.layer)
     return 0
 
 
 def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Question:
-    pins = PinOptions.of(args).pins()
+    pins = PinOptions.from_args(args).to_pins()
     return Question(
-        Naming(args.site, "model"),
+        TopicNames(args.site, "model"),
         spec,
         cluster,
-        shape_for(spec, args.tokens, args.sequences),
-        Epoch(1, 1),
+        representative_shape(spec, args.tokens, args.sequences),
+        PlanVersion(1, 1),
         strategy=pins.strategy,
         options=pins.options,
         devices=pins.devices,
         wire=pins.wire,
-        storage=pins.storage,
+        weight_dtype=pins.weight_dtype,
         route=pins.route,
         objective=pins.objective,
         accuracy=pins.accuracy,
         in_flight=args.in_flight,
-        requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
+        requests=args.requests or (ROUNDS * args.in_flight if args.format_program else 0),
     )
 
 
@@ -78,7 +78,7 @@ def _decide(model: str, question: Question) -> Decision:
         )
     with Checkpoint.open(model) as checkpoint:
         tensors = checkpoint.tensors()
-        return decide_within(question, {}, lambda plan: wire_errors(question.spec, plan, tensors))
+        return decide_within_accuracy(question, {}, lambda plan: wire_errors(question.spec, plan, tensors))
 
 
 def _told(question: Question, c: Candidate) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _told(question: Question, c: Candidate) -> dict[str, Any]:
         "feasible": c.price.feasible,
         "missing_bytes": dict(c.price.missing),
         "needs_bytes": dict(c.price.needs),
-        "memory_share": c.price.share,
+        "memory_share": c.price.memory_share,
     }
     if (joules := c.price.joules(question.cluster)) is not None:
         told["joules"] = joules
@@ -134,4 +134,4 @@ def _spec(name: str) -> Spec:
 
 def _is_stored(name: str) -> bool:
     """Return whether a name is that of a model's files; one that is a kind's name, too, is the kind."""
-    return name not in KINDS and (Path(name).is_dir() or onnx_file.find(Path(name)) is not None)
+    return name not in KINDS and (Path(name).is_dir() or onnx_file.find_onnx(Path(name)) is not None)

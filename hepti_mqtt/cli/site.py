@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, get_args
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.closed_site.roles import AddedRole
-from hepti_mqtt.config.options import port
+from hepti_mqtt.config.options import tcp_port
 from hepti_mqtt.config.settings import DEFAULT_SITE
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
         help="the broker's name or address as seen by the devices; may be repeated; logins name the first "
         "(default: this machine's)",
     )
-    init.add_argument("--port", type=port, default=PORT, help=f"the broker's port (default {PORT})")
+    init.add_argument("--port", type=tcp_port, default=PORT, help=f"the broker's port (default {PORT})")
     init.add_argument("--site", default=argparse.SUPPRESS, help=f"name of the site (default: {DEFAULT_SITE})")
     add = actions.add_parser("add", help="add a device, a client or a viewer: writes its login file")
     add.add_argument(
@@ -67,7 +67,7 @@ def site(args: argparse.Namespace) -> int:
 
     if args.action == "init":
         hosts = tuple(dict.fromkeys([*(args.host or own_addresses()), *ALWAYS]))
-        found = SiteFolder.make(args.directory, args.site, hosts, args.port, datetime.datetime.now(datetime.UTC))
+        found = SiteFolder.create(args.directory, args.site, hosts, args.port, datetime.datetime.now(datetime.UTC))
         _tell(args, found, f"site {found.site} is made; its broker is {found.hosts[0]}:{found.port}")
         return 0
     found = SiteFolder.open(args.directory)

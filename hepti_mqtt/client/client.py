@@ -20,7 +20,7 @@ from typing import Any, Final, Union
 
 from PIL import Image
 
-from hepti_mqtt.client.session import Answer, ClientSession, Ended, Part, Publication
+from hepti_mqtt.client.session import Answer, ClientSession, PartialAnswer, RequestEnded, RequestPublish
 from hepti_mqtt.config import Settings
 from hepti_mqtt.errors import (
     BadNameError,
@@ -46,7 +46,7 @@ def client_name(user: str | None) -> str:
         return f"py-{uuid.uuid4().hex[:12]}"
 
 
-def refusal_of(client_id: str, what: str, state: Refused) -> RefusedError:
+def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:
     """Return the error of a client whom the broker does not let do something; what: "publish to" or the like."""
     return RefusedError(
         f"the broker does not let client {client_id} {what} {', '.join(state.topics)}: {state.reason}; "
@@ -58,7 +58,7 @@ def refusal_of(client_id: str, what: str, state: Refused) -> RefusedError:
 # The futures of answers.
 
 
-class Stream(Future[Answer]):
+class AnswerStream(Future[Answer]):
     """The future of an answer whose parts are shown as they come; None in `parts` is the end."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Hepti:
         client_id: the name in topics, by default the broker's user, to whom an access list binds it, else a random one.
         Raises ConfigError without a URL, NetworkError if no broker answers within `timeout` seconds, RefusedError.
         """
-        settings = Settings.of(broker=str(url) if isinstance(url, str) else None, site=site)
+        settings = Settings.from_environment(broker=str(url) if isinstance(url, str) else None, site=site)
         if isinstance(url, BrokerUrl):
             place = url
         elif settings.broker is None:
@@ -261,7 +261,7 @@ class Hepti:
             return future.result(timeout_s)
         except TimeoutError:
             future.cancel()
-            raise self._why(timeout_s) from None
+            raise self._timeout_error(timeout_s) from None
 
     def generate(
         self, model: str, *, max_new_tokens: int, timeout_s: float = 60.0, **request: Any
@@ -273,7 +273,7 @@ class Hepti:
         """
         if request.get("want") not in (None, "task"):
             raise RequestError(f"want {request['want']!r} generates no tokens; leave it out, or send it with infer")
-        future = Stream()
+        future = AnswerStream()
         self._send(model, uuid.uuid4().hex, request_body(**request, max_new_tokens=max_new_tokens), future)
         future.add_done_callback(lambda _: future.parts.put(None))
         shown = 0
@@ -283,7 +283,7 @@ class Hepti:
                     shown += 1
                     yield {key: part[key] for key in TOKEN}
         except queue.Empty:
-            raise self._why(timeout_s) from None
+            raise self._timeout_error(timeout_s) from None
         finally:
             future.cancel()
         answer = future.result()
@@ -323,7 +323,7 @@ class Hepti:
 
     def _send(self, model: str, name: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
         with self._changed:
-            publication = self._session.begin(model, name, body, future, time.perf_counter())
+            publication = self._session.add_request(model, name, body, future, time.perf_counter())
         future.add_done_callback(lambda _: self._forget(model, name, future))
         try:
             self._transport.publish(publication.topic, publication.payload, 1)
@@ -335,7 +335,7 @@ class Hepti:
         with self._changed:
             self._session.forget(model, name, future)
 
-    def _why(self, timeout_s: float) -> HeptiError:
+    def _timeout_error(self, timeout_s: float) -> HeptiError:
         with self._changed:
             connected, planner = self._connected, self._session.planner_online
         if not connected:
@@ -351,7 +351,7 @@ class Hepti:
         self._require_planner(timeout)
         count = 0
         # Retained records come one after the other, and nothing says which one is the last.
-        while self._until(partial(self._more_models, count), PAUSE_S if count else GRACE_S):
+        while self._wait_until(partial(self._more_models, count), PAUSE_S if count else GRACE_S):
             with self._changed:
                 count = len(self._session.models())
         with self._changed:
@@ -367,7 +367,7 @@ class Hepti:
         of a version whose record this one cannot read.
         """
         self._require_planner(timeout)
-        self._until(lambda: self._session.record(model) is not None, GRACE_S)
+        self._wait_until(lambda: self._session.record(model) is not None, GRACE_S)
         with self._changed:
             record, names = self._session.record(model), self._session.models()
         if record is None:
@@ -399,7 +399,7 @@ class Hepti:
             return bool(record and record["active"] is not None and (predicate is None or predicate(record)))
 
         while time.monotonic() < until:
-            if self._until(ready, min(until - time.monotonic(), GRACE_S)):
+            if self._wait_until(ready, min(until - time.monotonic(), GRACE_S)):
                 return self.plan(model)
             if patience_s is not None and hopeless_since is not None and time.monotonic() - hopeless_since > patience_s:
                 break
@@ -419,7 +419,7 @@ class Hepti:
                 self._watching = self._transport.subscribe(filters)
             for device in self._session.devices.values():
                 device.heartbeat = None
-        self._until(self._all_heard, wait_s)
+        self._wait_until(self._all_heard, wait_s)
         with self._changed:
             return [d.to_dict(name) for name, d in sorted(self._session.devices.items())]
 
@@ -438,10 +438,10 @@ class Hepti:
         t = self._session.topics
         self._transport.subscribe([(t.responses(self.client_id), 1), (t.planner_status(), 1), (t.all_plans(), 1)])
         self._transport.connect(timeout)
-        if not self._until(lambda: self._connected, timeout):
+        if not self._wait_until(lambda: self._connected, timeout):
             raise NetworkError(f"the broker did not acknowledge the subscriptions within {timeout:g} s")
 
-    def _until(self, predicate: Callable[[], bool], timeout: float) -> bool:
+    def _wait_until(self, predicate: Callable[[], bool], timeout: float) -> bool:
         """Wait until `predicate` holds, looking again after every message; raises RefusedError."""
         with self._changed:
             found = self._changed.wait_for(lambda: self._refused is not None or predicate(), timeout)
@@ -450,41 +450,44 @@ class Hepti:
             return found
 
     def _require_planner(self, timeout: float) -> None:
-        if not self._until(lambda: self._session.planner_online, timeout):
-            raise self._why(timeout)
+        if not self._wait_until(lambda: self._session.planner_online, timeout):
+            raise self._timeout_error(timeout)
 
     # -- network thread ---------------------------------------------------------------------------------------------
 
     def _heard(self, topic: str, payload: bytes) -> None:
         now = time.perf_counter()
         with self._changed:
-            out = self._session.heard(topic, payload, now)
+            out = self._session.handle_message(topic, payload, now)
             self._changed.notify_all()
         for item in out:
-            if isinstance(item, Ended):
-                settle(item.token, item.outcome)
-            elif isinstance(item, Part):
-                if isinstance(item.token, Stream):
-                    item.token.parts.put(item.data)
+            if isinstance(item, RequestEnded):
+                settle(item.handle, item.outcome)
+            elif isinstance(item, PartialAnswer):
+                if isinstance(item.handle, AnswerStream):
+                    item.handle.parts.put(item.data)
             else:
                 self._transport.publish(item.topic, item.payload, 1)
 
     def _state(self, state: State) -> None:
-        again: list[Publication] = []
+        again: list[RequestPublish] = []
         refused: list[object] = []
         refusal: RefusedError | None = None
         with self._changed:
             if isinstance(state, Connected):
-                again = self._session.connected()
+                again = self._session.to_resend()
                 self._connected = True
             elif isinstance(state, Disconnected):
                 self._connected = False
             elif isinstance(state, Subscribed):
                 self._subscribed.add(state.token)
             elif state.token is None:
-                refused, refusal = self._session.refused(state.topics), refusal_of(self.client_id, "publish to", state)
+                refused, refusal = (
+                    self._session.drop_refused(state.topics),
+                    refusal_error(self.client_id, "publish to", state),
+                )
             else:
-                self._refused = refusal_of(self.client_id, "subscribe to", state)
+                self._refused = refusal_error(self.client_id, "subscribe to", state)
             self._changed.notify_all()
         for token in refused:
             assert refusal is not None

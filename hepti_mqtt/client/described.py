@@ -18,24 +18,24 @@ from hepti_mqtt.cost.profiles import (
     DeviceProfile,
     Link,
     PeerLink,
-    cluster_of,
     frame_cost,
-    frames_foreseen,
-    peer_links_of,
+    make_cluster,
     profile_from_caps,
+    symmetric_peer_links,
+    with_frame_costs,
 )
 from hepti_mqtt.errors import ConfigError, RequestError
-from hepti_mqtt.models.shapes import Pictures, Text
+from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.protocol import messages as peer_forms
 from hepti_mqtt.protocol.messages import Heartbeat
-from hepti_mqtt.runtime.coordinator.fleet import PLAUSIBLE, believed, caps_refused
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.runtime.coordinator.fleet import PLAUSIBLE, implausible_caps, sanitize_heartbeat
+from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.spec import Spec
 
 LEAST_SLOWDOWN: Final = 0.05  # that a plan is made with, as the planner has it
 
 
-def unusable(device: Mapping[str, Any]) -> str | None:
+def unusable_reason(device: Mapping[str, Any]) -> str | None:
     """Return why no plan uses a device that is online, by the planner's own rules; None if one may."""
     if unread := device.get("caps_unread"):
         return f"its capabilities cannot be read ({unread[:200]}); install the planner's version there"
@@ -44,17 +44,17 @@ def unusable(device: Mapping[str, Any]) -> str | None:
     if "curves" not in device:
         none = "it has told nothing of its capabilities, or the login here may not read them; restart the agent there"
         return none if device["status"] == "online" else None
-    wrong = caps_refused(device["device"], device["curves"], device["memory_budget_bytes"])
+    wrong = implausible_caps(device["device"], device["curves"], device["memory_budget_bytes"])
     return wrong and f"its capabilities cannot be right ({wrong[:200]}); restart the agent there, or update it"
 
 
-def credible(device: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+def sanitize_device(device: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     """Return a device without the numbers of its heartbeat that the planner does not believe, and what was wrong."""
     heartbeat = device.get("heartbeat")
     if heartbeat is None:
         return dict(device), None
     peers = {name: peer_forms.LinkReport(**report) for name, report in heartbeat.get("peers", {}).items()}
-    kept, wrong = believed(Heartbeat(**{**heartbeat, "peers": peers}))
+    kept, wrong = sanitize_heartbeat(Heartbeat(**{**heartbeat, "peers": peers}))
     links = {name: report._asdict() for name, report in kept.peers.items()}
     return {
         **device,
@@ -64,10 +64,10 @@ def credible(device: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
 
 def usable(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what the planner would make plans with, of the devices that `Hepti.devices` found."""
-    return [credible(device)[0] for device in found if unusable(device) is None]
+    return [sanitize_device(device)[0] for device in found if unusable_reason(device) is None]
 
 
-def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
+def cluster_of_devices(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
     """Return the cluster of the devices `names` among those that `Hepti.devices` found.
 
     found: of a site, those that are `usable`. Raises ConfigError if one of `names` is not there or has not said how
@@ -99,8 +99,10 @@ def cluster_described(found: Sequence[Mapping[str, Any]], names: Sequence[str]) 
             for target, told in (hb.get("peers") or {}).items()
         }
     endpoints = {name: told for name in names if (told := peer_forms.endpoint(by_name[name].get("endpoint")))}
-    profiles = frames_foreseen(profiles, [name for name, endpoint in endpoints.items() if not endpoint.loopback])
-    return replace(cluster_of(profiles, links), endpoints=frozenset(endpoints), peer_links=peer_links_of(peers))
+    profiles = with_frame_costs(profiles, [name for name, endpoint in endpoints.items() if not endpoint.loopback])
+    return replace(
+        make_cluster(profiles, links), endpoints=frozenset(endpoints), peer_links=symmetric_peer_links(peers)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -119,12 +121,12 @@ def random_input(spec: Spec, count: int, seed: int, photographs: bool = False) -
     every decoder reads alike.
     """
     rng = np.random.default_rng(seed)
-    reads = spec.reads
-    if isinstance(reads, Text):
+    reads = spec.input_spec
+    if isinstance(reads, TextInput):
         if count > reads.longest:
             raise RequestError(f"{count} tokens are more than the {reads.longest} that the model reads")
         return {"ids": rng.integers(0, reads.vocab, count).tolist()}
-    assert isinstance(reads, Pictures)
+    assert isinstance(reads, ImageInput)
     file = _photograph if photographs else _noise
     pictures = [base64.b64encode(file(rng, reads.size)).decode() for _ in range(count)]
     return {"images": pictures} if count > 1 else {"image": pictures[0]}
@@ -152,6 +154,6 @@ def _photograph(rng: np.random.Generator, size: int) -> bytes:
 
 def reference(checkpoint: Checkpoint, body: Mapping[str, Any]) -> NDArray[np.float32]:
     """Return the reference's final hidden states [m, h] for a request."""
-    prepared = prepare(checkpoint, {**body, "want": "hidden"})
+    prepared = read_input(checkpoint, {**body, "want": "hidden"})
     hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
     return np.asarray(hidden, np.float32)

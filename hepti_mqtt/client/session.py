@@ -17,8 +17,8 @@ from hepti_mqtt.errors import HeptiError, IdInUseError, RemoteError, RequestErro
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol import messages as protocol_messages
-from hepti_mqtt.protocol.messages import TOKEN, answer_lacks, other_version, record_lacks
-from hepti_mqtt.protocol.topics import Parsed, Topics
+from hepti_mqtt.protocol.messages import TOKEN, missing_answer_key, missing_record_key, version_mismatch
+from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 
 Floats = NDArray[np.float32]
 
@@ -138,37 +138,37 @@ def error_from(data: Mapping[str, Any]) -> HeptiError:
 # ClientSession: which requests wait for an answer, and what is known of the site; no sockets, threads or clocks.
 
 
-class Publication(NamedTuple):
+class RequestPublish(NamedTuple):
     """A request to publish at QoS 1."""
 
     topic: str
     payload: bytes
 
 
-class Part(NamedTuple):
-    """A part of an answer of which more comes; `token` is the shell's own handle."""
+class PartialAnswer(NamedTuple):
+    """A part of an answer of which more comes; `handle` is the shell's own handle."""
 
-    token: object
+    handle: object
     data: Mapping[str, Any]
 
 
-class Ended(NamedTuple):
-    """A request that is over; `token` is the shell's own handle."""
+class RequestEnded(NamedTuple):
+    """A request that is over; `handle` is the shell's own handle."""
 
-    token: object
+    handle: object
     outcome: Answer | HeptiError
 
 
 class _Caller(NamedTuple):
-    token: object
+    handle: object
     since_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _PendingRequest:
     """A request that waits, and everybody who has asked it under this id."""
 
-    publication: Publication
+    publication: RequestPublish
     callers: list[_Caller]
 
 
@@ -176,13 +176,13 @@ DEVICES: Final = 1024  # that are remembered: names cost nothing to invent
 
 
 @dataclass(slots=True)
-class Device:
-    """A device as it described itself. unread: why its last caps cannot be read, "" if they can."""
+class DeviceView:
+    """A device as it described itself. caps_error: why its last caps cannot be read, "" if they can."""
 
     status: protocol_messages.Status | None = None
     caps: protocol_messages.Caps | None = None
     heartbeat: protocol_messages.Heartbeat | None = None
-    unread: str = ""
+    caps_error: str = ""
 
     def to_dict(self, name: str) -> dict[str, Any]:
         """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None).
@@ -191,7 +191,7 @@ class Device:
         cannot be read, and of which start they are.
         """
         out: dict[str, Any] = {} if self.caps is None else {**asdict(self.caps), "caps_boot": self.caps.boot}
-        out |= {"caps_unread": self.unread} if self.unread else {}
+        out |= {"caps_unread": self.caps_error} if self.caps_error else {}
         out["device"] = name
         out["status"] = "unknown" if self.status is None else self.status.state
         out["boot"] = 0 if self.status is None else self.status.boot
@@ -204,16 +204,18 @@ class Device:
 
 @dataclass(slots=True)
 class ClientSession:
-    """What one client knows. lacking: what records that cannot be read lack. counters: messages dropped, by reason."""
+    """What one client knows. unreadable_records: what records that cannot be read lack. counters: messages dropped,
+    by reason.
+    """
 
     site: str
     client: str
     planner: protocol_messages.Status | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
-    lacking: dict[str, str] = field(default_factory=dict)
-    devices: dict[str, Device] = field(default_factory=dict)
+    unreadable_records: dict[str, str] = field(default_factory=dict)
+    devices: dict[str, DeviceView] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    _pending: dict[tuple[str, str], _Pending] = field(default_factory=dict)
+    _pending: dict[tuple[str, str], _PendingRequest] = field(default_factory=dict)
 
     @property
     def topics(self) -> Topics:
@@ -232,8 +234,10 @@ class ClientSession:
         """
         if not self._served(model):
             return None
-        if model in self.lacking:
-            raise other_version(f"what is told of model {model} and its plans lacks {self.lacking[model]!r}")
+        if model in self.unreadable_records:
+            raise version_mismatch(
+                f"what is told of model {model} and its plans lacks {self.unreadable_records[model]!r}"
+            )
         return self.records[model]
 
     def models(self) -> list[str]:
@@ -242,7 +246,7 @@ class ClientSession:
 
     def unused(self) -> dict[str, str]:
         """Return why the planner uses devices that are online for no plan, as far as its records can be read."""
-        records = [self.records[name] for name in self.models() if name not in self.lacking]
+        records = [self.records[name] for name in self.models() if name not in self.unreadable_records]
         return {device: why for record in records for device, why in record["unused"].items()}
 
     def _served(self, model: str) -> bool:
@@ -250,7 +254,9 @@ class ClientSession:
             return False
         return bool(self.records[model].get("boot", self.planner.boot) == self.planner.boot)
 
-    def begin(self, model: str, request: str, body: Mapping[str, Any], token: object, now: float) -> Publication:
+    def add_request(
+        self, model: str, request: str, body: Mapping[str, Any], token: object, now: float
+    ) -> RequestPublish:
         """Note a request and return what to publish; raises BadNameError, or RequestError for what is no JSON.
 
         One that waits already gets one more to tell. Raises IdInUseError while another request waits under this id.
@@ -260,8 +266,8 @@ class ClientSession:
             payload = json.dumps({**body, "id": request}, allow_nan=False, default=_plain).encode()
         except (TypeError, ValueError) as error:
             raise RequestError(f"the request cannot be written as JSON: {error}") from error
-        publication = Publication(self.topics.request(model, self.client), payload)
-        waiting = self._pending.get((model, request), _Pending(publication, []))
+        publication = RequestPublish(self.topics.request(model, self.client), payload)
+        waiting = self._pending.get((model, request), _PendingRequest(publication, []))
         if waiting.publication != publication:
             raise IdInUseError.of(request)
         waiting.callers.append(_Caller(token, now))
@@ -273,28 +279,30 @@ class ClientSession:
         waiting = self._pending.get((model, request))
         if waiting is None:
             return
-        waiting.callers[:] = [caller for caller in waiting.callers if caller.token is not token]
+        waiting.callers[:] = [caller for caller in waiting.callers if caller.handle is not token]
         if not waiting.callers:
             del self._pending[model, request]
 
     def abandon(self) -> list[object]:
         """Give up all requests; return their tokens."""
-        tokens = [caller.token for p in self._pending.values() for caller in p.callers]
+        tokens = [caller.handle for p in self._pending.values() for caller in p.callers]
         self._pending.clear()
         return tokens
 
-    def refused(self, topics: Iterable[str]) -> list[object]:
+    def drop_refused(self, topics: Iterable[str]) -> list[object]:
         """Give up the requests that the broker does not take; return their tokens."""
         gone = {key: p.callers for key, p in self._pending.items() if p.publication.topic in set(topics)}
         for key in gone:
             del self._pending[key]
-        return [caller.token for callers in gone.values() for caller in callers]
+        return [caller.handle for callers in gone.values() for caller in callers]
 
-    def connected(self) -> list[Publication]:
+    def to_resend(self) -> list[RequestPublish]:
         """Return the requests to publish again when a connection stands: an answer may have passed unheard."""
         return [p.publication for p in self._pending.values()]
 
-    def heard(self, topic: str, payload: bytes, now: float) -> list[Ended | Part | Publication]:
+    def handle_message(
+        self, topic: str, payload: bytes, now: float
+    ) -> list[RequestEnded | PartialAnswer | RequestPublish]:
         """Take a message; return what is over and what must be published again. Each answer is shown once."""
         try:
             return self._heard(self.topics.parse(topic), payload, now)
@@ -302,21 +310,25 @@ class ClientSession:
             self.counters[f"malformed {type(error).__name__}"] += 1
             return []
 
-    def _heard(self, topic: Parsed, payload: bytes, now: float) -> list[Ended | Part | Publication]:
+    def _heard(
+        self, topic: ParsedTopic, payload: bytes, now: float
+    ) -> list[RequestEnded | PartialAnswer | RequestPublish]:
         if topic.kind == "response":
             return self._answered(topic, payload, now)
         if topic.kind == "planner_status":
             self.planner = messages.decode_status(payload) if payload else None
             # A planner that says so anew may be a new one, or have been away while a broker without memory took
             # requests that nobody was subscribed to. It recognises those that it has.
-            return list(self.connected()) if self.planner_online else []
+            return list(self.to_resend()) if self.planner_online else []
         if topic.kind == "plan":
             self._planned(topic.model, payload)
         elif topic.kind in ("status", "caps", "heartbeat"):
             self._device(topic, payload)
         return []
 
-    def _answered(self, topic: Parsed, payload: bytes, now: float) -> list[Ended | Part | Publication]:
+    def _answered(
+        self, topic: ParsedTopic, payload: bytes, now: float
+    ) -> list[RequestEnded | PartialAnswer | RequestPublish]:
         pending = self._pending.get((topic.model, topic.request))
         if pending is None:
             self.counters["not asked"] += 1
@@ -327,12 +339,12 @@ class ClientSession:
         if data.get("final") is False:
             if not data.keys() >= set(TOKEN):
                 raise WireError(f"a token of an answer has {', '.join(TOKEN)}")
-            return [Part(caller.token, data) for caller in pending.callers]
+            return [PartialAnswer(caller.handle, data) for caller in pending.callers]
         error = None if data.get("ok") is True else error_from(data)
-        if error is None and (lacks := answer_lacks(data)) is not None:
-            error = other_version(f"the answer lacks {lacks!r}")
-        ended: list[Ended | Part | Publication] = [
-            Ended(token, Answer(data, (now - since_s) * 1e3) if error is None else error)
+        if error is None and (lacks := missing_answer_key(data)) is not None:
+            error = version_mismatch(f"the answer lacks {lacks!r}")
+        ended: list[RequestEnded | PartialAnswer | RequestPublish] = [
+            RequestEnded(token, Answer(data, (now - since_s) * 1e3) if error is None else error)
             for token, since_s in pending.callers
         ]
         del self._pending[topic.model, topic.request]
@@ -341,21 +353,21 @@ class ClientSession:
     def _planned(self, model: str, payload: bytes) -> None:
         if not payload:
             self.records.pop(model, None)
-            self.lacking.pop(model, None)
+            self.unreadable_records.pop(model, None)
             return
         record = msgpack.unpackb(payload)
         if not isinstance(record, dict):
             raise WireError("a plan's record is a map")
         self.records[model] = record
-        if (lacks := record_lacks(record)) is None:
-            self.lacking.pop(model, None)
+        if (lacks := missing_record_key(record)) is None:
+            self.unreadable_records.pop(model, None)
         else:
-            self.lacking[model] = lacks
+            self.unreadable_records[model] = lacks
 
-    def _device(self, topic: Parsed, payload: bytes) -> None:
+    def _device(self, topic: ParsedTopic, payload: bytes) -> None:
         if not payload:
             return
-        device = self.devices.get(topic.device, Device())
+        device = self.devices.get(topic.device, DeviceView())
         if topic.kind == "status":
             device.status = messages.decode_status(payload)
         elif topic.kind == "caps":
@@ -367,12 +379,12 @@ class ClientSession:
             return
         self.devices[topic.device] = device
 
-    def _caps(self, device: Device, payload: bytes) -> None:
+    def _caps(self, device: DeviceView, payload: bytes) -> None:
         try:
-            device.caps, device.unread = messages.decode_caps(payload), ""
+            device.caps, device.caps_error = messages.decode_caps(payload), ""
         except (WireError, ValueError, TypeError) as error:  # the device is there, so that it is listed with the reason
             self.counters["unread caps"] += 1
-            device.caps, device.unread = None, str(error)
+            device.caps, device.caps_error = None, str(error)
 
 
 def _plain(value: Any) -> Any:

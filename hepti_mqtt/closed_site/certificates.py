@@ -18,14 +18,14 @@ DAYS: Final = 3650
 _MARGIN: Final = datetime.timedelta(days=1)  # boards without a battery wake up in the past
 
 
-class Pair(NamedTuple):
+class KeyPair(NamedTuple):
     """A certificate and its private key, both PEM."""
 
     certificate: bytes
     key: bytes
 
 
-def make_authority(name: str, now: datetime.datetime) -> Pair:
+def make_authority(name: str, now: datetime.datetime) -> KeyPair:
     """Return a new authority; raises ConfigError where `cryptography` is not installed."""
     _require()
     from cryptography import x509
@@ -44,7 +44,7 @@ def make_authority(name: str, now: datetime.datetime) -> Pair:
     return _pair(made, key)
 
 
-def make_certificate(authority: Pair, hosts: Sequence[str], now: datetime.datetime) -> Pair:
+def make_certificate(authority: KeyPair, hosts: Sequence[str], now: datetime.datetime) -> KeyPair:
     """Return a broker's certificate for its names and addresses, signed by the authority; raises ConfigError."""
     _require()
     from cryptography import x509
@@ -69,7 +69,7 @@ def make_certificate(authority: Pair, hosts: Sequence[str], now: datetime.dateti
     return _pair(made, key)
 
 
-def make_own_certificate(name: str, now: datetime.datetime) -> Pair:
+def make_self_signed(name: str, now: datetime.datetime) -> KeyPair:
     """Return a certificate that nobody but its own key has signed: who is to trust it knows its fingerprint.
 
     Raises ConfigError where `cryptography` is not installed.
@@ -148,10 +148,10 @@ def _certificate(
     )
 
 
-def _pair(made: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:
+def _pair(made: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> KeyPair:
     from cryptography.hazmat.primitives import serialization
 
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return Pair(made.public_bytes(serialization.Encoding.PEM), private)
+    return KeyPair(made.public_bytes(serialization.Encoding.PEM), private)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
-from hepti_mqtt.closed_site.certificates import make_authority, make_certificate, make_own_certificate
-from hepti_mqtt.closed_site.roles import ROLES, Role, access_list
+from hepti_mqtt.closed_site.certificates import make_authority, make_certificate, make_self_signed
+from hepti_mqtt.closed_site.roles import ROLES, Role, acl_text
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.embedded_broker.settings import closed_configuration, password_lines
 from hepti_mqtt.errors import ConfigError
@@ -46,7 +46,7 @@ class SiteFolder:
     users: Mapping[str, Role]
 
     @classmethod
-    def make(cls, path: Path, site: str, hosts: Sequence[str], port: int, now: datetime.datetime) -> SiteFolder:
+    def create(cls, path: Path, site: str, hosts: Sequence[str], port: int, now: datetime.datetime) -> SiteFolder:
         """Make the directory with authority, certificate, configuration and the planner's user.
 
         Raises ConfigError if something is there already, cannot be written, or `cryptography` is missing.
@@ -143,7 +143,7 @@ class SiteFolder:
         place = f"{_in_url(self.hosts[0])}:{self.port}"
         own = b""
         if role == "device":  # by which its peers know it
-            own = b"".join(make_own_certificate(user, datetime.datetime.now(datetime.UTC)))
+            own = b"".join(make_self_signed(user, datetime.datetime.now(datetime.UTC)))
         self._write(
             str(self.login(user).relative_to(self.path)),
             f"# Login of {role} {user} at Hepti's site {self.site}: who has this file can come in.\n"
@@ -159,7 +159,7 @@ class SiteFolder:
         before = passwd.read_text().splitlines(keepends=True) if passwd.exists() else []
         kept = [line for line in before if line.partition(":")[0] in self.users]
         self._write("broker/passwd", "".join(kept) + added)
-        self._write("broker/acl", access_list(self.site, self.users))
+        self._write("broker/acl", acl_text(self.site, self.users))
         told = {"site": self.site, "hosts": self.hosts, "port": self.port, "users": dict(self.users)}
         self._write(_ABOUT, json.dumps(told, indent=1) + "\n")
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple, get_args
 
-from hepti_mqtt.protocol.topics import VERSION
+from hepti_mqtt.protocol.topics import TOPIC_ROOT
 
 Role = Literal["planner", "device", "client", "viewer"]
 AddedRole = Literal["device", "client", "viewer"]  # a site has one planner
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 
-class Right(NamedTuple):
+class AclRule(NamedTuple):
     """What a role may do with topics below its site; `{me}` is the user's name."""
 
     access: Literal["read", "write", "readwrite"]
     topic: str
 
 
-def _rights(read: Iterable[str] = (), write: Iterable[str] = (), readwrite: Iterable[str] = ()) -> tuple[Right, ...]:
+def _rights(read: Iterable[str] = (), write: Iterable[str] = (), readwrite: Iterable[str] = ()) -> tuple[AclRule, ...]:
     return (
-        *(Right("read", topic) for topic in read),
-        *(Right("write", topic) for topic in write),
-        *(Right("readwrite", topic) for topic in readwrite),
+        *(AclRule("read", topic) for topic in read),
+        *(AclRule("write", topic) for topic in write),
+        *(AclRule("readwrite", topic) for topic in readwrite),
     )
 
 
@@ -33,7 +33,7 @@ _EVERYBODY: Final = _rights(
     readwrite=("dev/{me}/probe",),
 )
 
-_RIGHTS: Final[Mapping[Role, tuple[Right, ...]]] = {
+_RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
     "planner": _rights(
         read=("dev/+/status", "dev/+/caps", "dev/+/hb", "dev/+/up", "infer/+/req/+"),
         write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#"),
@@ -53,12 +53,12 @@ _RIGHTS: Final[Mapping[Role, tuple[Right, ...]]] = {
 }
 
 
-def rights(role: Role, user: str) -> tuple[Right, ...]:
+def acl_rules(role: Role, user: str) -> tuple[AclRule, ...]:
     """Return what a user of a role may do below its site."""
-    return tuple(Right(right.access, right.topic.replace("{me}", user)) for right in _RIGHTS[role])
+    return tuple(AclRule(right.access, right.topic.replace("{me}", user)) for right in _RIGHTS[role])
 
 
-def access_list(site: str, users: Mapping[str, Role]) -> str:
+def acl_text(site: str, users: Mapping[str, Role]) -> str:
     """Return Mosquitto's access list for the users of a site; who is not in it may do nothing.
 
     site: its name, or + for every site of the broker.
@@ -69,5 +69,5 @@ def access_list(site: str, users: Mapping[str, Role]) -> str:
     ]
     for user, role in users.items():
         lines += ["", f"# {role}", f"user {user}"]
-        lines += [f"topic {right.access} {VERSION}/{site}/{right.topic}" for right in rights(role, user)]
+        lines += [f"topic {right.access} {TOPIC_ROOT}/{site}/{right.topic}" for right in acl_rules(role, user)]
     return "\n".join(lines) + "\n"

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 from hepti_mqtt.config.settings import Settings, parse_size
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
+from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.requests import Pins
 
 
-def size(text: str) -> str:
+def size_text(text: str) -> str:
     """Return the text of a size such as "400MiB", "2GB" or a plain number, which `parse_size` takes."""
     try:
         parse_size(text)
@@ -36,12 +36,12 @@ def named_directory(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-def names(text: str) -> tuple[str, ...]:
+def comma_separated(text: str) -> tuple[str, ...]:
     """Return the names of a comma-separated list."""
     return tuple(part for part in text.split(",") if part)
 
 
-def natural_range(text: str) -> range:
+def index_range(text: str) -> range:
     """Return the numbers of N, or of A:B without B."""
     begin, sep, end = text.partition(":")
     first, stop = _whole(begin), _whole(end)
@@ -53,21 +53,21 @@ def natural_range(text: str) -> range:
     return numbers
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Return a whole number above zero."""
     if not (number := _whole(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return number
 
 
-def natural(text: str) -> int:
+def non_negative_int(text: str) -> int:
     """Return a whole number from zero."""
     if (number := _whole(text)) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from zero")
     return number
 
 
-def port(text: str) -> int:
+def tcp_port(text: str) -> int:
     """Return the number of a TCP port."""
     number = _whole(text)
     if number is None or not 0 < number < 65536:
@@ -75,7 +75,7 @@ def port(text: str) -> int:
     return number
 
 
-def seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
     """Return a time above zero."""
     return _above_zero(text, "seconds")
 
@@ -91,7 +91,7 @@ def delay_ms(text: str) -> float:
     return value
 
 
-def accuracy(text: str) -> float:
+def error_fraction(text: str) -> float:
     """Return a part of an answer, above zero and at most all of it."""
     value = _above_zero(text, "parts of the answer, such as 1e-3,")
     if value > 1:
@@ -99,7 +99,7 @@ def accuracy(text: str) -> float:
     return value
 
 
-def mbit(text: str) -> float:
+def positive_mbit(text: str) -> float:
     """Return a rate above zero."""
     return _above_zero(text, "Mbit/s")
 
@@ -143,7 +143,7 @@ class _Option(NamedTuple):
     flag: str
     more: Mapping[str, Any]
 
-    def written(self, value: Any) -> list[str]:
+    def to_argv(self, value: Any) -> list[str]:
         """Return the arguments that give the option a value; none for what it is without them."""
         action = self.more.get("action")
         if action in ("store_true", "store_false"):
@@ -174,18 +174,20 @@ _PINS: Final = (
             "help": "pin the strategy's variant: kv of row, ring of megatron, 2 of grid, groups=2 of replicas, ...",
         },
     ),
-    _Option("devices", "--devices", {"type": names, "metavar": "A,B,C", "help": "pin the devices"}),
+    _Option("devices", "--devices", {"type": comma_separated, "metavar": "A,B,C", "help": "pin the devices"}),
     _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
     _Option(
         "accuracy",
         "--accuracy",
         {
-            "type": accuracy,
+            "type": error_fraction,
             "metavar": "ERROR",
             "help": "let the planner choose that dtype: the largest relative error of an answer, e.g. 1e-3",
         },
     ),
-    _Option("weights", "--weights", {"choices": get_args(Storage), "help": "pin how the layers' matrices are kept"}),
+    _Option(
+        "weights", "--weights", {"choices": get_args(WeightDtype), "help": "pin how the layers' matrices are kept"}
+    ),
     _Option(
         "route", "--route", {"choices": (*get_args(Route), "auto"), "help": "pin who carries exchanges between devices"}
     ),
@@ -200,17 +202,17 @@ _PINS: Final = (
 )
 _AGENT: Final = (
     _Option("device", "--id", {"metavar": "NAME", "help": "name of this device in topics (default: its host's)"}),
-    _Option("threads", "--threads", {"type": positive, "help": "threads that compute (default: all cores)"}),
+    _Option("threads", "--threads", {"type": positive_int, "help": "threads that compute (default: all cores)"}),
     _Option(
         "memory",
         "--memory",
-        {"type": size, "metavar": "SIZE", "help": "budget for weights and activations (default: 80 %% of free)"},
+        {"type": size_text, "metavar": "SIZE", "help": "budget for weights and activations (default: 80 %% of free)"},
     ),
     _Option("cache", "--cache", {"type": Path, "metavar": "DIR", "help": "where tiles of weights are kept"}),
     _Option(
         "cache_size",
         "--cache-size",
-        {"type": size, "metavar": "SIZE", "help": "limit of the tile cache; 0 for no cache (default: 4GiB)"},
+        {"type": size_text, "metavar": "SIZE", "help": "limit of the tile cache; 0 for no cache (default: 4GiB)"},
     ),
     _Option(
         "mesh_host",
@@ -220,7 +222,7 @@ _AGENT: Final = (
             "help": "where peers reach this device directly (default: its own address on the way to the broker)",
         },
     ),
-    _Option("mesh_port", "--mesh-port", {"type": port, "help": "the port there (default: a free one)"}),
+    _Option("mesh_port", "--mesh-port", {"type": tcp_port, "help": "the port there (default: a free one)"}),
     _Option(
         "mesh_tls",
         "--mesh-tls",
@@ -253,13 +255,13 @@ _PLANNER: Final = (
     _Option(
         "in_flight",
         "--in-flight",
-        {"type": positive, "default": IN_FLIGHT, "help": f"runs at once per model (default {IN_FLIGHT})"},
+        {"type": positive_int, "default": IN_FLIGHT, "help": f"runs at once per model (default {IN_FLIGHT})"},
     ),
     _Option(
         "batch",
         "--batch",
         {
-            "type": positive,
+            "type": positive_int,
             "default": BATCH,
             "metavar": "N",
             "help": f"waiting requests run together, at most N of them (default {BATCH}; 1: each by itself)",
@@ -279,7 +281,7 @@ _PLANNER: Final = (
         "broker_mbit",
         "--broker-mbit",
         {
-            "type": mbit,
+            "type": positive_mbit,
             "metavar": "MBIT",
             "help": "rate of the broker's own link, which carries a copy for each receiver (default: as the fastest "
             "device's)",
@@ -298,25 +300,25 @@ def _read(args: argparse.Namespace, options: Iterable[_Option]) -> dict[str, Any
 
 
 def _write(values: object, options: Iterable[_Option]) -> list[str]:
-    return [word for option in options for word in option.written(getattr(values, option.name))]
+    return [word for option in options for word in option.to_argv(getattr(values, option.name))]
 
 
-def add_site(parser: argparse.ArgumentParser) -> None:
+def add_site_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what every command takes: the broker and the site."""
     _add(parser, _SITE)
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_from_args(args: argparse.Namespace) -> Settings:
     """Return broker and site from parsed arguments, else from the environment."""
-    return Settings.of(args.broker, args.site)
+    return Settings.from_environment(args.broker, args.site)
 
 
-def site_arguments(settings: Settings) -> list[str]:
+def site_argv(settings: Settings) -> list[str]:
     """Return the arguments that name a broker and a site."""
     return _write(settings, _SITE)
 
 
-def add_pins(parser: argparse.ArgumentParser) -> None:
+def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a user can fix of a plan."""
     _add(parser, _PINS)
 
@@ -329,21 +331,21 @@ class PinOptions:
     variant: str | None = None
     devices: tuple[str, ...] | None = None
     wire: WireDtype | None = None
-    weights: Storage | None = None
+    weights: WeightDtype | None = None
     route: Route | Literal["auto"] | None = None
     objective: Objective | None = None
     accuracy: float | None = None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> PinOptions:
-        """Return what the arguments of `add_pins` say."""
+    def from_args(cls, args: argparse.Namespace) -> PinOptions:
+        """Return what the arguments of `add_pin_arguments` say."""
         return cls(**_read(args, _PINS))
 
-    def arguments(self) -> list[str]:
+    def to_argv(self) -> list[str]:
         """Return the arguments that say the same."""
         return _write(self, _PINS)
 
-    def pins(self) -> Pins:
+    def to_pins(self) -> Pins:
         """Return them as the planner takes them; raises ConfigError where they contradict each other."""
         from hepti_mqtt.runtime.coordinator.requests import Pins  # not at the top: `hepti --help` needs no NumPy
 
@@ -368,7 +370,7 @@ def variant_options(strategy: str | None, variant: str | None) -> dict[str, str]
     name, given, value = variant.partition("=")
     if given:
         return {name: value}
-    known = STRATEGIES[strategy].every() if strategy is not None and strategy in STRATEGIES else {}
+    known = STRATEGIES[strategy].all_variants() if strategy is not None and strategy in STRATEGIES else {}
     return dict(known.get(variant, {"variant": variant}))
 
 
@@ -388,16 +390,16 @@ class AgentOptions:
     retry: bool = True
 
     @staticmethod
-    def add(parser: argparse.ArgumentParser) -> None:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Add the options to a parser."""
         _add(parser, _AGENT)
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> AgentOptions:
+    def from_args(cls, args: argparse.Namespace) -> AgentOptions:
         """Return what the arguments of `add` say."""
         return cls(**{**_read(args, _AGENT), "device": args.device or host_name()})
 
-    def arguments(self) -> list[str]:
+    def to_argv(self) -> list[str]:
         """Return the arguments that say the same."""
         return _write(self, _AGENT)
 
@@ -415,21 +417,21 @@ class PlannerOptions:
     request_pins: RequestPins = "any"
 
     @staticmethod
-    def add(parser: argparse.ArgumentParser) -> None:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Add the options to a parser."""
         _add(parser, (_MODEL, *_PLANNER, *_PINS))
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> PlannerOptions:
+    def from_args(cls, args: argparse.Namespace) -> PlannerOptions:
         """Return what the arguments of `add` say; raises ConfigError for a model that is named twice."""
         models: dict[str, str | Path] = {}
         for name, directory in getattr(args, _MODEL.name):
             if check_name("model", name) in models:
                 raise ConfigError(f"--model {name} is given twice")
             models[name] = directory
-        return cls(models, PinOptions.of(args), **_read(args, _PLANNER))
+        return cls(models, PinOptions.from_args(args), **_read(args, _PLANNER))
 
-    def arguments(self) -> list[str]:
+    def to_argv(self) -> list[str]:
         """Return the arguments that say the same."""
-        models = [word for entry in self.models.items() for word in _MODEL.written("=".join(map(str, entry)))]
-        return [*models, *_write(self, _PLANNER), *self.pins.arguments()]
+        models = [word for entry in self.models.items() for word in _MODEL.to_argv("=".join(map(str, entry)))]
+        return [*models, *_write(self, _PLANNER), *self.pins.to_argv()]

@@ -16,7 +16,7 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the process like Ctrl-C does; one that somebody handles or ignores is left alone.
 
     Signals are the main thread's: in another one it does nothing.
@@ -33,21 +33,21 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def stop_event() -> threading.Event:
-    """Return an event that `farewells` set."""
+    """Return an event that `stop_signals` set."""
     stop = threading.Event()
-    for number in farewells():
+    for number in stop_signals():
         signal.signal(number, lambda *_: stop.set())
     return stop
 
 
-def farewells() -> tuple[signal.Signals, ...]:
+def stop_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that tell a process to say goodbye: SIGTERM, SIGINT, and SIGHUP unless `nohup` ignores it."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,)))
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Let a second Ctrl-C, or another such signal, wait until everything is removed."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDING})
     try:
@@ -64,14 +64,14 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 # How a process logs: our own words in detail on request, and the same words not again and again.
 
 
-EVERY_S: Final = 10.0
-REMEMBERED: Final = 256
-OURS: Final = ("hepti", "hepti_mqtt", "device_agent")  # Numba alone writes megabytes at DEBUG
+REPEAT_S: Final = 10.0
+MAX_REMEMBERED: Final = 256
+OWN_LOGGERS: Final = ("hepti", "hepti_mqtt", "device_agent")  # Numba alone writes megabytes at DEBUG
 
 _Key = tuple[str, int, str]
 
 
-class SparingFilter(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Lets a line through once in `EVERY_S`; says how often it came meanwhile, once that time is over.
 
     handler: the one that it is added to. clock: seconds that only grow. May be used from any thread.
@@ -88,22 +88,22 @@ class SparingFilter(logging.Filter):
         now = self._clock()
         key = (record.name, record.levelno, record.getMessage())
         with self._lock:
-            due = [k for k, (since_s, _) in self._seen.items() if now - since_s >= EVERY_S]
+            due = [k for k, (since_s, _) in self._seen.items() if now - since_s >= REPEAT_S]
             told = [(k, count) for k in due if (count := self._seen.pop(k)[1])]
             since_s, count = self._seen.get(key, (now, -1))
             fresh = count < 0
-            if fresh and len(self._seen) >= REMEMBERED:
+            if fresh and len(self._seen) >= MAX_REMEMBERED:
                 self._seen.pop(next(iter(self._seen)))
             self._seen[key] = (since_s, count + 1)
         for (name, level, text), times in told:
-            again = f"{text} ({times} more like it in {EVERY_S:.0f} s)"
+            again = f"{text} ({times} more like it in {REPEAT_S:.0f} s)"
             self._handler.emit(logging.LogRecord(name, level, "", 0, again, None, None))
         return fresh
 
 
 def setup_logging(handler: logging.Handler, form: str, verbose: bool = False) -> None:
     """Send the log to a handler, sparingly; verbose: our own at DEBUG, others as always."""
-    handler.addFilter(SparingFilter(handler))
+    handler.addFilter(RepeatFilter(handler))
     logging.basicConfig(level=logging.INFO, format=form, handlers=[handler])
-    for name in OURS:
+    for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.NOTSET)

@@ -145,7 +145,7 @@ class Settings:
     site: str = DEFAULT_SITE
 
     @classmethod
-    def of(
+    def from_environment(
         cls,
         broker: str | None = None,
         site: str | None = None,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.config import load_yaml, mapping
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, cluster_of
+from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, make_cluster
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Pair
+from hepti_mqtt.plan import DevicePair
 
 _ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 _WATTS: Final = ("compute_watts", "link_watts")
@@ -44,14 +44,14 @@ def load_site(path: Path) -> Cluster:
     data = load_yaml(path)
     if not isinstance(data, Mapping) or not isinstance(data.get("devices"), Mapping) or not data["devices"]:
         raise ConfigError(f"{path}: needs a mapping `devices:` with at least one device")
-    _known(path, "the file", data, _TOP)
+    _reject_unknown_keys(path, "the file", data, _TOP)
     defaults = mapping(f"{path}: `defaults`", data.get("defaults") or {})
     devices, links = {}, {}
     said: dict[str, set[str]] = {"mesh": set(), "shared": set()}
     for name, fields in data["devices"].items():
         check_name("device", name)
         merged = {**defaults, **mapping(f"{path}: device {name}", fields or {})}
-        _known(path, name, merged, _DEVICE)
+        _reject_unknown_keys(path, name, merged, _DEVICE)
         devices[name] = _profile(path, name, merged)
         rate = _number(path, name, merged, "mbit", 940.0) * 1e6 / 8
         links[name] = Link(_number(path, name, merged, "round_trip_ms", 0.5) / 2e3, rate, rate)
@@ -61,15 +61,15 @@ def load_site(path: Path) -> Cluster:
     given = "broker_mbit" in data
     broker = _number(path, "the file", data, "broker_mbit", None) * 1e6 / 8 if given else None
     return replace(
-        cluster_of(devices, links, broker),
+        make_cluster(devices, links, broker),
         endpoints=frozenset(said["mesh"]),
         peer_links=_peers(path, data.get("peers") or [], links),
-        shared=frozenset(said["shared"]),
+        shared_medium=frozenset(said["shared"]),
         deadline_s=_number(path, "the file", data, "deadline_ms", inf) / 1e3 if "deadline_ms" in data else inf,
     )
 
 
-def _peers(path: Path, listed: Any, links: Mapping[str, Link]) -> dict[Pair, PeerLink]:
+def _peers(path: Path, listed: Any, links: Mapping[str, Link]) -> dict[DevicePair, PeerLink]:
     """Return what is said of pairs; both ways are alike, and what is not said follows from the two links."""
     found = {}
     for entry in listed if isinstance(listed, list) else [listed]:
@@ -77,7 +77,7 @@ def _peers(path: Path, listed: Any, links: Mapping[str, Link]) -> dict[Pair, Pee
         pair = entry.get("between") if isinstance(entry, Mapping) else None
         if not isinstance(pair, list) or len(pair) != 2 or pair[0] == pair[1] or any(n not in [*links] for n in pair):
             raise ConfigError(f"{path}: {where} needs `between:` with two of the devices")
-        _known(path, where, entry, _PEER)
+        _reject_unknown_keys(path, where, entry, _PEER)
         one, other = (links[name] for name in pair)
         slower = min(one.up_bytes_per_s, other.up_bytes_per_s)
         rate = _number(path, where, entry, "mbit", slower * 8e-6) * 1e6 / 8
@@ -109,7 +109,7 @@ def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
     )
 
 
-def _known(path: Path, where: str, fields: Mapping[str, Any], known: set[str]) -> None:
+def _reject_unknown_keys(path: Path, where: str, fields: Mapping[str, Any], known: set[str]) -> None:
     for key in fields:
         if key not in known:
             raise ConfigError(f"{path}: {where} has an unknown key {key!r}; known are {', '.join(sorted(known))}")

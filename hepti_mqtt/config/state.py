@@ -15,9 +15,9 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.plausible import MAX_BOOT
 
 _log: Final = logging.getLogger(__name__)
-FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more
-AHEAD_S: Final = 30 * 86_400  # a clock may be wrong by so much and be believed
-CLOCK_SET_S: Final = 1_700_000_000  # no clock that was set since this was written shows less
+DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more
+MAX_CLOCK_SKEW_S: Final = 30 * 86_400  # a clock may be wrong by so much and be believed
+MIN_SET_CLOCK_S: Final = 1_700_000_000  # no clock that was set since this was written shows less
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
@@ -36,23 +36,23 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
         raise
 
 
-def latest_boot(own: int, unix_s: float) -> int:
+def max_plausible_boot(own: int, unix_s: float) -> int:
     """Return the highest boot counter that another start may have, seen from one whose own is `own`.
 
-    What is beyond was forged, or its clock is wrong by more than `AHEAD_S`. Where our own clock was never set, nobody's
-    is.
+    What is beyond was forged, or its clock is wrong by more than `MAX_CLOCK_SKEW_S`. Where our own clock was never
+    set, nobody's is.
     """
     known = max(own, int(unix_s))
-    return known + AHEAD_S if known >= CLOCK_SET_S else MAX_BOOT
+    return known + MAX_CLOCK_SKEW_S if known >= MIN_SET_CLOCK_S else MAX_BOOT
 
 
 def next_boot(
-    directory: Path, clock: Callable[[], float] = time.time, make_room: Callable[[], object] | None = None
+    directory: Path, clock: Callable[[], float] = time.time, free_space: Callable[[], object] | None = None
 ) -> int:
     """Return this start's boot counter, max(stored + 1, unix seconds), and store it.
 
     It grows even where the clock stands still or goes back (boards without a battery). A counter that cannot be read,
-    or that no start can have had, counts as 0. make_room: called once if the disk is full. If it stays full the clock
+    or that no start can have had, counts as 0. free_space: called once if the disk is full. If it stays full the clock
     alone must make the counter grow, and that is logged. Raises ConfigError if it cannot be stored for another reason,
     because the next start could then repeat it.
     """
@@ -65,9 +65,9 @@ def next_boot(
         stored = 0
     boot = max(stored + 1, int(clock()))
     try:
-        _store(path, str(boot).encode("ascii"), make_room)
+        _store(path, str(boot).encode("ascii"), free_space)
     except OSError as exc:
-        if exc.errno not in FULL:
+        if exc.errno not in DISK_FULL_ERRNOS:
             raise ConfigError(
                 f"cannot store the boot counter in {path}: {exc}; make the place writable, or choose another (an "
                 "agent's --cache, or XDG_STATE_HOME)"
@@ -96,7 +96,7 @@ def _fits(path: Path, data: bytes) -> bool:
     try:
         write_atomically(path, data)
     except OSError as exc:
-        if exc.errno not in FULL:
+        if exc.errno not in DISK_FULL_ERRNOS:
             raise
         return False
     return True

@@ -14,19 +14,19 @@ from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.cost.simulator import Event
-from hepti_mqtt.lowering import PLANNER_PLACE, Lowered, Region, Set, roles, span
-from hepti_mqtt.lowering.graph import TEMPLATE
+from hepti_mqtt.cost.simulator import TimelineEvent
+from hepti_mqtt.lowering import PLANNER_INDEX, IndexSet, Lowered, Region, roles, span
+from hepti_mqtt.lowering.graph import TEMPLATE_BLOCK
 from hepti_mqtt.lowering.ops import Input, Op, ReorderedAttention
 from hepti_mqtt.lowering.regions import disjoint, volume
 from hepti_mqtt.lowering.tiles import Tile
 from hepti_mqtt.plan import Plan, WireDtype
-from hepti_mqtt.plan_programs import lowered
-from hepti_mqtt.program import ITEMSIZE, Compute, Program, Send, SlotSpec, WeightRef
+from hepti_mqtt.plan_programs import lower_plan
+from hepti_mqtt.program import DTYPE_BYTES, Compute, Program, Send, SlotSpec, WeightRef
 from hepti_mqtt.program import Op as ProgramOp
 from hepti_mqtt.spec import RequestShape, Spec
 
-WORTH_SAYING: Final = 1.005  # below it, a factor is printed as 1.00
+REPORTED_FROM: Final = 1.005  # below it, a factor is printed as 1.00
 MAPS: Final = frozenset((roles.MAP, roles.MAP_SUM))
 
 
@@ -87,10 +87,10 @@ class WorkFactor:
         return "; ".join(filter(None, parts))
 
 
-def plan_work(spec: Spec, plan: Plan, shape: RequestShape) -> WorkFactor:
+def plan_work_factor(spec: Spec, plan: Plan, shape: RequestShape) -> WorkFactor:
     """Return the work factor of a request under a plan; raises as `lowered` does."""
-    alone = Plan(plan.model, plan.epoch, "single", (plan.head,), plan.head)
-    return work_factor(lowered(spec, plan, shape), lowered(spec, alone, shape))
+    alone = Plan(plan.model, plan.version, "single", (plan.root,), plan.root)
+    return work_factor(lower_plan(spec, plan, shape), lower_plan(spec, alone, shape))
 
 
 def work_factor(made: Lowered, alone: Lowered) -> WorkFactor:
@@ -98,15 +98,15 @@ def work_factor(made: Lowered, alone: Lowered) -> WorkFactor:
     computed: dict[str, int] = defaultdict(int)
     needed: dict[str, int] = defaultdict(int)
     for block in range(len(made.graph.blocks)):
-        for op in made.graph.ops[slice(*made.graph.span(block))]:
-            done, distinct = volumes(op, made.tiles[op.name])
+        for op in made.graph.ops[slice(*made.graph.block_range(block))]:
+            done, distinct = computed_and_distinct(op, made.tiles[op.name])
             computed[op.role] += done * _times(made, block)
             needed[op.role] += distinct * _times(made, block)
     factors = {role: done / needed[role] for role, done in computed.items() if done}
     one = flops(alone)
     total = flops(made) / one if one else 1.0
-    again = {role: f for role, f in factors.items() if f >= WORTH_SAYING}
-    idle = tuple(d for d in made.names if not any(isinstance(op, Compute) for _, _, op in made.draft(d).ops))
+    again = {role: f for role, f in factors.items() if f >= REPORTED_FROM}
+    idle = tuple(d for d in made.names if not any(isinstance(op, Compute) for _, _, op in made.compact_builder(d).ops))
     other = any(isinstance(op, ReorderedAttention) for op in made.graph.ops)
     return WorkFactor(total, again, _map_bytes(made, (total - 1) * one), idle, other)
 
@@ -115,7 +115,7 @@ def _map_bytes(made: Lowered, flops_again: float) -> MapBytes | None:
     """Return what devices send each other of feature maps; flops_again: what they compute more than once."""
     halo = gathered = 0
     for block in range(len(made.graph.blocks)):
-        for op in made.graph.ops[slice(*made.graph.span(block))]:
+        for op in made.graph.ops[slice(*made.graph.block_range(block))]:
             if op.role in MAPS:
                 beside, whole = _exchanged(op, made.tiles[op.name])
                 halo, gathered = halo + beside * _times(made, block), gathered + whole * _times(made, block)
@@ -131,16 +131,16 @@ def _exchanged(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
         for message in t.messages:
             for d in message.to:
                 got[d] += volume(message.region[: op.rank])
-    size = ITEMSIZE["f32"]
-    whole = sum(n for d, n in got.items() if own[d] + n >= volume(op.full[: op.rank])) * size
+    size = DTYPE_BYTES["f32"]
+    whole = sum(n for d, n in got.items() if own[d] + n >= volume(op.full_region[: op.rank])) * size
     return sum(got.values()) * size - whole, whole
 
 
-def volumes(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
+def computed_and_distinct(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
     """Return (elements that devices compute of an op, those of them that differ), over its whole iteration space."""
     if op.is_view:
         return 0, 0
-    regions = [t.region for t in tiles if not t.relay and t.device != PLANNER_PLACE]
+    regions = [t.region for t in tiles if not t.relay and t.device != PLANNER_INDEX]
     return sum(map(volume, regions)), sum(map(volume, disjoint(regions)))
 
 
@@ -150,7 +150,7 @@ def flops(made: Lowered) -> float:
 
     total = 0.0
     for device in made.names:
-        draft = made.draft(device)
+        draft = made.compact_builder(device)
         for _, block, op in draft.ops:
             if isinstance(op, Compute):
                 total += KERNELS[op.kernel].work(op, draft.slots).flops * _times(made, block)
@@ -159,7 +159,7 @@ def flops(made: Lowered) -> float:
 
 def _times(made: Lowered, block: int) -> int:
     """Return how many blocks one of `made.graph` stands for."""
-    return made.run.repeats if made.run is not None and block == made.run.first + TEMPLATE else 1
+    return made.repeat.template_count if made.repeat is not None and block == made.repeat.first + TEMPLATE_BLOCK else 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ _COLOURS: Final[Mapping[str, str]] = {
 _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def explain(program: Program, layer: int | None = None) -> list[str]:
+def format_program(program: Program, layer: int | None = None) -> list[str]:
     """Return one line per op; with `layer`, only that layer's (a Program's inner layers are alike)."""
     return [
         f"{place:5d}  {_line(program, op)}"
@@ -195,7 +195,7 @@ def _line(program: Program, op: ProgramOp) -> str:
         return f"{op.label:<18} {reads} -> {writes}   ({node})" + (f"   with {weights}" if weights else "")
     if isinstance(op, Send):
         return f"{'send':<18} {_slot(program, op.slot)} -> {', '.join(op.to)}   ({node}, part {op.part})"
-    source = " or ".join([op.source, *op.others])
+    source = " or ".join([op.source, *op.alternates])
     return f"{'receive':<18} {_slot(program, op.slot)} <- {source}   ({node}, part {op.part})"
 
 
@@ -210,20 +210,22 @@ def _weight(ref: WeightRef) -> str:
     return f"{name}[{ref.rows[0]}:{ref.rows[1]}, {ref.columns[0]}:{ref.columns[1]}]"
 
 
-def tasks_of(events: Sequence[Event], device: str) -> str:
+def task_summary(events: Sequence[TimelineEvent], device: str) -> str:
     """Return which tasks of a bag a device computed, and which it gave up; nothing without a bag."""
     tasks = sorted((e for e in events if (e.device, e.lane) == (device, "task")), key=lambda e: e.stop)
     return ", ".join(e.label for e in tasks)
 
 
-def places_taken(events: Sequence[Event], places: Sequence[str], head: str) -> tuple[str, ...]:
+def task_owners(events: Sequence[TimelineEvent], places: Sequence[str], head: str) -> tuple[str, ...]:
     """Return the places of a bag's table, its tasks and the head's own part, by number and who took them first."""
     done = sorted((e for e in events if e.lane == "task"), key=lambda e: e.stop, reverse=True)
     by = {e.label: e.device for e in done}
     return tuple(f"{place.rpartition(' ')[2]}: {by.get(place, head)}" for place in places)
 
 
-def timeline_text(events: Sequence[Event], devices: Sequence[str], seconds: float, width: int = 72) -> list[str]:
+def timeline_text(
+    events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, width: int = 72
+) -> list[str]:
     """Return one line per device and lane: how busy each moment was, from ' ' (idle) to '#' (always busy).
 
     Lane `task` has the number of the task of a bag that is leased to the device then, from 10 on as a letter.
@@ -245,7 +247,7 @@ def timeline_text(events: Sequence[Event], devices: Sequence[str], seconds: floa
     return lines
 
 
-def _leased(events: Sequence[Event], device: str, seconds: float, width: int) -> str:
+def _leased(events: Sequence[TimelineEvent], device: str, seconds: float, width: int) -> str:
     """Return the task that a device has in the middle of each cell."""
     cells = [" "] * width
     for e in events:
@@ -255,7 +257,7 @@ def _leased(events: Sequence[Event], device: str, seconds: float, width: int) ->
     return "".join(cells)
 
 
-def _number(event: Event) -> int:
+def _number(event: TimelineEvent) -> int:
     """Return the number of the task that a bar of lane `task` is of."""
     return int(event.label.split()[1])
 
@@ -266,14 +268,14 @@ def _spread(busy: list[float], start: float, stop: float) -> None:
         busy[cell] += max(min(stop, cell + 1) - max(start, cell), 0.0)
 
 
-def _inside(event: Event, x: float, y: float, width: float) -> str:
+def _inside(event: TimelineEvent, x: float, y: float, width: float) -> str:
     """Return what is written in a task's bar: its name, or its number where the bar is short."""
     text = event.label if width > 6 * len(event.label) else str(_number(event))
     middle = x + width / 2
     return f'<text x="{middle:.2f}" y="{y + 10}" text-anchor="middle" font-size="10">{escape(text)}</text>'
 
 
-def timeline_svg(events: Sequence[Event], devices: Sequence[str], seconds: float, title: str) -> str:
+def timeline_svg(events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, title: str) -> str:
     """Return the time line as an SVG picture: a row per device and lane, a bar per event with its label as tooltip."""
     left, width, row, gap = 130, 900, 14, 8
     lanes = [(d, lane) for d in devices for lane in LANES if any(e.device == d and e.lane == lane for e in events)]
@@ -363,7 +365,7 @@ class _Lane:
     def put(self, op: Op, region: Region, owner: int, received: bool) -> None:
         """Add a region; whatever is complete lies on one sheet, also where rows are summed over different keys."""
         partial = _partial(op, region)
-        key = region[2:] if partial else region[2 : op.rank] + op.full[max(op.rank, 2) :]
+        key = region[2:] if partial else region[2 : op.rank] + op.full_region[max(op.rank, 2) :]
         self.sheets.setdefault(key, []).append(_Patch(region, owner, received, partial))
 
     def ordered(self, full: Region) -> list[Region]:
@@ -382,7 +384,9 @@ def layout_svg(
     """
     ops = drawn(made, layers)
     if not ops:
-        raise ValueError(f"there is no layer {', '.join(map(str, layers))}: the model has {made.whole.layers()}")
+        raise ValueError(
+            f"there is no layer {', '.join(map(str, layers))}: the model has {made.full_graph.layer_count()}"
+        )
     names = [_short(name) for name in names or made.names]
     lane = max(_LANES / len(names) - _GAP, _LANE_MIN)
     lanes = {op.name: [_lane(op, made.tiles[op.name], d) for d in range(len(names))] for op in ops}
@@ -392,23 +396,23 @@ def layout_svg(
     y = float(_HEAD)
     for op in ops:
         y = canvas.tensor(op, made.tiles[op.name], lanes[op.name], scales[op.rank > 2], y, wire)
-    if made.repeated is not None and (first := made.repeated[0]) in {op.layer for op in ops}:
-        title += f" (layers {first} to {first + made.repeated[1] - 1} are alike)"
+    if made.repeated_layer is not None and (first := made.repeated_layer[0]) in {op.layer for op in ops}:
+        title += f" (layers {first} to {first + made.repeated_layer[1] - 1} are alike)"
     return canvas.svg(title, y)
 
 
 def drawn(made: Lowered, layers: Sequence[int]) -> list[Op]:
     """Return the tensors of some layers in graph order; of equal layers, those of the one that stands for them."""
     known = {op.layer for op in made.graph.ops}
-    stand_in = made.repeated[0] if made.repeated else -1
-    chosen = {layer if layer in known else stand_in for layer in layers if layer < made.whole.layers()}
+    stand_in = made.repeated_layer[0] if made.repeated_layer else -1
+    chosen = {layer if layer in known else stand_in for layer in layers if layer < made.full_graph.layer_count()}
     return [op for op in made.graph.ops if op.layer in chosen and not isinstance(op, Input)]
 
 
 def _lane(op: Op, tiles: Sequence[Tile], device: int) -> _Lane:
     """Return what a device computes, puts together and receives of a tensor; what it passes on, it has received."""
     lane = _Lane()
-    here = [(t, m.region) for t in tiles if t.device != PLANNER_PLACE for m in t.messages if device in m.to]
+    here = [(t, m.region) for t in tiles if t.device != PLANNER_INDEX for m in t.messages if device in m.to]
     passed = {region for _, region in here}
     for tile in tiles:
         if tile.device == device and not (tile.relay and tile.region in passed):
@@ -421,7 +425,7 @@ def _lane(op: Op, tiles: Sequence[Tile], device: int) -> _Lane:
 
 def _partial(op: Op, region: Region) -> bool:
     """Return whether a region lacks a part of what its result is summed over."""
-    whole = op.trim(region[: op.rank] + op.full[op.rank :])
+    whole = op.trim(region[: op.rank] + op.full_region[op.rank :])
     return whole is not None and whole[op.rank :] != region[op.rank :]
 
 
@@ -488,10 +492,10 @@ class _Canvas:
 
     def label(self, op: Op, tiles: Sequence[Tile], y: float) -> int:
         """Write what a tensor is; return how many lines that took."""
-        computed, distinct = volumes(op, tiles)
+        computed, distinct = computed_and_distinct(op, tiles)
         words = [(op.name, "n"), *([(op.role, "")] if op.role and op.role != op.name.rpartition(".")[2] else [])]
         words += [(_kind(op), "c"), (_space(op), "c")]
-        if computed >= WORTH_SAYING * distinct > 0:
+        if computed >= REPORTED_FROM * distinct > 0:
             words.append((f"computed {computed / distinct:.2f} times", "w"))
         for n, (text, kind) in enumerate(words):
             self.text(12, y + 20 + _LINE_HEIGHT * n, text, kind)
@@ -500,7 +504,7 @@ class _Canvas:
     def stack(self, op: Op, lane: _Lane, box: tuple[float, float, float, float], scale: _Scale) -> None:
         """Draw what a device has of a tensor, sheets to be added behind the complete one."""
         x, y, width, height = box
-        keys = lane.ordered(op.full) or [()]
+        keys = lane.ordered(op.full_region) or [()]
         for n, key in enumerate(keys):
             by = _rise(len(keys)) * (len(keys) - 1 - n) / max(len(keys) - 1, 1)
             self.rect((x + by, y - by, width, height), 'class="e"')
@@ -595,7 +599,7 @@ def _space(op: Op) -> str:
     return f"[{result} | {reduced}]" if reduced else f"[{result}]"
 
 
-def _set(s: Set) -> str:
+def _set(s: IndexSet) -> str:
     return "+".join(f"{a}:{z}" for a, z in s)
 
 
@@ -610,7 +614,7 @@ def _captions(op: Op, lane: _Lane, chars: int) -> list[str]:
         many = f"{len(parts)} parts" if len(parts) > 1 else "partial"
         lines.append(_fitting(chars, f"partial: {what} {text}", f"{many} over {what}", many))
     others = {key[: op.rank - 2] for key, found in lane.sheets.items() if any(not p.received for p in found)}
-    if op.rank > 2 and others and others != {op.full[2 : op.rank]}:
+    if op.rank > 2 and others and others != {op.full_region[2 : op.rank]}:
         text = ", ".join(" × ".join(map(_set, key)) for key in sorted(others))
         lines.append(_fitting(chars, f"channels {text}", "some channels"))
     if lane.relayed and parts:
@@ -622,11 +626,13 @@ def sent_lines(op: Op, tiles: Sequence[Tile], names: Sequence[str], wire: WireDt
     """Return one line per sender: what goes to whom, with the payload in KB and the numbers of the messages."""
     sent: dict[int, dict[tuple[int, ...], list[tuple[int, float]]]] = {}
     for tile in tiles:
-        if tile.device == PLANNER_PLACE:
+        if tile.device == PLANNER_INDEX:
             continue
         for message in tile.messages:
             cells = op.shape(message.region, op.is_state(tile.region))
-            item = ITEMSIZE["f32" if op.exact else wire] if PLANNER_PLACE not in message.to else ITEMSIZE["f32"]
+            item = (
+                DTYPE_BYTES["f32" if op.stays_f32 else wire] if PLANNER_INDEX not in message.to else DTYPE_BYTES["f32"]
+            )
             to = sent.setdefault(tile.device, {}).setdefault(message.to, [])
             to.append((message.part, prod(cells) * item / 1e3))
     lines = []
@@ -647,7 +653,7 @@ def _fitting(chars: int, *texts: str) -> str:
 
 
 def _group(to: Sequence[int], names: Sequence[str]) -> str:
-    return ", ".join("planner" if d == PLANNER_PLACE else names[d] for d in to)
+    return ", ".join("planner" if d == PLANNER_INDEX else names[d] for d in to)
 
 
 def _size(kb: float) -> str:

@@ -9,30 +9,30 @@ from typing import Final
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import largest, passes
-from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, written
+from hepti_mqtt.plan_programs import lowered_for_longest, run_passes
+from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, slots_written
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
-from hepti_mqtt.schedule import template
+from hepti_mqtt.schedule import make_template
 from hepti_mqtt.spec import Spec
 
 # Sessions of a model that may stay open on a device beside those of the runs in flight: their user has left, or what
 # they said ended early, and no run of theirs comes that says so.
-SESSIONS_BESIDE: Final = 1
-PROGRAMS: Final = 12  # request shapes whose Programs a device keeps for each plan: those foreseen, and a few more
+EXTRA_SESSIONS: Final = 1
+KEPT_PROGRAMS: Final = 12  # request shapes whose Programs a device keeps for each plan: those foreseen, and a few more
 # Of a Program that is bound to its weights, at most as measured: Python's objects and the kernels' scratch per op, and
 # what the kernels note per panel of a matrix (its address, columns, and bias padded to the panel).
 OP_BYTES: Final = 3 << 10
 COLUMN_BYTES: Final = 8
 
 
-def weight_total(refs: Iterable[WeightRef]) -> int:
+def weights_bytes(refs: Iterable[WeightRef]) -> int:
     """Return the resident bytes of distinct weight ranges, as the kernels pack them."""
     from hepti_mqtt.kernels import weight_bytes  # here: see clock.py
 
     return sum(weight_bytes(ref) for ref in set(refs))
 
 
-def loading_total(refs: Iterable[WeightRef]) -> int:
+def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
     """Return a bound of the bytes held beside the weights while they are loaded: int8 blocks that are not complete.
 
     Tiles are taken nearly in order (`TILES_AHEAD`). A tile leaves at most the blocks that it touches, two of k by the
@@ -46,7 +46,7 @@ def loading_total(refs: Iterable[WeightRef]) -> int:
     for ref in refs:
         if not (nbytes := loading_bytes(ref)):
             continue
-        width = PANELS[ref.storage].width
+        width = PANELS[ref.weight_dtype].width
         staged += nbytes
         ahead = max(ahead, TILES_AHEAD * 2 * BLOCK * (TILE + 2 * width) * 4)
         rows, columns = (stop - start for start, stop in (ref.rows, ref.columns))
@@ -60,11 +60,11 @@ def live_bytes(program: Program) -> int:
     The executor keeps freed buffers by shape for the next op of the same shape, so the bound is the sum over shapes of
     the most that are alive at once.
     """
-    left = list(template(program).uses)
+    left = list(make_template(program).reader_counts)
     alive: Counter[SlotSpec] = Counter()
     most: Counter[SlotSpec] = Counter()
     for op in program.ops:
-        for slot in written(op):
+        for slot in slots_written(op):
             spec = program.slots[slot]
             if spec.state:
                 continue
@@ -79,26 +79,26 @@ def live_bytes(program: Program) -> int:
     return sum(spec.nbytes * count for spec, count in most.items())
 
 
-def most_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> int:
+def max_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> int:
     """Return the most bytes that runs of any requests need beside the weights on a device under a plan.
 
-    Buffers of `in_flight` runs at once, and the arrays of their sessions and of `SESSIONS_BESIDE` more.
+    Buffers of `in_flight` runs at once, and the arrays of their sessions and of `EXTRA_SESSIONS` more.
     """
     runs = max(in_flight, 1)
-    made = tuple(largest(spec, plan, device))
-    buffers = max(live_bytes(passes(m.short(device), plan)) for m in made)
-    return runs * buffers + (runs + SESSIONS_BESIDE) * max(session_bytes(m, device) for m in made)
+    made = tuple(lowered_for_longest(spec, plan, device))
+    buffers = max(live_bytes(run_passes(m.compact_program(device), plan)) for m in made)
+    return runs * buffers + (runs + EXTRA_SESSIONS) * max(session_bytes(m, device) for m in made)
 
 
 def programs_bytes(spec: Spec, plan: Plan, device: str) -> int:
     """Return a bound of the bytes of all bound Programs that a device keeps for a plan."""
-    return PROGRAMS * max(_bound_bytes(m, device) for m in largest(spec, plan, device))
+    return KEPT_PROGRAMS * max(_bound_bytes(m, device) for m in lowered_for_longest(spec, plan, device))
 
 
 def _bound_bytes(made: Lowered, device: str) -> int:
-    layer, times = made.repeated or (-1, 1)
+    layer, times = made.repeated_layer or (-1, 1)
     whole = 0
-    for op in made.short(device).ops:
+    for op in made.compact_program(device).ops:
         refs = op.weights if isinstance(op, Compute) else ()
         columns = sum(ref.columns[1] - ref.columns[0] for ref in refs if ref.layout == "packed")
         whole += (OP_BYTES + COLUMN_BYTES * columns) * (times if op.layer == layer else 1)
@@ -107,4 +107,8 @@ def _bound_bytes(made: Lowered, device: str) -> int:
 
 def session_bytes(made: Lowered, device: str) -> int:
     """Return the bytes that a session keeps on a device from run to run."""
-    return sum(spec.nbytes for spec in made.program(device).states().values()) if made.holds(device, CACHE) else 0
+    return (
+        sum(spec.nbytes for spec in made.full_program(device).session_arrays().values())
+        if made.computes_role(device, CACHE)
+        else 0
+    )

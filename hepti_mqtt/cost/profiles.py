@@ -10,12 +10,12 @@ from math import inf, log
 from statistics import median
 from typing import Any, Final, NamedTuple, get_args
 
-from hepti_mqtt.plan import Pair, Route, Storage
+from hepti_mqtt.plan import DevicePair, Route, WeightDtype
 from hepti_mqtt.program import Work
 
 # Beyond it a link is none: who has it sits on the broker's machine. Frames cost processor time there, and what is
 # measured is noise.
-FAST_BYTES_PER_S: Final = 250e6
+LOCAL_BYTES_PER_S: Final = 250e6
 
 # What a device can measure of itself: FLOP/s or bytes/s, and seconds of one matmul.
 RATES: Final = (1e4, 1e16)
@@ -39,7 +39,7 @@ class Curve:
     k: int
     n: int
     points: tuple[tuple[int, float], ...]
-    storage: Storage = "f32"
+    storage: WeightDtype = "f32"
 
     def seconds(self, rows: int) -> float:
         """Return the time for `rows`, linear between the points and proportional beyond the last two."""
@@ -74,8 +74,8 @@ class DeviceProfile:
     linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
     live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured);
     frame_s, copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame over the broker;
-    mesh_frame_s, mesh_copy_bytes_per_s: over mesh on loopback, for each receiver; seen: what frames over mesh have cost
-    of late, None until there were some. power: where it is known; nothing measures it.
+    mesh_frame_s, mesh_copy_bytes_per_s: over mesh on loopback, for each receiver; mesh_frame_cost: what frames over
+    mesh have cost of late, None until there were some. power: where it is known; nothing measures it.
     """
 
     name: str
@@ -90,7 +90,7 @@ class DeviceProfile:
     mesh_frame_s: float = MESH_FRAME_S
     mesh_copy_bytes_per_s: float = MESH_COPY_BYTES_PER_S
     power: Power | None = None
-    seen: FrameCost | None = None
+    mesh_frame_cost: FrameCost | None = None
 
     def seconds(self, *parts: Work) -> float:
         """Return the predicted time of one op, whose kernels do so much work."""
@@ -102,7 +102,7 @@ class DeviceProfile:
             if not area or not work.rows:
                 return 0.0
             curve = min(
-                self._curves(work.storage),
+                self._curves(work.weight_dtype),
                 key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
             )
             beside = work.nbytes / self.rowwise_bytes_per_s
@@ -115,8 +115,8 @@ class DeviceProfile:
     def frame_seconds(self, frames: int, nbytes: int, route: Route = "broker") -> float:
         """Return the predicted time of sending so many frames of so many bytes in all, or of receiving one."""
         if route == "mesh":
-            if self.seen is not None:
-                return self.seen.frame_s * frames + self.seen.byte_s * nbytes
+            if self.mesh_frame_cost is not None:
+                return self.mesh_frame_cost.frame_s * frames + self.mesh_frame_cost.byte_s * nbytes
             return self.slowdown * (self.mesh_frame_s * frames + nbytes / self.mesh_copy_bytes_per_s)
         return self.slowdown * (self.frame_s * frames + nbytes / self.copy_bytes_per_s)
 
@@ -125,7 +125,7 @@ class DeviceProfile:
         curve = max(self._curves("f32"), key=lambda c: c.k * c.n)
         return 2.0 * rows * curve.k * curve.n / (curve.seconds(rows) * self.slowdown)
 
-    def _curves(self, storage: Storage) -> tuple[Curve, ...]:
+    def _curves(self, storage: WeightDtype) -> tuple[Curve, ...]:
         """Return the curves of a storage, or all where that was not measured (an agent of an older version)."""
         return tuple(c for c in self.linear if c.storage == storage) or self.linear
 
@@ -151,10 +151,10 @@ class Cluster:
     """The devices of a site with their links; the planner process has a link too.
 
     broker_bytes_per_s: what the broker's own link carries each way; every copy of a message goes over it, except those
-    from and to who sits on the broker's machine (`FAST_BYTES_PER_S`). endpoints: devices to which peers can connect.
-    peer_links: what was measured between devices; the rest follows from their links to the broker. shared: devices
-    whose links are one medium, such as Wi-Fi: it carries one packet at a time, and twice what goes between two of them.
-    deadline_s: by which an answer is wanted, for methods that save energy until then.
+    from and to who sits on the broker's machine (`LOCAL_BYTES_PER_S`). endpoints: devices to which peers can connect.
+    peer_links: what was measured between devices; the rest follows from their links to the broker. shared_medium:
+    devices whose links are one medium, such as Wi-Fi: it carries one packet at a time, and twice what goes between
+    two of them. deadline_s: by which an answer is wanted, for methods that save energy until then.
     """
 
     devices: Mapping[str, DeviceProfile]
@@ -162,12 +162,12 @@ class Cluster:
     planner_link: Link = field(default_factory=Link)
     broker_bytes_per_s: float = inf
     endpoints: frozenset[str] = frozenset()
-    peer_links: Mapping[Pair, PeerLink] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
+    peer_links: Mapping[DevicePair, PeerLink] = field(default_factory=dict)
+    shared_medium: frozenset[str] = frozenset()
     deadline_s: float = inf
 
 
-def cluster_of(
+def make_cluster(
     devices: Mapping[str, DeviceProfile], links: Mapping[str, Link], broker_bytes_per_s: float | None = None
 ) -> Cluster:
     """Return the cluster of devices with measured links.
@@ -177,11 +177,11 @@ def cluster_of(
     """
     if broker_bytes_per_s is None:
         rates = (min(link.up_bytes_per_s, link.down_bytes_per_s) for link in links.values())
-        broker_bytes_per_s = max((r for r in rates if r < FAST_BYTES_PER_S), default=inf)
+        broker_bytes_per_s = max((r for r in rates if r < LOCAL_BYTES_PER_S), default=inf)
     return Cluster(devices, links, broker_bytes_per_s=broker_bytes_per_s)
 
 
-def peer_links_of(told: Mapping[str, Mapping[str, PeerLink]]) -> dict[Pair, PeerLink]:
+def symmetric_peer_links(told: Mapping[str, Mapping[str, PeerLink]]) -> dict[DevicePair, PeerLink]:
     """Return the links of pairs as devices have measured them; told: by device, then by the peer that it sends to.
 
     A pair of which one end alone has told is alike both ways. Who is no key is not there.
@@ -192,7 +192,7 @@ def peer_links_of(told: Mapping[str, Mapping[str, PeerLink]]) -> dict[Pair, Peer
     return found
 
 
-def plausible(what: str, value: Any, low: float, high: float) -> float:
+def check_range(what: str, value: Any, low: float, high: float) -> float:
     """Return a number that a device may tell of itself; raises ValueError that names it and its range."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{what} is not a number from {low:g} to {high:g}")
@@ -204,53 +204,55 @@ def profile_from_caps(
     curves: Mapping[str, Any],
     memory_bytes: float,
     slowdown: float,
-    seen: FrameCost | None = None,
+    mesh_frame_cost: FrameCost | None = None,
 ) -> DeviceProfile:
-    """Return the profile that an agent's caps describe; seen: what its heartbeat tells of frames.
+    """Return the profile that an agent's caps describe; mesh_frame_cost: what its heartbeat tells of frames.
 
     Raises KeyError, TypeError or ValueError on other data, and for numbers that no device can have.
     """
-    frame_s = plausible("frame_s", curves["frame_s"], 0.0, 1.0)
+    frame_s = check_range("frame_s", curves["frame_s"], 0.0, 1.0)
     # An agent without an endpoint has not measured mesh.
-    mesh_frame_s = plausible("mesh_frame_s", curves.get("mesh_frame_s", min(frame_s, MESH_FRAME_S)), 0.0, 1.0)
+    mesh_frame_s = check_range("mesh_frame_s", curves.get("mesh_frame_s", min(frame_s, MESH_FRAME_S)), 0.0, 1.0)
     measured = curves["linear"]
     if not isinstance(measured, list) or not 0 < len(measured) <= MOST_CURVES:
         raise ValueError(f"caps have 1 to {MOST_CURVES} time curves")
     return DeviceProfile(
         name,
         tuple(map(_curve, measured)),
-        attention_flops_per_s=plausible("attention_flops_per_s", curves["attention_flops_per_s"], *RATES),
-        rowwise_bytes_per_s=plausible("rowwise_bytes_per_s", curves["rowwise_bytes_per_s"], *RATES),
-        op_overhead_s=plausible("op_overhead_s", curves["op_overhead_s"], 0.0, 1.0),
+        attention_flops_per_s=check_range("attention_flops_per_s", curves["attention_flops_per_s"], *RATES),
+        rowwise_bytes_per_s=check_range("rowwise_bytes_per_s", curves["rowwise_bytes_per_s"], *RATES),
+        op_overhead_s=check_range("op_overhead_s", curves["op_overhead_s"], 0.0, 1.0),
         # What is measured of the broker's has no hand-over to a network thread in it: it is no less than mesh, which
         # has none.
         frame_s=max(frame_s, mesh_frame_s),
-        copy_bytes_per_s=plausible("copy_bytes_per_s", curves["copy_bytes_per_s"], *RATES),
+        copy_bytes_per_s=check_range("copy_bytes_per_s", curves["copy_bytes_per_s"], *RATES),
         mesh_frame_s=mesh_frame_s,
-        mesh_copy_bytes_per_s=plausible(
+        mesh_copy_bytes_per_s=check_range(
             "mesh_copy_bytes_per_s", curves.get("mesh_copy_bytes_per_s", MESH_COPY_BYTES_PER_S), *RATES
         ),
         memory_bytes=memory_bytes,
         slowdown=slowdown,
-        seen=seen,
+        mesh_frame_cost=mesh_frame_cost,
     )
 
 
-def frames_foreseen(devices: Mapping[str, DeviceProfile], remote: Collection[str]) -> dict[str, DeviceProfile]:
+def with_frame_costs(devices: Mapping[str, DeviceProfile], remote: Collection[str]) -> dict[str, DeviceProfile]:
     """Return the profiles, with what frames cost also of `remote` devices that have met no tensors yet.
 
     What others of the site have met counts, relative to their frames on loopback. remote: who has an endpoint off it.
     """
-    met = [(max(d.mesh_frame_s, 1e-9), d.seen) for d in devices.values() if d.seen is not None]
+    met = [(max(d.mesh_frame_s, 1e-9), d.mesh_frame_cost) for d in devices.values() if d.mesh_frame_cost is not None]
     found = dict(devices)
     for name in remote:
         device = found[name]
-        if device.seen is None:
-            frame_s, byte_s = unseen(device)
+        if device.mesh_frame_cost is None:
+            frame_s, byte_s = default_frame_cost(device)
             if met:
                 frame_s = device.mesh_frame_s * median(seen.frame_s / own_s for own_s, seen in met)
                 byte_s = device.mesh_frame_s * median(seen.byte_s / own_s for own_s, seen in met)
-            found[name] = replace(device, seen=FrameCost(device.slowdown * frame_s, device.slowdown * byte_s))
+            found[name] = replace(
+                device, mesh_frame_cost=FrameCost(device.slowdown * frame_s, device.slowdown * byte_s)
+            )
     return found
 
 
@@ -259,7 +261,7 @@ def frame_cost(frame_s: float | None, byte_s: float | None) -> FrameCost | None:
     return None if frame_s is None or byte_s is None else FrameCost(frame_s, byte_s)
 
 
-def unseen(device: DeviceProfile) -> FrameCost:
+def default_frame_cost(device: DeviceProfile) -> FrameCost:
     """Return what frames off loopback cost as long as none was seen."""
     frame_s = device.mesh_frame_s
     return FrameCost(frame_s * UNSEEN_FRAME, frame_s * UNSEEN_BYTE + 1 / device.mesh_copy_bytes_per_s)
@@ -267,13 +269,13 @@ def unseen(device: DeviceProfile) -> FrameCost:
 
 def _curve(told: Mapping[str, Any]) -> Curve:
     """Return a time curve as caps tell it; raises KeyError, TypeError or ValueError."""
-    k, n = (plausible(side, told[side], 1, 1e6) for side in ("k", "n"))
+    k, n = (check_range(side, told[side], 1, 1e6) for side in ("k", "n"))
     storage = told.get("storage", "f32")
-    if storage not in get_args(Storage):
+    if storage not in get_args(WeightDtype):
         raise ValueError("a time curve is of a storage that is not known")
     if not 0 < len(told["points"]) <= MOST_POINTS:
         raise ValueError(f"a time curve has 1 to {MOST_POINTS} points")
-    points = tuple((_rows(r), plausible("seconds", s, *SECONDS)) for r, s in told["points"])
+    points = tuple((_rows(r), check_range("seconds", s, *SECONDS)) for r, s in told["points"])
     for (rows, seconds), (more_rows, more_seconds) in pairwise(points):
         # What is measured twice differs, but no device takes half as long for more.
         if more_rows <= rows or more_seconds < seconds / 2:
@@ -282,7 +284,7 @@ def _curve(told: Mapping[str, Any]) -> Curve:
 
 
 def _rows(told: Any) -> int:
-    rows = plausible("rows", told, 1, 1e6)
+    rows = check_range("rows", told, 1, 1e6)
     if not rows.is_integer():
         raise ValueError("the rows of a time curve are not whole")
     return int(rows)
@@ -298,7 +300,7 @@ BROKER_OUT: Final = ("", "out")
 AIR: Final = ("", "air")
 
 
-class Way(NamedTuple):
+class Path(NamedTuple):
     """What a packet takes from one device to another: two links that carry it at once, unless they are one medium.
 
     bytes_per_s: of this pair alone, which may be less than what each link carries for several.
@@ -312,7 +314,7 @@ class Way(NamedTuple):
     bytes_per_s: float
 
 
-class Ways:
+class Paths:
     """The way of each pair of a cluster.
 
     What was not measured of a pair follows from its two links to the broker. A link carries what it does there, or
@@ -321,38 +323,38 @@ class Ways:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._ways: dict[Pair, Way] = {}
+        self._ways: dict[DevicePair, Path] = {}
         self._most: dict[Queue, float] = {}  # measured to any peer
         for (source, target), link in cluster.peer_links.items():
-            if link.bytes_per_s is not None and link.bytes_per_s < FAST_BYTES_PER_S:
+            if link.bytes_per_s is not None and link.bytes_per_s < LOCAL_BYTES_PER_S:
                 for end in ((source, "up"), (target, "down")):
                     self._most[end] = max(self._most.get(end, 0.0), link.bytes_per_s)
 
-    def way(self, source: str, target: str) -> Way:
+    def between(self, source: str, target: str) -> Path:
         """Return the way from one device to another."""
         found = self._ways.get((source, target))
         if found is None:
             found = self._ways[source, target] = self._work_out(source, target)
         return found
 
-    def queue(self, device: str, which: str) -> Queue:
+    def link_queue(self, device: str, which: str) -> Queue:
         """Return the queue of a device's own link; which: "up" or "down"."""
-        return AIR if device in self._cluster.shared else (device, which)
+        return AIR if device in self._cluster.shared_medium else (device, which)
 
-    def _work_out(self, source: str, target: str) -> Way:
+    def _work_out(self, source: str, target: str) -> Path:
         links, told = self._cluster.links, self._cluster.peer_links.get((source, target))
         up, down = links[source].up_bytes_per_s, links[target].down_bytes_per_s
         latency_s = links[source].latency_s + links[target].latency_s if told is None else told.latency_s
         rate = min(up, down) if told is None or told.bytes_per_s is None else told.bytes_per_s
-        if rate >= FAST_BYTES_PER_S:  # one machine: no link is between them
-            return Way(latency_s, (source, "beside"), rate, (target, "beside"), rate, rate)
+        if rate >= LOCAL_BYTES_PER_S:  # one machine: no link is between them
+            return Path(latency_s, (source, "beside"), rate, (target, "beside"), rate, rate)
         from_link = self._end(source, "up", up, BROKER_OUT)
         to_link = self._end(target, "down", down, BROKER_IN)
-        return Way(latency_s, *from_link, *to_link, inf if told is None else rate)
+        return Path(latency_s, *from_link, *to_link, inf if told is None else rate)
 
     def _end(self, device: str, which: str, rate: float, brokers: Queue) -> tuple[Queue, float]:
         """Return the queue and the rate of one end; rate: what it has to the broker."""
         broker = self._cluster.broker_bytes_per_s
-        if rate >= FAST_BYTES_PER_S and broker < inf:
+        if rate >= LOCAL_BYTES_PER_S and broker < inf:
             return brokers, broker
-        return self.queue(device, which), max(rate, self._most.get((device, which), 0.0))
+        return self.link_queue(device, which), max(rate, self._most.get((device, which), 0.0))

@@ -35,7 +35,7 @@ from hepti_mqtt.kernels.jit import JIT, TABLE, entry, fills, kernel, lowered, re
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.plan import Range
-from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, Compute, SlotSpec, Work
+from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, Compute, SlotSpec, Work
 
 if sys.byteorder != "little":
     raise ImportError("Hepti's wire formats are little-endian and this machine is not; no such machine is supported")
@@ -437,7 +437,7 @@ def _work_of_result(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     """Return what is read and written: each value of the result once, read as wide as it is there."""
     to = slots[op.writes[0]]
     less = sum(
-        math.prod(_extents(target)) * (ITEMSIZE[to.dtype] - ITEMSIZE[slots[op.reads[read]].dtype])
+        math.prod(_extents(target)) * (DTYPE_BYTES[to.dtype] - DTYPE_BYTES[slots[op.reads[read]].dtype])
         for read, _, target in op.attrs.get("copies", ())
     )
     return Work("rowwise", nbytes=2.0 * to.nbytes - less)

@@ -39,7 +39,7 @@ from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, byte_gemv, dot_gemv,
 from hepti_mqtt.kernels.threads import Workers, parts_of_panels
 from hepti_mqtt.kernels.tile import NONE, TileWriter, activate, call_chosen, panels_at_once, plain_panels, store
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
-from hepti_mqtt.plan import Storage
+from hepti_mqtt.plan import WeightDtype
 
 _NR: Final = TILE.width
 _ADDRESS, _COLUMN, _VALID = 0, 1, 2  # columns of the table of panels, as in `linear`
@@ -231,7 +231,7 @@ def bind_quantised(
     """Return what `narrow.bind` does, for at most MOST_ROWS rows."""
     m, k = shape
     table, alive = panels_of(matrices, biases)
-    storage: Storage = matrices[0].storage
+    storage: WeightDtype = matrices[0].storage
     parts = parts_of_panels(len(table), m * PANELS[storage].width * k, pool.threads)
     none = np.empty((0, 0), np.float32)
     product, at_once = pool.bind(_gemv_quantised, parts), together(m, FORMS[storage])

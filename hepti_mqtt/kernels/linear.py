@@ -205,8 +205,8 @@ def _reference(
 def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     m, k = slots[op.reads[0]].shape
     n = slots[op.writes[0]].shape[1]
-    storage = op.weights[0].storage if op.weights else "f32"
-    return Work("linear", rows=m, k=k, n=n, flops=2.0 * m * k * n, storage=storage)
+    storage = op.weights[0].weight_dtype if op.weights else "f32"
+    return Work("linear", rows=m, k=k, n=n, flops=2.0 * m * k * n, weight_dtype=storage)
 
 
 LINEAR: Final = Kernel("linear", _bind, _reference, _work)

@@ -65,4 +65,4 @@ if len(KERNELS) != len(_ALL):
 
 def works(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Work, ...]:
     """Return how much work each kernel of an op is, for the cost model."""
-    return tuple(KERNELS[step.kernel].work(step, slots) for step in op.steps)
+    return tuple(KERNELS[step.kernel].work(step, slots) for step in op.kernels)

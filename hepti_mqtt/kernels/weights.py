@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels.cpu import DOT, TILE
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.jit import INT, compile_all, compile_first, fills, helper, kernel, reads
-from hepti_mqtt.plan import Storage
+from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import WeightRef
 
 _LINE: Final = 64  # bytes of a cache line
@@ -120,7 +120,7 @@ class Panels(NamedTuple):
     dtype: str
 
 
-PANELS: Final[Mapping[Storage, Panels]] = {
+PANELS: Final[Mapping[WeightDtype, Panels]] = {
     "f32": Panels(NR, 1, "f4"),
     "f16": Panels(NR, 1, "f2"),
     "w8a32": Panels(NR, 1, "i1"),
@@ -151,7 +151,7 @@ class NarrowMatrix:
     has a value that is not finite. sums: f32 [P, B, width], the sum of its codes (w8a8, else empty).
     """
 
-    storage: Storage
+    storage: WeightDtype
     panels: NDArray[Any]
     scales: NDArray[np.float32]
     sums: NDArray[np.float32]
@@ -197,9 +197,9 @@ def weight_bytes(ref: WeightRef) -> int:
     rows, columns = _size(ref)
     if ref.layout == "plain":
         return rows * columns * 4
-    width, group, dtype = PANELS[ref.storage]
+    width, group, dtype = PANELS[ref.weight_dtype]
     padded = -(-columns // width) * width
-    of_columns = {"w8a8": 8, "w8a32": 4}.get(ref.storage, 0)
+    of_columns = {"w8a8": 8, "w8a32": 4}.get(ref.weight_dtype, 0)
     return -(-rows // group) * group * padded * np.dtype(dtype).itemsize + of_columns * padded * blocks(rows)
 
 
@@ -210,9 +210,9 @@ def loading_bytes(ref: WeightRef) -> int:
     with the last row of tiles.
     """
     rows, columns = _size(ref)
-    if ref.layout == "plain" or ref.storage not in ("w8a8", "w8a32"):
+    if ref.layout == "plain" or ref.weight_dtype not in ("w8a8", "w8a32"):
         return 0
-    width = PANELS[ref.storage].width
+    width = PANELS[ref.weight_dtype].width
     return rows * -(-columns // width) * width * 4
 
 
@@ -222,7 +222,7 @@ class WeightBuffer:
     def __init__(self, ref: WeightRef) -> None:
         self.ref = ref
         rows, columns = _size(ref)
-        self._panels = PANELS[ref.storage] if ref.layout == "packed" else None
+        self._panels = PANELS[ref.weight_dtype] if ref.layout == "packed" else None
         self._sums = np.zeros((0, 0, 0), np.float32)
         self._scales = np.zeros((0, 0, 0), np.float32)
         self._staged: dict[tuple[int, int], NDArray[np.float32]] = {}
@@ -270,10 +270,10 @@ class WeightBuffer:
             )
         if self._panels is None:
             return self._array[0] if self.ref.rows == (0, 1) else self._array
-        if self.ref.storage == "f32":
+        if self.ref.weight_dtype == "f32":
             return PackedMatrix(self._array, rows, columns)
         panels = self._array if self._array.ndim == 4 else self._array[..., None]
-        return NarrowMatrix(self.ref.storage, panels, self._scales, self._sums, rows, columns)
+        return NarrowMatrix(self.ref.weight_dtype, panels, self._scales, self._sums, rows, columns)
 
     def _copy(self, part: NDArray[Any], row: int, column: int) -> None:
         """Store new elements at (row, column) of the range."""
@@ -281,14 +281,14 @@ class WeightBuffer:
         if self._panels is None:
             self._array[row : row + rows, column : column + columns] = part
             return
-        (compile_first if self.ref.storage == "f32" else compile_all)()
-        if self.ref.storage == "f16":
+        (compile_first if self.ref.weight_dtype == "f32" else compile_all)()
+        if self.ref.weight_dtype == "f16":
             with np.errstate(over="ignore"):  # beyond 65504 is infinity, as in hardware: results say so
                 half = part.astype(np.float16)
             _pack_half(half.view(np.uint16), self._array.view(np.uint16), row, column)
             return
         part = part.astype(np.float32, copy=False)
-        if self.ref.storage == "f32":
+        if self.ref.weight_dtype == "f32":
             _pack(part, self._array, row, column)
             return
         width = self._panels.width
@@ -342,7 +342,7 @@ def _size(ref: WeightRef) -> tuple[int, int]:
     rows, columns = ref.rows[1] - ref.rows[0], ref.columns[1] - ref.columns[0]
     if rows < 0 or columns < 0 or ref.layout not in ("packed", "plain"):
         raise ValueError(f"{ref} is no range of a tensor: need start <= stop and layout packed or plain")
-    if ref.storage not in PANELS or (ref.layout == "plain" and ref.storage != "f32"):
+    if ref.weight_dtype not in PANELS or (ref.layout == "plain" and ref.weight_dtype != "f32"):
         raise ValueError(f"{ref}: a packed matrix is stored as one of {list(PANELS)}, a plain array as f32")
     return rows, columns
 

@@ -3,53 +3,53 @@
 from __future__ import annotations
 
 from hepti_mqtt.lowering import roles
-from hepti_mqtt.lowering.graph import Graph, Net
+from hepti_mqtt.lowering.graph import Graph, GraphBuilder
 from hepti_mqtt.lowering.layouts import (
-    BY_ROW,
-    PLANNER_PLACE,
+    PLANNER_INDEX,
+    ROWWISE_ROLES,
     Piece,
     Rule,
     Table,
-    after,
-    between,
-    box,
-    in_groups,
-    joined,
-    on,
-    qkv_of,
-    split,
-    tile,
+    between_blocks,
+    explicit,
+    merge_parts,
+    on_device,
+    qkv_columns,
+    region_with,
+    ring_order,
+    split_along,
+    split_into_groups,
 )
-from hepti_mqtt.lowering.lower import Lowered, SkippedError
-from hepti_mqtt.lowering.regions import Region, Set, both, shift, span, union
-from hepti_mqtt.lowering.rewrites import Rewrite, product_order
+from hepti_mqtt.lowering.lower import Lowered, NeedsWholeGraphError
+from hepti_mqtt.lowering.regions import IndexSet, Region, intersect_sets, shift, span, union
+from hepti_mqtt.lowering.rewrites import Rewrite, choose_product_order
 
 __all__ = [
-    "BY_ROW",
-    "PLANNER_PLACE",
+    "PLANNER_INDEX",
+    "ROWWISE_ROLES",
     "Graph",
+    "GraphBuilder",
+    "IndexSet",
     "Lowered",
-    "Net",
+    "NeedsWholeGraphError",
     "Piece",
     "Region",
     "Rewrite",
     "Rule",
-    "Set",
-    "SkippedError",
     "Table",
-    "after",
-    "between",
-    "both",
-    "box",
-    "in_groups",
-    "joined",
-    "on",
-    "product_order",
-    "qkv_of",
+    "between_blocks",
+    "choose_product_order",
+    "explicit",
+    "intersect_sets",
+    "merge_parts",
+    "on_device",
+    "qkv_columns",
+    "region_with",
+    "ring_order",
     "roles",
     "shift",
     "span",
-    "split",
-    "tile",
+    "split_along",
+    "split_into_groups",
     "union",
 ]

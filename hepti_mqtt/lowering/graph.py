@@ -15,30 +15,30 @@ from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.ops import (
     Activation,
     Add,
-    Append,
+    AppendRows,
     Attention,
-    AttentionAt,
+    CachedAttention,
     Columns,
+    ConcatColumns,
     Input,
-    Join,
     Linear,
     Moments,
     Normalise,
     Op,
+    OpaqueOp,
     Rows,
+    SessionState,
     Slice,
-    State,
-    Whole,
 )
 from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
 from hepti_mqtt.program import SlotDtype, WeightRef
 
-KEPT: Final = 5  # of a run of equal blocks: two before, the one that is repeated, two behind
-TEMPLATE: Final = 2  # the place of the repeated one among them
+KEPT_BLOCKS: Final = 5  # of a run of equal blocks: two before, the one that is repeated, two behind
+TEMPLATE_BLOCK: Final = 2  # the place of the repeated one among them
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Repeat:
     """Blocks first..stop of a graph are alike: equal ops, that read each other and the block before in one way.
 
     kept: how many are left when the run is cut short.
@@ -46,15 +46,15 @@ class Run:
 
     first: int
     stop: int
-    kept: int = KEPT
+    kept: int = KEPT_BLOCKS
 
     @property
-    def repeats(self) -> int:
+    def template_count(self) -> int:
         """Return how many blocks the repeated one stands for when the run is cut short."""
         return self.stop - self.first - self.kept + 1
 
 
-class Skipped(NamedTuple):
+class SkippedLayers(NamedTuple):
     """Equal layers that a graph is without: before the op at `place`, how many blocks and ops of the whole graph."""
 
     place: int
@@ -62,7 +62,7 @@ class Skipped(NamedTuple):
     ops: int
 
 
-NOTHING: Final = Skipped(0, 0, 0)
+NOTHING_SKIPPED: Final = SkippedLayers(0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +75,10 @@ class Graph:
 
     ops: tuple[Op, ...]
     blocks: tuple[int, ...]
-    skipped: Skipped = NOTHING
+    skipped: SkippedLayers = NOTHING_SKIPPED
 
     @property
-    def answer(self) -> Op:
+    def output(self) -> Op:
         """Return the op whose result is the answer."""
         return self.ops[-1]
 
@@ -98,7 +98,7 @@ class Graph:
         return tuple([op.layer for op in self.ops])
 
     @cached_property
-    def place(self) -> dict[str, int]:
+    def position(self) -> dict[str, int]:
         """Return where the ops are, by name."""
         return {op.name: place for place, op in enumerate(self.ops)}
 
@@ -107,39 +107,39 @@ class Graph:
         """Return the roles of all tensors."""
         return frozenset(op.role for op in self.ops)
 
-    def first(self, role: str) -> Op:
+    def first_with_role(self, role: str) -> Op:
         """Return the first op of a role; raises ValueError if there is none."""
         for op in self.ops:
             if op.role == role:
                 return op
         raise ValueError(f"no tensor has the role {role!r}; there are {', '.join(sorted(self.roles))}")
 
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         """Return the number of layers."""
         return max(op.layer for op in self.ops) + 1
 
-    def span(self, block: int) -> tuple[int, int]:
+    def block_range(self, block: int) -> tuple[int, int]:
         """Return the ops first..stop of a block."""
         after = block + 1
         return self.blocks[block], self.blocks[after] if after < len(self.blocks) else len(self.ops)
 
     @cached_property
-    def run(self) -> Run | None:
+    def repeat(self) -> Repeat | None:
         """Return the longest run of equal blocks that is worth cutting short, None if there is none."""
-        best = Run(0, 0)
+        best = Repeat(0, 0)
         patterns = [self._pattern(block) for block in range(len(self.blocks))]
         for first, block in _runs(patterns):
             if block - first > best.stop - best.first:
-                best = Run(first, block)
-        return best if best.stop - best.first > KEPT else None
+                best = Repeat(first, block)
+        return best if best.stop - best.first > KEPT_BLOCKS else None
 
     @cached_property
-    def renamed(self) -> tuple[Mapping[str, str], ...]:
+    def repeated_tensors(self) -> tuple[Mapping[str, str], ...]:
         """Return, for the repeated block of the run and those behind it, its stored tensors by the repeated one's."""
-        run = self.run
+        run = self.repeat
         if run is None:
             return ()
-        first, *others = (self.ops[slice(*self.span(b))] for b in range(run.first + TEMPLATE, run.stop))
+        first, *others = (self.ops[slice(*self.block_range(b))] for b in range(run.first + TEMPLATE_BLOCK, run.stop))
         return tuple(
             {
                 a: b
@@ -155,45 +155,45 @@ class Graph:
 
         Inputs are counted from the block, or in the graph if they are of no neighbour.
         """
-        start, stop = self.span(block)
-        near, place = self.blocks[max(block - 1, 0)], self.place
+        start, stop = self.block_range(block)
+        near, place = self.blocks[max(block - 1, 0)], self.position
         return [
             (op, op.role, *[(True, at - start) if (at := place[x]) >= near else (False, at) for x in op.inputs])
             for op in self.ops[start:stop]
         ]
 
-    def like(self, whole: Graph) -> bool:
+    def same_repeat_as(self, whole: Graph) -> bool:
         """Return whether the run of equal blocks is that of `whole`, and what is skipped is not needed of it."""
-        run, other = self.run, whole.run
+        run, other = self.repeat, whole.repeat
         if run is None or other is None:
             return False
-        behind = self.blocks[run.stop - (KEPT - TEMPLATE - 1)]
+        behind = self.blocks[run.stop - (KEPT_BLOCKS - TEMPLATE_BLOCK - 1)]
         return (
-            self.span(run.first + TEMPLATE)[1] <= self.skipped.place <= behind
+            self.block_range(run.first + TEMPLATE_BLOCK)[1] <= self.skipped.place <= behind
             and (run.first, run.stop + self.skipped.blocks) == (other.first, other.stop)
             and len(self.ops) + self.skipped.ops == len(whole.ops)
         )
 
-    def short(self) -> Graph:
+    def shortened(self) -> Graph:
         """Return the graph with its run of equal blocks cut to `KEPT`; itself if there is none.
 
         Ops keep their index in the whole graph.
         """
-        run = self.run
+        run = self.repeat
         if run is None:
             return self
-        template = run.first + TEMPLATE
-        return self.without(template, run.stop - (KEPT - TEMPLATE - 1))
+        template = run.first + TEMPLATE_BLOCK
+        return self.without_blocks(template, run.stop - (KEPT_BLOCKS - TEMPLATE_BLOCK - 1))
 
-    def without(self, template: int, behind: int) -> Graph:
+    def without_blocks(self, template: int, behind: int) -> Graph:
         """Return the graph without the blocks between two: what they gave to the next one, `template` gives."""
-        before, start = slice(*self.span(behind - 1)), self.blocks[template]
+        before, start = slice(*self.block_range(behind - 1)), self.blocks[template]
         names = {a.name: b.name for a, b in zip(self.ops[before], self.ops[start:], strict=False)}
         ops: list[Op] = []
         blocks = []
         for block in (*range(template + 1), *range(behind, len(self.blocks))):
             blocks.append(len(ops))
-            for op in self.ops[slice(*self.span(block))]:
+            for op in self.ops[slice(*self.block_range(block))]:
                 moved = block == behind and any(name in names for name in op.inputs)
                 ops.append(replace(op, inputs=tuple(names.get(n, n) for n in op.inputs)) if moved else op)
         return Graph(tuple(ops), tuple(blocks))
@@ -212,17 +212,17 @@ def _runs(patterns: Sequence[object]) -> Iterator[tuple[int, int]]:
 # Builds a graph: every method adds a tensor and returns its name.
 
 
-BEGUN: Final = 5  # layers that are built where others are skipped: the first ones and the last ones
-ENDED: Final = 3
+FIRST_LAYERS: Final = 5  # layers that are built where others are skipped: the first ones and the last ones
+LAST_LAYERS: Final = 3
 
 
 @lru_cache(maxsize=256)
 def _op(kind: Callable[..., Op], **what: Any) -> Op:
     """Return an op without a name."""
-    return kind(name="", **what).settled()
+    return kind(name="", **what).warmed_up()
 
 
-class Net:
+class GraphBuilder:
     """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it.
 
     skip: leaves out most of many equal layers.
@@ -234,35 +234,35 @@ class Net:
         self._layer = 0
         self._branch = -1
         self._skip = skip
-        self._skipped = NOTHING
+        self._skipped = NOTHING_SKIPPED
 
     def layers(self, count: int) -> Iterator[int]:
         """Yield the numbers of layers that differ in what they are called alone; what is added then stands in them."""
-        left_out = range(BEGUN, count - ENDED) if self._skip else range(0)
+        left_out = range(FIRST_LAYERS, count - LAST_LAYERS) if self._skip else range(0)
         ends: list[int] = []
         for layer in range(count):
             if layer in left_out:
                 continue
             if layer == left_out.stop and left_out:
                 each = ends[-1] - ends[-2]
-                self._skipped = Skipped(len(self._ops), len(left_out), len(left_out) * each)
-            self.layer(layer)
+                self._skipped = SkippedLayers(len(self._ops), len(left_out), len(left_out) * each)
+            self.set_layer(layer)
             yield layer
             ends.append(len(self._ops))
 
-    def layer(self, layer: int, branch: int = -1) -> None:
+    def set_layer(self, layer: int, branch: int = -1) -> None:
         """Let what follows stand in `layer`, and in a branch of it if one is named."""
         self._layer, self._branch = layer, branch
 
-    def block(self) -> None:
+    def begin_block(self) -> None:
         """Begin a block: what a family repeats, cut where nothing that belongs into one kernel is parted."""
         if not self._blocks or self._blocks[-1] != len(self._ops):
             self._blocks.append(len(self._ops))
 
-    def put(self, op: Op) -> str:
+    def add_op(self, op: Op) -> str:
         """Add a tensor; return its name."""
         if not self._blocks:
-            self.block()
+            self.begin_block()
         if op.name in self._ops:
             raise ValueError(f"two tensors are called {op.name!r}")
         # The op is ours alone until the graph is handed out, and these say where it stands, not what it is.
@@ -270,7 +270,7 @@ class Net:
         self._ops[op.name] = op
         return op.name
 
-    def add_like(
+    def add_cached_op(
         self,
         name: str,
         inputs: tuple[str, ...],
@@ -280,20 +280,20 @@ class Net:
         **what: Any,
     ) -> str:
         """Add a tensor of a kind that a model has in every layer: equal ops are worked out once. Return its name."""
-        return self.put(_op(kind, **what).renamed(name=name, inputs=inputs, role=role, tensors=tensors))
+        return self.add_op(_op(kind, **what).relabelled(name=name, inputs=inputs, role=role, tensors=tensors))
 
-    def dims(self, x: str) -> tuple[int, ...]:
+    def shape_of(self, x: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
         op = self._ops[x]
         return op.space[: op.rank]
 
-    def graph(self) -> Graph:
+    def build(self) -> Graph:
         """Return the graph; the last tensor is the answer."""
         return Graph(tuple(self._ops.values()), tuple(self._blocks), self._skipped)
 
     def input(self, name: str, shape: Sequence[int], dtype: SlotDtype) -> str:
         """Return what the request brings."""
-        return self.put(Input(name=name, role="input", space=tuple(shape), rank=len(shape), dtype=dtype))
+        return self.add_op(Input(name=name, role="input", space=tuple(shape), rank=len(shape), dtype=dtype))
 
     def linear(
         self,
@@ -305,31 +305,31 @@ class Net:
         activation: str | None = None,
     ) -> str:
         """x [m, k] -> activation(x @ [W_1 | W_2 ...] + b) [m, n]; matrices: tensor names without .weight, columns."""
-        m, k = self.dims(x)
+        m, k = self.shape_of(x)
         tensors = tuple(f"{t}.weight" for t in matrices) + (tuple(f"{t}.bias" for t in matrices) if bias else ())
         widths = tuple(matrices.values())
         space = (m, sum(widths), k)
-        return self.add_like(
+        return self.add_cached_op(
             name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation
         )
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:
         """x -> function(x)."""
-        dims = self.dims(x)
-        return self.add_like(name, (x,), role, (), Activation, space=dims, rank=len(dims), function=function)
+        dims = self.shape_of(x)
+        return self.add_cached_op(name, (x,), role, (), Activation, space=dims, rank=len(dims), function=function)
 
-    def add(self, name: str, x: str, y: str, role: str) -> str:
+    def sum(self, name: str, x: str, y: str, role: str) -> str:
         """x, y -> x + y."""
-        dims = self.dims(x)
-        return self.add_like(name, (x, y), role, (), Add, space=dims, rank=len(dims))
+        dims = self.shape_of(x)
+        return self.add_cached_op(name, (x, y), role, (), Add, space=dims, rank=len(dims))
 
     def norm(self, name: str, x: str, role: str, tensor: str, eps: float) -> str:
         """x [m, h] -> layer norm; its moments are a tensor of their own, with a role of their own."""
-        m, h = self.dims(x)
+        m, h = self.shape_of(x)
         inner = TASK_MOMENTS if role == TASK else MOMENTS
-        sums = self.add_like(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
+        sums = self.add_cached_op(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
         tensors = (f"{tensor}.weight", f"{tensor}.bias")
-        return self.add_like(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
+        return self.add_cached_op(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
 
     def attention(
         self,
@@ -345,44 +345,48 @@ class Net:
         causal: bool = False,
     ) -> str:
         """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors."""
-        space = (self.dims(q)[0], width, self.dims(kv)[0])
-        return self.add_like(
+        space = (self.shape_of(q)[0], width, self.shape_of(kv)[0])
+        return self.add_cached_op(
             name, (q, kv), role, (), Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
             causal=causal,
         )  # fmt: skip
 
     def rows(self, name: str, x: str, role: str, rows: Sequence[int] | None = None) -> str:
         """x [m, h] -> some of its rows, in order; None: all."""
-        m, h = self.dims(x)
+        m, h = self.shape_of(x)
         chosen = None if rows is None else tuple(rows)
         space = (m if chosen is None else len(chosen), h)
-        return self.put(Rows(name=name, inputs=(x,), role=role, space=space, rows=chosen))
+        return self.add_op(Rows(name=name, inputs=(x,), role=role, space=space, rows=chosen))
 
     def columns(self, name: str, x: str, role: str, start: int, stop: int) -> str:
         """x [m, h] -> columns start..stop."""
-        return self.put(Columns(name=name, inputs=(x,), role=role, space=(self.dims(x)[0], stop - start), start=start))
+        return self.add_op(
+            Columns(name=name, inputs=(x,), role=role, space=(self.shape_of(x)[0], stop - start), start=start)
+        )
 
     def slice(self, name: str, x: str, role: str, start: int, stop: int) -> str:
         """x [n] -> x[start:stop]."""
         dtype = self._ops[x].dtype
-        return self.put(Slice(name=name, inputs=(x,), role=role, space=(stop - start,), dtype=dtype, start=start))
+        return self.add_op(Slice(name=name, inputs=(x,), role=role, space=(stop - start,), dtype=dtype, start=start))
 
-    def cached(self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int) -> str:
+    def append_to_cache(self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int) -> str:
         """qkv [m, start + w], at [1] -> the session's `state` [rows, w] with the new rows at `at`."""
-        m, width = self.dims(qkv)
+        m, width = self.shape_of(qkv)
         space = (rows, width - start)
-        past = self.put(State(name=f"{name}.past", role=roles.CACHE, tensors=(state,), space=space))
+        past = self.add_op(SessionState(name=f"{name}.past", role=roles.CACHE, tensors=(state,), space=space))
         inputs = (past, qkv, at)
-        return self.put(
-            Append(name=name, inputs=inputs, role=roles.CACHE, tensors=(state,), space=space, start=start, rows=m)
+        return self.add_op(
+            AppendRows(name=name, inputs=inputs, role=roles.CACHE, tensors=(state,), space=space, start=start, rows=m)
         )
 
-    def attention_at(self, name: str, q: str, kv: str, at: str, *, heads: int, columns: tuple[int, int, int]) -> str:
+    def cached_attention(
+        self, name: str, q: str, kv: str, at: str, *, heads: int, columns: tuple[int, int, int]
+    ) -> str:
         """q [m, *], kv [C, 2 width], at [1] -> attention [m, width]; columns: where q, k and v begin in theirs."""
-        rows, width = self.dims(kv)[0], self.dims(kv)[1] // 2
-        space, inputs = (self.dims(q)[0], width, rows), (q, kv, at)
-        return self.put(
-            AttentionAt(
+        rows, width = self.shape_of(kv)[0], self.shape_of(kv)[1] // 2
+        space, inputs = (self.shape_of(q)[0], width, rows), (q, kv, at)
+        return self.add_op(
+            CachedAttention(
                 name=name, inputs=inputs, role=roles.ATTENTION, space=space, d=width // heads, columns=columns
             )
         )  # fmt: skip
@@ -390,10 +394,12 @@ class Net:
     def join(self, name: str, xs: Iterable[str], role: str) -> str:
         """Tensors [m, h_i] -> side by side [m, sum of h_i]."""
         xs = tuple(xs)
-        *starts, total = accumulate((self.dims(x)[1] for x in xs), initial=0)
-        return self.put(Join(name=name, inputs=xs, role=role, space=(self.dims(xs[0])[0], total), starts=tuple(starts)))
+        *starts, total = accumulate((self.shape_of(x)[1] for x in xs), initial=0)
+        return self.add_op(
+            ConcatColumns(name=name, inputs=xs, role=role, space=(self.shape_of(xs[0])[0], total), starts=tuple(starts))
+        )
 
-    def whole(
+    def opaque(
         self,
         name: str,
         xs: Iterable[str],
@@ -405,10 +411,10 @@ class Net:
     ) -> str:
         """A kernel that computes all of its result from all of its inputs."""
         xs, refs = tuple(xs), tuple(refs)
-        return self.put(
-            Whole(
+        return self.add_op(
+            OpaqueOp(
                 name=name, inputs=xs, role=role, tensors=tuple(r.tensor for r in refs), space=tuple(shape),
                 rank=len(shape), kernel=kernel, attrs=tuple(attrs.items()), weights=refs,
-                sources=tuple(self.dims(x) for x in xs),
+                sources=tuple(self.shape_of(x) for x in xs),
             )
         )  # fmt: skip

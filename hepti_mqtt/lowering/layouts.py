@@ -10,22 +10,22 @@ from typing import Final, NamedTuple
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.lowering.regions import Region, Set, span, union, whole_units
-from hepti_mqtt.lowering.regions import text as region_text
+from hepti_mqtt.lowering.regions import IndexSet, Region, round_to_units, span, union
+from hepti_mqtt.lowering.regions import format_region as region_text
 
-PLANNER_PLACE: Final = -1  # the planner, among devices that are numbers
+PLANNER_INDEX: Final = -1  # the planner, among devices that are numbers
 
 
 class Piece(NamedTuple):
     """A device holds a region of an op's space: computed there, or (relay) put together from the pieces before it.
 
-    turn: ops of a lower turn come first in the Program (micro-batches).
+    order: ops of a lower turn come first in the Program (micro-batches).
     """
 
     device: int
     region: Region
     relay: bool = False
-    turn: int = 0
+    order: int = 0
 
 
 # A layout, given the op whose dimensions it divides; None leaves this op to be computed where it is needed.
@@ -36,30 +36,30 @@ Rule = Callable[[Op], list[Piece] | None]
 class Table:
     """A method: the layout of each tensor that it places, by role; what it does not place is computed where needed.
 
-    where_present: the same for roles that not every family has. uniform: layouts do not look at an op's layer, so that
+    optional_rules: the same for roles that not every family has. uniform: layouts do not look at an op's layer, so that
     equal layers are divided alike.
     """
 
-    lines: Mapping[str, Rule] = field(default_factory=dict)
-    where_present: Mapping[str, Rule] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    optional_rules: Mapping[str, Rule] = field(default_factory=dict)
     uniform: bool = True
 
     def rule(self, op: Op) -> Rule | None:
         """Return the layout of an op, None if the table does not place it."""
-        return self.lines.get(op.role) or self.where_present.get(op.role)
+        return self.rules.get(op.role) or self.optional_rules.get(op.role)
 
     def check(self, graph: Graph) -> None:
         """Raise ValueError if a line names a role that no tensor of the graph has."""
-        for role in self.lines:
+        for role in self.rules:
             if role not in graph.roles:
                 raise ValueError(f"no tensor has the role {role!r}; this family has {', '.join(sorted(graph.roles))}")
 
-    def over(self, frame: Table) -> Table:
+    def with_defaults(self, frame: Table) -> Table:
         """Return this table with the lines of `frame` for what it does not place itself."""
-        return Table(self.lines, {**frame.lines, **frame.where_present, **self.where_present}, self.uniform)
+        return Table(self.rules, {**frame.rules, **frame.optional_rules, **self.optional_rules}, self.uniform)
 
 
-def pieces_of(op: Op, pieces: Iterable[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
+def checked_pieces(op: Op, pieces: Iterable[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
     """Return an op's pieces, empty ones left out; raises ValueError for regions that the op cannot have.
 
     names: of the devices, in their order.
@@ -68,13 +68,13 @@ def pieces_of(op: Op, pieces: Iterable[Piece], names: Sequence[str]) -> tuple[Pi
     for piece in pieces:
         if not all(piece.region):
             continue
-        if not PLANNER_PLACE <= piece.device < len(names):
+        if not PLANNER_INDEX <= piece.device < len(names):
             raise ValueError(f"{op.name}: device {piece.device} is none of the {len(names)}")
         reach = zip(piece.region, op.space, strict=False)
         if len(piece.region) != len(op.space) or any(s[0][0] < 0 or s[-1][1] > n for s, n in reach):
-            raise ValueError(f"{op.name}: {_holds(piece, names)}, its space is {region_text(op.full)}")
+            raise ValueError(f"{op.name}: {_holds(piece, names)}, its space is {region_text(op.full_region)}")
         for dim, (s, unit) in enumerate(zip(piece.region, op.units, strict=False)):
-            if unit > 1 and whole_units(s, unit) != s:
+            if unit > 1 and round_to_units(s, unit) != s:
                 raise ValueError(
                     f"{op.name}: {_holds(piece, names)}, but dimension {dim} is cut in units of {unit} only"
                 )
@@ -83,35 +83,35 @@ def pieces_of(op: Op, pieces: Iterable[Piece], names: Sequence[str]) -> tuple[Pi
 
 
 def _holds(piece: Piece, names: Sequence[str]) -> str:
-    who = "the planner" if piece.device == PLANNER_PLACE else names[piece.device]
+    who = "the planner" if piece.device == PLANNER_INDEX else names[piece.device]
     return f"{who} is to hold {region_text(piece.region)}"
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
 
 
-def box(op: Op, at: Mapping[int, Set]) -> Region:
+def region_with(op: Op, at: Mapping[int, IndexSet]) -> Region:
     """Return the op's whole space but for the given dimensions; raises ValueError for one that it does not have."""
     for dim in at:
         if dim >= len(op.space):
-            raise ValueError(f"{op.name} has no dimension {dim}: its space is {region_text(op.full)}")
-    return tuple(at.get(i, s) for i, s in enumerate(op.full))
+            raise ValueError(f"{op.name} has no dimension {dim}: its space is {region_text(op.full_region)}")
+    return tuple(at.get(i, s) for i, s in enumerate(op.full_region))
 
 
-def on(device: int) -> Rule:
+def on_device(device: int) -> Rule:
     """Return the layout of a tensor that one device holds."""
-    return lambda op: [Piece(device, op.full)]
+    return lambda op: [Piece(device, op.full_region)]
 
 
-def split(parts: Sequence[Set], dim: int, relay: bool = False) -> Rule:
+def split_along(parts: Sequence[IndexSet], dim: int, relay: bool = False) -> Rule:
     """Return the layout in which device i holds part i of a dimension."""
-    return lambda op: [Piece(i, box(op, {dim: part}), relay) for i, part in enumerate(parts)]
+    return lambda op: [Piece(i, region_with(op, {dim: part}), relay) for i, part in enumerate(parts)]
 
 
-def tile(pieces: Iterable[tuple[int, Mapping[int, Set]]]) -> Rule:
+def explicit(pieces: Iterable[tuple[int, Mapping[int, IndexSet]]]) -> Rule:
     """Return the layout of pieces (device, {dimension: part}), in the order given."""
     fixed = tuple(pieces)
-    return lambda op: [Piece(device, box(op, at)) for device, at in fixed]
+    return lambda op: [Piece(device, region_with(op, at)) for device, at in fixed]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -119,40 +119,40 @@ def tile(pieces: Iterable[tuple[int, Mapping[int, Set]]]) -> Rule:
 
 
 # What is computed row by row behind attention: matmuls with what is fused into them, and norms.
-BY_ROW: Final = (roles.ATTENTION_SUM, roles.AFTER_ATTENTION, roles.MLP_HIDDEN, roles.MLP_SUM)
-BETWEEN: Final = (roles.BEFORE_ATTENTION, roles.AFTER_ATTENTION, roles.BEFORE_MLP, roles.AFTER_MLP)
+ROWWISE_ROLES: Final = (roles.ATTENTION_SUM, roles.AFTER_ATTENTION, roles.MLP_HIDDEN, roles.MLP_SUM)
+BETWEEN_ROLES: Final = (roles.BEFORE_ATTENTION, roles.AFTER_ATTENTION, roles.BEFORE_MLP, roles.AFTER_MLP)
 
 
-def between(rule: Rule, head: int | None = None) -> dict[str, Rule]:
+def between_blocks(rule: Rule, root: int | None = None) -> dict[str, Rule]:
     """Return lines that place what lies between the blocks: norms and residuals.
 
-    head: computes the first norm, of the embedding, since it has all of that and sends it on anyway.
+    root: computes the first norm, of the embedding, since it has all of that and sends it on anyway.
     """
-    lines = dict.fromkeys(BETWEEN, rule)
-    if head is not None:
-        first = on(head)
+    lines = dict.fromkeys(BETWEEN_ROLES, rule)
+    if root is not None:
+        first = on_device(root)
         lines[roles.BEFORE_ATTENTION] = lambda op: (rule if op.layer else first)(op)
     return lines
 
 
-def qkv_of(graph: Graph, heads: Set, which: str = "qkv") -> Set:
+def qkv_columns(graph: Graph, heads: IndexSet, which: str = "qkv") -> IndexSet:
     """Return the columns of the joint query, key and value matrix that belong to heads (columns of attention)."""
-    attention = graph.first(roles.ATTENTION)
+    attention = graph.first_with_role(roles.ATTENTION)
     first = dict(zip("qkv", attention.columns, strict=True))  # type: ignore[attr-defined]
     return union(*(tuple((a + first[w], z + first[w]) for a, z in heads) for w in which))
 
 
-def after(parts: Sequence[Set], device: int) -> list[Set]:
+def ring_order(parts: Sequence[IndexSet], device: int) -> list[IndexSet]:
     """Return the parts in a ring: that of the device after this one first, its own last."""
     return [*parts[device + 1 :], *parts[: device + 1]]
 
 
-def joined(parts: Sequence[Set], by: int) -> list[Set]:
+def merge_parts(parts: Sequence[IndexSet], by: int) -> list[IndexSet]:
     """Return the unions of `by` parts each."""
     return [union(*parts[i : i + by]) for i in range(0, len(parts), by)]
 
 
-def in_groups(parts: Sequence[Set], count: int) -> list[list[Set]]:
+def split_into_groups(parts: Sequence[IndexSet], count: int) -> list[list[IndexSet]]:
     """Return each part, one interval or nothing, cut into `count` of about equal size: the first of each, and so on."""
     ends = [part[0] if part else (0, 0) for part in parts]
     return [[span(a + (z - a) * g // count, a + (z - a) * (g + 1) // count) for a, z in ends] for g in range(count)]
@@ -162,33 +162,33 @@ def in_groups(parts: Sequence[Set], count: int) -> list[list[Set]]:
 # Collectives as layouts: partial sums over the inner dimension of a matmul meet on the devices that own rows of it.
 
 
-def direct(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
+def reduce_scatter(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> Rule:
     """Return a direct reduce-scatter: every part goes to the owners of its rows at once."""
 
     def rule(op: Op) -> list[Piece]:
-        partial = [Piece(i, box(op, {2: part})) for i, part in enumerate(parts)]
-        return partial + [Piece(i, box(op, {0: r}), relay=True) for i, r in enumerate(rows)]
+        partial = [Piece(i, region_with(op, {2: part})) for i, part in enumerate(parts)]
+        return partial + [Piece(i, region_with(op, {0: r}), relay=True) for i, r in enumerate(rows)]
 
     return rule
 
 
-def ring(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
+def ring_all_reduce(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> Rule:
     """Return a ring all-reduce in 2 (N - 1) rounds: the sum of chunk c ends on device c and goes round again."""
     n = len(parts)
 
     def rule(op: Op) -> list[Piece]:
-        out = [Piece(i, box(op, {2: part})) for i, part in enumerate(parts)]
+        out = [Piece(i, region_with(op, {2: part})) for i, part in enumerate(parts)]
         for t, c in product(range(1, n), range(n)):
             over = union(*(parts[(c + 1 + s) % n] for s in range(t + 1)))
-            out.append(Piece((c + 1 + t) % n, box(op, {0: rows[c], 2: over}), relay=True))
+            out.append(Piece((c + 1 + t) % n, region_with(op, {0: rows[c], 2: over}), relay=True))
         for t, c in product(range(1, n), range(n)):
-            out.append(Piece((c + t) % n, box(op, {0: rows[c]}), relay=True))
+            out.append(Piece((c + t) % n, region_with(op, {0: rows[c]}), relay=True))
         return out
 
     return rule
 
 
-def ring_scatter(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
+def ring_reduce_scatter(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> Rule:
     """Return a ring reduce-scatter in N - 1 rounds, the matmul cut into its chunks: chunk c ends on device c.
 
     Each device computes first the chunk that it sends on first, and its own last, so that a chunk of the sum travels
@@ -200,16 +200,16 @@ def ring_scatter(parts: Sequence[Set], rows: Sequence[Set]) -> Rule:
         out = []
         for t, i in product(range(n), range(n)):
             c = (i - 1 - t) % n
-            out.append(Piece(i, box(op, {0: rows[c], 2: parts[i]})))
+            out.append(Piece(i, region_with(op, {0: rows[c], 2: parts[i]})))
             if t:
                 over = union(*(parts[(c + 1 + s) % n] for s in range(t + 1)))
-                out.append(Piece(i, box(op, {0: rows[c], 2: over}), relay=True))
+                out.append(Piece(i, region_with(op, {0: rows[c], 2: over}), relay=True))
         return out
 
     return rule
 
 
-def ring_gather(rows: Sequence[Set]) -> Rule:
+def ring_all_gather(rows: Sequence[IndexSet]) -> Rule:
     """Return a ring all-gather in N - 1 rounds: every device passes on what it has just received.
 
     Own rows stand last once more: whoever is not in the ring gets them from their owner.
@@ -217,9 +217,9 @@ def ring_gather(rows: Sequence[Set]) -> Rule:
     n = len(rows)
 
     def rule(op: Op) -> list[Piece]:
-        out = [Piece(i, box(op, {0: own})) for i, own in enumerate(rows)]
+        out = [Piece(i, region_with(op, {0: own})) for i, own in enumerate(rows)]
         for t, i in product(range(1, n), range(n)):
-            out.append(Piece(i, box(op, {0: rows[(i - t) % n]}), relay=True))
-        return out + [Piece(i, box(op, {0: own}), relay=True) for i, own in enumerate(rows)]
+            out.append(Piece(i, region_with(op, {0: rows[(i - t) % n]}), relay=True))
+        return out + [Piece(i, region_with(op, {0: own}), relay=True) for i, own in enumerate(rows)]
 
     return rule

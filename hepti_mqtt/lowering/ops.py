@@ -15,17 +15,17 @@ from operator import attrgetter
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Self, TypeVar
 
 from hepti_mqtt.lowering.regions import (
+    IndexSet,
     Region,
-    Set,
-    both,
-    count,
+    index_count,
+    index_set,
     indices,
-    place,
+    intersect_sets,
+    positions_in,
+    round_to_units,
     shift,
     span,
-    to_set,
     union,
-    whole_units,
 )
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import Slot, SlotDtype, WeightRef
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     attrs: Mapping[str, Any] = {}
 
 
-class lazy(Generic[T]):  # noqa: N801
+class cached(Generic[T]):  # noqa: N801
     """A value of an object that is worked out once, when it is first asked for; `cached_property` without its lock."""
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -93,10 +93,10 @@ class Op:
     dtype: SlotDtype = "f32"
 
     kind: ClassVar[str] = "op"
-    summands: ClassVar[int] = -1  # the input that the kernel takes as several parts and adds
+    summed_input: ClassVar[int] = -1  # the input that the kernel takes as several parts and adds
     is_view: ClassVar[bool] = False  # the result is made of pieces of the inputs as they are
-    exact: ClassVar[bool] = False  # narrower numbers on the wire would spoil it
-    session: ClassVar[bool] = False  # an array that outlives the run where it lies; `tensors` is its name
+    stays_f32: ClassVar[bool] = False  # narrower numbers on the wire would spoil it
+    is_session_state: ClassVar[bool] = False  # an array that outlives the run where it lies; `tensors` is its name
 
     def __post_init__(self) -> None:
         # What an op is, apart from what it is called: worked out once, since ops are the keys of every cache.
@@ -109,7 +109,7 @@ class Op:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Op) and self._key == other._key)  # type: ignore[attr-defined]
 
-    def renamed(self, **places: Any) -> Self:
+    def relabelled(self, **places: Any) -> Self:
         """Return an equal op under another name, in another place: with other values of what is not compared.
 
         What has been worked out once is kept, which is why this is not `dataclasses.replace`.
@@ -118,60 +118,60 @@ class Op:
         new.__dict__.update(self.__dict__, **places)
         return new
 
-    def settled(self) -> Self:
+    def warmed_up(self) -> Self:
         """Return the op itself, with all worked out that `renamed` hands on."""
-        self.of(self.full[: self.rank])
+        self.region_for(self.full_region[: self.rank])
         return self
 
-    @lazy
-    def full(self) -> Region:
+    @cached
+    def full_region(self) -> Region:
         """Return the whole iteration space."""
         return tuple(span(0, n) for n in self.space)
 
-    def of(self, result: Region) -> Region | None:
+    def region_for(self, result: Region) -> Region | None:
         """Return the region of the space that yields a region of the result, in whole grains; None if it is empty."""
         if not all(result):
             return None
         units = self.units
         if units:
-            result = tuple(s if unit == 1 else whole_units(s, unit) for s, unit in zip(result, units, strict=False))
+            result = tuple(s if unit == 1 else round_to_units(s, unit) for s, unit in zip(result, units, strict=False))
         return self.trim(result + self._reduced)
 
-    @lazy
+    @cached
     def units(self) -> tuple[int, ...]:
         """Return the grain within the op's own size; empty where it is 1 everywhere."""
-        units = tuple(map(min, self.grain(), self.space))
+        units = tuple(map(min, self.granularity(), self.space))
         return units if any(unit != 1 for unit in units) else ()
 
-    @lazy
+    @cached
     def _reduced(self) -> Region:
-        return self.full[self.rank :]
+        return self.full_region[self.rank :]
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         """Return, per dimension, in which units regions can be asked for and shared out."""
         return (1,) * len(self.space)
 
-    def extent(self, region: Region) -> Region:
+    def computed_region(self, region: Region) -> Region:
         """Return what is computed where a region is asked for: more, where the kernel knows no less."""
         return region
 
-    def split(self, region: Region) -> tuple[Region, ...]:
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         """Return a region in parts that the kernel computes one by one."""
         return (region,)
 
-    def unit(self, dim: int) -> int:
+    def share_unit(self, dim: int) -> int:
         """Return the units in which shares of a dimension are best made: at least its grain."""
-        return self.grain()[dim]
+        return self.granularity()[dim]
 
     def trim(self, region: Region) -> Region | None:
         """Return the part of a region that contributes anything; None if nothing does."""
         return region if all(region) else None
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         """Return what a region needs of each input's result; a region with an empty Set: nothing."""
         return tuple(region[: self.rank] for _ in self.inputs)
 
-    def filled(self, number: int, region: Region) -> Region:
+    def filled_region(self, number: int, region: Region) -> Region:
         """Return what of a region an input fills, of an op that is a view."""
         return region[: self.rank]
 
@@ -179,27 +179,27 @@ class Op:
         """Return whether the array of a region is a partial result in a format of its own."""
         return False
 
-    def cells(self, region: Region, state: bool) -> Region:
+    def result_cells(self, region: Region, state: bool) -> Region:
         """Return the index sets of the array's leading dimensions."""
         return region[: self.rank]
 
     def shape(self, region: Region, state: bool) -> tuple[int, ...]:
         """Return the shape of the array of a region."""
-        return tuple(map(count, region[: self.rank]))
+        return tuple(map(index_count, region[: self.rank]))
 
-    def takes(self, number: int, need: Region, cells: Region) -> bool:
+    def accepts_columns(self, number: int, need: Region, cells: Region) -> bool:
         """Return whether the kernel finds what it needs of an input among more columns of a slot."""
         return False
 
-    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         """Return the weights that a region needs, as its kernel takes them."""
         return ()
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         """Return the kernel that computes a region from what `need` asked for."""
         raise NotImplementedError(self.kind)
 
-    def combine(self, region: Region) -> Call:
+    def combine_call(self, region: Region) -> Call:
         """Return the kernel that makes a region's result of its partial results."""
         return Call("sum", (), {"activation": None})
 
@@ -210,7 +210,7 @@ class Input(Op):
 
     kind = "input"
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return self.space  # the planner sends all of it to everyone
 
 
@@ -227,9 +227,9 @@ class Rows(Op):
     kind = "rows"
     is_view = True
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c = region
-        return ((r if self.rows is None else to_set(self.rows[i] for i in indices(r)), c),)
+        return ((r if self.rows is None else index_set(self.rows[i] for i in indices(r)), c),)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -241,12 +241,12 @@ class Columns(Op):
     kind = "columns"
     is_view = True
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         return ((region[0], shift(region[1], self.start)),)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Join(Op):
+class ConcatColumns(Op):
     """Tensors side by side along their columns; starts: the first column of each."""
 
     starts: tuple[int, ...]
@@ -254,14 +254,14 @@ class Join(Op):
     kind = "join"
     is_view = True
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c = region
         ends = (*self.starts, self.space[1])
-        return tuple((r, shift(both(c, span(a, z)), -a)) for a, z in pairwise(ends))
+        return tuple((r, shift(intersect_sets(c, span(a, z)), -a)) for a, z in pairwise(ends))
 
-    def filled(self, number: int, region: Region) -> Region:
+    def filled_region(self, number: int, region: Region) -> Region:
         a, z = (*self.starts, self.space[1])[number : number + 2]
-        return region[0], both(region[1], span(a, z))
+        return region[0], intersect_sets(region[1], span(a, z))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -274,7 +274,7 @@ class Slice(Op):
     kind = "slice"
     is_view = True
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         return ((shift(region[0], self.start),),)
 
 
@@ -287,10 +287,10 @@ class Reshape(Op):
     kind = "reshape"
     is_view = True
 
-    def extent(self, region: Region) -> Region:
-        return self.full
+    def computed_region(self, region: Region) -> Region:
+        return self.full_region
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         return (tuple(span(0, n) for n in self.source),)
 
 
@@ -303,10 +303,10 @@ class Flatten(Op):
     kind = "flatten"
     is_view = True
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return 1, prod(self.source[1:])
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         row = prod(self.source[1:])
         rows = tuple((a // row, z // row) for a, z in region[1])
         return ((rows, *(span(0, n) for n in self.source[1:])),)
@@ -320,18 +320,18 @@ class Flatten(Op):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class State(Op):
+class SessionState(Op):
     """What the session has kept over (C, w); `tensors` is its name. It is there before the run, so nothing fills it."""
 
     kind = "state"
-    session = True
+    is_session_state = True
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return self.space[0], 1  # whole columns: which rows are new is known only as it runs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Append(Op):
+class AppendRows(Op):
     """The state with the new rows in their place over (C, w), in the state's own memory.
 
     inputs: the state, the new rows [m, *] (from column `start`), and `at`.
@@ -341,15 +341,15 @@ class Append(Op):
     rows: int
 
     kind = "append"
-    session = True
+    is_session_state = True
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return self.space[0], 1
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         return region, (span(0, self.rows), shift(region[1], self.start)), (span(0, 1),)
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("append_rows")
 
 
@@ -376,20 +376,22 @@ class Linear(Op):
 
     kind = "linear"
 
-    def unit(self, dim: int) -> int:
+    def share_unit(self, dim: int) -> int:
         return PANEL if dim > 0 and self.space[dim] >= NARROW else 1
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
         return ((r, k), (r, c)) if self.residual else ((r, k),)
 
-    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         _, c, k = region
         if len(k) != 1:
             raise ValueError(f"{self.name}: rows {k} of a matrix are several ranges; give each device one")
         n = len(self.widths)
         ends = (0, *accumulate(self.widths))
-        cut = [[(a - first, z - first) for a, z in both(c, ((first, stop),))] for first, stop in pairwise(ends)]
+        cut = [
+            [(a - first, z - first) for a, z in intersect_sets(c, ((first, stop),))] for first, stop in pairwise(ends)
+        ]
         refs = [WeightRef(t, k[0], columns) for t, ranges in zip(self.tensors, cut, strict=False) for columns in ranges]
         if self._has_bias(region):
             biases = zip(self.tensors[n:], cut, strict=True)
@@ -399,8 +401,8 @@ class Linear(Op):
     def _has_bias(self, region: Region) -> bool:
         return self.bias and region[2][0][0] == 0
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        refs = self.refs(region)
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        refs = self.weight_refs(region)
         attrs = {"bias": self._has_bias(region), "activation": self.activation, "residual": self.residual}
         return Call("linear", refs, attrs)
 
@@ -412,9 +414,9 @@ class Activation(Op):
     function: str
 
     kind = "activation"
-    summands = 0
+    summed_input = 0
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("sum", (), {"activation": self.function})
 
 
@@ -423,9 +425,9 @@ class Add(Op):
     """x + y, where y may come as several summands."""
 
     kind = "add"
-    summands = 1
+    summed_input = 1
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("add", (), {"bias": False}) if self.rank == 2 else Call("sum", (), {"activation": None})
 
 
@@ -437,14 +439,14 @@ class LayerNorm(Op):
 
     kind = "norm"
 
-    def extent(self, region: Region) -> Region:
-        return region[0], self.full[1]
+    def computed_region(self, region: Region) -> Region:
+        return region[0], self.full_region[1]
 
-    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         return _vectors(self.tensors, region[1])
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call("layer_norm", self.refs(region), {"eps": self.eps})
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("layer_norm", self.weight_refs(region), {"eps": self.eps})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -452,18 +454,18 @@ class Moments(Op):
     """Mean and sum of squared distances from it over (r, 2, k): partial where columns lie on several devices."""
 
     kind = "moments"
-    exact = True
+    stays_f32 = True
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return 1, 2, 1
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         return ((region[0], region[2]),)
 
     def is_state(self, region: Region) -> bool:
-        return region[2] != self.full[2]
+        return region[2] != self.full_region[2]
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("moments")
 
 
@@ -474,24 +476,24 @@ class Normalise(Op):
     eps: float
 
     kind = "normalise"
-    summands = 1
+    summed_input = 1
 
-    def split(self, region: Region) -> tuple[Region, ...]:
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple((region[0], (columns,)) for columns in region[1])
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         return region, (region[0], span(0, 2))
 
-    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         return _vectors(self.tensors, region[1])
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        counts = tuple(count(part.region[2]) for part in operands[1:])
-        return Call("normalise", self.refs(region), {"eps": self.eps, "counts": counts})
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        counts = tuple(index_count(part.region[2]) for part in operands[1:])
+        return Call("normalise", self.weight_refs(region), {"eps": self.eps, "counts": counts})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Whole(Op):
+class OpaqueOp(Op):
     """A kernel that computes all of its result from all of its inputs: embeddings, pooling over sequences.
 
     attrs: the kernel's, as pairs. weights: its own, in its order.
@@ -504,20 +506,20 @@ class Whole(Op):
 
     kind = "whole"
 
-    def extent(self, region: Region) -> Region:
-        return self.full
+    def computed_region(self, region: Region) -> Region:
+        return self.full_region
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple(tuple(span(0, n) for n in shape) for shape in self.sources)
 
-    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         return self.weights
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call(self.kernel, self.weights, dict(self.attrs))
 
 
-def _vectors(tensors: Sequence[str], c: Set) -> tuple[WeightRef, ...]:
+def _vectors(tensors: Sequence[str], c: IndexSet) -> tuple[WeightRef, ...]:
     if len(c) != 1:
         raise ValueError(f"{tensors}: columns {c} are several ranges; give each device one")
     return tuple(WeightRef(name, (0, 1), c[0], "plain") for name in tensors)
@@ -528,35 +530,35 @@ def _vectors(tensors: Sequence[str], c: Set) -> tuple[WeightRef, ...]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Heads(Op):
+class HeadedAttention(Op):
     """What reads queries from one tensor, keys and values from another; columns: where q, k and v begin there."""
 
     d: int
     columns: tuple[int, int, int]
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
         q, key, value = self.columns
         return (r, shift(c, q)), (k, union(shift(c, key), shift(c, value)))
 
-    def takes(self, number: int, need: Region, cells: Region) -> bool:
+    def accepts_columns(self, number: int, need: Region, cells: Region) -> bool:
         if number == 0:
-            return len(place(need[1], cells[1])) == 1
-        c = shift(both(need[1], span(self.columns[1], self.columns[1] + self.space[1])), -self.columns[1])
-        return all(len(place(shift(c, first), cells[1])) == 1 for first in self.columns[1:])
+            return len(positions_in(need[1], cells[1])) == 1
+        c = shift(intersect_sets(need[1], span(self.columns[1], self.columns[1] + self.space[1])), -self.columns[1])
+        return all(len(positions_in(shift(c, first), cells[1])) == 1 for first in self.columns[1:])
 
-    def heads(self, c: Set, operands: Sequence[Operand]) -> dict[str, Any]:
+    def heads(self, c: IndexSet, operands: Sequence[Operand]) -> dict[str, Any]:
         """Return the attributes of the kernel that say which heads, and where they lie in what it reads."""
         q, key, value = (
-            place(shift(c, first), operand.cells[1])[0][0]
+            positions_in(shift(c, first), operand.cells[1])[0][0]
             for first, operand in zip(self.columns, (operands[0], operands[1], operands[1]), strict=True)
         )
         where = {"q_column": q, "k_column": key, "v_column": value}
-        return {**where, "heads": count(c) // self.d, "head_dim": self.d, "scale": self.d**-0.5}
+        return {**where, "heads": index_count(c) // self.d, "head_dim": self.d, "scale": self.d**-0.5}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Attention(Heads):
+class Attention(HeadedAttention):
     """Attention over (r, c = heads x d, k = keys) of packed sequences, which do not see each other.
 
     inputs: the tensor of the queries, and that of keys and values; columns: where q, k and v begin there. lengths: of
@@ -569,52 +571,52 @@ class Attention(Heads):
 
     kind = "attention"
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return 1, self.d, 1
 
-    @lazy
-    def _sequences(self) -> tuple[Set, ...]:
+    @cached
+    def _sequences(self) -> tuple[IndexSet, ...]:
         return tuple(span(*pair) for pair in pairwise((0, *accumulate(self.lengths))))
 
-    def pairs(self, r: Set) -> int:
+    def pairs(self, r: IndexSet) -> int:
         """Return with how many keys all rows of sequences without order are paired."""
-        return sum(count(both(s, r)) * count(s) for s in self._sequences)
+        return sum(index_count(intersect_sets(s, r)) * index_count(s) for s in self._sequences)
 
-    def keys(self, r: Set) -> Set:
+    def keys(self, r: IndexSet) -> IndexSet:
         """Return the keys that any of the rows sees."""
         if not r:
             return ()
         alone = len(self.lengths) == 1
-        seen = self.full[2] if alone else union(*(s for s in self._sequences if both(s, r)))
-        return both(seen, span(0, r[-1][1])) if self.causal else seen
+        seen = self.full_region[2] if alone else union(*(s for s in self._sequences if intersect_sets(s, r)))
+        return intersect_sets(seen, span(0, r[-1][1])) if self.causal else seen
 
     def trim(self, region: Region) -> Region | None:
         """Keep all rows and of the keys those that some row sees: a row without any is nothing to the kernel."""
         r, c, k = region
         if not (r and c and k):
             return None
-        keys = both(k, self.keys(r))
+        keys = intersect_sets(k, self.keys(r))
         return (r, c, keys) if keys else None
 
     def is_state(self, region: Region) -> bool:
         return region[2] != self.keys(region[0])
 
-    def cells(self, region: Region, state: bool) -> Region:
+    def result_cells(self, region: Region, state: bool) -> Region:
         r, c, _ = region
         return (r, tuple((a // self.d, z // self.d) for a, z in c)) if state else (r, c)
 
     def shape(self, region: Region, state: bool) -> tuple[int, ...]:
-        r, c = count(region[0]), count(region[1])
+        r, c = index_count(region[0]), index_count(region[1])
         return (r, c // self.d, self.d + 2) if state else (r, c)
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         r, c, k = region
         rows = {"q_rows": tuple(indices(r)), "k_rows": k, "lengths": self.lengths}
         attrs = self.heads(c, operands) | rows | ({"causal": True} if self.causal else {})
         return Call("attention_block" if self.is_state(region) else "attention", (), attrs)
 
-    def combine(self, region: Region) -> Call:
-        return Call("attention_combine", (), {"heads": count(region[1]) // self.d, "head_dim": self.d})
+    def combine_call(self, region: Region) -> Call:
+        return Call("attention_combine", (), {"heads": index_count(region[1]) // self.d, "head_dim": self.d})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -629,33 +631,33 @@ class ReorderedAttention(Attention):
 
     kind = "attention over x"
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return 1, self.d, self.space[2]
 
-    def split(self, region: Region) -> tuple[Region, ...]:
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
         return tuple((r, (columns,), k) for columns in c)
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
         return (r, c), (k, span(0, self.width))
 
-    def takes(self, number: int, need: Region, cells: Region) -> bool:
-        return number == 0 and super().takes(number, need, cells)
+    def accepts_columns(self, number: int, need: Region, cells: Region) -> bool:
+        return number == 0 and super().accepts_columns(number, need, cells)
 
-    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         (columns,) = region[1]
         matrices = tuple(WeightRef(tensor, (0, self.width), columns) for tensor in self.tensors[:2])
         return matrices + tuple(WeightRef(tensor, (0, 1), columns, "plain") for tensor in self.tensors[2:])
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        attrs = {**super().call(region, (*operands[:1], operands[0])).attrs, "bias": self.bias}
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        attrs = {**super().kernel_call(region, (*operands[:1], operands[0])).attrs, "bias": self.bias}
         del attrs["k_column"], attrs["v_column"]
-        return Call("attention_reordered", self.refs(region), attrs)
+        return Call("attention_reordered", self.weight_refs(region), attrs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class AttentionAt(Heads):
+class CachedAttention(HeadedAttention):
     """Attention over (m, c = heads x d, C): row i over the keys 0..at + i, its own included.
 
     inputs: the tensor of the queries, the cache of keys and values with this run's rows in it, and `at`. columns: where
@@ -664,13 +666,13 @@ class AttentionAt(Heads):
 
     kind = "attention at"
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return self.space[0], self.d, self.space[2]
 
-    def need(self, region: Region) -> tuple[Region, ...]:
-        return *super().need(region), (span(0, 1),)
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        return *super().input_regions(region), (span(0, 1),)
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("attention_at", (), self.heads(region[1], operands))
 
 
@@ -694,27 +696,27 @@ class Window(Op):
     dilation: tuple[int, int] = (1, 1)
     source: tuple[int, int, int]
 
-    def split(self, region: Region) -> tuple[Region, ...]:
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple(tuple((r,) for r in ranges) for ranges in product(*region))
 
-    def sees(self, dim: int, first: int, stop: int) -> tuple[int, int]:
+    def window_range(self, dim: int, first: int, stop: int) -> tuple[int, int]:
         """Return the rows (dimension 0), or columns (1), under the window, those beyond the borders too."""
         start, size = -self.pad[dim], (self.kernel[dim] - 1) * self.dilation[dim] + 1
         return first * self.stride[dim] + start, (stop - 1) * self.stride[dim] + start + size
 
-    def reach(self, dim: int, s: Set) -> Set:
+    def input_range(self, dim: int, s: IndexSet) -> IndexSet:
         """Return the rows, or columns, of the input that some of the result see."""
-        ends = (self.sees(dim, a, z) for a, z in s)
+        ends = (self.window_range(dim, a, z) for a, z in s)
         return union(*(span(max(a, 0), min(z, self.source[dim])) for a, z in ends))
 
-    def beyond(self, dim: int, r: Range) -> tuple[int, int]:
+    def padding(self, dim: int, r: Range) -> tuple[int, int]:
         """Return how many rows, or columns, a range sees before the first and behind the last of the input."""
-        a, z = self.sees(dim, *r)
+        a, z = self.window_range(dim, *r)
         return max(-a, 0), max(z - self.source[dim], 0)
 
     def window(self, region: Region) -> dict[str, object]:
         """Return the attributes of the window over a region of one range of rows."""
-        (top, bottom), (left, right) = (self.beyond(dim, region[dim][0]) for dim in (0, 1))
+        (top, bottom), (left, right) = (self.padding(dim, region[dim][0]) for dim in (0, 1))
         places = {"kernel": self.kernel, "stride": self.stride, "dilation": self.dilation}
         return {**places, "pad": (top, left, bottom, right)}
 
@@ -735,51 +737,51 @@ class Conv(Window):
 
     kind = "conv"
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return (1, 1, 1 if self.groups == 1 else self.space[2] // self.groups)
 
-    def split(self, region: Region) -> tuple[Region, ...]:
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         # Rows stay together, wherever they lie: so the weights are read once for all of them.
         return tuple((region[0], *((r,) for r in ranges)) for ranges in product(*region[1:]))
 
-    def need(self, region: Region) -> tuple[Region, ...]:
-        seen = (self.reach(0, region[0]), self.reach(1, region[1]), self._channels(region[2]))
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        seen = (self.input_range(0, region[0]), self.input_range(1, region[1]), self._channels(region[2]))
         return (seen, region) if self.residual else (seen,)
 
-    def _channels(self, s: Set) -> Set:
+    def _channels(self, s: IndexSet) -> IndexSet:
         """Return the channels that some of the result read: those of their groups."""
         reads, makes = self.source[2] // self.groups, self.space[2] // self.groups
         return union(*(((a // makes * reads, -(-z // makes) * reads),) for a, z in s))
 
-    def refs(self, region: Region) -> tuple[WeightRef, ...]:
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         rows, columns = prod(self.kernel) * self.source[2] // self.groups, region[2][0]
         matrix = WeightRef(self.tensors[0], (0, rows), columns)
         return (matrix, WeightRef(self.tensors[1], (0, 1), columns, "plain")) if self.bias else (matrix,)
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         attrs = {"activation": self.activation, "bias": self.bias, "residual": self.residual}
-        more = {"groups": count(region[2]) * self.groups // self.space[2], "residual_first": self.residual_first}
+        more = {"groups": index_count(region[2]) * self.groups // self.space[2], "residual_first": self.residual_first}
         # Where on the whole map the part lies: tiles of several outputs are the same ones in every part.
         lies = {"origin": (region[0][0][0], region[1][0][0]), "whole": self.space[:2]}
-        return Call("conv2d", self.refs(region), {**self.window(region), **attrs, **more, **lies})
+        return Call("conv2d", self.weight_refs(region), {**self.window(region), **attrs, **more, **lies})
 
     def window(self, region: Region) -> dict[str, object]:
         """Return the attributes of the window over a region; of several ranges of rows, `bands` says how each lies."""
         window = super().window(region)
         if len(region[0]) == 1:
             return window
-        left, right = self.beyond(1, region[1][0])
+        left, right = self.padding(1, region[1][0])
         return {**window, "pad": (0, left, 0, right), "bands": self._bands(region[0])}
 
-    def _bands(self, rows: Set) -> tuple[tuple[int, int, int, int, int], ...]:
+    def _bands(self, rows: IndexSet) -> tuple[tuple[int, int, int, int, int], ...]:
         """Return, for each range of rows, what it sees of the input's rows that lie one behind the other.
 
         (first row, the one behind the last, rows beyond the map above and below, its first row on the whole map).
         """
-        seen, found = self.reach(0, rows), []
+        seen, found = self.input_range(0, rows), []
         for r in rows:
-            ((first, stop),) = place(self.reach(0, (r,)), seen) or ((0, 0),)
-            found.append((first, stop, *self.beyond(0, r), r[0]))
+            ((first, stop),) = positions_in(self.input_range(0, (r,)), seen) or ((0, 0),)
+            found.append((first, stop, *self.padding(0, r), r[0]))
         return tuple(found)
 
 
@@ -789,10 +791,10 @@ class MaxPool(Window):
 
     kind = "pool"
 
-    def need(self, region: Region) -> tuple[Region, ...]:
-        return ((self.reach(0, region[0]), self.reach(1, region[1]), region[2]),)
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        return ((self.input_range(0, region[0]), self.input_range(1, region[1]), region[2]),)
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("max_pool2d", (), self.window(region))
 
 
@@ -804,7 +806,7 @@ class AveragePool(MaxPool):
 
     kind = "average_pool"
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("average_pool2d", (), {**self.window(region), "count_pad": self.count_pad})
 
 
@@ -816,18 +818,18 @@ class GlobalAverage(Op):
 
     kind = "global_average"
 
-    def split(self, region: Region) -> tuple[Region, ...]:
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple((*region[:2], (rows,)) for rows in region[2])
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         return ((region[2], span(0, self.source[1]), region[1]),)
 
-    def call(self, region: Region, operands: Sequence[Operand]) -> Call:
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("global_sum", (), {"scale": 1 / (self.source[0] * self.source[1])})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Pixels(Op):
+class MapAsRows(Op):
     """A map [Y, X, C] as rows [Y X, C], a row a pixel, in whole rows of the map; source: Y, X, C."""
 
     source: tuple[int, int, int]
@@ -835,17 +837,17 @@ class Pixels(Op):
     kind = "pixels"
     is_view = True
 
-    def grain(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         return self.source[1], 1
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         width = self.source[1]
-        rows = tuple((a // width, z // width) for a, z in whole_units(region[0], width))
+        rows = tuple((a // width, z // width) for a, z in round_to_units(region[0], width))
         return ((rows, span(0, width), region[1]),)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class JoinMaps(Op):
+class ConcatMaps(Op):
     """Maps of one size behind each other along their channels; starts: the first channel of each."""
 
     rank: int = 3
@@ -854,10 +856,12 @@ class JoinMaps(Op):
     kind = "join_maps"
     is_view = True
 
-    def need(self, region: Region) -> tuple[Region, ...]:
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
         y, x, c = region
-        return tuple((y, x, shift(both(c, span(a, z)), -a)) for a, z in pairwise((*self.starts, self.space[2])))
+        return tuple(
+            (y, x, shift(intersect_sets(c, span(a, z)), -a)) for a, z in pairwise((*self.starts, self.space[2]))
+        )
 
-    def filled(self, number: int, region: Region) -> Region:
+    def filled_region(self, number: int, region: Region) -> Region:
         a, z = (*self.starts, self.space[2])[number : number + 2]
-        return (*region[:2], both(region[2], span(a, z)))
+        return (*region[:2], intersect_sets(region[2], span(a, z)))

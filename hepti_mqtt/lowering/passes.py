@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.plan import Pair, Range, Route, Storage, WireDtype
+from hepti_mqtt.plan import DevicePair, Range, Route, WeightDtype, WireDtype
 from hepti_mqtt.program import (
     Compute,
     Op,
@@ -23,9 +23,9 @@ from hepti_mqtt.program import (
     SlotDtype,
     SlotSpec,
     WeightRef,
-    fused,
-    read,
-    written,
+    fuse_ops,
+    slots_read,
+    slots_written,
 )
 
 _KERNEL: Final = "assemble"
@@ -40,7 +40,7 @@ class _Copy(NamedTuple):
     target: _Place
 
 
-def joined(program: Program) -> Program:
+def merge_copies(program: Program) -> Program:
     """Return `program` without the slots that are only assembled to be assembled again."""
     between = _between(program)
     if not between:
@@ -56,7 +56,7 @@ def joined(program: Program) -> Program:
             made[op.writes[0]] = copies
         else:
             ops.append(_assemble(op, copies) if any(slot in made for slot in op.reads) else op)
-    return without(program, between, ops)
+    return drop_buffers(program, between, ops)
 
 
 def _between(program: Program) -> set[Slot]:
@@ -67,7 +67,7 @@ def _between(program: Program) -> set[Slot]:
     others: set[Slot] = set()
     read_at_all: set[Slot] = set()
     for op in program.ops:
-        slots = read(op)
+        slots = slots_read(op)
         read_at_all.update(slots)
         if not isinstance(op, Compute) or op.kernel != _KERNEL:
             others.update(slots)
@@ -102,7 +102,7 @@ def _assemble(op: Compute, copies: list[_Copy]) -> Compute:
     return op._replace(reads=reads, attrs={**op.attrs, "copies": numbered})
 
 
-def without(program: Program, gone: set[Slot], ops: list[Op]) -> Program:
+def drop_buffers(program: Program, gone: set[Slot], ops: list[Op]) -> Program:
     """Return a Program of these ops whose slots are numbered anew, without those that are gone."""
     kept = [slot for slot in range(len(program.slots)) if slot not in gone]
     new = {slot: n for n, slot in enumerate(kept)}
@@ -148,12 +148,12 @@ _CODECS: Final[Mapping[str, tuple[str, str, Callable[[SlotSpec], SlotSpec]]]] = 
 _SENT_ON: Final = frozenset({"f16"})
 
 
-def narrow_slot(spec: SlotSpec, wire: SlotDtype) -> SlotSpec:
+def narrow_spec(spec: SlotSpec, wire: SlotDtype) -> SlotSpec:
     """Return the slot that a slot is on the wire."""
     return _CODECS[wire][2](spec)
 
 
-def narrow(program: Program, wire: WireDtype) -> Program:
+def narrow_wire(program: Program, wire: WireDtype) -> Program:
     """Return `program` with its exchanges between devices in `wire`; "f32" changes nothing."""
     if wire == "f32":
         return program
@@ -163,7 +163,7 @@ def narrow(program: Program, wire: WireDtype) -> Program:
     narrowed: dict[Slot, Slot] = {}
 
     def twin(slot: Slot) -> Slot:
-        slots.append(narrow_slot(slots[slot], wire))
+        slots.append(narrow_spec(slots[slot], wire))
         return len(slots) - 1
 
     def sent(op: Send) -> Slot:
@@ -177,7 +177,7 @@ def narrow(program: Program, wire: WireDtype) -> Program:
             ops.append(Compute(to_narrow, (base,), (narrowed[base],), layer=op.layer, node=op.node))
         if base == op.slot:
             return narrowed[base]
-        slots.append(narrow_slot(spec, wire)._replace(base=narrowed[base], start=spec.start))
+        slots.append(narrow_spec(spec, wire)._replace(base=narrowed[base], start=spec.start))
         return len(slots) - 1
 
     for op in program.ops:
@@ -204,7 +204,7 @@ def narrow(program: Program, wire: WireDtype) -> Program:
 WIDENING: Final = frozenset({"from_f16", "from_i8"})
 
 
-def widened(program: Program) -> Program:
+def widen_in_assemble(program: Program) -> Program:
     """Return `program` without the slots that are widened only to be assembled; the values have the same bits."""
     wide = _only_assembled(program)
     if not wide:
@@ -214,7 +214,7 @@ def widened(program: Program) -> Program:
     twins = dict(wide)
     for slot, spec in views.items():
         twins[slot] = len(slots)
-        narrow = narrow_slot(spec, slots[wide[program.base(slot)]].dtype)
+        narrow = narrow_spec(spec, slots[wide[program.base(slot)]].dtype)
         slots.append(narrow._replace(base=wide[program.base(slot)], start=spec.start))
     ops: list[Op] = []
     for op in program.ops:
@@ -223,14 +223,14 @@ def widened(program: Program) -> Program:
         if isinstance(op, Compute) and op.kernel == _KERNEL:
             op = op._replace(reads=tuple(twins.get(slot, slot) for slot in op.reads))
         ops.append(op)
-    return without(replace(program, slots=tuple(slots)), {*wide, *views}, ops)
+    return drop_buffers(replace(program, slots=tuple(slots)), {*wide, *views}, ops)
 
 
 def _only_assembled(program: Program) -> Mapping[Slot, Slot]:
     """Return {wide slot: the narrow one} of those that nothing but assembling reads, in rows as they are."""
     found = {op.writes[0]: op.reads[0] for op in program.ops if isinstance(op, Compute) and op.kernel in WIDENING}
     for op in program.ops:
-        for slot in read(op):
+        for slot in slots_read(op):
             base = program.base(slot)
             same_rows = program.slots[slot].shape[1:] == program.slots[base].shape[1:]
             if not (isinstance(op, Compute) and op.kernel == _KERNEL and same_rows):
@@ -249,7 +249,7 @@ def _only_assembled(program: Program) -> Mapping[Slot, Slot]:
 NARROWING: Final = frozenset({"to_f16", "to_i8"})
 
 
-def fuse(program: Program) -> Program:
+def fuse_conversions(program: Program) -> Program:
     """Return `program` with its conversions as parts of other ops, where no op has to wait longer for that."""
     ops: list[Op | None] = list(program.ops)
     _into_makers(program, ops)
@@ -259,14 +259,14 @@ def fuse(program: Program) -> Program:
 
 def _into_makers(program: Program, ops: list[Op | None]) -> None:
     """Let the op that makes a value narrow it, whoever it is for; what comes from elsewhere keeps an op for that."""
-    maker = {slot: place for place, op in enumerate(program.ops) for slot in written(op)}
+    maker = {slot: place for place, op in enumerate(program.ops) for slot in slots_written(op)}
     for place, op in enumerate(program.ops):
         if not isinstance(op, Compute) or op.kernel not in NARROWING:
             continue
         at = maker.get(program.base(op.reads[0]))
         made = None if at is None else ops[at]
         if at is not None and isinstance(made, Compute):
-            ops[at], ops[place] = fused(program, (made, op), made), None
+            ops[at], ops[place] = fuse_ops(program, (made, op), made), None
 
 
 def _into_readers(program: Program, ops: list[Op | None]) -> None:
@@ -276,19 +276,19 @@ def _into_readers(program: Program, ops: list[Op | None]) -> None:
         for slot in () if op is None else program.reads(op):
             readers[slot].append(place)
     for place, op in enumerate(ops):
-        if not isinstance(op, Compute) or op.kernel not in WIDENING or op.parts:
+        if not isinstance(op, Compute) or op.kernel not in WIDENING or op.fused:
             continue
         if not readers[op.writes[0]]:
             continue
         first, *others = readers[op.writes[0]]
         reader = ops[first]
         if isinstance(reader, Compute) and _may_wait(program, program.ops[first], [program.ops[o] for o in others]):
-            ops[first], ops[place] = fused(program, (op, reader), reader), None
+            ops[first], ops[place] = fuse_ops(program, (op, reader), reader), None
 
 
 def _may_wait(program: Program, first: Op, others: Sequence[Op]) -> bool:
     """Return whether ops that read what `first` reads cannot begin before it anyway."""
-    waits, makes = set(program.reads(first)), set(written(first))
+    waits, makes = set(program.reads(first)), set(slots_written(first))
     return all(waits <= (slots := set(program.reads(o))) or makes & slots for o in others)
 
 
@@ -299,7 +299,7 @@ def _may_wait(program: Program, first: Op, others: Sequence[Op]) -> bool:
 # broker.
 
 
-def routed(program: Program, route: Route, relayed: Collection[Pair] = ()) -> Program:
+def set_routes(program: Program, route: Route, relayed: Collection[DevicePair] = ()) -> Program:
     """Return `program` with its exchanges between devices on `route`; "broker" changes nothing.
 
     relayed: (source, target) whose exchanges go over the broker all the same. A Send to receivers of both kinds becomes
@@ -314,7 +314,7 @@ def routed(program: Program, route: Route, relayed: Collection[Pair] = ()) -> Pr
     return replace(program, ops=tuple(ops))
 
 
-def _ways(op: Send, source: str, relayed: frozenset[Pair]) -> tuple[Send, ...]:
+def _ways(op: Send, source: str, relayed: frozenset[DevicePair]) -> tuple[Send, ...]:
     direct = tuple(to for to in op.to if to != PLANNER and (source, to) not in relayed)
     if not direct:
         return (op,)
@@ -336,19 +336,21 @@ def _ways(op: Send, source: str, relayed: frozenset[Pair]) -> tuple[Send, ...]:
 _PREFIX = "layers."
 
 
-def stored(ref: WeightRef, storage: Storage) -> WeightRef:
+def narrow_weight(ref: WeightRef, storage: WeightDtype) -> WeightRef:
     """Return a weight as it is kept in `storage`: matrices of the layers alone are narrow."""
     if ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
-        return ref._replace(storage=storage)
+        return ref._replace(weight_dtype=storage)
     return ref
 
 
-def store(program: Program, storage: Storage) -> Program:
+def narrow_weights(program: Program, storage: WeightDtype) -> Program:
     """Return `program` with every packed matrix of its layers kept in `storage`."""
     return replace(
         program,
         ops=tuple(
-            op._replace(weights=tuple(stored(ref, storage) for ref in op.weights)) if isinstance(op, Compute) else op
+            op._replace(weights=tuple(narrow_weight(ref, storage) for ref in op.weights))
+            if isinstance(op, Compute)
+            else op
             for op in program.ops
         ),
     )

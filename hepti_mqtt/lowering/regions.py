@@ -1,7 +1,7 @@
 """Sets of indices and regions of tensors, as half-open ranges, and what can be done with them.
 
-A `Set` is sorted ranges that do not touch: indices of one dimension. A `Region` is a product of one Set per dimension:
-rows {0, 5, 12}, or the query, key and value columns of three heads, are one region.
+A `IndexSet` is sorted ranges that do not touch: indices of one dimension. A `Region` is a product of one Set per
+dimension: rows {0, 5, 12}, or the query, key and value columns of three heads, are one region.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Final
 
 from hepti_mqtt.plan import Range
 
-Set = tuple[Range, ...]
-Region = tuple[Set, ...]
+IndexSet = tuple[Range, ...]
+Region = tuple[IndexSet, ...]
 
 # What is remembered: a search takes as long with 512 as with 4096. Each plan has shares of its own, so more would only
 # be those of plans that are gone, a few KB each.
-KEPT: Final = 512
+CACHE_SIZE: Final = 512
 
 
-def span(start: int, stop: int) -> Set:
+def span(start: int, stop: int) -> IndexSet:
     """Return start..stop; empty unless start < stop."""
     return ((start, stop),) if stop > start else ()
 
 
-def union(*sets: Set) -> Set:
+def union(*sets: IndexSet) -> IndexSet:
     """Return the indices of any of the sets."""
     out: list[Range] = []
     for a, z in sorted(r for s in sets for r in s):
@@ -38,7 +38,7 @@ def union(*sets: Set) -> Set:
     return tuple(out)
 
 
-def both(s: Set, t: Set) -> Set:
+def intersect_sets(s: IndexSet, t: IndexSet) -> IndexSet:
     """Return the indices of both sets."""
     if s == t:
         return s
@@ -60,7 +60,7 @@ def both(s: Set, t: Set) -> Set:
     return tuple(out)
 
 
-def without(s: Set, t: Set) -> Set:
+def subtract_set(s: IndexSet, t: IndexSet) -> IndexSet:
     """Return the indices of `s` that are not in `t`."""
     if len(s) == len(t) == 1:
         (a, b), (c, d) = s[0], t[0]
@@ -71,63 +71,63 @@ def without(s: Set, t: Set) -> Set:
     return s
 
 
-def shift(s: Set, by: int) -> Set:
+def shift(s: IndexSet, by: int) -> IndexSet:
     """Return every index moved by `by`."""
     return tuple((a + by, z + by) for a, z in s) if by else s
 
 
-def whole_units(s: Set, unit: int) -> Set:
+def round_to_units(s: IndexSet, unit: int) -> IndexSet:
     """Return the set extended to whole units of `unit` indices."""
     if all(a % unit == 0 and z % unit == 0 for a, z in s):
         return s
     return union(*(((a // unit * unit, -(-z // unit) * unit),) for a, z in s))
 
 
-def count(s: Set) -> int:
+def index_count(s: IndexSet) -> int:
     """Return how many indices a set has."""
     return s[0][1] - s[0][0] if len(s) == 1 else sum(z - a for a, z in s)
 
 
-def indices(s: Set) -> Iterator[int]:
+def indices(s: IndexSet) -> Iterator[int]:
     """Yield the indices of a set in order."""
     for a, z in s:
         yield from range(a, z)
 
 
-def to_set(values: Iterable[int]) -> Set:
+def index_set(values: Iterable[int]) -> IndexSet:
     """Return the set of the given indices, in any order."""
     return union(*(((v, v + 1),) for v in values))
 
 
 def volume(r: Region) -> int:
     """Return how many elements a region has."""
-    return prod(map(count, r))
+    return prod(map(index_count, r))
 
 
-def meet(r: Region, q: Region) -> Region | None:
+def intersect(r: Region, q: Region) -> Region | None:
     """Return what two regions have in common, None if nothing."""
     if r == q:
         return r if all(r) else None
     out = []
     for s, t in zip(r, q, strict=True):
-        common = both(s, t)
+        common = intersect_sets(s, t)
         if not common:
             return None
         out.append(common)
     return tuple(out)
 
 
-def inside(r: Region, q: Region) -> bool:
+def is_within(r: Region, q: Region) -> bool:
     """Return whether every element of `r` is in `q`."""
-    return r == q or all(s == t or not without(s, t) for s, t in zip(r, q, strict=True))
+    return r == q or all(s == t or not subtract_set(s, t) for s, t in zip(r, q, strict=True))
 
 
-def minus(r: Region, q: Region) -> list[Region]:
+def subtract(r: Region, q: Region) -> list[Region]:
     """Return `r` without `q` as disjoint regions, at most one per dimension."""
-    common = meet(r, q)
+    common = intersect(r, q)
     if common is None:
         return [r]
-    rests = [without(s, t) for s, t in zip(r, q, strict=True)]
+    rests = [subtract_set(s, t) for s, t in zip(r, q, strict=True)]
     return [(*common[:i], rest, *r[i + 1 :]) for i, rest in enumerate(rests) if rest]
 
 
@@ -140,14 +140,14 @@ def disjoint(regions: Iterable[Region]) -> tuple[Region, ...]:
     return _disjoint(unique) if len(unique) > 1 else unique
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _disjoint(regions: tuple[Region, ...]) -> tuple[Region, ...]:
     """Cut overlaps, the largest region first, then join pairs that differ in one dimension."""
     out: list[Region] = []
     for region in sorted(regions, key=volume, reverse=True):
         left = [region]
         for q in out:
-            left = [p for r in left for p in minus(r, q)]
+            left = [p for r in left for p in subtract(r, q)]
         out += left
     joined = True
     while joined:
@@ -169,17 +169,19 @@ def _join(regions: list[Region]) -> bool:
     return False
 
 
-@lru_cache(maxsize=KEPT)
-def place(inner: Set, outer: Set) -> Set:
+@lru_cache(maxsize=CACHE_SIZE)
+def positions_in(inner: IndexSet, outer: IndexSet) -> IndexSet:
     """Return where `inner` lies in an array that holds the indices of `outer` one behind the other."""
     at, out = 0, []
     for a, z in outer:
-        out += [(low - a + at, high - a + at) for low, high in both(inner, ((a, z),))]
+        out += [(low - a + at, high - a + at) for low, high in intersect_sets(inner, ((a, z),))]
         at += z - a
     return union(tuple(out))
 
 
-def rectangles(source: Sequence[Set], target: Sequence[Set]) -> list[tuple[tuple[Range, ...], tuple[Range, ...]]]:
+def rectangles(
+    source: Sequence[IndexSet], target: Sequence[IndexSet]
+) -> list[tuple[tuple[Range, ...], tuple[Range, ...]]]:
     """Return the copies of plain rectangles, (source ranges, target ranges), that bring one region to another.
 
     Both have as many indices in each dimension, taken in order.
@@ -192,7 +194,7 @@ def rectangles(source: Sequence[Set], target: Sequence[Set]) -> list[tuple[tuple
     ]
 
 
-def _pairs(s: Set, t: Set) -> Iterator[tuple[Range, Range]]:
+def _pairs(s: IndexSet, t: IndexSet) -> Iterator[tuple[Range, Range]]:
     """Yield ranges of `s` beside the equally long ranges of `t` that take them."""
     here, there = list(s), list(t)
     while here:
@@ -206,6 +208,6 @@ def _pairs(s: Set, t: Set) -> Iterator[tuple[Range, Range]]:
             del there[0]
 
 
-def text(region: Region) -> str:
+def format_region(region: Region) -> str:
     """Return a region as people write it: [0:32, 5:7+9:12]."""
     return "[" + ", ".join("+".join(f"{a}:{z}" for a, z in s) or "none" for s in region) + "]"

@@ -25,8 +25,8 @@ from hepti_mqtt.lowering.ops import (
     Op,
     ReorderedAttention,
 )
-from hepti_mqtt.lowering.regions import Set, count
-from hepti_mqtt.plan import Storage
+from hepti_mqtt.lowering.regions import IndexSet, index_count
+from hepti_mqtt.plan import WeightDtype
 
 Pieces = Mapping[str, tuple[Piece, ...]]
 
@@ -39,31 +39,33 @@ def _activation(op: Op, sources: list[Op]) -> Op | None:
     if first.residual and not isinstance(first, Conv):
         return None
     more = {"residual_first": True} if first.residual else {}
-    return _but(first, activation=op.function, **more).renamed(inputs=first.inputs, tensors=first.tensors)
+    return _replaced(first, activation=op.function, **more).relabelled(inputs=first.inputs, tensors=first.tensors)
 
 
 def _residual(op: Op, sources: list[Op]) -> Op | None:
     """x + product: the product adds to x."""
     if isinstance(op, Add) and isinstance(second := sources[1], Linear | Conv) and not second.residual:
-        return _but(second, residual=True).renamed(inputs=(*second.inputs, op.inputs[0]), tensors=second.tensors)
+        return _replaced(second, residual=True).relabelled(
+            inputs=(*second.inputs, op.inputs[0]), tensors=second.tensors
+        )
     return None
 
 
 def _norm(op: Op, sources: list[Op]) -> Op | None:
     """moments, then normalise: a layer norm of whole rows."""
     if isinstance(op, Normalise) and sources[1].inputs == op.inputs[:1]:
-        return _layer_norm(op).renamed(inputs=op.inputs[:1], tensors=op.tensors)
+        return _layer_norm(op).relabelled(inputs=op.inputs[:1], tensors=op.tensors)
     return None
 
 
 @lru_cache(maxsize=64)
-def _but(op: Op, **changes: Any) -> Op:
-    return replace(op, **changes).settled()
+def _replaced(op: Op, **changes: Any) -> Op:
+    return replace(op, **changes).warmed_up()
 
 
 @lru_cache(maxsize=64)
 def _layer_norm(op: Normalise) -> LayerNorm:
-    return LayerNorm(name="", space=op.space, eps=op.eps).settled()
+    return LayerNorm(name="", space=op.space, eps=op.eps).warmed_up()
 
 
 # By the kind of the later op: which of its inputs joins it, and the joint op, None if there is none.
@@ -74,7 +76,7 @@ _RULES: Final[Mapping[type[Op], tuple[int, Callable[[Op, list[Op]], Op | None]]]
 }
 
 
-def fuse(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
+def fuse_ops(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
     """Return the graph with ops joined, and its pieces with the dimensions that joint ops have in addition.
 
     A joint op has the name, role and index of the last of its parts.
@@ -94,11 +96,11 @@ def fuse(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
         joint = rule(op, [ops[name] for name in op.inputs])
         if joint is None or not _fits(joint, pieces.get(op.name, ())):
             continue
-        kept = joint.renamed(name=op.name, role=op.role, layer=op.layer, branch=op.branch, index=op.index)
+        kept = joint.relabelled(name=op.name, role=op.role, layer=op.layer, branch=op.branch, index=op.index)
         ops[op.name] = kept
         gone.add(inner)
         if op.name in placed:
-            rest = kept.full[len(op.space) :]
+            rest = kept.full_region[len(op.space) :]
             placed[op.name] = tuple(p._replace(region=p.region + rest) for p in placed[op.name])
     blocks, left = [], 0
     starts = set(graph.blocks)
@@ -114,7 +116,7 @@ def fuse(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
 
 def _fits(joint: Op, pieces: tuple[Piece, ...]) -> bool:
     """Return whether the joint op computes every piece and no more: a norm of parts of rows stays in two."""
-    return all(joint.extent(p.region) == p.region for p in pieces)
+    return all(joint.computed_region(p.region) == p.region for p in pieces)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -129,21 +131,21 @@ Rewrite = Callable[[Graph], Graph]
 
 
 # What a multiplication takes in the other order, where one as it is takes 1: measured (docs/methods/voltage.md).
-DEARER: Final = 1.25
+REORDERED_COST: Final = 1.25
 
 
-def product_order(graph: Graph, order: str, rows: Sequence[Set], storage: Storage) -> Rewrite:
+def choose_product_order(graph: Graph, order: str, rows: Sequence[IndexSet], storage: WeightDtype) -> Rewrite:
     """Return what makes a request's graph, given as families state it, the one that is computed.
 
     order: `kept`, `reordered`, or `cost` for the one that takes the busiest device less. rows: of each device. storage:
     of the weights; the other order reads them in f32 alone, so `cost` leaves narrow ones in theirs.
     """
-    if storage == "f32" and (order == "reordered" or (order == "cost" and saves(graph, rows))):
-        return reordered
+    if storage == "f32" and (order == "reordered" or (order == "cost" and is_cheaper(graph, rows))):
+        return reorder_attention
     return lambda graph: graph
 
 
-def reordered(graph: Graph) -> Graph:
+def reorder_attention(graph: Graph) -> Graph:
     """Return the graph with attention over x itself: as many tensors, of the same names and roles.
 
     What is causal, and keys and values that others read too, stay as they are.
@@ -151,7 +153,7 @@ def reordered(graph: Graph) -> Graph:
     new: dict[str, Op] = {}
     for linear, attention in _products(graph):
         n = len(linear.widths)
-        new[linear.name] = _queries(linear).renamed(
+        new[linear.name] = _queries(linear).relabelled(
             name=linear.name,
             inputs=linear.inputs,
             role=linear.role,
@@ -160,7 +162,7 @@ def reordered(graph: Graph) -> Graph:
             index=linear.index,
             tensors=linear.tensors[::n],
         )
-        new[attention.name] = _over_x(linear, attention).renamed(
+        new[attention.name] = _over_x(linear, attention).relabelled(
             name=attention.name,
             inputs=(linear.name, *linear.inputs),
             role=attention.role,
@@ -172,22 +174,22 @@ def reordered(graph: Graph) -> Graph:
     return Graph(tuple(new.get(op.name, op) for op in graph.ops), graph.blocks, graph.skipped)
 
 
-def saves(graph: Graph, rows: Sequence[Set]) -> bool:
+def is_cheaper(graph: Graph, rows: Sequence[IndexSet]) -> bool:
     """Return whether the other order takes the busiest device less, by its multiplications; rows: of each device."""
     products = tuple(_products(graph))
     counts = [[multiplications(*pair, r) for pair in products] for r in rows]
     usual, other = (max(sum(found[order] for found in of_device) for of_device in counts) for order in (0, 1))
-    return DEARER * other < usual
+    return REORDERED_COST * other < usual
 
 
-def multiplications(linear: Linear, attention: Attention, rows: Set) -> tuple[int, int]:
+def multiplications(linear: Linear, attention: Attention, rows: IndexSet) -> tuple[int, int]:
     """Return what a device with these rows multiplies for keys, values and attention: as it is, and in the other order.
 
     Those of queries are the same in both.
     """
     w, h, pairs = linear.space[2], attention.space[1], attention.pairs(rows)
-    usual = w * h * count(attention.keys(rows)) + h * pairs
-    return 2 * usual, 2 * (w * h * count(rows) + h // attention.d * w * pairs)
+    usual = w * h * index_count(attention.keys(rows)) + h * pairs
+    return 2 * usual, 2 * (w * h * index_count(rows) + h // attention.d * w * pairs)
 
 
 def _products(graph: Graph) -> Iterator[tuple[Linear, Attention]]:
@@ -207,7 +209,7 @@ def _products(graph: Graph) -> Iterator[tuple[Linear, Attention]]:
 def _queries(linear: Linear) -> Linear:
     m, _, w = linear.space
     h = linear.widths[0]
-    return replace(linear, name="", tensors=(), space=(m, h, w), widths=(h,)).settled()
+    return replace(linear, name="", tensors=(), space=(m, h, w), widths=(h,)).warmed_up()
 
 
 @lru_cache(maxsize=64)
@@ -220,4 +222,4 @@ def _over_x(linear: Linear, attention: Attention) -> ReorderedAttention:
         lengths=attention.lengths,
         width=linear.space[2],
         bias=linear.bias,
-    ).settled()
+    ).warmed_up()

@@ -49,11 +49,11 @@ _WORDS: Final = {
 _FROM: Final = {SLICE: "a decoupled checkpoint, which is trained as such (one to try: hepti model make debert-base)"}
 
 
-def in_words(role: str) -> str:
+def describe(role: str) -> str:
     """Return what a model has that has tensors of a role, for people."""
     return _WORDS.get(role, role.replace("_", " "))
 
 
-def hint(missing: Iterable[str]) -> str:
+def missing_role_hint(missing: Iterable[str]) -> str:
     """Return what to do about roles that a model does not have, as the end of a sentence; nothing if there is none."""
     return "".join(f"; it takes {_FROM[role]}" for role in missing if role in _FROM)

@@ -8,11 +8,20 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from hepti_mqtt.lowering.graph import Graph
-from hepti_mqtt.lowering.layouts import PLANNER_PLACE, Piece
+from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Piece
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.lowering.regions import Region, both, disjoint, inside, meet, minus, text, volume
+from hepti_mqtt.lowering.regions import (
+    Region,
+    disjoint,
+    format_region,
+    intersect,
+    intersect_sets,
+    is_within,
+    subtract,
+    volume,
+)
 
-CACHED: Final = 256  # of each; a search takes as long as with 2048 (see `regions.KEPT`)
+CACHE_SIZE: Final = 256  # of each; a search takes as long as with 2048 (see `regions.KEPT`)
 
 
 class Message(NamedTuple):
@@ -29,12 +38,12 @@ class Tile(NamedTuple):
     device: int
     region: Region
     relay: bool
-    turn: int
+    order: int
     messages: tuple[Message, ...]
 
 
 Parts = tuple[tuple[int, Region], ...]  # (piece, what of it)
-Asked = tuple[tuple[int, tuple[Region, ...]], ...]  # (device, disjoint regions)
+Requested = tuple[tuple[int, tuple[Region, ...]], ...]  # (device, disjoint regions)
 Needs = tuple[tuple[int, int, Region], ...]  # (input, device, region)
 
 
@@ -46,7 +55,7 @@ class UncoveredError(ValueError):
         self.device, self.missing, self.overlapping = device, missing, overlapping
 
 
-@lru_cache(maxsize=CACHED)
+@lru_cache(maxsize=CACHE_SIZE)
 def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts:
     """Return (piece, part) so that the parts are `need`, every index once; a partial sum is taken whole or not at all.
 
@@ -54,26 +63,26 @@ def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts
     Raises UncoveredError.
     """
     parts = _partition(op, need, pieces)
-    return _choice(op, need, pieces, device) if parts is None else parts
+    return _choose_cover(op, need, pieces, device) if parts is None else parts
 
 
-def _choice(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts:
+def _choose_cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts:
     n = op.rank
     left, out = [need], []
-    common = {i: both_reduced(p.region[n:], need[n:]) for i, p in enumerate(pieces) if meet(p.region, need)}
+    common = {i: reduced_overlap(p.region[n:], need[n:]) for i, p in enumerate(pieces) if intersect(p.region, need)}
     order = sorted(common, key=lambda i: (-common[i], pieces[i].device != device, -i))
     refused = False
     for i in order:
         region = pieces[i].region
         rest: list[Region] = []
         for r in left:
-            top = meet(r[:n], region[:n])
+            top = intersect(r[:n], region[:n])
             part = op.trim(top + region[n:]) if top else None
-            if part and inside(part, r):
+            if part and is_within(part, r):
                 out.append((i, part))
-                rest += minus(r, part)
+                rest += subtract(r, part)
             else:
-                refused |= part is not None and meet(part, r) is not None
+                refused |= part is not None and intersect(part, r) is not None
                 rest.append(r)
         left = [t for r in rest if (t := op.trim(r))]
         if not left:
@@ -89,28 +98,28 @@ def _partition(op: Op, need: Region, pieces: tuple[Piece, ...]) -> Parts | None:
     n = op.rank
     parts = []
     for i, piece in enumerate(pieces):
-        if (part := meet(piece.region, need)) is not None:
+        if (part := intersect(piece.region, need)) is not None:
             if part[n:] != piece.region[n:] or op.trim(part) != part:
                 return None
             parts.append((i, part))
-    if sum(volume(part) for _, part in parts) != volume(need) or not (len(parts) == 1 or _apart(pieces)):
+    if sum(volume(part) for _, part in parts) != volume(need) or not (len(parts) == 1 or _are_disjoint(pieces)):
         return None
     return tuple(parts)
 
 
-@lru_cache(maxsize=CACHED)
-def _apart(pieces: tuple[Piece, ...]) -> bool:
+@lru_cache(maxsize=CACHE_SIZE)
+def _are_disjoint(pieces: tuple[Piece, ...]) -> bool:
     """Return whether no two pieces have an index in common."""
-    return not any(meet(a.region, b.region) for i, a in enumerate(pieces) for b in pieces[:i])
+    return not any(intersect(a.region, b.region) for i, a in enumerate(pieces) for b in pieces[:i])
 
 
-def both_reduced(a: Region, b: Region) -> int:
+def reduced_overlap(a: Region, b: Region) -> int:
     """Return how much two regions of reduced dimensions have in common."""
-    return volume(tuple(map(both, a, b)))
+    return volume(tuple(map(intersect_sets, a, b)))
 
 
-@lru_cache(maxsize=CACHED)
-def tiles_of(op: Op, asked: Asked, pieces: tuple[Piece, ...]) -> tuple[tuple[Tile, ...], Needs]:
+@lru_cache(maxsize=CACHE_SIZE)
+def tiles_for(op: Op, asked: Requested, pieces: tuple[Piece, ...]) -> tuple[tuple[Tile, ...], Needs]:
     """Return the tiles that serve what is asked, and what they need."""
     demand: list[dict[int, list[Region]]] = [defaultdict(list) for _ in pieces]
 
@@ -120,7 +129,7 @@ def tiles_of(op: Op, asked: Asked, pieces: tuple[Piece, ...]) -> tuple[tuple[Til
         key = region, before
         if key not in plain:
             plain[key] = _partition(op, region, pieces[:before])
-        for i, part in plain[key] or _choice(op, region, pieces[:before], device):
+        for i, part in plain[key] or _choose_cover(op, region, pieces[:before], device):
             demand[i][device].append(part)
 
     for device, regions in asked:
@@ -134,8 +143,8 @@ def tiles_of(op: Op, asked: Asked, pieces: tuple[Piece, ...]) -> tuple[tuple[Til
             found.append((i, region))
             if pieces[i].relay:
                 ask(device, region, i)
-            elif device != PLANNER_PLACE:
-                needs += [(n, device, r) for n, r in enumerate(op.need(region)) if all(r)]
+            elif device != PLANNER_INDEX:
+                needs += [(n, device, r) for n, r in enumerate(op.input_regions(region)) if all(r)]
     found.reverse()
     return _with_messages(found, demand, pieces), tuple(needs)
 
@@ -148,12 +157,12 @@ def _tiles(op: Op, piece: Piece, demand: Mapping[int, list[Region]]) -> tuple[Re
     n = op.rank
     asked = disjoint(r[:n] + piece.region[n:] for regions in demand.values() for r in regions)
     whole = tuple(t for r in asked if (t := op.trim(r)))
-    return whole if piece.relay else computed(op, whole)
+    return whole if piece.relay else computed_regions(op, whole)
 
 
-def computed(op: Op, asked: Iterable[Region]) -> tuple[Region, ...]:
+def computed_regions(op: Op, asked: Iterable[Region]) -> tuple[Region, ...]:
     """Return what is computed where regions are asked for, each by one kernel."""
-    return tuple(part for region in disjoint(map(op.extent, asked)) for part in op.split(region))
+    return tuple(part for region in disjoint(map(op.computed_region, asked)) for part in op.kernel_regions(region))
 
 
 def _with_messages(
@@ -167,7 +176,7 @@ def _with_messages(
         to: dict[Region, list[int]] = {}
         for d in sorted(demand[i].keys() - {device}):
             for r in disjoint(demand[i][d]):
-                if (part := meet(r, region)) is not None:
+                if (part := intersect(r, region)) is not None:
                     to.setdefault(part, []).append(d)
         messages = []
         for part, group in _merged(to).items():
@@ -184,7 +193,9 @@ def _merged(to: Mapping[Region, list[int]]) -> dict[Region, list[int]]:
     """
     out: dict[Region, list[int]] = {}
     for part, group in to.items():
-        wider = next((q for q in to if q != part and PLANNER_PLACE not in (*to[q], *group) and inside(part, q)), part)
+        wider = next(
+            (q for q in to if q != part and PLANNER_INDEX not in (*to[q], *group) and is_within(part, q)), part
+        )
         out.setdefault(wider, []).extend(group)
     return out
 
@@ -192,13 +203,13 @@ def _merged(to: Mapping[Region, list[int]]) -> dict[Region, list[int]]:
 Tiles = Mapping[str, tuple[Tile, ...]]
 
 
-def analyse(graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Sequence[str]) -> Tiles:
+def plan_tiles(graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Sequence[str]) -> Tiles:
     """Return the tiles of every tensor, with their messages, so that the planner gets the answer.
 
     pieces: of the tensors that the table places. names: of the devices, for errors. Raises ValueError if a tensor's
     layout leaves out what somebody needs of it.
     """
-    walk = _Walk(graph, pieces, names)
+    walk = _BackwardWalk(graph, pieces, names)
     for block in reversed(range(len(graph.blocks))):
         walk.block(block)
     return {op.name: walk.tiles[op.name] for op in reversed(graph.ops)}
@@ -215,20 +226,20 @@ class _Block(NamedTuple):
     asks: Sequence[tuple[int, int, int, Region]]
 
 
-class _Walk:
+class _BackwardWalk:
     """The walk, block by block; one of which the same is asked as of the one behind it has the same tiles."""
 
     def __init__(self, graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Sequence[str]) -> None:
         self.graph, self.pieces, self.names = graph, pieces, names
         self.tiles: dict[str, tuple[Tile, ...]] = {}
         self.want: dict[str, dict[int, list[Region]]] = {op.name: {} for op in graph.ops}
-        answer = graph.answer
-        self.want[answer.name][PLANNER_PLACE] = [answer.full[: answer.rank]]
+        answer = graph.output
+        self.want[answer.name][PLANNER_INDEX] = [answer.full_region[: answer.rank]]
         self.behind = _Block((), (), ())
 
     def block(self, number: int) -> None:
         """Work out the tiles of a block, and ask for what they need."""
-        start, stop = self.graph.span(number)
+        start, stop = self.graph.block_range(number)
         ops, behind = self.graph.ops[start:stop], self.behind
         wanted = [{d: tuple(regions) for d, regions in self.want[op.name].items()} for op in ops]
         if wanted == behind.wanted and self._alike(ops, behind.ops):
@@ -252,17 +263,17 @@ class _Walk:
         asked = _asked(op, self.want[op.name])
         placed = self.pieces.get(op.name)
         try:
-            tiles, needs = _where_asked(op, asked) if placed is None else tiles_of(op, asked, placed)
+            tiles, needs = _where_asked(op, asked) if placed is None else tiles_for(op, asked, placed)
         except UncoveredError as error:
             raise ValueError(_uncovered(op, error, self.names)) from None
         self.tiles[op.name] = tiles
-        if op.session:
+        if op.is_session_state:
             _check_session(op, tiles, self.names)
         return needs
 
     def _alike(self, ops: Sequence[Op], others: Sequence[Op]) -> bool:
         """Return whether two blocks have equal ops in equal layouts, that read each other in one way."""
-        place, (here, there) = self.graph.place, (self.graph.place[block[0].name] for block in (ops, others))
+        place, (here, there) = self.graph.position, (self.graph.position[block[0].name] for block in (ops, others))
         return all(
             x == y
             and self.pieces.get(x.name) == self.pieces.get(y.name)
@@ -274,29 +285,32 @@ class _Walk:
         )
 
 
-def _asked(op: Op, want: Mapping[int, Sequence[Region]]) -> Asked:
+def _asked(op: Op, want: Mapping[int, Sequence[Region]]) -> Requested:
     """Return what each device asks of an op, in the regions of its space that yield that; many ask for the same."""
     known: dict[tuple[Region, ...], tuple[Region, ...]] = {}
     asked = []
     for device in sorted(want):
         regions = tuple(want[device])
         if regions not in known:
-            known[regions] = tuple([r for r in map(op.of, disjoint(filter(all, regions))) if r is not None])
+            known[regions] = tuple([r for r in map(op.region_for, disjoint(filter(all, regions))) if r is not None])
         asked.append((device, known[regions]))
     return tuple(asked)
 
 
-def _where_asked(op: Op, asked: Asked) -> tuple[tuple[Tile, ...], Needs]:
+def _where_asked(op: Op, asked: Requested) -> tuple[tuple[Tile, ...], Needs]:
     """Return the tiles of a tensor that the table does not place, and what they need: whoever asks for it has it."""
     known: dict[tuple[Region, ...], list[tuple[Region, list[tuple[int, Region]]]]] = {}
     tiles: list[Tile] = []
     needs: list[tuple[int, int, Region]] = []
     for device, regions in asked:
         if regions not in known:
-            known[regions] = [(r, [(n, q) for n, q in enumerate(op.need(r)) if all(q)]) for r in computed(op, regions)]
+            known[regions] = [
+                (r, [(n, q) for n, q in enumerate(op.input_regions(r)) if all(q)])
+                for r in computed_regions(op, regions)
+            ]
         for region, wanted in known[regions]:
             tiles.append(Tile(device, region, False, 0, ()))
-            if device != PLANNER_PLACE:
+            if device != PLANNER_INDEX:
                 needs += [(n, device, q) for n, q in wanted]
     return tuple(tiles), tuple(needs)
 
@@ -306,20 +320,20 @@ def _check_session(op: Op, tiles: Sequence[Tile], names: Sequence[str]) -> None:
     held: dict[int, Region] = {}
     for device, region, relay, _, messages in tiles:
         if relay or messages:
-            who = " and ".join(names[d] for m in messages for d in m.to if d != PLANNER_PLACE) or names[device]
+            who = " and ".join(names[d] for m in messages for d in m.to if d != PLANNER_INDEX) or names[device]
             raise ValueError(
-                f"{op.name}: {who} would be sent {text(region)} of what sessions keep on {names[device]}, and it is "
-                "too much to send; compute what reads it where it is"
+                f"{op.name}: {who} needs {format_region(region)} of what sessions keep on {names[device]}, which is "
+                "too much to send; compute its readers there"
             )
         if device in held:
-            both_text = f"{text(held[device])} and {text(region)}"
+            both_text = f"{format_region(held[device])} and {format_region(region)}"
             raise ValueError(f"{op.name}: {names[device]} would keep {both_text} of a session; give it one region")
         held[device] = region
 
 
 def _uncovered(op: Op, error: UncoveredError, names: Sequence[str]) -> str:
-    who = "the planner" if error.device == PLANNER_PLACE else names[error.device]
-    what = " and ".join(map(text, error.missing))
+    who = "the planner" if error.device == PLANNER_INDEX else names[error.device]
+    what = " and ".join(map(format_region, error.missing))
     if error.overlapping:
         return f"{op.name}: partial results that {who} needs of {what} overlap, so that they cannot be added up"
     return f"{op.name}: no device holds {what}, which {who} needs"

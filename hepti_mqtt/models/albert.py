@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from hepti_mqtt.lowering import Net
+from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.kinds import BASE, TINY, kind
-from hepti_mqtt.models.shapes import PackedShape
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import BASE, TINY, make_kind
+from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm
 from hepti_mqtt.program import WeightRef
@@ -36,10 +36,10 @@ LAYER: Final = {
 }
 
 
-def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of an ALBERT; raises ModelError, UnsupportedModelError."""
-    config.only("num_hidden_groups", 1, 1)
-    config.only("inner_group_num", 1, 1)
+    config.require_one_of("num_hidden_groups", 1, 1)
+    config.require_one_of("inner_group_num", 1, 1)
     task, fill = ARCHITECTURES[architecture], config.activation()
     head = text.task_head(task, config, extras, pooler=True, fill=fill)
     types, width = config.positive("type_vocab_size", 2), config.positive("embedding_size", 128)
@@ -57,37 +57,37 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
     elif spec.head.task == "masked_token":
         parts = (f"predictions.{part}" for part in ("dense", "LayerNorm", "decoder", "bias"))
-        yield from text.mask_tensors(spec, base, *parts)
+        yield from text.mask_head_tensors(spec, base, *parts)
 
 
-def graph(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
     x = text.embed(net, spec, shape, refs)  # [m, e] -> [m, h]
     n = Layer.of(spec, shape)
     for i in net.layers(spec.layers):
-        net.block()
+        net.begin_block()
         x = post_norm(net, f"{i}.", SHARED, x, n)  # [m, h]
-    net.block()
-    heads.add(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
+    net.begin_block()
+    heads.add_head(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
 
 
 def reference(
-    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedShape
+    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedBatch
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
-    x = text.plain_embed(spec, tensors, ids, shape)  # [m, h]
+    x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
     for _ in range(spec.layers):
         x = plain.post_norm(tensors, SHARED, x, Layer.of(spec, shape))  # [m, h]
-    return heads.plain(spec, tensors, x, shape)
+    return heads.reference_head(spec, tensors, x, shape)
 
 
 _ALBERT: Final = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
 _TINY: Final = TINY | _ALBERT | {"embedding_size": 24, "num_hidden_layers": 7}
 KINDS: Final = {
-    "albert-base": kind(
+    "albert-base": make_kind(
         "AlbertModel", "albert", BASE, _ALBERT, embedding_size=128, vocab_size=30000, max_position_embeddings=512
     ),
-    "tiny-albert": kind("AlbertModel", "albert", _TINY),
-    "tiny-albert-classifier": kind("AlbertForSequenceClassification", "albert", _TINY, labels=3),
-    "tiny-albert-mlm": kind("AlbertForMaskedLM", "albert", _TINY),
+    "tiny-albert": make_kind("AlbertModel", "albert", _TINY),
+    "tiny-albert-classifier": make_kind("AlbertForSequenceClassification", "albert", _TINY, labels=3),
+    "tiny-albert-mlm": make_kind("AlbertForMaskedLM", "albert", _TINY),
 }

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.lowering import Net
+from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.kinds import BASE, LARGE, TINY, Kind, kind
-from hepti_mqtt.models.shapes import PackedShape
-from hepti_mqtt.models.tensors import TensorSource, dense, names
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import BASE, LARGE, TINY, Kind, make_kind
+from hepti_mqtt.models.shapes import PackedBatch
+from hepti_mqtt.models.tensors import TensorSource, dense, prefixed
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task
@@ -52,7 +52,7 @@ LAYER: Final = {
 }
 
 
-def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a BERT-like model; raises ModelError, UnsupportedModelError."""
     task, prefix = ARCHITECTURES[architecture]
     types, offset = config.positive("type_vocab_size", 2), 0
@@ -60,7 +60,7 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelS
         # Position pad_token_id is the padding's own, so the first token stands at the next one.
         pad = config.get("pad_token_id", 1)
         if not isinstance(pad, int) or pad < 0:
-            raise config.wrong("pad_token_id", "an integer >= 0", pad)
+            raise config.bad_value("pad_token_id", "an integer >= 0", pad)
         offset = pad + 1
     # Before the vocabulary RoBERTa has gelu, whatever its layers use.
     fill = "gelu" if prefix == "roberta." else config.activation()
@@ -87,29 +87,29 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
             yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
     elif task == "masked_token":
         transform, transform_norm = ("dense", "layer_norm") if roberta else ("transform.dense", "transform.LayerNorm")
-        transform, transform_norm, decoder, bias = names((masks,), transform, transform_norm, "decoder", "bias")
-        yield from text.mask_tensors(spec, base, transform, transform_norm, decoder, bias)
+        transform, transform_norm, decoder, bias = prefixed((masks,), transform, transform_norm, "decoder", "bias")
+        yield from text.mask_head_tensors(spec, base, transform, transform_norm, decoder, bias)
 
 
-def graph(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
     x = text.embed(net, spec, shape, refs)  # [m, h]
     n = Layer.of(spec, shape)
     for i in net.layers(spec.layers):
-        net.block()
+        net.begin_block()
         x = post_norm(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
-    net.block()
-    heads.add(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
+    net.begin_block()
+    heads.add_head(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
 
 
 def reference(
-    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedShape
+    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedBatch
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
-    x = text.plain_embed(spec, tensors, ids, shape)  # [m, h]
+    x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
     for i in range(spec.layers):
         x = plain.post_norm(tensors, f"layers.{i}.", x, Layer.of(spec, shape))  # [m, h]
-    return heads.plain(spec, tensors, x, shape)
+    return heads.reference_head(spec, tensors, x, shape)
 
 
 _BERT: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
@@ -125,7 +125,7 @@ _TINY_ROBERTA: Final = TINY | {
 
 def _sentence(*sizes: Mapping[str, Any]) -> Kind:
     """Return the kind of a sentence-transformers directory: the mean over the tokens, of length 1."""
-    made = kind("BertModel", "bert", *sizes)
+    made = make_kind("BertModel", "bert", *sizes)
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"}
         for i, (module, path) in enumerate(
@@ -141,14 +141,14 @@ def _sentence(*sizes: Mapping[str, Any]) -> Kind:
 
 
 KINDS: Final = {
-    "bert-base": kind("BertModel", "bert", BASE, _BERT, _WORDS),
-    "bert-large": kind("BertModel", "bert", LARGE, _BERT, _WORDS),
+    "bert-base": make_kind("BertModel", "bert", BASE, _BERT, _WORDS),
+    "bert-large": make_kind("BertModel", "bert", LARGE, _BERT, _WORDS),
     "minilm": _sentence(BASE, _MINILM, _BERT, _WORDS),
-    "tiny-bert": kind("BertModel", "bert", TINY, _BERT),
-    "tiny-bert-classifier": kind("BertForSequenceClassification", "bert", TINY, _BERT, labels=5),
-    "tiny-bert-mlm": kind("BertForMaskedLM", "bert", TINY, _BERT),
+    "tiny-bert": make_kind("BertModel", "bert", TINY, _BERT),
+    "tiny-bert-classifier": make_kind("BertForSequenceClassification", "bert", TINY, _BERT, labels=5),
+    "tiny-bert-mlm": make_kind("BertForMaskedLM", "bert", TINY, _BERT),
     "tiny-minilm": _sentence(TINY, _BERT),
-    "tiny-roberta": kind("RobertaModel", "roberta", _TINY_ROBERTA),
-    "tiny-roberta-classifier": kind("RobertaForSequenceClassification", "roberta", _TINY_ROBERTA, labels=3),
-    "tiny-roberta-mlm": kind("RobertaForMaskedLM", "roberta", _TINY_ROBERTA),
+    "tiny-roberta": make_kind("RobertaModel", "roberta", _TINY_ROBERTA),
+    "tiny-roberta-classifier": make_kind("RobertaForSequenceClassification", "roberta", _TINY_ROBERTA, labels=3),
+    "tiny-roberta-mlm": make_kind("RobertaForMaskedLM", "roberta", _TINY_ROBERTA),
 }

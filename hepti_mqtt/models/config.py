@@ -17,7 +17,7 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 }
 
 
-class Config:
+class JsonConfig:
     """One JSON object of a model directory; every read checks the type and raises ModelError."""
 
     def __init__(self, file: str, data: Any) -> None:
@@ -31,36 +31,36 @@ class Config:
         value = self.data.get(key)
         return default if value is None else value
 
-    def need(self, key: str) -> Any:
+    def require(self, key: str) -> Any:
         """Return the value; raise ModelError where the key is missing or null."""
         value = self.data.get(key)
         if value is None:
             raise ModelError(f"{self.file}: key {key!r} is missing; restore the file as the model was published")
         return value
 
-    def wrong(self, key: str, want: str, value: Any) -> ModelError:
+    def bad_value(self, key: str, want: str, value: Any) -> ModelError:
         """Return the error for a value of the wrong kind."""
         return ModelError(f"{self.file}: {key!r} must be {want}, got {value!r}")
 
     def positive(self, key: str, default: int | None = None) -> int:
         """Return an integer >= 1."""
-        value = self.need(key) if default is None else self.get(key, default)
+        value = self.require(key) if default is None else self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.wrong(key, "an integer >= 1", value)
+            raise self.bad_value(key, "an integer >= 1", value)
         return value
 
     def number(self, key: str, default: float) -> float:
         """Return a finite number > 0."""
         value = self.get(key, default)
         if not _is_number(value) or value <= 0:
-            raise self.wrong(key, "a number > 0", value)
+            raise self.bad_value(key, "a number > 0", value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise self.wrong(key, "true or false", value)
+            raise self.bad_value(key, "true or false", value)
         return value
 
     def per_channel(self, key: str, channels: int, default: float | tuple[float, ...]) -> tuple[float, ...]:
@@ -68,21 +68,21 @@ class Config:
         value = self.get(key, default)
         values = [value] * channels if _is_number(value) else value
         if not isinstance(values, Sequence) or len(values) != channels or not all(map(_is_number, values)):
-            raise self.wrong(key, f"{channels} numbers", value)
+            raise self.bad_value(key, f"{channels} numbers", value)
         return tuple(float(v) for v in values)
 
     def square(self, key: str) -> int:
         """Return the side of a square that is given as one integer or as two equal ones."""
-        value = self.need(key)
+        value = self.require(key)
         if isinstance(value, Sequence) and len(value) == 2 and value[0] == value[1]:
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.wrong(key, "an integer >= 1 (only square images and patches are supported)", value)
+            raise self.bad_value(key, "an integer >= 1 (only square images and patches are supported)", value)
         return value
 
     def activation(self, key: str = "hidden_act") -> Activation:
         """Return the activation of the MLP; raise UnsupportedModelError for one that no kernel computes."""
-        value = self.need(key)
+        value = self.require(key)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UnsupportedModelError(
                 f"{self.file}: {key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
@@ -95,11 +95,11 @@ class Config:
         if named is None:
             return tuple(f"LABEL_{i}" for i in range(self.positive("num_labels", 2)))
         if not isinstance(named, Mapping) or not named:
-            raise self.wrong("id2label", "an object of numbers and names", named)
+            raise self.bad_value("id2label", "an object of numbers and names", named)
         by_number = {str(k): str(v) for k, v in named.items()}
         numbers = [str(i) for i in range(len(named))]
         if set(by_number) != set(numbers):
-            raise self.wrong("id2label", f"numbered 0 to {len(named) - 1}", sorted(by_number))
+            raise self.bad_value("id2label", f"numbered 0 to {len(named) - 1}", sorted(by_number))
         return tuple(by_number[n] for n in numbers)
 
     def heads(self, hidden: int, key: str = "num_attention_heads", of: str = "hidden_size") -> int:
@@ -109,7 +109,7 @@ class Config:
             raise ModelError(f"{self.file}: {key} {heads} does not divide {of} {hidden}")
         return heads
 
-    def only(self, key: str, default: Any, *supported: Any) -> None:
+    def require_one_of(self, key: str, default: Any, *supported: Any) -> None:
         """Raise UnsupportedModelError unless the value is one of `supported`."""
         value = self.get(key, default)
         if value not in supported:

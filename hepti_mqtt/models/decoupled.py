@@ -16,12 +16,12 @@ from typing import Any, Final
 import numpy as np
 
 from hepti_mqtt.errors import ModelError
-from hepti_mqtt.lowering import Net
+from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import JOIN, SLICE
 from hepti_mqtt.models import heads, plain, text, vit
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.kinds import BASE, LARGE, TINY, kind
-from hepti_mqtt.models.shapes import PackedShape
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import BASE, LARGE, TINY, make_kind
+from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm, pre_norm
 from hepti_mqtt.program import WeightRef
@@ -44,7 +44,7 @@ class DecoupledSpec(ModelSpec):
 SPEC: Final = DecoupledSpec
 
 
-def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> DecoupledSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> DecoupledSpec:
     """Return the spec of a decoupled encoder; raises ModelError, UnsupportedModelError."""
     task = ARCHITECTURES[architecture]
     if task == "embedding":
@@ -52,7 +52,7 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> Decoup
         types = config.positive("type_vocab_size", 2)
         made = text.encoder_spec("decoupled", architecture, config, extras, head, types=types)
     else:
-        config.only("qkv_bias", True, True)
+        config.require_one_of("qkv_bias", True, True)
         made = vit.encoder_spec("decoupled", architecture, task, config, extras)
     groups, parts = config.positive("num_groups"), config.positive("num_parts")
     if made.layers % groups or made.layers == groups:
@@ -99,34 +99,36 @@ def _layers(spec: DecoupledSpec) -> Iterator[tuple[str, int]]:
         yield f"layers.{group * depth + depth - 1}.", spec.hidden
 
 
-def graph(net: Net, spec: DecoupledSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: GraphBuilder, spec: DecoupledSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one batch: ids i32 [m], or pixels u8 [B, C, S, S] -> the task's output."""
     x = (text if spec.image is None else vit).embed(net, spec, shape, refs)  # [m, h]
     layer = pre_norm if spec.norm_first else post_norm
     n, w, depth = Layer.of(spec, shape), spec.hidden // spec.parts, spec.layers // spec.groups
     for first in range(0, spec.layers, depth):
-        net.block()
+        net.begin_block()
         ends = []
         for part in range(spec.parts):
-            net.layer(first, part)
+            net.set_layer(first, part)
             z = net.columns(f"{first}.{part}.in", x, SLICE, part * w, (part + 1) * w)  # [m, w]
             for i in range(first, first + depth - 1):
-                net.layer(i, part)
+                net.set_layer(i, part)
                 z = layer(net, f"{i}.{part}.", f"layers.{i}.part.{part}.", z, n)  # [m, w]
             ends.append(z)
         last = first + depth - 1
-        net.layer(last)
+        net.set_layer(last)
         x = layer(net, f"{last}.", f"layers.{last}.", net.join(f"{last}.in", ends, JOIN), n)  # [m, h]
-    net.block()
-    heads.add(net, spec, shape, x, refs)  # [m, h] or [B, h]
+    net.begin_block()
+    heads.add_head(net, spec, shape, x, refs)  # [m, h] or [B, h]
 
 
 def reference(
-    spec: DecoupledSpec, tensors: plain.Tensors, inputs: plain.Array, shape: PackedShape
+    spec: DecoupledSpec, tensors: plain.Tensors, inputs: plain.Array, shape: PackedBatch
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], the task's output) for what a request brings, in plain NumPy."""
     pictures = spec.image is not None
-    x = vit.plain_embed(spec, tensors, inputs) if pictures else text.plain_embed(spec, tensors, inputs, shape)  # [m, h]
+    x = (
+        vit.reference_embed(spec, tensors, inputs) if pictures else text.reference_embed(spec, tensors, inputs, shape)
+    )  # [m, h]
     layer = plain.pre_norm if spec.norm_first else plain.post_norm
     n, depth = Layer.of(spec, shape), spec.layers // spec.groups
     for first in range(0, spec.layers, depth):
@@ -134,7 +136,7 @@ def reference(
         for i in range(first, first + depth - 1):
             slices = [layer(tensors, f"layers.{i}.part.{p}.", z, n) for p, z in enumerate(slices)]
         x = layer(tensors, f"layers.{first + depth - 1}.", np.concatenate(slices, axis=1), n)  # [m, h]
-    return heads.plain(spec, tensors, x, shape)
+    return heads.reference_head(spec, tensors, x, shape)
 
 
 _WORDS: Final = {"hidden_act": "gelu", "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}
@@ -142,11 +144,11 @@ _VIT: Final = "DecoupledViTForImageClassification"
 _SMALL: Final = {"num_hidden_layers": 4, "num_groups": 2, "num_parts": 4, "type_vocab_size": 2}
 
 KINDS: Final = {
-    "debert-base": kind("DecoupledBertModel", "decoupled", BASE, _WORDS, num_groups=4, num_parts=4),
-    "debert-large": kind("DecoupledBertModel", "decoupled", LARGE, _WORDS, num_groups=6, num_parts=4),
-    "devit-base": vit.pictured(_VIT, BASE, vit.REAL, model_type="decoupled", labels=1000, num_groups=4, num_parts=4),
-    "tiny-devit": vit.pictured(
+    "debert-base": make_kind("DecoupledBertModel", "decoupled", BASE, _WORDS, num_groups=4, num_parts=4),
+    "debert-large": make_kind("DecoupledBertModel", "decoupled", LARGE, _WORDS, num_groups=6, num_parts=4),
+    "devit-base": vit.image_kind(_VIT, BASE, vit.REAL, model_type="decoupled", labels=1000, num_groups=4, num_parts=4),
+    "tiny-devit": vit.image_kind(
         _VIT, vit.TINY, model_type="decoupled", labels=7, num_hidden_layers=4, num_groups=2, num_parts=2
     ),
-    "tiny-debert": kind("DecoupledBertModel", "decoupled", TINY, _SMALL),
+    "tiny-debert": make_kind("DecoupledBertModel", "decoupled", TINY, _SMALL),
 }

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import graph, reference
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.kinds import kind
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import make_kind
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Task
@@ -25,7 +25,7 @@ LAYER: Final = {
 }  # fmt: skip
 
 
-def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a DistilBERT; raises ModelError, UnsupportedModelError."""
     fill = config.activation("activation")
     head = text.task_head(ARCHITECTURES[architecture], config, extras, pooler=False, classify="relu", fill=fill)
@@ -43,18 +43,18 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from dense("head.pooler", ("",), "pre_classifier", h, h)
         yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
     elif spec.head.task == "masked_token":
-        yield from text.mask_tensors(spec, base, "vocab_transform", "vocab_layer_norm", "vocab_projector")
+        yield from text.mask_head_tensors(spec, base, "vocab_transform", "vocab_layer_norm", "vocab_projector")
 
 
 _TINY: Final = {"activation": "gelu", "dim": 32, "hidden_dim": 72, "initializer_range": 0.15} | {
     "n_heads": 4, "n_layers": 3, "vocab_size": 211, "max_position_embeddings": 40,
 }  # fmt: skip
 KINDS: Final = {
-    "tiny-distilbert": kind("DistilBertModel", "distilbert", _TINY, depth="n_layers"),
-    "tiny-distilbert-classifier": kind(
+    "tiny-distilbert": make_kind("DistilBertModel", "distilbert", _TINY, depth="n_layers"),
+    "tiny-distilbert-classifier": make_kind(
         "DistilBertForSequenceClassification", "distilbert", _TINY, depth="n_layers", labels=3
     ),
-    "tiny-distilbert-mlm": kind("DistilBertForMaskedLM", "distilbert", _TINY, depth="n_layers"),
+    "tiny-distilbert-mlm": make_kind("DistilBertForMaskedLM", "distilbert", _TINY, depth="n_layers"),
 }
 
 __all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER, graph, reference
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.kinds import TINY, kind
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import TINY, make_kind
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Task
@@ -20,7 +20,7 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
 }
 
 
-def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of an ELECTRA; raises ModelError, UnsupportedModelError."""
     task = ARCHITECTURES[architecture]
     # Both dense layers of its heads have gelu, whatever its layers use.
@@ -41,14 +41,16 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from dense("head.classifier", ("classifier.",), "out_proj", h, spec.head.outputs)
     elif spec.head.task == "masked_token":
         parts = ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head")
-        yield from text.mask_tensors(spec, base, *parts)
+        yield from text.mask_head_tensors(spec, base, *parts)
 
 
 _TINY: Final = TINY | {"embedding_size": 24, "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
 KINDS: Final = {
-    "tiny-electra": kind("ElectraModel", "electra", _TINY),
-    "tiny-electra-classifier": kind("ElectraForSequenceClassification", "electra", _TINY, embedding_size=32, labels=3),
-    "tiny-electra-mlm": kind("ElectraForMaskedLM", "electra", _TINY),
+    "tiny-electra": make_kind("ElectraModel", "electra", _TINY),
+    "tiny-electra-classifier": make_kind(
+        "ElectraForSequenceClassification", "electra", _TINY, embedding_size=32, labels=3
+    ),
+    "tiny-electra-mlm": make_kind("ElectraForMaskedLM", "electra", _TINY),
 }
 
 __all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]

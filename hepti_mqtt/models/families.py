@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.errors import UnsupportedModelError
-from hepti_mqtt.lowering import Graph, Net
+from hepti_mqtt.lowering import Graph, GraphBuilder
 from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit
 from hepti_mqtt.models.cnn import family as cnn
-from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import Kind
-from hepti_mqtt.models.shapes import Decoding, PackedTokens
+from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Storage
-from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, WeightRef
+from hepti_mqtt.plan import WeightDtype
+from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
 
 Array = npt.NDArray[Any]
@@ -42,13 +42,13 @@ class Family(Protocol):
     def KINDS(self) -> Mapping[str, Kind]:  # noqa: N802
         """Return the models that can be made from a seed, by name."""
 
-    def spec(self, architecture: str, config: Config, extras: Mapping[str, Any], /) -> Any:
+    def spec(self, architecture: str, config: JsonConfig, extras: Mapping[str, Any], /) -> Any:
         """Return the spec of a config.json; raises ModelError, UnsupportedModelError."""
 
     def tensors(self, spec: Any, /) -> Iterator[TensorSource]:
         """Yield the tensors of a model, from the stem to the head."""
 
-    def graph(self, net: Net, spec: Any, shape: Any, refs: Mapping[str, WeightRef], /) -> None:
+    def graph(self, net: GraphBuilder, spec: Any, shape: Any, refs: Mapping[str, WeightRef], /) -> None:
         """Add the tensors of a request's graph, the answer last; refs: all of each stored tensor."""
 
     def reference(self, spec: Any, tensors: Mapping[str, Array], inputs: Array, shape: Any, /) -> tuple[Array, Array]:
@@ -80,20 +80,20 @@ def spec_from_dict(data: Mapping[str, Any]) -> Spec:
     return _spec_class(FAMILIES[data["family"]]).from_dict(data)
 
 
-def family_stored(stored: Container[str]) -> Family | None:
+def guess_family(stored: Container[str]) -> Family | None:
     """Return the family whose names most of a checkpoint's tensors have, None if no family finds half of its own."""
     found: list[tuple[float, Family]] = []
     for family in FAMILIES.values():
         for kind in family.KINDS.values():
             sources = tensor_sources(spec_from_config(kind.config, kind.extras))
             # The usual name has the family's prefix: without it BERT's and ELECTRA's are the same.
-            share = sum(source.usual in stored for source in sources) / len(sources)
+            share = sum(source.primary_name in stored for source in sources) / len(sources)
             found.append((share, family))
     share, family = max(found, key=lambda entry: entry[0])
     return family if share > 0.5 else None
 
 
-def as_stored(spec: Spec, stored: Container[str]) -> Spec:
+def without_missing_pooler(spec: Spec, stored: Container[str]) -> Spec:
     """Return the spec with the plain cls row as embedding where a checkpoint, of these names, has no pooler."""
     if not isinstance(spec, ModelSpec) or spec.head.task != "embedding" or not spec.head.pooler:
         return spec
@@ -101,7 +101,7 @@ def as_stored(spec: Spec, stored: Container[str]) -> Spec:
     return spec if any(name in stored for name in names) else replace(spec, head=replace(spec.head, pooler=False))
 
 
-def encoder(spec: Spec) -> ModelSpec:
+def require_transformer(spec: Spec) -> ModelSpec:
     """Return the spec of a transformer encoder, for what computes only those; raises UnsupportedModelError."""
     if not isinstance(spec, ModelSpec):
         raise UnsupportedModelError(f"{spec.architecture} cannot be used here; supported: {', '.join(_ENCODERS)}")
@@ -113,43 +113,43 @@ def largest_shape(spec: Spec) -> RequestShape:
 
     The coordinator packs no more tokens than this one has into one run.
     """
-    return spec.reads.shape()
+    return spec.input_spec.shape()
 
 
-def shape_for(spec: Spec, tokens: int, sequences: int = 1) -> RequestShape:
+def representative_shape(spec: Spec, tokens: int, sequences: int = 1) -> RequestShape:
     """Return a representative request: a sequence of `tokens` where the model takes a text so long, or several of them.
 
     As many as fit into one run; a decoder generates one at a time.
     """
-    one = spec.reads.shape(tokens)
+    one = spec.input_spec.shape(tokens)
     several = 1 if one.session_rows else max(min(sequences, largest_shape(spec).size // one.size), 1)
-    return one.joined([one] * (several - 1))
+    return one.concatenate([one] * (several - 1))
 
 
 def input_bytes(spec: Spec, shape: RequestShape) -> int:
     """Return the bytes of what a request brings."""
-    dims, dtype = spec.reads.input(shape)
-    return prod(dims) * ITEMSIZE[dtype]
+    dims, dtype = spec.input_spec.input_layout(shape)
+    return prod(dims) * DTYPE_BYTES[dtype]
 
 
 def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> Array:
     """Return random token ids or pixels for a request."""
-    dims, dtype = spec.reads.input(shape)
-    values = rng.integers(0, spec.reads.below, dims).astype(NUMPY_DTYPE[dtype])
+    dims, dtype = spec.input_spec.input_layout(shape)
+    values = rng.integers(0, spec.input_spec.upper_bound, dims).astype(NUMPY_DTYPE[dtype])
     if shape.session_rows:
         values[0] = 0  # the cache is empty
     return values
 
 
-def packed(spec: Spec, ids: Array, want: Want = "task", tokens: int = 0) -> tuple[RequestShape, Array]:
+def single_sequence(spec: Spec, ids: Array, want: Want = "task", tokens: int = 0) -> tuple[RequestShape, Array]:
     """Return a request of one sequence of token ids [m], and its inputs.
 
     A decoder's inputs begin with the rows that its cache has already, none; the cache has room for a sequence that ends
     with `tokens` tokens.
     """
-    if not isinstance(spec.reads, Decoding):
-        return PackedTokens((len(ids),), want), ids
-    shape = PackedTokens((len(ids),), want, cache=spec.reads.cache(max(tokens, len(ids))))
+    if not isinstance(spec.input_spec, DecoderInput):
+        return TokenBatch((len(ids),), want), ids
+    shape = TokenBatch((len(ids),), want, cache=spec.input_spec.cache(max(tokens, len(ids))))
     return shape, np.concatenate([[0], ids]).astype(np.int32)
 
 
@@ -163,15 +163,15 @@ def reference(spec: Spec, tensors: Mapping[str, Array], inputs: Array, shape: Re
     return FAMILIES[spec.family].reference(spec, tensors, inputs, shape)
 
 
-def storages(spec: Spec) -> Sequence[Storage]:
+def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
     """Return how the weights of a model may be kept."""
-    found: Sequence[Storage] = getattr(FAMILIES[spec.family], "STORAGES", get_args(Storage))
+    found: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "STORAGES", get_args(WeightDtype))
     return found
 
 
-def layers(spec: Spec) -> int:
+def layer_count(spec: Spec) -> int:
     """Return the number of layers of a model."""
-    return graph(spec, largest_shape(spec)).layers()
+    return graph(spec, largest_shape(spec)).layer_count()
 
 
 def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:
@@ -181,10 +181,10 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
     "modules.json", "1_Pooling/config.json", "sentence_bert_config.json"). Raises UnsupportedModelError for an
     architecture, activation or option that is not computed here, ModelError for missing or wrong keys.
     """
-    checked = Config("config.json", config)
-    architectures = checked.need("architectures")
+    checked = JsonConfig("config.json", config)
+    architectures = checked.require("architectures")
     if not isinstance(architectures, list) or not architectures:
-        raise checked.wrong("architectures", "a list with one name", architectures)
+        raise checked.bad_value("architectures", "a list with one name", architectures)
     architecture = architectures[0]
     if not isinstance(architecture, str) or architecture not in _FAMILY_OF:
         raise UnsupportedModelError(
@@ -211,7 +211,7 @@ def _whole_refs(spec: Spec) -> Mapping[str, WeightRef]:
     return {source.name: whole_ref(source) for source in tensor_sources(spec)}
 
 
-def full(spec: Spec, name: str) -> WeightRef:
+def full_ref(spec: Spec, name: str) -> WeightRef:
     """Return a reference to all of tensor `name`: packed for matmul weights, plain for vectors and tables.
 
     Raises KeyError if the model has no such tensor.
@@ -225,6 +225,6 @@ def graph(spec: Spec, shape: RequestShape, skip: bool = False) -> Graph:
 
     skip: without most of many equal layers; the graph of any request tells what those are called.
     """
-    net = Net(skip)
+    net = GraphBuilder(skip)
     FAMILIES[spec.family].graph(net, spec, shape, _whole_refs(spec))
-    return net.graph()
+    return net.build()

@@ -12,12 +12,12 @@ from typing import Any, Final
 import numpy as np
 
 from hepti_mqtt.errors import UnsupportedModelError
-from hepti_mqtt.lowering import Net, roles
+from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import plain
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.kinds import TINY_SPREAD, kind
-from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.models.tensors import TensorSource, conv1d, names, norm, table, weight
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.models.tensors import TensorSource, conv1d, norm, prefixed, table, weight
 from hepti_mqtt.models.transformer import ModelSpec, TextStem, needed_rows
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import TaskHead
@@ -25,13 +25,13 @@ from hepti_mqtt.spec import TaskHead
 ARCHITECTURES: Final = {"GPT2LMHeadModel": "generation"}
 
 
-def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a GPT-2 model; raises ModelError, UnsupportedModelError."""
     del extras
     for key, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-        config.only(key, value, value)
+        config.require_one_of(key, value, value)
     for key in ("add_cross_attention", "reorder_and_upcast_attn"):
-        config.only(key, False, False)
+        config.require_one_of(key, False, False)
     hidden = config.positive("n_embd")
     vocab, positions = config.positive("vocab_size"), config.positive("n_positions")
     return ModelSpec(
@@ -55,10 +55,10 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     assert spec.text is not None
     h, f = spec.hidden, spec.mlp
     base = ("transformer.", "")
-    decoder, words = "lm_head.weight", names(base, "wte.weight")
+    decoder, words = "lm_head.weight", prefixed(base, "wte.weight")
     tied = spec.head.tied
     yield table("stem.word", (*words, decoder) if tied else words, spec.text.vocab, h)
-    yield table("stem.position", names(base, "wpe.weight"), spec.text.positions, h)
+    yield table("stem.position", prefixed(base, "wpe.weight"), spec.text.positions, h)
     for i in range(spec.layers):
         here, stored = f"layers.{i}", f"h.{i}"
         yield from norm(f"{here}.attention_norm", base, f"{stored}.ln_1", h)
@@ -69,32 +69,32 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from conv1d(f"{here}.mlp_down", base, f"{stored}.mlp.c_proj", f, h)
     yield from norm("final_norm", base, "ln_f", h)
     logits = weight("head.decoder.weight", (decoder, *words) if tied else (decoder,), h, spec.text.vocab)
-    yield replace(logits, made=words[0] if tied else "")
+    yield replace(logits, created_name=words[0] if tied else "")
 
 
-def graph(net: Net, spec: ModelSpec, shape: PackedTokens, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one run: how many tokens came before, then ids, i32 [1 + m] -> the next token's logits."""
     m, h, eps = shape.tokens, spec.hidden, spec.norm_eps
     tokens = net.input("tokens", (1 + m,), "i32")
     at = net.slice("at", tokens, roles.SLICE, 0, 1)  # [1]
     ids = net.slice("ids", tokens, roles.SLICE, 1, 1 + m)  # [m]
     tables = [refs["stem.word"], refs["stem.position"]]
-    x = net.whole("embedded", (ids, at), roles.STEM, "embed_at", (m, h), tables)  # [m, h]
+    x = net.opaque("embedded", (ids, at), roles.STEM, "embed_at", (m, h), tables)  # [m, h]
     for i in net.layers(spec.layers):
         stored = f"layers.{i}."
         u = net.norm(f"{i}.u", x, roles.BEFORE_ATTENTION, f"{stored}attention_norm", eps)  # [m, h]
-        net.block()
+        net.begin_block()
         qkv = net.linear(f"{i}.qkv", u, roles.QKV, {f"{stored}qkv": 3 * h})  # [m, 3h]
-        kv = net.cached(f"{i}.kv", f"{stored}kv", qkv, at, rows=shape.cache, start=h)  # [C, 2h]
-        attention = net.attention_at(f"{i}.attention", qkv, kv, at, heads=spec.heads, columns=(0, 0, h))  # [m, h]
+        kv = net.append_to_cache(f"{i}.kv", f"{stored}kv", qkv, at, rows=shape.cache, start=h)  # [C, 2h]
+        attention = net.cached_attention(f"{i}.attention", qkv, kv, at, heads=spec.heads, columns=(0, 0, h))  # [m, h]
         out = net.linear(f"{i}.o", attention, roles.ATTENTION_OUT, {f"{stored}attention_out": h})  # [m, h]
-        y = net.add(f"{i}.y", x, out, roles.AFTER_ATTENTION)  # [m, h]
+        y = net.sum(f"{i}.y", x, out, roles.AFTER_ATTENTION)  # [m, h]
         v = net.norm(f"{i}.v", y, roles.BEFORE_MLP, f"{stored}mlp_norm", eps)  # [m, h]
         up = net.linear(f"{i}.up", v, roles.MLP_UP, {f"{stored}mlp_up": spec.mlp})  # [m, f]
         hidden = net.activation(f"{i}.g", up, roles.MLP_HIDDEN, spec.activation)  # [m, f]
         down = net.linear(f"{i}.down", hidden, roles.MLP_DOWN, {f"{stored}mlp_down": h})  # [m, h]
-        x = net.add(f"{i}.x", y, down, roles.AFTER_MLP)  # [m, h]
-    net.block()
+        x = net.sum(f"{i}.x", y, down, roles.AFTER_MLP)  # [m, h]
+    net.begin_block()
     x = net.rows("rows", x, roles.TASK, needed_rows(spec, shape))  # [1, h], or [m, h] for all hidden states
     x = net.norm("final_norm", x, roles.TASK, "final_norm", eps)
     if shape.want == "task":
@@ -102,7 +102,7 @@ def graph(net: Net, spec: ModelSpec, shape: PackedTokens, refs: Mapping[str, Wei
 
 
 def reference(
-    spec: ModelSpec, tensors: plain.Tensors, inputs: plain.Array, shape: PackedTokens
+    spec: ModelSpec, tensors: plain.Tensors, inputs: plain.Array, shape: TokenBatch
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], logits [1, V] of the next token, or the states where they are wanted).
 
@@ -155,6 +155,6 @@ _GPT2: Final = {
 }
 
 KINDS: Final = {
-    "gpt2": kind("GPT2LMHeadModel", "gpt2", _BASE, _GPT2, depth="n_layer"),
-    "tiny-gpt2": kind("GPT2LMHeadModel", "gpt2", _TINY, _GPT2, depth="n_layer"),
+    "gpt2": make_kind("GPT2LMHeadModel", "gpt2", _BASE, _GPT2, depth="n_layer"),
+    "tiny-gpt2": make_kind("GPT2LMHeadModel", "gpt2", _TINY, _GPT2, depth="n_layer"),
 }

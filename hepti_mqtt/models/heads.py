@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hepti_mqtt.lowering import Net
+from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import TASK
-from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, sequences
-from hepti_mqtt.models.shapes import PackedShape
+from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, sequence_slices
+from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.transformer import ModelSpec, needed_rows
 from hepti_mqtt.program import WeightRef
 
 
-def add(net: Net, spec: ModelSpec, shape: PackedShape, x: str, refs: Mapping[str, WeightRef]) -> str:
+def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, refs: Mapping[str, WeightRef]) -> str:
     """Add final norm, pooling and head on the last layer's x [m, h]; return the output.
 
     It has the spec's `output_shape`. Only the rows that the task reads are asked for.
@@ -27,11 +27,11 @@ def add(net: Net, spec: ModelSpec, shape: PackedShape, x: str, refs: Mapping[str
     head = spec.head
     if head.pooling == "mean":
         dims = (len(shape.lengths), spec.hidden)
-        x = net.whole("pooled", (x,), TASK, "mean_rows", dims, lengths=shape.lengths)  # [B, h]
+        x = net.opaque("pooled", (x,), TASK, "mean_rows", dims, lengths=shape.lengths)  # [B, h]
     if head.pooler:
         x = _dense(net, x, "head.pooler", head.activation, refs)
     if head.normalize:
-        x = net.whole("unit", (x,), TASK, "normalize_rows", net.dims(x))
+        x = net.opaque("unit", (x,), TASK, "normalize_rows", net.shape_of(x))
     if head.task == "masked_token":
         x = _dense(net, x, "head.transform", head.activation, refs)  # [masks, e]
         x = _norm(net, spec, x, "head.transform_norm")
@@ -39,13 +39,13 @@ def add(net: Net, spec: ModelSpec, shape: PackedShape, x: str, refs: Mapping[str
     return _dense(net, x, "head.classifier", None, refs) if head.outputs else x
 
 
-def plain(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedShape) -> tuple[Array, Array]:
+def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBatch) -> tuple[Array, Array]:
     """Return (hidden states after the final norm [m, h], the spec's output) from the last layer's x [m, h]."""
     hidden = norm(tensors, "final_norm", x, spec.norm_eps) if spec.norm_first else x
     if shape.want == "hidden":
         return hidden, hidden
     head, rows = spec.head, needed_rows(spec, shape)
-    means = (hidden[one].mean(axis=0) for one in sequences(shape.lengths))
+    means = (hidden[one].mean(axis=0) for one in sequence_slices(shape.lengths))
     x = np.stack([*means]) if rows is None else hidden[list(rows)]  # [B or masks, h]
     if head.pooler:
         x = activate(head.activation, linear(tensors, "head.pooler", x))
@@ -58,10 +58,10 @@ def plain(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedShape) -> tu
     return hidden, linear(tensors, "head.classifier", x) if head.outputs else x
 
 
-def _dense(net: Net, x: str, name: str, activation: str | None, refs: Mapping[str, WeightRef]) -> str:
+def _dense(net: GraphBuilder, x: str, name: str, activation: str | None, refs: Mapping[str, WeightRef]) -> str:
     start, stop = refs[f"{name}.weight"].columns
     return net.linear(name, x, TASK, {name: stop - start}, activation=activation)
 
 
-def _norm(net: Net, spec: ModelSpec, x: str, name: str) -> str:
+def _norm(net: GraphBuilder, spec: ModelSpec, x: str, name: str) -> str:
     return net.norm(name, x, TASK, name, spec.norm_eps)

@@ -48,7 +48,7 @@ class Kind:
     depth: str = "num_hidden_layers"
 
 
-def kind(
+def make_kind(
     architecture: str,
     model_type: str,
     *sizes: Mapping[str, Any],
@@ -60,10 +60,10 @@ def kind(
     config = {"architectures": [architecture], "model_type": model_type}
     for size in sizes:
         config |= size
-    return Kind(config | more | (labelled(labels) if labels else {}), depth=depth)
+    return Kind(config | more | (label_fields(labels) if labels else {}), depth=depth)
 
 
-def labelled(count: int) -> dict[str, Any]:
+def label_fields(count: int) -> dict[str, Any]:
     """Return what config.json says of `count` classes."""
     names = [f"LABEL_{i}" for i in range(count)]
     return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}

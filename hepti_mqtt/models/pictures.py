@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.config import JsonConfig
 
 FILE: Final = "preprocessor_config.json"
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
@@ -15,20 +15,20 @@ _CROP: Final = 224 / 256  # of a picture's shorter side that torchvision and Con
 _WARPED: Final = 384  # from this side on ConvNeXT's preprocessor makes pictures square and crops nothing
 
 
-class Frame(NamedTuple):
+class Crop(NamedTuple):
     """What a model sees of a picture: the middle S x S after its shorter side was made `shortest`, 0: all of it."""
 
     size: int
     shortest: int
 
 
-def preprocessor(extras: Mapping[str, Any]) -> Config:
+def preprocessor(extras: Mapping[str, Any]) -> JsonConfig:
     """Return the preprocessor's file, empty where there is none."""
-    return Config(FILE, extras.get(FILE, {}))
+    return JsonConfig(FILE, extras.get(FILE, {}))
 
 
-def scale(
-    pre: Config, mean: float | tuple[float, ...], std: float | tuple[float, ...]
+def pixel_scale(
+    pre: JsonConfig, mean: float | tuple[float, ...], std: float | tuple[float, ...]
 ) -> tuple[tuple[float, ...], ...]:
     """Return mean and std per channel, of pixels from 0 to 1, with the preprocessor's factor in them."""
     means: tuple[float, ...] = (0.0,) * 3
@@ -37,50 +37,50 @@ def scale(
         means = pre.per_channel("image_mean", 3, mean)
         stds = pre.per_channel("image_std", 3, std)
         if min(stds) <= 0:
-            raise pre.wrong("image_std", "numbers > 0", stds)
+            raise pre.bad_value("image_std", "numbers > 0", stds)
     factor = 255 * (pre.number("rescale_factor", 1 / 255) if pre.flag("do_rescale", True) else 1.0)
     return tuple(v / factor for v in means), tuple(v / factor for v in stds)
 
 
-def frame(pre: Config, size: int | None) -> Frame:
+def find_crop(pre: JsonConfig, size: int | None) -> Crop:
     """Return what of a picture a model sees; size: of its own, where it has one. Raises ModelError.
 
     Without a file it is what torchvision does: of the picture with a shorter side of 256, 224 x 224 in the middle.
     """
     if not pre.data:
         side = size or 224
-        return Frame(side, round(side / _CROP))
+        return Crop(side, round(side / _CROP))
     if not pre.flag("do_resize", True):
         raise UnsupportedModelError(f"{FILE}: do_resize false is not supported: pictures come in any size")
     wanted = pre.get("size", size or 224)
     if pre.flag("do_center_crop", False):
-        found = Frame(_square(pre, "crop_size", size or 224), _shortest(pre, wanted))
+        found = Crop(_square(pre, "crop_size", size or 224), _shortest(pre, wanted))
         if found.shortest < found.size:
             raise ModelError(f"{FILE}: crop_size {found.size} is larger than size {wanted!r}; restore the file")
     elif "crop_pct" in pre.data or "ConvNext" in str(pre.get("image_processor_type", "")):
         side = _shortest(pre, wanted)
-        found = Frame(side, int(side / pre.number("crop_pct", _CROP)) if side < _WARPED else 0)
+        found = Crop(side, int(side / pre.number("crop_pct", _CROP)) if side < _WARPED else 0)
     else:
-        found = Frame(_square(pre, "size", size or 224), 0)
+        found = Crop(_square(pre, "size", size or 224), 0)
     if size not in (None, found.size):
         raise ModelError(f"{FILE}: pictures become {found.size} x {found.size}, and the model reads {size} x {size}")
     return found
 
 
-def _shortest(pre: Config, wanted: Any) -> int:
+def _shortest(pre: JsonConfig, wanted: Any) -> int:
     """Return the shorter side that pictures get."""
     if isinstance(wanted, Mapping):
         wanted = wanted.get("shortest_edge")
     if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-        raise pre.wrong("size", "an integer >= 1 or {'shortest_edge': an integer >= 1}", pre.get("size", None))
+        raise pre.bad_value("size", "an integer >= 1 or {'shortest_edge': an integer >= 1}", pre.get("size", None))
     return wanted
 
 
-def _square(pre: Config, key: str, default: int) -> int:
+def _square(pre: JsonConfig, key: str, default: int) -> int:
     """Return the side of a square that is given as one integer or as height and width."""
     value = pre.get(key, default)
     sides: set[Any] = {value.get("height"), value.get("width")} if isinstance(value, Mapping) else {value}
     side = sides.pop()
     if sides or not isinstance(side, int) or isinstance(side, bool) or side < 1:
-        raise pre.wrong(key, "an integer >= 1, or equal height and width", value)
+        raise pre.bad_value(key, "an integer >= 1, or equal height and width", value)
     return side

@@ -41,7 +41,7 @@ def norm(tensors: Tensors, name: str, x: Array, eps: float) -> Array:
 def attention(q: Array, k: Array, v: Array, heads: int, lengths: Sequence[int], causal: bool = False) -> Array:
     """Return the attention of packed sequences: q, k, v [m, h] -> [m, h]; causal: no token sees a later one."""
     out = np.empty_like(q)
-    for rows in sequences(lengths):
+    for rows in sequence_slices(lengths):
         by_head = (-1, heads, q.shape[1] // heads)
         qs, ks, vs = (z[rows].reshape(by_head).transpose(1, 0, 2) for z in (q, k, v))  # [a, t, d] each
         scores = qs @ ks.transpose(0, 2, 1) / math.sqrt(qs.shape[-1])  # [a, t, t]
@@ -80,13 +80,13 @@ def _mlp(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
     return linear(tensors, f"{here}mlp_down", up)
 
 
-def sequences(lengths: Sequence[int]) -> Iterator[slice]:
+def sequence_slices(lengths: Sequence[int]) -> Iterator[slice]:
     """Yield the packed rows of each sequence."""
     for stop, length in zip(accumulate(lengths), lengths, strict=True):
         yield slice(stop - length, stop)
 
 
-def places(lengths: Sequence[int]) -> Array:
+def token_positions(lengths: Sequence[int]) -> Array:
     """Return the place of each packed token in its sequence, [m]."""
     return np.concatenate([np.arange(length) for length in lengths])
 

@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol
 from hepti_mqtt.spec import PlainShape, RequestShape, Want
 
 
-class PackedShape(RequestShape, Protocol):
+class PackedBatch(RequestShape, Protocol):
     """What the graph of a transformer reads of a batch of token sequences or patches, packed one below the other."""
 
     @property
@@ -36,7 +36,7 @@ def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTokens:
+class TokenBatch:
     """A packed batch of token sequences; its unit of size is the token.
 
     lengths: tokens of each sequence. mask_rows: packed rows of mask tokens (masked_token task only). want: `task` for
@@ -76,21 +76,21 @@ class PackedTokens:
         return self.cache
 
     @property
-    def marked(self) -> tuple[tuple[int, int], ...]:
+    def mask_positions(self) -> tuple[tuple[int, int], ...]:
         """Return the sequence of each mask token and its place there."""
         starts = self.starts
         items = [bisect_right(starts, row) - 1 for row in self.mask_rows]
         return tuple((item, row - starts[item]) for item, row in zip(items, self.mask_rows, strict=True))
 
-    def asking(self, want: Want) -> PackedTokens:
+    def with_want(self, want: Want) -> TokenBatch:
         """Return the same sequences with another want."""
         return replace(self, want=want)
 
-    def step(self, rows: int) -> PackedTokens:
+    def decode_step(self, rows: int) -> TokenBatch:
         """Return the run of so many tokens in the same session."""
         return replace(self, lengths=(rows,))
 
-    def joined(self, others: Sequence[PackedTokens]) -> PackedTokens:
+    def concatenate(self, others: Sequence[TokenBatch]) -> TokenBatch:
         """Return the batch of these sequences and of others behind them, which want the same."""
         shapes = (self, *others)
         starts = _starts([shape.tokens for shape in shapes])
@@ -99,7 +99,7 @@ class PackedTokens:
             self, lengths=tuple(chain.from_iterable(shape.lengths for shape in shapes)), mask_rows=tuple(masks)
         )
 
-    def part(self, first: int, stop: int) -> tuple[PackedTokens, slice]:
+    def slice_items(self, first: int, stop: int) -> tuple[TokenBatch, slice]:
         """Return the shape of some of the sequences, and where their ids are in the inputs."""
         if self.cache and (first, stop) != (0, len(self.lengths)):
             raise ValueError("a request with a session is not divided")
@@ -115,7 +115,7 @@ class PackedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Images:
+class ImageBatch:
     """A batch of images of one size, or of the feature maps that a net makes of them; it keeps no session.
 
     rows: the size of each: the patches of a transformer and the row before them; 1 where a net takes an image as it is.
@@ -161,23 +161,23 @@ class Images:
         return 0
 
     @property
-    def marked(self) -> tuple[tuple[int, int], ...]:
+    def mask_positions(self) -> tuple[tuple[int, int], ...]:
         """Return nothing: no place of an image is asked for."""
         return ()
 
-    def asking(self, want: Want) -> Images:
+    def with_want(self, want: Want) -> ImageBatch:
         """Return the same images with another want."""
         return replace(self, want=want)
 
-    def step(self, rows: int) -> Images:
+    def decode_step(self, rows: int) -> ImageBatch:
         """Raise ValueError: images have no session."""
         raise ValueError(f"images have no session that could go on with {rows} rows")
 
-    def joined(self, others: Sequence[Images]) -> Images:
+    def concatenate(self, others: Sequence[ImageBatch]) -> ImageBatch:
         """Return the batch of these images and of others behind them, which want the same."""
         return replace(self, count=self.count + sum(other.count for other in others))
 
-    def part(self, first: int, stop: int) -> tuple[Images, slice]:
+    def slice_items(self, first: int, stop: int) -> tuple[ImageBatch, slice]:
         """Return the shape of some of the images, and where they are in the inputs."""
         return replace(self, count=stop - first), slice(first, stop)
 
@@ -194,7 +194,7 @@ CACHE_ROWS: Final = 64  # of the smallest cache; others are twice, four times ..
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextInput:
     """A request brings token ids i32 [m]: of a vocabulary, at most `longest` in a sequence.
 
     masks: the task answers for mask tokens, so that a request has at least one.
@@ -205,46 +205,46 @@ class Text:
     masks: bool = False
 
     @property
-    def below(self) -> int:
+    def upper_bound(self) -> int:
         """Return the bound below which all values of the input are."""
         return self.vocab
 
-    def shape(self, tokens: int | None = None) -> PackedTokens:
+    def shape(self, tokens: int | None = None) -> TokenBatch:
         """Return a request of one sequence: of so many tokens where the model takes them, else the longest."""
         length = self.longest if tokens is None else min(tokens, self.longest)
-        return PackedTokens((length,), mask_rows=(0,) if self.masks else ())
+        return TokenBatch((length,), mask_rows=(0,) if self.masks else ())
 
-    def batch(self, lengths: tuple[int, ...], want: Want = "task", mask_rows: tuple[int, ...] = ()) -> PackedTokens:
+    def batch(self, lengths: tuple[int, ...], want: Want = "task", mask_rows: tuple[int, ...] = ()) -> TokenBatch:
         """Return a request of sequences of these lengths."""
-        return PackedTokens(lengths, want, mask_rows)
+        return TokenBatch(lengths, want, mask_rows)
 
-    def shape_of(self, plain: PlainShape) -> PackedTokens:
+    def shape_of(self, plain: PlainShape) -> TokenBatch:
         """Return the shape that travelled; raises ValueError for one with a session, which only decoders have."""
         if plain.session_rows:
             raise ValueError(f"a model without sessions cannot keep {plain.session_rows} rows")
-        return PackedTokens(plain.sizes, plain.want, plain.marks)
+        return TokenBatch(plain.sizes, plain.want, plain.mask_rows)
 
-    def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
+    def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
         return (shape.size,), "i32"
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding(Text):
+class DecoderInput(TextInput):
     """A request brings i32 [1 + m]: how many rows the cache of its session has already, then token ids."""
 
-    def shape(self, tokens: int | None = None) -> PackedTokens:
+    def shape(self, tokens: int | None = None) -> TokenBatch:
         """Return one step with a cache for a sequence of so many tokens, else the longest sequence in one run.
 
         What a step costs depends on its position: the kernels reckon with the mean over a cache.
         """
         if tokens is None:
-            return PackedTokens((self.longest,), cache=self.cache(self.longest))
-        return PackedTokens((1,), cache=self.cache(tokens))
+            return TokenBatch((self.longest,), cache=self.cache(self.longest))
+        return TokenBatch((1,), cache=self.cache(tokens))
 
-    def shape_of(self, plain: PlainShape) -> PackedTokens:
+    def shape_of(self, plain: PlainShape) -> TokenBatch:
         """Return the shape that travelled."""
-        return PackedTokens(plain.sizes, plain.want, plain.marks, plain.session_rows)
+        return TokenBatch(plain.sizes, plain.want, plain.mask_rows, plain.session_rows)
 
     def cache(self, tokens: int) -> int:
         """Return the rows of the cache of a sequence that ends with so many tokens."""
@@ -253,13 +253,13 @@ class Decoding(Text):
             rows *= 2
         return min(rows, self.longest)
 
-    def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
+    def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
         return (1 + shape.size,), "i32"
 
 
 @dataclass(frozen=True, slots=True)
-class Pictures:
+class ImageInput:
     """A request brings pictures u8 [B, channels, size, size], each of which has `rows` rows in the net.
 
     shortest: pixels of the shorter side of a picture whose middle is taken; 0: all of it, made square.
@@ -271,25 +271,25 @@ class Pictures:
     shortest: int = 0
 
     @property
-    def below(self) -> int:
+    def upper_bound(self) -> int:
         """Return the bound below which all values of the input are."""
         return 256
 
-    def shape(self, _size: int | None = None) -> Images:
+    def shape(self, _size: int | None = None) -> ImageBatch:
         """Return a request of one picture, whatever size is named."""
         return self.batch(1)
 
-    def batch(self, count: int, want: Want = "task") -> Images:
+    def batch(self, count: int, want: Want = "task") -> ImageBatch:
         """Return a request of so many pictures."""
-        return Images(count, self.rows, want)
+        return ImageBatch(count, self.rows, want)
 
-    def shape_of(self, plain: PlainShape) -> Images:
+    def shape_of(self, plain: PlainShape) -> ImageBatch:
         """Return the shape that travelled; raises ValueError for one that is not of whole pictures alone."""
         made = self.batch(len(plain.sizes), plain.want)
         if made.plain() != plain:
             raise ValueError(f"pictures of this model have {self.rows} rows each, no marks and no session")
         return made
 
-    def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["u8"]]:
+    def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["u8"]]:
         """Return shape and dtype of what a request brings."""
         return (len(shape.sizes), self.channels, self.size, self.size), "u8"

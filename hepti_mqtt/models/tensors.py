@@ -34,10 +34,11 @@ class TensorSource:
 
     shape: (in, out), (rows, columns) of a table, or (n,). stored: alternative names in a checkpoint, of which the
     first found counts. stored_shape: as the checkpoint has it, with `shape`'s elements in the same order, or in the
-    order of its transpose where `transposed` ([out, in]). layout: how kernels use it. made: the name in a new
+    order of its transpose where `transposed` ([out, in]). layout: how kernels use it. created_name: the name in a new
     checkpoint where that is not the first; two tensors that are tied have one. channels_first: of a stored row, what it
     is there, [C, ...], while its channels come last here. norm: folded in at reading, as a factor of each stored row,
-    or, of a vector, which is then stored as the norm's bias, with what the norm does to `before`, if anything.
+    or, of a vector, which is then stored as the norm's bias, with what the norm does to `convolution_bias`, if
+    anything.
     """
 
     name: str
@@ -46,26 +47,26 @@ class TensorSource:
     stored_shape: tuple[int, ...]
     transposed: bool = False
     layout: Layout = "plain"
-    made: str = ""
+    created_name: str = ""
     channels_first: tuple[int, ...] = ()
     norm: BatchNorm | None = None
-    before: str = ""
+    convolution_bias: str = ""
 
     @property
-    def usual(self) -> str:
+    def primary_name(self) -> str:
         """Return the name that most checkpoints have for it."""
-        return self.made or self.stored[0]
+        return self.created_name or self.stored[0]
 
     @property
-    def parts(self) -> Mapping[str, tuple[int, ...]]:
+    def folded_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the other stored tensors that it is made of, and their shapes."""
         if self.norm is None:
             return {}
-        names = (self.norm.weight, self.norm.mean, self.norm.variance, self.before)
+        names = (self.norm.weight, self.norm.mean, self.norm.variance, self.convolution_bias)
         return {name: self.stored_shape[:1] for name in names if name}
 
 
-def names(prefixes: Iterable[str], *suffixes: str) -> tuple[str, ...]:
+def prefixed(prefixes: Iterable[str], *suffixes: str) -> tuple[str, ...]:
     """Return every prefix with every suffix."""
     return tuple(prefix + suffix for prefix in prefixes for suffix in suffixes)
 
@@ -91,18 +92,18 @@ def dense(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: int
     """Return weight and bias of a dense layer."""
     prefixes = tuple(prefixes)
     return (
-        weight(f"{name}.weight", names(prefixes, f"{stored}.weight"), n_in, n_out),
-        vector(f"{name}.bias", names(prefixes, f"{stored}.bias"), n_out),
+        weight(f"{name}.weight", prefixed(prefixes, f"{stored}.weight"), n_in, n_out),
+        vector(f"{name}.bias", prefixed(prefixes, f"{stored}.bias"), n_out),
     )
 
 
 def conv1d(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: int) -> tuple[TensorSource, ...]:
     """Return weight and bias of GPT-2's dense layer, which is stored as [in, out]."""
     prefixes = tuple(prefixes)
-    places = names(prefixes, f"{stored}.weight")
+    places = prefixed(prefixes, f"{stored}.weight")
     return (
         TensorSource(f"{name}.weight", (n_in, n_out), places, (n_in, n_out), layout="packed"),
-        vector(f"{name}.bias", names(prefixes, f"{stored}.bias"), n_out),
+        vector(f"{name}.bias", prefixed(prefixes, f"{stored}.bias"), n_out),
     )
 
 
@@ -110,8 +111,8 @@ def norm(name: str, prefixes: Iterable[str], stored: str, n: int) -> tuple[Tenso
     """Return weight and bias of a layer norm; checkpoints converted from TensorFlow say gamma and beta."""
     prefixes = tuple(prefixes)
     return (
-        vector(f"{name}.weight", names(prefixes, f"{stored}.weight", f"{stored}.gamma"), n),
-        vector(f"{name}.bias", names(prefixes, f"{stored}.bias", f"{stored}.beta"), n),
+        vector(f"{name}.weight", prefixed(prefixes, f"{stored}.weight", f"{stored}.gamma"), n),
+        vector(f"{name}.bias", prefixed(prefixes, f"{stored}.bias", f"{stored}.beta"), n),
     )
 
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.lowering import Net
+from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import plain
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.shapes import PackedShape
-from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.shapes import PackedBatch
+from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import HeadActivation, Task, TaskHead
@@ -33,13 +33,13 @@ class Keys(NamedTuple):
 
 
 HUGGING_FACE: Final = Keys()  # what most families call them
-WORDS: Final = "embeddings.word_embeddings.weight"
+WORD_EMBEDDINGS: Final = "embeddings.word_embeddings.weight"
 
 
 def encoder_spec(
     family: str,
     architecture: str,
-    config: Config,
+    config: JsonConfig,
     extras: Mapping[str, Any],
     head: TaskHead,
     *,
@@ -52,8 +52,8 @@ def encoder_spec(
 
     types: rows of the table of token types, 0 without. offset: the first token's position. width: see TextStem.
     """
-    config.only("position_embedding_type", "absolute", "absolute")
-    config.only("is_decoder", False, False)
+    config.require_one_of("position_embedding_type", "absolute", "absolute")
+    config.require_one_of("is_decoder", False, False)
     positions = config.positive("max_position_embeddings")
     if positions <= offset:
         raise ModelError(f"config.json: max_position_embeddings {positions} leaves no position behind offset {offset}")
@@ -80,12 +80,12 @@ def stem_of(spec: ModelSpec) -> TextStem:
     return spec.text
 
 
-def embed(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> str:
+def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> str:
     """Add the stem of a packed batch: ids i32 [m] -> [m, h]."""
     stem = stem_of(spec)
     ids = net.input("ids", (shape.tokens,), "i32")
     parts = ("word", "position", *(("type",) if stem.types else ()), "norm.weight", "norm.bias")
-    x = net.whole(
+    x = net.opaque(
         "embedded",
         (ids,),
         STEM,
@@ -99,10 +99,10 @@ def embed(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, Weig
     return net.linear("projected", x, STEM, {"stem.projection": spec.hidden}) if stem.width else x
 
 
-def plain_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: PackedShape) -> plain.Array:
+def reference_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: PackedBatch) -> plain.Array:
     """Return the embeddings of token ids [m]: [m, h]."""
     stem = stem_of(spec)
-    places = plain.places(shape.lengths) + stem.position_offset  # [m]
+    places = plain.token_positions(shape.lengths) + stem.position_offset  # [m]
     x = t["stem.word"][ids] + t["stem.position"][places]  # [m, e]
     if stem.types:
         x = x + t["stem.type"][0]
@@ -119,10 +119,10 @@ def stem_tensors(
     which stands in for missing word embeddings that are tied to it.
     """
     stem, e = stem_of(spec), stem_of(spec).width or spec.hidden
-    yield table("stem.word", (*names(base, WORDS), *_tied(spec, f"{decoder}.weight")), stem.vocab, e)
-    yield table("stem.position", names(base, "embeddings.position_embeddings.weight"), stem.positions, e)
+    yield table("stem.word", (*prefixed(base, WORD_EMBEDDINGS), *_tied(spec, f"{decoder}.weight")), stem.vocab, e)
+    yield table("stem.position", prefixed(base, "embeddings.position_embeddings.weight"), stem.positions, e)
     if stem.types:
-        yield table("stem.type", names(base, "embeddings.token_type_embeddings.weight"), stem.types, e)
+        yield table("stem.type", prefixed(base, "embeddings.token_type_embeddings.weight"), stem.types, e)
     yield from norm("stem.norm", base, "embeddings.LayerNorm", e)
     if stem.width:
         yield from dense("stem.projection", base, projection, e, spec.hidden)
@@ -141,7 +141,7 @@ def layer_tensors(
             yield from dense(f"{here}{part}", base, stored + name, *sizes.get(part, (h, h)))
 
 
-def mask_tensors(
+def mask_head_tensors(
     spec: ModelSpec, base: tuple[str, ...], transform: str, transform_norm: str, decoder: str, *bias: str
 ) -> Iterator[TensorSource]:
     """Yield the head for mask tokens: a dense layer, a norm, and a decoder to the vocabulary.
@@ -154,11 +154,11 @@ def mask_tensors(
     e, vocab = stem_of(spec).width or spec.hidden, spec.head.outputs
     yield from dense("head.transform", ("",), transform, spec.hidden, e)
     yield from norm("head.transform_norm", ("",), transform_norm, e)
-    words = _tied(spec, *names(base, WORDS))
+    words = _tied(spec, *prefixed(base, WORD_EMBEDDINGS))
     own = weight("head.decoder.weight", (f"{decoder}.weight", *words), e, vocab)
-    yield replace(own, made=next(iter(words), ""))
+    yield replace(own, created_name=next(iter(words), ""))
     own = vector("head.decoder.bias", (f"{decoder}.bias", *bias), vocab)
-    yield replace(own, made=next(iter(_tied(spec, *bias)), ""))
+    yield replace(own, created_name=next(iter(_tied(spec, *bias)), ""))
 
 
 def _tied(spec: ModelSpec, *stored: str) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ def _tied(spec: ModelSpec, *stored: str) -> tuple[str, ...]:
 
 def task_head(
     task: Task,
-    config: Config,
+    config: JsonConfig,
     extras: Mapping[str, Any],
     *,
     pooler: bool,
@@ -192,15 +192,15 @@ def task_head(
     return _sentence_head(extras) if "modules.json" in extras else TaskHead(task, "cls", pooler=pooler)
 
 
-def prompt(extras: Mapping[str, Any]) -> str:
+def default_prompt(extras: Mapping[str, Any]) -> str:
     """Return what a sentence-transformers directory puts before every text; raises ModelError."""
     file = "config_sentence_transformers.json"
-    config = Config(file, extras.get(file, {}))
+    config = JsonConfig(file, extras.get(file, {}))
     name, prompts = config.get("default_prompt_name", None), config.get("prompts", {})
     if name is None:
         return ""
     if not isinstance(prompts, Mapping):
-        raise config.wrong("prompts", "an object of names and texts", prompts)
+        raise config.bad_value("prompts", "an object of names and texts", prompts)
     found = prompts.get(name) if isinstance(name, str) else None
     if not isinstance(found, str):
         raise ModelError(f"{file}: default_prompt_name {name!r} is none of its prompts {[*prompts]}; restore the file")
@@ -210,14 +210,14 @@ def prompt(extras: Mapping[str, Any]) -> str:
 def _max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
     """Return the positions, or what sentence-transformers cuts texts to where that is less."""
     file, tokenizer = "sentence_bert_config.json", "tokenizer_config.json"
-    length = Config(file, extras.get(file, {})).get("max_seq_length", None)
+    length = JsonConfig(file, extras.get(file, {})).get("max_seq_length", None)
     if length is not None:
-        return min(positions, Config(file, extras[file]).positive("max_seq_length"))
+        return min(positions, JsonConfig(file, extras[file]).positive("max_seq_length"))
     if "modules.json" not in extras:
         return positions
     # Where the tokenizer knows no limit, the file says 1e30.
     return max(
-        1, int(min(positions, Config(tokenizer, extras.get(tokenizer, {})).number("model_max_length", positions)))
+        1, int(min(positions, JsonConfig(tokenizer, extras.get(tokenizer, {})).number("model_max_length", positions)))
     )
 
 
@@ -237,8 +237,8 @@ def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
         raise ModelError(
             f"{file} is missing, though modules.json names it; restore the file as the model was published"
         )
-    pooling = Config(file, extras[file])
-    if prompt(extras) and not pooling.flag("include_prompt", True):
+    pooling = JsonConfig(file, extras[file])
+    if default_prompt(extras) and not pooling.flag("include_prompt", True):
         raise UnsupportedModelError(
             f"{file}: include_prompt false is supported only without a default_prompt_name in "
             "config_sentence_transformers.json, since all tokens are pooled here; use a model that pools its prompt"
@@ -255,7 +255,7 @@ def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
     )
 
 
-def _modes(pooling: Config) -> list[Any]:
+def _modes(pooling: JsonConfig) -> list[Any]:
     """Return how rows are pooled: what `pooling_mode` names, or else the flags of old files that are set."""
     named = pooling.get("pooling_mode", None)
     if named is not None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from hepti_mqtt.lowering import Net, roles
-from hepti_mqtt.models.shapes import Decoding, PackedShape, Pictures, Text
-from hepti_mqtt.spec import Activation, Reads, RequestShape, TaskHead
+from hepti_mqtt.lowering import GraphBuilder, roles
+from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput
+from hepti_mqtt.spec import Activation, InputSpec, RequestShape, TaskHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +66,20 @@ class ModelSpec:
         return self.hidden // self.heads
 
     @property
-    def reads(self) -> Reads:
+    def input_spec(self) -> InputSpec:
         """Return what a request brings: token ids, or pictures."""
         if self.text is not None and self.head.task == "generation":
-            return Decoding(self.text.vocab, self.max_tokens)
+            return DecoderInput(self.text.vocab, self.max_tokens)
         if self.text is not None:
-            return Text(self.text.vocab, self.max_tokens, self.head.pooling == "mask")
+            return TextInput(self.text.vocab, self.max_tokens, self.head.pooling == "mask")
         assert self.image is not None
-        return Pictures(self.image.size, self.image.channels, self.image.patches + 1)
+        return ImageInput(self.image.size, self.image.channels, self.image.patches + 1)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
         """Return the shape of the answer: [m, h] hidden, [masks, V] or [B, outputs] logits, or [B, h] embeddings."""
         if shape.want == "hidden":
             return shape.size, self.hidden
-        rows = len(shape.marked) if self.head.pooling == "mask" else len(shape.sizes)
+        rows = len(shape.mask_positions) if self.head.pooling == "mask" else len(shape.sizes)
         return rows, self.head.outputs or self.hidden
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class ModelSpec:
         return made
 
 
-def needed_rows(spec: ModelSpec, shape: PackedShape) -> tuple[int, ...] | None:
+def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
     """Return the packed rows of the final hidden states that the task reads; None means all of them."""
     if shape.want == "hidden" or spec.head.pooling == "mean":
         return None
@@ -132,34 +132,34 @@ class Layer(NamedTuple):
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: ModelSpec, shape: PackedShape) -> Layer:
+    def of(cls, spec: ModelSpec, shape: PackedBatch) -> Layer:
         """Return the sizes of the layers of a model in a request."""
         return cls(spec.hidden, spec.heads, spec.mlp, spec.activation, spec.norm_eps, shape.lengths)
 
 
-def post_norm(net: Net, name: str, stored: str, x: str, n: Layer) -> str:
+def post_norm(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
     """Add a layer that norms behind each residual (BERT): x [m, h] -> [m, h]."""
     attention = _attention(net, name, stored, x, n)  # [m, h]
-    total = net.add(f"{name}r", x, attention, roles.ATTENTION_SUM)
+    total = net.sum(f"{name}r", x, attention, roles.ATTENTION_SUM)
     y = net.norm(f"{name}y", total, roles.AFTER_ATTENTION, f"{stored}attention_norm", n.eps)
-    total = net.add(f"{name}s", y, _mlp(net, name, stored, y, n), roles.MLP_SUM)
+    total = net.sum(f"{name}s", y, _mlp(net, name, stored, y, n), roles.MLP_SUM)
     return net.norm(f"{name}x", total, roles.AFTER_MLP, f"{stored}mlp_norm", n.eps)
 
 
-def pre_norm(net: Net, name: str, stored: str, x: str, n: Layer) -> str:
+def pre_norm(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
     """Add a layer that norms before each block (ViT): x [m, h] -> [m, h].
 
     A block of the graph begins behind its first norm, which one kernel computes with the residual sum before it.
     """
     u = net.norm(f"{name}u", x, roles.BEFORE_ATTENTION, f"{stored}attention_norm", n.eps)
-    net.block()
-    y = net.add(f"{name}y", x, _attention(net, name, stored, u, n), roles.AFTER_ATTENTION)
+    net.begin_block()
+    y = net.sum(f"{name}y", x, _attention(net, name, stored, u, n), roles.AFTER_ATTENTION)
     v = net.norm(f"{name}v", y, roles.BEFORE_MLP, f"{stored}mlp_norm", n.eps)
-    return net.add(f"{name}x", y, _mlp(net, name, stored, v, n), roles.AFTER_MLP)
+    return net.sum(f"{name}x", y, _mlp(net, name, stored, v, n), roles.AFTER_MLP)
 
 
-def _attention(net: Net, name: str, stored: str, x: str, n: Layer) -> str:
-    h, width = n.hidden, net.dims(x)[1]
+def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
+    h, width = n.hidden, net.shape_of(x)[1]
     matrices = {f"{stored}{part}": h for part in ("query", "key", "value")}
     qkv = net.linear(f"{name}qkv", x, roles.QKV, matrices)  # [m, 3h]
     attention = net.attention(
@@ -175,7 +175,7 @@ def _attention(net: Net, name: str, stored: str, x: str, n: Layer) -> str:
     return net.linear(f"{name}o", attention, roles.ATTENTION_OUT, {f"{stored}attention_out": width})
 
 
-def _mlp(net: Net, name: str, stored: str, x: str, n: Layer) -> str:
+def _mlp(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
     up = net.linear(f"{name}up", x, roles.MLP_UP, {f"{stored}mlp_up": n.mlp})  # [m, f]
     hidden = net.activation(f"{name}g", up, roles.MLP_HIDDEN, n.activation)
-    return net.linear(f"{name}down", hidden, roles.MLP_DOWN, {f"{stored}mlp_down": net.dims(x)[1]})
+    return net.linear(f"{name}down", hidden, roles.MLP_DOWN, {f"{stored}mlp_down": net.shape_of(x)[1]})

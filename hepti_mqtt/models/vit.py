@@ -12,13 +12,13 @@ from typing import Any, Final
 import numpy as np
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.lowering import Net
+from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import heads, pictures, plain
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, kind
-from hepti_mqtt.models.shapes import PackedShape
-from hepti_mqtt.models.tensors import TensorSource, dense, names, norm, table, vector, weight
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, make_kind
+from hepti_mqtt.models.shapes import PackedBatch
+from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.transformer import ImageStem, Layer, ModelSpec, pre_norm
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task, TaskHead
@@ -30,13 +30,15 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
 BASE_NAMES: Final = ("vit.", "")
 
 
-def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a vision transformer; raises ModelError, UnsupportedModelError."""
-    config.only("qkv_bias", True, True)
+    config.require_one_of("qkv_bias", True, True)
     return encoder_spec("vit", architecture, ARCHITECTURES[architecture], config, extras)
 
 
-def encoder_spec(family: str, architecture: str, task: Task, config: Config, extras: Mapping[str, Any]) -> ModelSpec:
+def encoder_spec(
+    family: str, architecture: str, task: Task, config: JsonConfig, extras: Mapping[str, Any]
+) -> ModelSpec:
     """Return the spec of an encoder of patches that norms before each block; raises ModelError."""
     hidden = config.positive("hidden_size")
     image = _image_stem(config, extras)
@@ -44,8 +46,8 @@ def encoder_spec(family: str, architecture: str, task: Task, config: Config, ext
         labels = config.labels()
         head = TaskHead(task, "cls", outputs=len(labels), labels=labels)
     else:
-        config.only("pooler_act", "tanh", "tanh")
-        config.only("pooler_output_size", hidden, hidden)
+        config.require_one_of("pooler_act", "tanh", "tanh")
+        config.require_one_of("pooler_output_size", hidden, hidden)
         head = TaskHead(task, "cls", pooler=True)
     return ModelSpec(
         family=family,
@@ -63,7 +65,7 @@ def encoder_spec(family: str, architecture: str, task: Task, config: Config, ext
     )
 
 
-def _image_stem(config: Config, extras: Mapping[str, Any]) -> ImageStem:
+def _image_stem(config: JsonConfig, extras: Mapping[str, Any]) -> ImageStem:
     """Return the stem; the preprocessor's scale goes into mean and std: the kernel computes (pixel/255 - mean)/std."""
     size, patch = config.square("image_size"), config.square("patch_size")
     channels = config.positive("num_channels", 3)
@@ -72,12 +74,12 @@ def _image_stem(config: Config, extras: Mapping[str, Any]) -> ImageStem:
     if size % patch:
         raise ModelError(f"config.json: patch_size {patch} does not divide image_size {size}")
     pre = pictures.preprocessor(extras)
-    pre.only("do_center_crop", False, False)
+    pre.require_one_of("do_center_crop", False, False)
     wanted = pre.get("size", size)
     sides = wanted.values() if isinstance(wanted, Mapping) else (wanted,)
     if any(side != size for side in sides):
         raise ModelError(f"{pre.file}: size {wanted!r} is not config.json's image_size {size}; make both the same")
-    return ImageStem(size, patch, channels, *pictures.scale(pre, 0.5, 0.5))
+    return ImageStem(size, patch, channels, *pictures.pixel_scale(pre, 0.5, 0.5))
 
 
 def stem_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
@@ -85,10 +87,10 @@ def stem_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     assert spec.image is not None
     h, channels, p, n = spec.hidden, spec.image.channels, spec.image.patch, spec.image.patches
     patch = "embeddings.patch_embeddings.projection"
-    yield weight("stem.patch.weight", names(BASE_NAMES, f"{patch}.weight"), channels * p * p, h, (h, channels, p, p))
-    yield vector("stem.patch.bias", names(BASE_NAMES, f"{patch}.bias"), h)
-    yield vector("stem.cls", names(BASE_NAMES, "embeddings.cls_token"), h, (1, 1, h))
-    yield table("stem.position", names(BASE_NAMES, "embeddings.position_embeddings"), n + 1, h, (1,))
+    yield weight("stem.patch.weight", prefixed(BASE_NAMES, f"{patch}.weight"), channels * p * p, h, (h, channels, p, p))
+    yield vector("stem.patch.bias", prefixed(BASE_NAMES, f"{patch}.bias"), h)
+    yield vector("stem.cls", prefixed(BASE_NAMES, "embeddings.cls_token"), h, (1, 1, h))
+    yield table("stem.position", prefixed(BASE_NAMES, "embeddings.position_embeddings"), n + 1, h, (1,))
 
 
 def task_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
@@ -117,32 +119,32 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     yield from task_tensors(spec)
 
 
-def embed(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> str:
+def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> str:
     """Add the stem of a batch of images: pixels u8 [B, C, S, S] -> [m, h]."""
     image = spec.image
     assert image is not None
     images, h = len(shape.lengths), spec.hidden
     pixels = net.input("pixels", (images, image.channels, image.size, image.size), "u8")
     rows, width = images * image.patches, image.channels * image.patch**2
-    patches = net.whole(
+    patches = net.opaque(
         "patches", (pixels,), STEM, "patchify", (rows, width), patch=image.patch, mean=image.mean, std=image.std
     )
     x = net.linear("projected", patches, STEM, {"stem.patch": h})  # [B n, h]
     weights = (refs["stem.cls"], refs["stem.position"])
-    return net.whole("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
+    return net.opaque("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
 
 
-def graph(net: Net, spec: ModelSpec, shape: PackedShape, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
     x = embed(net, spec, shape, refs)  # [m, h]
     n = Layer.of(spec, shape)
     for i in net.layers(spec.layers):
         x = pre_norm(net, f"{i}.", f"layers.{i}.", x, n)
-    net.block()
-    heads.add(net, spec, shape, x, refs)
+    net.begin_block()
+    heads.add_head(net, spec, shape, x, refs)
 
 
-def plain_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array) -> plain.Array:
+def reference_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array) -> plain.Array:
     """Return the embeddings of pixels [B, C, S, S]: [m, h]."""
     image = spec.image
     assert image is not None
@@ -159,13 +161,13 @@ def plain_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array) ->
 
 
 def reference(
-    spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array, shape: PackedShape
+    spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array, shape: PackedBatch
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], the task's output) for pixels [B, C, S, S], in plain NumPy."""
-    x = plain_embed(spec, tensors, pixels)  # [m, h]
+    x = reference_embed(spec, tensors, pixels)  # [m, h]
     for i in range(spec.layers):
         x = plain.pre_norm(tensors, f"layers.{i}.", x, Layer.of(spec, shape))  # [m, h]
-    return heads.plain(spec, tensors, x, shape)
+    return heads.reference_head(spec, tensors, x, shape)
 
 
 _VIT: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_channels": 3, "qkv_bias": True}
@@ -181,11 +183,11 @@ TINY: Final = {
 }
 
 
-def pictured(
+def image_kind(
     architecture: str, *sizes: Mapping[str, Any], model_type: str = "vit", labels: int = 0, **more: Any
 ) -> Kind:
     """Return a kind that reads pictures; see `kind`."""
-    made = kind(architecture, model_type, *sizes, _VIT, labels=labels, **more)
+    made = make_kind(architecture, model_type, *sizes, _VIT, labels=labels, **more)
     side = made.config["image_size"]
     preprocessor = {
         "do_normalize": True,
@@ -202,8 +204,8 @@ def pictured(
 
 
 KINDS: Final = {
-    "vit-base": pictured("ViTForImageClassification", BASE, REAL, labels=1000),
-    "vit-large": pictured("ViTForImageClassification", LARGE, REAL, labels=1000),
-    "tiny-vit": pictured("ViTModel", TINY),
-    "tiny-vit-classifier": pictured("ViTForImageClassification", TINY, labels=7),
+    "vit-base": image_kind("ViTForImageClassification", BASE, REAL, labels=1000),
+    "vit-large": image_kind("ViTForImageClassification", LARGE, REAL, labels=1000),
+    "tiny-vit": image_kind("ViTModel", TINY),
+    "tiny-vit-classifier": image_kind("ViTForImageClassification", TINY, labels=7),
 }

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.planner.accuracy import decide_within, wire_errors
+from hepti_mqtt.planner.accuracy import decide_within_accuracy, wire_errors
 from hepti_mqtt.planner.candidates import Candidate, Decision
-from hepti_mqtt.planner.decisions import KNOWN, compared, fits_beside, hopeful, still_best, worth_trying
-from hepti_mqtt.planner.estimates import DriftRule, Experience, Learned
-from hepti_mqtt.planner.price import Played, Price, Question, peak_bytes, price
-from hepti_mqtt.planner.search import decide, decide_soon
+from hepti_mqtt.planner.decisions import (
+    KNOWN,
+    fits_beside,
+    next_trial,
+    ranked_with_previous,
+    revalidate,
+    with_exploration,
+)
+from hepti_mqtt.planner.estimates import Corrections, DriftRule, RunHistory
+from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price
+from hepti_mqtt.planner.search import decide, decide_hurried
 
 __all__ = [
     "KNOWN",
     "Candidate",
+    "Corrections",
     "Decision",
     "DriftRule",
-    "Experience",
-    "Learned",
-    "Played",
     "Price",
     "Question",
-    "compared",
+    "RunHistory",
+    "SimulatedRequest",
     "decide",
-    "decide_soon",
-    "decide_within",
+    "decide_hurried",
+    "decide_within_accuracy",
     "fits_beside",
-    "hopeful",
+    "next_trial",
     "peak_bytes",
     "price",
-    "still_best",
+    "ranked_with_previous",
+    "revalidate",
     "wire_errors",
-    "worth_trying",
+    "with_exploration",
 ]

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.models import random_inputs, shape_for
-from hepti_mqtt.plan import NARROW, Plan, WireDtype
-from hepti_mqtt.plan_programs import programs, widest
-from hepti_mqtt.planner.candidates import EXACT, Decision, Narrowed, narrowed
+from hepti_mqtt.models import random_inputs, representative_shape
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WireDtype
+from hepti_mqtt.plan_programs import covering_plans, device_programs
+from hepti_mqtt.planner.candidates import EXACT, Decision, WireErrorKey, wire_error_key
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.search import decide
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, Key, Program, Send, Slot, WeightRef
-from hepti_mqtt.schedule import ProgramRun, RunMachine, template
+from hepti_mqtt.program import NUMPY_DTYPE, Compute, ExchangeKey, Program, Send, Slot, WeightRef
+from hepti_mqtt.schedule import ProgramRun, RunMachine, make_template
 from hepti_mqtt.spec import RequestShape, Spec, Want
 
 SAMPLE_TOKENS: Final = 32
@@ -38,7 +38,7 @@ Array = NDArray[Any]
 Measure = Callable[[Plan], Mapping[WireDtype, float]]
 
 
-def decide_within(question: Question, known: dict[Narrowed, float], measure: Measure) -> Decision:
+def decide_within_accuracy(question: Question, known: dict[WireErrorKey, float], measure: Measure) -> Decision:
     """Return the best feasible plan whose narrow wire is known to keep the answer within the question's budget.
 
     known: errors found so far, to which those of plans that a search would choose are added. Raises as `decide` does.
@@ -47,13 +47,13 @@ def decide_within(question: Question, known: dict[Narrowed, float], measure: Mea
         return decide(question)
     while True:
         decision = decide(replace(question, errors=dict(known)))
-        narrow = [run for run in decision.chosen.plan.runs if run.wire != EXACT]
-        if all(narrowed(run) in known for run in narrow):
+        narrow = [run for run in decision.chosen.plan.executables if run.wire != EXACT]
+        if all(wire_error_key(run) in known for run in narrow):
             return decision
         for run in narrow:
-            if narrowed(run) not in known:  # replicas that are alike have one error
+            if wire_error_key(run) not in known:  # replicas that are alike have one error
                 errors = measure(run)
-                known.update({narrowed(run, wire): errors[wire] for wire in NARROW})
+                known.update({wire_error_key(run, wire): errors[wire] for wire in NARROW_WIRE_DTYPES})
 
 
 def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[WireDtype, float]:
@@ -65,17 +65,17 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
     """
     if plan.replicas:
         raise ValueError(f"{plan.method} has plans side by side, each with a wire of its own: measure them one by one")
-    plan = widest(spec, plan)[0]  # a device that has no row of so short a request would exchange nothing
+    plan = covering_plans(spec, plan)[0]  # a device that has no row of so short a request would exchange nothing
     weights = _Weights(tensors)
-    found = dict.fromkeys(NARROW, 0.0)
+    found = dict.fromkeys(NARROW_WIRE_DTYPES, 0.0)
     for want in WANTS:
         shape = _sample(spec, want)
-        parts = [programs(spec, replace(plan, wire=wire), shape) for wire in ("f32", *NARROW)]
-        tried: dict[WireDtype, list[float]] = {wire: [] for wire in NARROW}
+        parts = [device_programs(spec, replace(plan, wire=wire), shape) for wire in ("f32", *NARROW_WIRE_DTYPES)]
+        tried: dict[WireDtype, list[float]] = {wire: [] for wire in NARROW_WIRE_DTYPES}
         for seeds in (range(LEAST_INPUTS), *((seed,) for seed in range(LEAST_INPUTS, MOST_INPUTS))):
             inputs = [random_inputs(spec, shape, np.random.default_rng(seed)) for seed in seeds]
             for exact, *others in _answers(parts, inputs, weights):
-                for wire, other in zip(NARROW, others, strict=True):
+                for wire, other in zip(NARROW_WIRE_DTYPES, others, strict=True):
                     tried[wire].append(_relative(other, exact))
             if all(max(errors) <= AGREE * min(errors) for errors in tried.values()):
                 break
@@ -84,9 +84,9 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
 
 
 def _sample(spec: Spec, want: Want) -> RequestShape:
-    shape = shape_for(spec, SAMPLE_TOKENS).asking(want)
+    shape = representative_shape(spec, SAMPLE_TOKENS).with_want(want)
     # A decoder's shape is that of one step; the prompt has the exchanges.
-    return shape.step(min(SAMPLE_TOKENS, shape.session_rows)) if shape.session_rows else shape
+    return shape.decode_step(min(SAMPLE_TOKENS, shape.session_rows)) if shape.session_rows else shape
 
 
 def _relative(found: Array, exact: Array) -> float:
@@ -97,7 +97,7 @@ def _relative(found: Array, exact: Array) -> float:
 
 def _answers(wires: Sequence[Mapping[str, Program]], inputs: Sequence[Array], weights: _Weights) -> list[list[Array]]:
     """Return for each of the inputs the answers with every dtype on the wire, layer by layer side by side."""
-    runs = [[_Together(parts, each, weights) for parts in wires] for each in inputs]
+    runs = [[_ReferenceRun(parts, each, weights) for parts in wires] for each in inputs]
     while sum(run.advance() for alike in runs for run in alike):
         pass
     return [[run.answer() for run in alike] for alike in runs]
@@ -125,11 +125,11 @@ class _Weights:
         return array
 
 
-class _Together:
+class _ReferenceRun:
     """One request under one plan: exchanges are handed over as they are sent."""
 
     def __init__(self, parts: Mapping[str, Program], inputs: Array, weights: _Weights) -> None:
-        self._devices = {name: _Device(program, inputs, weights) for name, program in parts.items()}
+        self._devices = {name: _ReferenceDevice(program, inputs, weights) for name, program in parts.items()}
         self._parts: list[tuple[int, Array]] = []
         devices = list(self._devices.values())
         for task in devices[0].tasks:  # of a bag: in turn, since each device would compute them alike
@@ -139,7 +139,7 @@ class _Together:
         """Run each device in turn until it waits for another; return whether there was anything to do."""
         return sum(self._run(device) for device in self._devices.values()) > 0
 
-    def _run(self, device: _Device) -> bool:
+    def _run(self, device: _ReferenceDevice) -> bool:
         moved = False
         while (sent := device.step()) is not None:
             moved = True
@@ -160,15 +160,15 @@ class _Together:
         return np.concatenate([part for _, part in self._parts]).astype(np.float64)
 
 
-class _Device:
+class _ReferenceDevice:
     """The part of one device, on the run machine that executor and simulator have too."""
 
     def __init__(self, program: Program, inputs: Array, weights: _Weights) -> None:
         self.name, self._program, self._weights = program.device, program, weights
         self._machine: RunMachine[ProgramRun] = RunMachine()
-        self._work = ProgramRun(1, template(program))
+        self._work = ProgramRun(1, make_template(program))
         self._arrays: dict[Slot, Array] = {}
-        for slot in self._work.template.kept:
+        for slot in self._work.template.state_slots:
             spec = program.slots[slot]
             self._arrays[slot] = np.zeros(spec.shape, NUMPY_DTYPE[spec.dtype])
         self._machine.admit(self._work)
@@ -178,27 +178,27 @@ class _Device:
     @property
     def left(self) -> int:
         """Return how many ops have not run."""
-        return self._work.left
+        return self._work.ops_left
 
     @property
     def tasks(self) -> Iterable[int]:
         """Return the tasks of a bag that may be leased to it."""
-        return self._work.template.begins
+        return self._work.template.task_inputs
 
     def lease(self, task: int, inputs: Array) -> None:
         """Take a task."""
-        for key in self._work.lease(task):
+        for key in self._work.start_task(task):
             self.fill(key, inputs)
 
-    def fill(self, key: Key, array: Array) -> None:
+    def fill(self, key: ExchangeKey, array: Array) -> None:
         """Take what was sent."""
-        slot = self._work.template.recv[key]
-        if self._machine.fill(self._work, slot):
+        slot = self._work.template.slot_of_exchange[key]
+        if self._machine.fill_slot(self._work, slot):
             self._arrays[slot] = array
 
     def step(self) -> tuple[tuple[Send, Array], ...] | None:
         """Run the next op, and return what it sends; None if there is none that could run."""
-        if (found := self._machine.next()) is None:
+        if (found := self._machine.next_op()) is None:
             return None
         op = self._program.ops[found[1]]
         sent: tuple[tuple[Send, Array], ...] = ()
@@ -207,12 +207,12 @@ class _Device:
         elif isinstance(op, Compute):
             from hepti_mqtt.kernels import KERNELS  # here: Numba takes longer to import than the rest of a planner
 
-            for step in op.steps:
+            for step in op.kernels:
                 reads, weights = [self._read(slot) for slot in step.reads], [self._weights[ref] for ref in step.weights]
                 with np.errstate(over="ignore", invalid="ignore"):  # what f16 cannot say becomes an error of infinity
                     results = KERNELS[step.kernel].reference(step, self._program.slots, reads, weights)
                 self._arrays.update(zip(step.writes, results, strict=True))
-        for slot in self._machine.ran(self._work, found[1]):
+        for slot in self._machine.finish_op(self._work, found[1]):
             self._arrays.pop(slot, None)
         return sent
 

@@ -8,15 +8,15 @@ from itertools import combinations, permutations
 from math import inf, log2
 from typing import TYPE_CHECKING, Final
 
-from hepti_mqtt.cost.profiles import Cluster, Ways
+from hepti_mqtt.cost.profiles import Cluster, Paths
 from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.models import storages
-from hepti_mqtt.plan import NARROW, Pair, Plan, Route, WireDtype
-from hepti_mqtt.shares import Lane, Options
+from hepti_mqtt.models import weight_dtypes
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES, DevicePair, Plan, Route, WireDtype
+from hepti_mqtt.shares import DeviceResources, Options
 from hepti_mqtt.strategies import STRATEGIES, Method
 
 if TYPE_CHECKING:
-    from hepti_mqtt.planner.price import Played, Price, Question
+    from hepti_mqtt.planner.price import Price, Question, SimulatedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Candidate:
 
     plan: Plan
     price: Price
-    weights: tuple[float, ...]
+    shares: tuple[float, ...]
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class Decision:
     """The chosen plan, and the best candidate of every (strategy, variant) for comparison, best first.
 
     `reason` says in one sentence why the plan was chosen, `cluster` is what devices and links were when it was.
-    `digest`: `plan_programs.programs_digest` of the plan. `behind`: strategies and variants that the question did not
+    `digest`: `plan_programs.programs_digest` of the plan. `pruned`: strategies and variants that the question did not
     compare, each by the first price that showed it to be too slow, without its memory.
     """
 
@@ -47,30 +47,32 @@ class Decision:
     reason: str
     cluster: Cluster
     digest: bytes
-    behind: tuple[Candidate, ...] = ()
+    pruned: tuple[Candidate, ...] = ()
 
     @property
     def single(self) -> Candidate | None:
         """Return the best device alone, whether chosen or not; None if no device holds the model."""
         return next((c for c in self.ranking if len(c.plan.devices) == 1 and c.price.feasible), None)
 
-    def played(self, run: Plan) -> Played | None:
+    def simulation_of(self, run: Plan) -> SimulatedRequest | None:
         """Return the search's own simulation of the chosen plan, or of one of its replicas; None if it has none."""
         devices = set(run.devices)
-        return next((p for p in self.chosen.price.played if p.simulation.devices.keys() == devices), None)
+        return next((p for p in self.chosen.price.simulated if p.simulation.devices.keys() == devices), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What methods that solve for shares know of devices beside their speed.
 
 
-def lanes_of(question: Question, devices: Sequence[str]) -> list[Lane]:
+def device_costs(question: Question, devices: Sequence[str]) -> list[DeviceResources]:
     """Return the lanes of devices, in their order."""
     found = []
     for device in devices:
         link, known = question.cluster.links[device], question.cluster.devices[device]
         rate = min(link.up_bytes_per_s, link.down_bytes_per_s)
-        lane = Lane(rate, link.latency_s, known.memory_bytes, known.speed(1), known.power, question.cluster.deadline_s)
+        lane = DeviceResources(
+            rate, link.latency_s, known.memory_bytes, known.speed(1), known.power, question.cluster.deadline_s
+        )
         found.append(lane)
     return found
 
@@ -79,17 +81,17 @@ def lanes_of(question: Question, devices: Sequence[str]) -> list[Lane]:
 # By which route the exchanges of a plan can go: the same division over the broker, or over mesh.
 
 
-def relayed(question: Question, devices: Sequence[str]) -> tuple[Pair, ...]:
+def relayed(question: Question, devices: Sequence[str]) -> tuple[DevicePair, ...]:
     """Return the (source, target) among devices that only the broker connects."""
     can = question.cluster.endpoints
     return tuple(
         pair
         for pair in permutations(sorted(devices), 2)
-        if pair in question.relayed or pair[0] not in can or pair[1] not in can
+        if pair in question.relayed_pairs or pair[0] not in can or pair[1] not in can
     )
 
 
-def routes(question: Question, devices: Sequence[str]) -> tuple[Route, ...]:
+def candidate_routes(question: Question, devices: Sequence[str]) -> tuple[Route, ...]:
     """Return the routes to price against each other, first the one that is faster nearly always.
 
     What is pinned is alone. Mesh is one of them where all devices have an endpoint and some two can connect.
@@ -103,11 +105,11 @@ def routes(question: Question, devices: Sequence[str]) -> tuple[Route, ...]:
     return ("mesh", "broker") if meshed else ("broker",)
 
 
-def on_route(question: Question, plan: Plan, route: Route) -> Plan:
+def with_route(question: Question, plan: Plan, route: Route) -> Plan:
     """Return a plan with its exchanges on a route; those of pairs that cannot connect stay on the broker."""
-    replicas = tuple(on_route(question, replica, route) for replica in plan.replicas)
+    replicas = tuple(with_route(question, replica, route) for replica in plan.replicas)
     apart = relayed(question, plan.devices) if route == "mesh" else ()
-    return replace(plan, route=route, relayed=apart, replicas=replicas)
+    return replace(plan, route=route, relayed_pairs=apart, replicas=replicas)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -130,24 +132,27 @@ MARGIN: Final = 2.0
 FAR: Final = 4.0
 
 # What an error belongs to: method with its variant, number of devices, wire.
-Narrowed = tuple[str, int, WireDtype]
+WireErrorKey = tuple[str, int, WireDtype]
 
 
-def narrowed(plan: Plan, wire: WireDtype | None = None) -> Narrowed:
+def wire_error_key(plan: Plan, wire: WireDtype | None = None) -> WireErrorKey:
     """Return what the error of a plan belongs to; wire: another one than the plan's own."""
     return plan.method, len(plan.devices), wire or plan.wire
 
 
-def wires(question: Question, plan: Plan) -> tuple[WireDtype, ...]:
+def candidate_wires(question: Question, plan: Plan) -> tuple[WireDtype, ...]:
     """Return the dtypes to price against each other for a plan, the narrowest first; what is pinned is alone."""
     if question.accuracy is None:
         return (question.wire,)
     if len(plan.devices) == 1:
         return (EXACT,)
-    return (*(wire for wire in NARROW if _may(question.accuracy, question.errors, narrowed(plan, wire))), EXACT)
+    return (
+        *(wire for wire in NARROW_WIRE_DTYPES if _may(question.accuracy, question.errors, wire_error_key(plan, wire))),
+        EXACT,
+    )
 
 
-def _may(accuracy: float, errors: Mapping[Narrowed, float], key: Narrowed) -> bool:
+def _may(accuracy: float, errors: Mapping[WireErrorKey, float], key: WireErrorKey) -> bool:
     """Return whether an error is within the budget, or may be as far as is known."""
     if key in errors:
         return errors[key] * MARGIN <= accuracy
@@ -172,16 +177,16 @@ def _does(c: Candidate) -> str:
     if c.price.objective == "throughput" and c.price.load is not None:
         return f"answer {c.price.load.requests_per_s:.3g} requests/s, each in {_time(c)} alone,"
     if c.price.objective == "memory":
-        return f"need {c.price.share:.0%} of a device's memory at the most, and to take {_time(c)}"
+        return f"need {c.price.memory_share:.0%} of a device's memory at the most, and to take {_time(c)}"
     return f"take {_time(c)}"
 
 
 def _time(c: Candidate) -> str:
-    off = "" if abs(c.price.learned - 1) < _WORTH_SAYING else f", by experience {c.price.expected_s * 1e3:.1f} ms,"
+    off = "" if abs(c.price.correction - 1) < _WORTH_SAYING else f", by experience {c.price.expected_s * 1e3:.1f} ms,"
     return f"{c.price.seconds * 1e3:.1f} ms{off}"
 
 
-def reason_of(ranking: Sequence[Candidate], chosen: Candidate, behind: Sequence[Candidate] = ()) -> str:
+def explain_choice(ranking: Sequence[Candidate], chosen: Candidate, behind: Sequence[Candidate] = ()) -> str:
     """Return in one sentence why a plan was chosen; behind: what was found too slow before it was worked out."""
     tokens = chosen.plan.predicted_tokens
     parts = [f"{_describe(chosen)} is predicted to {_does(chosen)} for {tokens} tokens"]
@@ -198,7 +203,7 @@ def reason_of(ranking: Sequence[Candidate], chosen: Candidate, behind: Sequence[
     return "; ".join(parts)
 
 
-def nothing_fits(question: Question, ranking: Sequence[Candidate]) -> str:
+def explain_no_fit(question: Question, ranking: Sequence[Candidate]) -> str:
     """Return which device lacks how much memory for which plan."""
     lines = []
     for c in ranking:
@@ -235,7 +240,7 @@ def subsets(question: Question, by_speed: Sequence[str], pinned: bool) -> Iterat
     if pinned:
         yield tuple(by_speed)
         return
-    alike = kinds(question, by_speed)
+    alike = interchangeable(question, by_speed)
     seen = set()
     for subset in _tried(by_speed, _by_link(question, by_speed)):
         kind = tuple(alike[device] for device in subset)
@@ -280,12 +285,12 @@ def _by_link(question: Question, by_speed: Sequence[str]) -> list[str]:
     return sorted(by_speed, key=lambda device: round(log2(max(frame_s(device), LEAST_S))))
 
 
-def in_line(by_speed: Sequence[str]) -> tuple[str, ...]:
+def as_chain(by_speed: Sequence[str]) -> tuple[str, ...]:
     """Return devices with the fastest in the middle and the slowest at the ends, where they have one neighbour."""
     return (*by_speed[1::2][::-1], *by_speed[::2])
 
 
-def kinds(question: Question, names: Sequence[str]) -> dict[str, str]:
+def interchangeable(question: Question, names: Sequence[str]) -> dict[str, str]:
     """Return for each device the first one that can stand in its place."""
     found: dict[str, str] = {}
     for name in names:
@@ -298,11 +303,11 @@ def _alike(question: Question, a: str, b: str) -> bool:
     cluster, other = question.cluster, {a: b, b: a}
     if cluster.links[a] != cluster.links[b] or replace(cluster.devices[a], name=b) != cluster.devices[b]:
         return False
-    if any((a in some) != (b in some) for some in (cluster.endpoints, cluster.shared)):
+    if any((a in some) != (b in some) for some in (cluster.endpoints, cluster.shared_medium)):
         return False
     swapped = {(other.get(s, s), other.get(t, t)): link for (s, t), link in cluster.peer_links.items()}
-    relayed = {(other.get(s, s), other.get(t, t)) for s, t in question.relayed}
-    return swapped == dict(cluster.peer_links) and relayed == question.relayed
+    relayed = {(other.get(s, s), other.get(t, t)) for s, t in question.relayed_pairs}
+    return swapped == dict(cluster.peer_links) and relayed == question.relayed_pairs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -314,7 +319,7 @@ _CUT: Final = 80  # characters of what was given
 _MANY: Final = 64  # devices, for which a method whose variants depend on their number has others than for one
 
 
-def check_pins(question: Question) -> None:
+def check_question(question: Question) -> None:
     """Raise ConfigError for a method or options that there are not, PlanError for devices that are not online."""
     if question.strategy is not None and question.strategy not in STRATEGIES:
         raise ConfigError(f"unknown strategy {question.strategy!r}; there are: {', '.join(STRATEGIES)}")
@@ -328,31 +333,31 @@ def check_pins(question: Question) -> None:
         raise PlanError(f"devices {', '.join(sorted(unknown))} are not online; online: {online}")
     if not question.cluster.devices:
         raise PlanError("no device is online; start one with: hepti agent --broker URL --id NAME")
-    if question.strategy is not None and STRATEGIES[question.strategy].settles(question.options):
+    if question.strategy is not None and STRATEGIES[question.strategy].chooses_devices(question.options):
         _check_watts(question)
 
 
 def _check_storage(question: Question) -> None:
     """Raise ConfigError for weights in another storage than the model, or the pinned variant, can multiply by."""
-    able = storages(question.spec)
-    if question.storage not in able:
+    able = weight_dtypes(question.spec)
+    if question.weight_dtype not in able:
         raise ConfigError(
-            f"{question.spec.architecture} can keep its weights in {' or '.join(able)} alone, and {question.storage} "
-            f"is asked for; leave out the weights, or ask for {able[0]}"
+            f"{question.spec.architecture} has weights in {' or '.join(able)} only, not in {question.weight_dtype}; "
+            f"leave out the weights, or ask for {able[0]}"
         )
     if question.strategy is None or not question.options:
         return
-    able = STRATEGIES[question.strategy].storages(question.options)
-    if question.storage not in able:
+    able = STRATEGIES[question.strategy].weight_dtypes(question.options)
+    if question.weight_dtype not in able:
         raise ConfigError(
             f"{question.strategy} with {_words([question.options])} needs weights in {' or '.join(able)}, and "
-            f"{question.storage} is asked for; leave out the option, or the weights"
+            f"{question.weight_dtype} is asked for; leave out the option, or the weights"
         )
 
 
 def _check_count(question: Question) -> None:
     """Raise ConfigError for more devices than the method that is pinned can use."""
-    most = None if question.strategy is None else STRATEGIES[question.strategy].most_devices
+    most = None if question.strategy is None else STRATEGIES[question.strategy].max_devices
     given = question.devices or ()
     if most is not None and len(given) > most:
         raise ConfigError(
@@ -377,13 +382,13 @@ def options_error(strategy: str | None, options: Options) -> str | None:
 
     strategy: None means that any method may have them.
     """
-    if not options or any(m.knows(options) for m in STRATEGIES.values() if strategy in {None, m.name}):
+    if not options or any(m.accepts(options) for m in STRATEGIES.values() if strategy in {None, m.name}):
         return None
     given = _words([options])[:_CUT]
     if strategy is None:
         return f"no strategy has the option {given}; name the strategy too, and one of its own options"
     method = STRATEGIES[strategy]
-    known = [o for o in method.every().values() if o]
+    known = [o for o in method.all_variants().values() if o]
     more = " and so on, as the number of devices allows" if _varies(method) else ""
     return f"{strategy} has no option {given}; it has {_words(known[:_LISTED]) or 'none'}{more}"
 
@@ -397,14 +402,14 @@ def _check_options(question: Question) -> None:
         return
     count = len(question.devices or question.cluster.devices)
     sizes = (count,) if question.devices else range(1, count + 1)
-    if not any(dict(question.options) == dict(o) for n in sizes for o in method.choices(n)):
-        given, here = _words([question.options]), _words(method.choices(count)) or "none"
+    if not any(dict(question.options) == dict(o) for n in sizes for o in method.variants_for(n)):
+        given, here = _words([question.options]), _words(method.variants_for(count)) or "none"
         raise ConfigError(f"{method.name} has no option {given} on {count} devices; there it has {here}")
 
 
 def _varies(method: Method) -> bool:
     """Return whether a method's variants depend on the number of devices."""
-    return method.choices(1) != method.choices(_MANY)
+    return method.variants_for(1) != method.variants_for(_MANY)
 
 
 def _words(options: Iterable[Options]) -> str:
@@ -420,85 +425,88 @@ def _words(options: Iterable[Options]) -> str:
 
 
 # Devices together are no faster than the sum of their speeds alone, but for what smaller matrices gain in caches.
-TOGETHER: Final = 0.8
+SPEEDUP_SLACK: Final = 0.8
 # Of what a division takes more, at least so much stays on other devices with links as good; and so much when shares,
 # route and wire are refined. Measured over random sites, not proved: docs/decisions/0005-search.md.
-ELSEWHERE: Final = 0.6
-REFINED: Final = 0.5
+OVERHEAD_SLACK: Final = 0.6
+REFINEMENT_SLACK: Final = 0.5
 # The best price is not refined either, and with equal layers once, it may be a little less than that of the whole.
-NEARLY: Final = 1.1
+PRICE_SLACK: Final = 1.1
 
 
-class Floor:
+class LowerBound:
     """What plans may come down to; alone: seconds of the whole model by device, of those where that is known."""
 
     def __init__(self, question: Question, alone: Mapping[str, float]) -> None:
         self._question, self._alone = question, alone
-        self._ways = Ways(question.cluster)
+        self._ways = Paths(question.cluster)
         self._seen: dict[str, list[tuple[int, float, float, float]]] = {}  # by name: devices, seconds more, their way
 
-    def together(self, devices: Sequence[str]) -> float | None:
+    def ideal_s(self, devices: Sequence[str]) -> float | None:
         """Return the seconds of devices that divide all work by speed and exchange nothing; None if not known."""
         if not all(d in self._alone for d in devices):
             return None
         return 1 / sum(1 / self._alone[d] for d in devices)
 
-    def saw(self, c: Candidate) -> None:
+    def observe(self, c: Candidate) -> None:
         """Take the price of a plan: others of its method on as many devices, or more, take no less beside the work."""
-        together = self.together(c.plan.devices)
+        together = self.ideal_s(c.plan.devices)
         if together is not None and len(c.plan.devices) > 1 and not c.plan.replicas:
             more = max(c.price.seconds - together, 0.0)
-            self._seen.setdefault(c.name, []).append((len(c.plan.devices), more, *self._way(c.plan)))
+            self._seen.setdefault(c.name, []).append((len(c.plan.devices), more, *self._slowest_path(c.plan)))
 
-    def behind(self, plan: Plan, priced_s: float | None, best_s: float) -> bool:
+    def is_pruned(self, plan: Plan, priced_s: float | None, best_s: float) -> bool:
         """Return whether a plan is not expected to beat another; priced_s: its price, None if it has none."""
         if priced_s is None:
-            return self.least(plan) >= best_s
-        return self.refined(plan, priced_s) >= NEARLY * best_s
+            return self.bound_unpriced(plan) >= best_s
+        return self.bound_refined(plan, priced_s) >= PRICE_SLACK * best_s
 
-    def least(self, plan: Plan) -> float:
+    def bound_unpriced(self, plan: Plan) -> float:
         """Return what a plan that is not priced is expected to take at the least, in seconds; 0 if nothing is known."""
-        together = self.together(plan.devices)
+        together = self.ideal_s(plan.devices)
         if together is None or plan.replicas:
             return 0.0
         # Where a method chooses another graph, more devices may compute less twice than few.
         fewest = 1 if STRATEGIES[plan.strategy].rewrite is None else len(plan.devices)
         seen = [s for s in self._seen.get(plan.method, ()) if fewest <= s[0] <= len(plan.devices)]
         if not seen:
-            return TOGETHER * together * self._factor(plan)
-        ways = self._by_route(plan)
+            return SPEEDUP_SLACK * together * self._factor(plan)
+        ways = self._paths_by_route(plan)
         more = min(beside * _better(ways, latency, byte) for _, beside, latency, byte in seen)
-        return (together + ELSEWHERE * more) * self._factor(plan)
+        return (together + OVERHEAD_SLACK * more) * self._factor(plan)
 
-    def refined(self, plan: Plan, priced_s: float) -> float:
+    def bound_refined(self, plan: Plan, priced_s: float) -> float:
         """Return what a plan of a known price is expected to take at the least when it is refined, in seconds."""
-        together = self.together(plan.devices)
+        together = self.ideal_s(plan.devices)
         if together is None or len(plan.devices) == 1 or plan.replicas:
             return 0.0
-        more = (priced_s - together) * _better(self._by_route(plan), *self._way(plan))
-        return (together + REFINED * more) * self._factor(plan)
+        more = (priced_s - together) * _better(self._paths_by_route(plan), *self._slowest_path(plan))
+        return (together + REFINEMENT_SLACK * more) * self._factor(plan)
 
-    def _by_route(self, plan: Plan) -> list[tuple[float, float]]:
+    def _paths_by_route(self, plan: Plan) -> list[tuple[float, float]]:
         """Return the way of a plan by each of its routes; it looks at every two devices."""
-        return [self._way(on_route(self._question, plan, r)) for r in routes(self._question, plan.devices)]
+        return [
+            self._slowest_path(with_route(self._question, plan, r))
+            for r in candidate_routes(self._question, plan.devices)
+        ]
 
     def _factor(self, plan: Plan) -> float:
         """Return what runs have taught of a plan, by the route of which they have taught the best."""
         learned = self._question.learned
         if not learned.factors:
             return 1.0
-        by_route = (replace(plan, route=r) for r in routes(self._question, plan.devices))
-        return min(learned.factor(routed) * learned.hoped(routed) for routed in by_route)
+        by_route = (replace(plan, route=r) for r in candidate_routes(self._question, plan.devices))
+        return min(learned.factor(routed) * learned.bonus_for(routed) for routed in by_route)
 
-    def _way(self, plan: Plan) -> tuple[float, float]:
+    def _slowest_path(self, plan: Plan) -> tuple[float, float]:
         """Return (seconds, seconds per byte) of the slowest way between devices of a plan."""
         latency = byte = 0.0
         links = self._question.cluster.links
         for source, target in permutations(plan.devices, 2):
             rates = [links[source].up_bytes_per_s, links[target].down_bytes_per_s]
             after = links[source].latency_s + links[target].latency_s
-            if plan.route == "mesh" and (source, target) not in plan.relayed:
-                way = self._ways.way(source, target)
+            if plan.route == "mesh" and (source, target) not in plan.relayed_pairs:
+                way = self._ways.between(source, target)
                 rates, after = [way.bytes_per_s, way.up_bytes_per_s, way.down_bytes_per_s], way.latency_s
             latency, byte = max(latency, after), max(byte, 1 / min(*rates, inf))
         return latency, byte

@@ -11,12 +11,12 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Final
 
-from hepti_mqtt.cost.memory import weight_total
+from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.planner.candidates import Candidate, Decision, reason_of
-from hepti_mqtt.planner.estimates import HOPE, Learned, Way, way
+from hepti_mqtt.planner.candidates import Candidate, Decision, explain_choice
+from hepti_mqtt.planner.estimates import EXPLORATION_BONUS, Corrections, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question, price
-from hepti_mqtt.planner.search import balanced
+from hepti_mqtt.planner.search import balance_shares
 from hepti_mqtt.spec import Spec
 
 KNOWN: Final = 0.96  # of the running plan's time: what another way must promise where runs have told what ours takes
@@ -24,30 +24,34 @@ OTHERS: Final = 4  # ways that stay in sight after a trial
 LOADS_S: Final = 60.0  # a trial for which a device would load for longer costs more than it may win
 
 
-def hopeful(learned: Learned) -> Learned:
+def with_exploration(learned: Corrections) -> Corrections:
     """Return what was learned, for a search in which ways that were never tried get their turn."""
-    return replace(learned, hope=HOPE)
+    return replace(learned, exploration_bonus=EXPLORATION_BONUS)
 
 
-def worth_trying(decision: Decision, learned: Learned, not_again: Set[Way] = frozenset()) -> Candidate | None:
+def next_trial(decision: Decision, learned: Corrections, not_again: Set[StrategyKey] = frozenset()) -> Candidate | None:
     """Return the candidate of a decision that by runs, or by hope, beats the chosen plan by most; None if none does.
 
     Only for latency, and where runs have told what the chosen plan takes.
     """
-    chosen, learned = decision.chosen, hopeful(learned)
+    chosen, learned = decision.chosen, with_exploration(learned)
     if chosen.price.objective != "latency" or not learned.knows(chosen.plan):
         return None
     enough_s = KNOWN * chosen.price.seconds * learned.factor(chosen.plan)
 
     def hoped_s(c: Candidate) -> float:
-        return c.price.seconds * learned.factor(c.plan) * learned.hoped(c.plan)
+        return c.price.seconds * learned.factor(c.plan) * learned.bonus_for(c.plan)
 
-    others = (c for c in decision.ranking if c.price.feasible and way(c.plan) not in {way(chosen.plan), *not_again})
+    others = (
+        c
+        for c in decision.ranking
+        if c.price.feasible and strategy_key(c.plan) not in {strategy_key(chosen.plan), *not_again}
+    )
     best = min(others, key=hoped_s, default=None)
     return best if best is not None and hoped_s(best) < enough_s else None
 
 
-def compared(question: Question, found: Decision, last: Decision) -> Decision:
+def ranked_with_previous(question: Question, found: Decision, last: Decision) -> Decision:
     """Return the decision for a trial, ranked beside what the plan before it was compared with, at prices of now."""
     tried, there = found.chosen.name, question.cluster.devices.keys()
     others = [c for c in last.ranking if c.name != tried and c.price.feasible and there >= set(c.plan.devices)]
@@ -67,9 +71,9 @@ def _has_room(spec: Spec, decision: Decision, c: Candidate, device: str) -> bool
     running = decision.chosen
     there = {*resident_weights(spec, running.plan, device)} if device in running.plan.devices else set()
     wanted = {*resident_weights(spec, c.plan, device)}
-    needed = c.price.needs[device] + running.price.needs.get(device, 0) - weight_total(wanted & there)
-    loads_s = weight_total(wanted - there) / decision.cluster.links[device].down_bytes_per_s
-    return needed <= c.price.room[device] and loads_s <= LOADS_S
+    needed = c.price.needs[device] + running.price.needs.get(device, 0) - weights_bytes(wanted & there)
+    loads_s = weights_bytes(wanted - there) / decision.cluster.links[device].down_bytes_per_s
+    return needed <= c.price.memory_bytes[device] and loads_s <= LOADS_S
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -84,7 +88,7 @@ GAIN: Final = 1.05  # plans that cost less by no more are not searched for: a pl
 # methods that came next
 
 
-def still_best(question: Question, last: Decision) -> Decision | None:
+def revalidate(question: Question, last: Decision) -> Decision | None:
     """Return the decision for a plan with the prices of now; None where a search may find a better one.
 
     It stays where it costs about what it did, devices that it leaves out have become no faster, and neither shares
@@ -97,10 +101,10 @@ def still_best(question: Question, last: Decision) -> Decision | None:
     ratio = full.cost[0] / last.chosen.price.cost[0]
     if not full.feasible or max(ratio, 1 / ratio) > MOVED:
         return None
-    now = Candidate(plan, price(question, plan, known=(full.needs, full.missing)), last.chosen.weights)
+    now = Candidate(plan, price(question, plan, known=(full.needs, full.missing)), last.chosen.shares)
     ranked = [c for c in last.ranking if c.name != plan.method][:OTHERS]
     others = [replace(c, price=price(question, c.plan, known=(c.price.needs, c.price.missing))) for c in ranked]
-    better = (c for c in (balanced(question, now), *others) if c.price.feasible)
+    better = (c for c in (balance_shares(question, now), *others) if c.price.feasible)
     if any(GAIN * c.price.cost[0] < now.price.cost[0] for c in better):
         return None
     return _priced_anew(question, last, replace(now, price=full), others)
@@ -109,7 +113,7 @@ def still_best(question: Question, last: Decision) -> Decision | None:
 def _comparable(question: Question, last: Decision) -> bool:
     """Return whether prices of now and of then differ by measurements alone."""
     same_devices = question.cluster.devices.keys() == last.cluster.devices.keys()
-    shapes = {played.shape for played in last.chosen.price.played}
+    shapes = {played.shape for played in last.chosen.price.simulated}
     return (
         same_devices and shapes == {question.shape} and question.objective == last.chosen.price.objective == "latency"
     )
@@ -128,7 +132,7 @@ def _faster_outside(question: Question, last: Decision) -> bool:
 
 def _priced_anew(question: Question, last: Decision, chosen: Candidate, others: Sequence[Candidate]) -> Decision:
     ranking = (chosen, *sorted(others, key=lambda c: c.price.cost))
-    reason = reason_of(ranking, chosen, last.behind)
+    reason = explain_choice(ranking, chosen, last.pruned)
     told = replace(chosen.plan, predicted_s=chosen.price.seconds, predicted_bytes=chosen.price.nbytes, reason=reason)
     chosen = replace(chosen, plan=told)
     return replace(last, chosen=chosen, ranking=(chosen, *ranking[1:]), reason=reason, cluster=question.cluster)

@@ -19,31 +19,33 @@ KEPT: Final = 8  # late runs of each way
 ENOUGH: Final = 3  # runs before they count: the first ones after a change wait for caches
 FORGET_S: Final = 600.0  # then a way is as good as unknown: what made it slow may be gone
 TRIED_S: Final = 3600.0  # so long a way that ran is not tried again for its own sake
-HOPE: Final = 0.88  # a way that was never tried may take so much of its price: predictions are off by that much
+EXPLORATION_BONUS: Final = (
+    0.88  # a way that was never tried may take so much of its price: predictions are off by that much
+)
 # Bounds of a factor. The simulator leaves things out, so its mistakes are times that are too short. A run that was much
 # faster than predicted says that what its plan was made with was wrong then, which is no reason to prefer its way now.
 LEAST, MOST = 0.8, 8.0
 
 # A way of dividing a model: method, number of devices and of replicas (0: not side by side), wire, storage and route.
-Way = tuple[str, int, int, str, str, str]
+StrategyKey = tuple[str, int, int, str, str, str]
 
 
-def way(plan: Plan) -> Way:
+def strategy_key(plan: Plan) -> StrategyKey:
     """Return what runs under a plan teach about."""
-    return plan.method, len(plan.devices), len(plan.replicas), plan.wire, plan.storage, plan.route
+    return plan.method, len(plan.devices), len(plan.replicas), plan.wire, plan.weight_dtype, plan.route
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class Corrections:
     """Measured over predicted time, by way.
 
-    tried: ways that have run of late, whether or not that counts still. hope: what part of its price an untried way is
-    taken to cost, 1 where a search is not for trying any.
+    tried: ways that have run of late, whether or not that counts still. exploration_bonus: what part of its price an
+    untried way is taken to cost, 1 where a search is not for trying any.
     """
 
-    factors: Mapping[Way, float] = field(default_factory=dict)
-    tried: frozenset[Way] = frozenset()
-    hope: float = 1.0
+    factors: Mapping[StrategyKey, float] = field(default_factory=dict)
+    tried: frozenset[StrategyKey] = frozenset()
+    exploration_bonus: float = 1.0
 
     def factor(self, plan: Plan) -> float:
         """Return what to multiply a plan's predicted time by.
@@ -52,7 +54,7 @@ class Learned:
         links and stalls, is what the simulator misses. One device alone has no exchanges: 1. Replicas that were never
         used are as far off as their plans are by themselves.
         """
-        known = self.factors.get(way(plan))
+        known = self.factors.get(strategy_key(plan))
         if known is not None:
             return known
         if plan.replicas:
@@ -62,27 +64,27 @@ class Learned:
 
     def knows(self, plan: Plan) -> bool:
         """Return whether runs have told what a plan's way takes."""
-        return way(plan) in self.factors
+        return strategy_key(plan) in self.factors
 
-    def hoped(self, plan: Plan) -> float:
+    def bonus_for(self, plan: Plan) -> float:
         """Return what to multiply a plan's cost by so that ways which were never tried get their turn.
 
         The first plan of several devices may promise twice as much: no runs have told yet what exchanges take here.
         """
-        if self.knows(plan) or way(plan) in self.tried:
+        if self.knows(plan) or strategy_key(plan) in self.tried:
             return 1.0
         split = any(devices > 1 and not replicas for _, devices, replicas, *_rest in {*self.factors, *self.tried})
-        return self.hope if split or len(plan.devices) == 1 or plan.replicas else self.hope**2
+        return self.exploration_bonus if split or len(plan.devices) == 1 or plan.replicas else self.exploration_bonus**2
 
 
-class Experience:
+class RunHistory:
     """The late runs of one model; times by any one clock, in seconds."""
 
     def __init__(self) -> None:
-        self._runs: dict[Way, deque[tuple[float, float]]] = {}
-        self._tried_s: dict[Way, float] = {}
+        self._runs: dict[StrategyKey, deque[tuple[float, float]]] = {}
+        self._tried_s: dict[StrategyKey, float] = {}
 
-    def ran(self, plan: Plan, tokens: int, seconds: float, now: float, whole: Plan | None = None) -> None:
+    def record_run(self, plan: Plan, tokens: int, seconds: float, now: float, whole: Plan | None = None) -> None:
         """Take the measured time of a run of `tokens` tokens that had the devices to itself.
 
         whole: the plan of which `plan` is a replica. It teaches about that alone: the same division without others
@@ -91,23 +93,23 @@ class Experience:
         if plan.predicted_s <= 0 or plan.predicted_tokens <= 0 or not 0.8 < tokens / plan.predicted_tokens < 1.25:
             return  # the time of another length is not in proportion
         ratio = seconds / (plan.predicted_s * tokens / plan.predicted_tokens)
-        taught = way(whole or plan)
+        taught = strategy_key(whole or plan)
         runs = self._runs.setdefault(taught, deque(maxlen=KEPT))
         runs.append((now, min(max(ratio, LEAST), MOST)))
         if len(runs) >= ENOUGH:
             self._tried_s[taught] = now
 
-    def forget(self, since_s: float) -> None:
+    def forget_since(self, since_s: float) -> None:
         """Forget what ran since then: what it was held against was predicted from links or speeds that were others."""
         for runs in self._runs.values():
             while runs and runs[-1][0] > since_s:
                 runs.pop()
 
-    def learned(self, now: float) -> Learned:
+    def corrections(self, now: float) -> Corrections:
         """Return the median of every way's late runs, where there are enough."""
         late = {w: [r for at, r in runs if now - at < FORGET_S] for w, runs in self._runs.items()}
         tried = frozenset(w for w, at in self._tried_s.items() if now - at < TRIED_S)
-        return Learned({w: median(ratios) for w, ratios in late.items() if len(ratios) >= ENOUGH}, tried)
+        return Corrections({w: median(ratios) for w, ratios in late.items() if len(ratios) >= ENOUGH}, tried)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -137,18 +139,18 @@ class DriftRule:
     _made_at: float = float("-inf")
     _disturbed_at: float = float("-inf")
 
-    def plan_made(self, values: Mapping[str, float], now: float) -> None:
+    def set_planned(self, values: Mapping[str, float], now: float) -> None:
         """Take the values that a new plan was made with."""
         self.planned = dict(values)
         self._since.clear()
         self._made_at = now
 
-    def disturbed(self, now: float) -> None:
+    def record_disturbance(self, now: float) -> None:
         """Take it that what is observed now says nothing of how things will be."""
         self._since.clear()
         self._disturbed_at = now
 
-    def rests(self, since: float, now: float) -> bool:
+    def is_too_recent(self, since: float, now: float) -> bool:
         """Return whether what began at `since`, or a disturbance, is too recent to be judged by its times."""
         return now - max(since, self._disturbed_at) < self.rest_s
 

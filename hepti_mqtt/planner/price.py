@@ -7,33 +7,33 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from hepti_mqtt.cost.memory import loading_total, most_live_bytes, programs_bytes, weight_total
+from hepti_mqtt.cost.memory import loading_overhead_bytes, max_live_bytes, programs_bytes, weights_bytes
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import (
     ROUNDS,
     DeviceUse,
-    Load,
-    Naming,
     Simulation,
+    Throughput,
+    TopicNames,
     largest_packet_bytes,
-    request_of,
     simulate,
-    under_load,
+    simulate_throughput,
+    simulated_request,
 )
-from hepti_mqtt.ids import ALL, Epoch
+from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
 from hepti_mqtt.models import largest_shape, tensor_sources
-from hepti_mqtt.plan import Objective, Pair, Plan, Route, Storage, WireDtype
-from hepti_mqtt.plan_programs import lowered, program, resident_weights, short_program, short_programs
-from hepti_mqtt.planner.candidates import Narrowed
-from hepti_mqtt.planner.estimates import Learned
-from hepti_mqtt.program import ITEMSIZE
+from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
+from hepti_mqtt.plan_programs import compact_program, compact_programs, device_program, lower_plan, resident_weights
+from hepti_mqtt.planner.candidates import WireErrorKey
+from hepti_mqtt.planner.estimates import Corrections
+from hepti_mqtt.program import DTYPE_BYTES
 from hepti_mqtt.protocol.frames import frame_bytes
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.spec import RequestShape, Spec
 
 
-def _goes_on() -> None:
+def _no_pause() -> None:
     """Pause not at all."""
 
 
@@ -42,43 +42,44 @@ class Question:
     """What is to be planned.
 
     shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage, route:
-    what the user pinned. relayed: (source, target) that have endpoints, but no way except over the broker.
+    what the user pinned. relayed_pairs: (source, target) that have endpoints, but no way except over the broker.
     packet_bytes: of the largest packet that gets through the broker, None if any does. learned: from earlier runs.
     requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
     accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
-    then. errors: how far they do. compare: work out the best of every strategy and variant, also where it cannot be
-    chosen any more. pause: called some ten times for each price: a search can leave the processor to others there.
+    then. errors: how far they do. is_exhaustive: work out the best of every strategy and variant, also where it
+    cannot be chosen any more. pause: called some ten times for each price: a search can leave the processor to others
+    there.
     """
 
-    naming: Naming
+    naming: TopicNames
     spec: Spec
     cluster: Cluster
     shape: RequestShape
-    epoch: Epoch
+    plan_version: PlanVersion
     in_flight: int = 1
     strategy: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
     wire: WireDtype = "f32"
-    storage: Storage = "f32"
+    weight_dtype: WeightDtype = "f32"
     route: Route | None = None
-    relayed: frozenset[Pair] = frozenset()
+    relayed_pairs: frozenset[DevicePair] = frozenset()
     packet_bytes: int | None = None
-    learned: Learned = field(default_factory=Learned)
+    learned: Corrections = field(default_factory=Corrections)
     requests: int = 0
     objective: Objective = "latency"
     accuracy: float | None = None
-    errors: Mapping[Narrowed, float] = field(default_factory=dict)
-    compare: bool = True
-    pause: Callable[[], None] = field(default=_goes_on, compare=False)
+    errors: Mapping[WireErrorKey, float] = field(default_factory=dict)
+    is_exhaustive: bool = True
+    pause: Callable[[], None] = field(default=_no_pause, compare=False)
 
     @property
-    def plays(self) -> int:
+    def load_requests(self) -> int:
         """Return how many requests are played for the throughput of a plan that is simulated in full."""
         return self.requests or (ROUNDS * self.in_flight if self.objective == "throughput" else 0)
 
 
-class Played(NamedTuple):
+class SimulatedRequest(NamedTuple):
     """One request under a plan without replicas, all its layers simulated."""
 
     shape: RequestShape
@@ -89,11 +90,11 @@ class Played(NamedTuple):
 class Price:
     """What a plan costs: seconds and bytes of one request, bytes needed and missing per device, use of each device.
 
-    learned: how many times as long it took in earlier runs than the simulator says. load: what it does with several
+    correction: how many times as long it took in earlier runs than the simulator says. load: what it does with several
     requests, where that was asked. period_s: at least so long from one answer to the next when several requests wait,
-    for what devices compute and send. room: bytes that each device has. objective: what plans are compared by.
-    played: the request under each replica, where all of its layers were simulated. hope: the part of its time that it
-    is taken to cost for never having been tried (`Learned.hoped`).
+    for what devices compute and send. memory_bytes: bytes that each device has. objective: what plans are compared by.
+    simulated: the request under each replica, where all of its layers were simulated. exploration_bonus: the part of
+    its time that it is taken to cost for never having been tried (`Learned.bonus_for`).
     """
 
     seconds: float
@@ -101,34 +102,38 @@ class Price:
     needs: Mapping[str, int]
     missing: Mapping[str, int]
     use: Mapping[str, DeviceUse]
-    learned: float = 1.0
-    load: Load | None = None
+    correction: float = 1.0
+    load: Throughput | None = None
     period_s: float = 0.0
-    room: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)
     objective: Objective = "latency"
-    played: tuple[Played, ...] = ()
-    hope: float = 1.0
+    simulated: tuple[SimulatedRequest, ...] = ()
+    exploration_bonus: float = 1.0
 
     @property
     def expected_s(self) -> float:
         """Return the seconds of one request by simulation and experience."""
-        return self.seconds * self.learned
+        return self.seconds * self.correction
 
     @property
     def cost(self) -> tuple[float, float]:
         """Return what plans are compared by, the less the better: that of the objective, then the expected seconds."""
-        costs = {"latency": self.hope * self.expected_s, "throughput": self.between_s, "memory": self.share}
+        costs = {
+            "latency": self.exploration_bonus * self.expected_s,
+            "throughput": self.expected_period_s,
+            "memory": self.memory_share,
+        }
         return costs[self.objective], self.expected_s
 
     @property
-    def between_s(self) -> float:
+    def expected_period_s(self) -> float:
         """Return the expected seconds from one answer to the next; at least so many, if no requests were played."""
-        return self.learned * (1 / self.load.requests_per_s if self.load else self.period_s)
+        return self.correction * (1 / self.load.requests_per_s if self.load else self.period_s)
 
     @property
-    def share(self) -> float:
+    def memory_share(self) -> float:
         """Return the largest share of a device's memory that is needed, 0 where nothing is known."""
-        return max((n / max(self.room[d], 1) for d, n in self.needs.items()), default=0.0)
+        return max((n / max(self.memory_bytes[d], 1) for d, n in self.needs.items()), default=0.0)
 
     def joules(self, cluster: Cluster) -> float | None:
         """Return what devices draw for one request, computing and sending; None if that is not known of all."""
@@ -157,12 +162,12 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
     While the weights are loaded nothing runs yet, but blocks that are not complete may take more than the slots.
     """
     refs = resident_weights(spec, plan, device)
-    live = most_live_bytes(spec, plan, device, in_flight)
-    kept = weight_total(refs) + programs_bytes(spec, plan, device)
-    return kept + max(live, loading_total(refs))
+    live = max_live_bytes(spec, plan, device, in_flight)
+    kept = weights_bytes(refs) + programs_bytes(spec, plan, device)
+    return kept + max(live, loading_overhead_bytes(refs))
 
 
-def memory(question: Question, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+def memory_needs(question: Question, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
     """Return (bytes needed, bytes missing where they do not fit) by device."""
     needs = {}
     for device in plan.devices:
@@ -178,11 +183,11 @@ def plan_packet(question: Question, plan: Plan) -> int:
     The output of a batch, or of want="hidden", may be larger: the head device refuses such a request by itself.
     """
     shape = largest_shape(question.spec)
-    parts = (short_programs(question.spec, run, shape) for run in plan.runs)  # inner layers are alike
+    parts = (compact_programs(question.spec, run, shape) for run in plan.executables)  # inner layers are alike
     return max(largest_packet_bytes(question.naming, question.spec, shape, p) for p in parts)
 
 
-def gets_through(question: Question, plan: Plan) -> bool:
+def fits_packet_limit(question: Question, plan: Plan) -> bool:
     """Return whether the broker takes every packet that a request of one sequence may need."""
     return question.packet_bytes is None or plan_packet(question, plan) <= question.packet_bytes
 
@@ -191,8 +196,8 @@ def tile_packet(question: Question) -> int:
     """Return the bytes of the largest packet that brings weights to a device."""
     most = max(_tile_items(source.shape) for source in tensor_sources(question.spec))
     topics = Topics(question.naming.site)
-    names = (ALL, *question.cluster.devices)
-    return max(publish_bytes(topics.weights(n), frame_bytes(most * ITEMSIZE["f32"]), 1) for n in names)
+    names = (ALL_DEVICES, *question.cluster.devices)
+    return max(publish_bytes(topics.weights(n), frame_bytes(most * DTYPE_BYTES["f32"]), 1) for n in names)
 
 
 def _tile_items(shape: tuple[int, ...]) -> int:
@@ -207,13 +212,13 @@ def price(
     Not full: of equal layers one is simulated, and the others are taken to take as long; the search uses that. Full:
     all layers are simulated, and so are several requests if the question asks for their throughput.
     """
-    needs, missing = known or memory(question, plan)
-    runs = [_alone(question, run, full) for run in plan.runs]
+    needs, missing = known or memory_needs(question, plan)
+    runs = [_simulate_one(question, run, full) for run in plan.executables]
     load = None
-    if full and question.plays:
+    if full and question.load_requests:
         naming, spec, cluster = question.naming, question.spec, question.cluster
-        request = request_of(naming, spec, plan, question.shape, cluster)
-        load = under_load(naming, spec, request, cluster, question.in_flight, question.plays)
+        request = simulated_request(naming, spec, plan, question.shape, cluster)
+        load = simulate_throughput(naming, spec, request, cluster, question.in_flight, question.load_requests)
     first, use = runs[0], {device: used for run in runs for device, used in run.devices.items()}
     return Price(
         first.seconds,
@@ -226,16 +231,16 @@ def price(
         1 / sum(1 / max(_period(question.cluster, run.devices), 1e-9) for run in runs),
         {device: question.cluster.devices[device].memory_bytes for device in plan.devices},
         question.objective,
-        tuple(Played(question.shape, run) for run in runs) if full else (),
-        question.learned.hoped(plan),
+        tuple(SimulatedRequest(question.shape, run) for run in runs) if full else (),
+        question.learned.bonus_for(plan),
     )
 
 
-def _alone(question: Question, plan: Plan, full: bool) -> Simulation:
+def _simulate_one(question: Question, plan: Plan, full: bool) -> Simulation:
     """Return one request under a plan without replicas; not full: with equal layers once."""
     spec, shape = question.spec, question.shape
-    repeated = None if full else lowered(spec, plan, shape).repeated
-    made = program if repeated is None else short_program
+    repeated = None if full else lower_plan(spec, plan, shape).repeated_layer
+    made = device_program if repeated is None else compact_program
     parts = {}
     for device in plan.devices:
         question.pause()

@@ -10,49 +10,57 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise, permutations
 from typing import Final, NamedTuple
 
-from hepti_mqtt.cost.memory import weight_total
+from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.plan import NARROW, Plan, Range, Storage
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, Range, WeightDtype
 from hepti_mqtt.plan_programs import make_plan, programs_digest, resident_weights
 from hepti_mqtt.planner.candidates import (
     EXACT,
     Candidate,
     Decision,
-    Floor,
-    check_pins,
-    in_line,
-    kinds,
-    lanes_of,
-    narrowed,
-    nothing_fits,
-    on_route,
-    reason_of,
-    routes,
+    LowerBound,
+    as_chain,
+    candidate_routes,
+    candidate_wires,
+    check_question,
+    device_costs,
+    explain_choice,
+    explain_no_fit,
+    interchangeable,
     subsets,
-    wires,
+    wire_error_key,
+    with_route,
 )
-from hepti_mqtt.planner.price import Question, gets_through, memory, needed_bytes, plan_packet, price, tile_packet
+from hepti_mqtt.planner.price import (
+    Question,
+    fits_packet_limit,
+    memory_needs,
+    needed_bytes,
+    plan_packet,
+    price,
+    tile_packet,
+)
 from hepti_mqtt.protocol.limits import packet_limit_error
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import pixels
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES, Method
 
-ALONE: Final = next(method.name for method in STRATEGIES.values() if method.most_devices == 1)
+SINGLE: Final = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
 REFINED: Final = 6  # candidates whose shares are balanced
 MEMORY_ROUNDS: Final = 8
 SLIGHT: Final = 1e-3  # of a device's weight: as little as a division may give it
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class UnpricedPlan:
     """A plan with shares by speed, of which neither time nor memory is known."""
 
     plan: Plan
-    weights: tuple[float, ...]
+    shares: tuple[float, ...]
 
     @property
     def name(self) -> str:
@@ -61,11 +69,11 @@ class Guess:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class UntimedPlan:
     """A plan whose memory is known and whose time is not."""
 
     plan: Plan
-    weights: tuple[float, ...]
+    shares: tuple[float, ...]
     needs: Mapping[str, int]
     missing: Mapping[str, int]
 
@@ -75,7 +83,7 @@ class Draft:
         return self.plan.method
 
     @property
-    def lacks(self) -> int:
+    def missing_bytes(self) -> int:
         """Return the bytes that are missing, of all devices."""
         return sum(self.missing.values())
 
@@ -93,44 +101,44 @@ def dividing(question: Question, strategy: str) -> Iterator[None]:
             raise ConfigError(f"{strategy} cannot divide {question.naming.model}: {error}") from error
 
 
-def guessed(question: Question, guess: Guess) -> Candidate:
+def price_guess(question: Question, guess: UnpricedPlan) -> Candidate:
     """Return a guess with its price."""
     # What memory a plan needs costs as much to work out as its price: it comes later, unless plans are compared by it.
     known: tuple[dict[str, int], dict[str, int]] | None = None if question.objective == "memory" else ({}, {})
-    return Candidate(guess.plan, price(question, guess.plan, known=known), guess.weights)
+    return Candidate(guess.plan, price(question, guess.plan, known=known), guess.shares)
 
 
-def priced(question: Question, draft: Draft) -> Candidate:
+def price_draft(question: Question, draft: UntimedPlan) -> Candidate:
     """Return a draft with its price."""
-    return Candidate(draft.plan, price(question, draft.plan, known=(draft.needs, draft.missing)), draft.weights)
+    return Candidate(draft.plan, price(question, draft.plan, known=(draft.needs, draft.missing)), draft.shares)
 
 
-def improved(question: Question, best: Candidate, plan: Plan, weights: Sequence[float]) -> Candidate | None:
+def price_if_better(question: Question, best: Candidate, plan: Plan, weights: Sequence[float]) -> Candidate | None:
     """Return a plan with shares moved if it costs less than the best yet, and memory and broker take it too."""
-    found = guessed(question, Guess(plan, tuple(weights)))
-    if found.price.cost >= best.price.cost or not gets_through(question, plan):
+    found = price_guess(question, UnpricedPlan(plan, tuple(weights)))
+    if found.price.cost >= best.price.cost or not fits_packet_limit(question, plan):
         return None
-    needs, missing = memory(question, plan)
+    needs, missing = memory_needs(question, plan)
     return None if missing else replace(found, price=replace(found.price, needs=needs))
 
 
-def reweighted(question: Question, plan: Plan, weights: Sequence[float]) -> Plan:
+def with_shares(question: Question, plan: Plan, weights: Sequence[float]) -> Plan:
     """Return a plan with other shares."""
-    return make_plan(question.spec, plan, plan.strategy, plan.options, weights, lanes_of(question, plan.devices))
+    return make_plan(question.spec, plan, plan.strategy, plan.options, weights, device_costs(question, plan.devices))
 
 
 # -- in the order of time ---------------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
+class FittingResult(NamedTuple):
     """Candidates to balance; drafts found on the way that do not fit; of other methods the best price that is known."""
 
-    able: list[Candidate]
-    short: list[Draft]
-    behind: list[Candidate]
+    candidates: list[Candidate]
+    oversized: list[UntimedPlan]
+    pruned: list[Candidate]
 
 
-def fitting(question: Question, guesses: Sequence[Guess]) -> Found:
+def best_fitting(question: Question, guesses: Sequence[UnpricedPlan]) -> FittingResult:
     """Return the fastest candidates, those that do not fit, and those that are too far behind to be looked at.
 
     Where the question compares, the fastest of every other strategy and variant is among the first, so that the
@@ -140,7 +148,7 @@ def fitting(question: Question, guesses: Sequence[Guess]) -> Found:
     able, hopeless = _by_room(question, guesses)
     queue, floor = _queue(question, able)
     found: list[Candidate] = []
-    short: list[Draft] = []
+    short: list[UntimedPlan] = []
     behind: list[Candidate] = []
     while queue:
         cost, n, c, fits = heappop(queue)
@@ -151,39 +159,39 @@ def fitting(question: Question, guesses: Sequence[Guess]) -> Found:
         if isinstance(c, Candidate) and fits:
             found.append(c)
             continue
-        if not question.compare and c.name != ALONE:
+        if not question.is_exhaustive and c.name != SINGLE:
             priced_s = c.price.seconds if isinstance(c, Candidate) else None
-            if found and floor.behind(c.plan, priced_s, found[0].price.expected_s):
+            if found and floor.is_pruned(c.plan, priced_s, found[0].price.expected_s):
                 if isinstance(c, Candidate):
                     behind.append(c)
                 continue
-            if isinstance(c, Guess) and (least := floor.least(c.plan)) > cost[0] >= 0:
+            if isinstance(c, UnpricedPlan) and (least := floor.bound_unpriced(c.plan)) > cost[0] >= 0:
                 heappush(queue, ((least, least), n, c, False))
                 continue
         with dividing(question, c.plan.strategy):
-            if isinstance(c, Guess):
-                c = guessed(question, c)
-                floor.saw(c)
+            if isinstance(c, UnpricedPlan):
+                c = price_guess(question, c)
+                floor.observe(c)
                 heappush(queue, (c.price.cost, n, c, False))
                 continue
             draft = _fit_memory(question, _draft(question, c))
             if draft.missing:
                 short.append(draft)
-            elif gets_through(question, draft.plan):
+            elif fits_packet_limit(question, draft.plan):
                 known = replace(c.price, needs=draft.needs, missing={}) if draft.plan == c.plan else None
-                c = priced(question, draft) if known is None else replace(c, price=known)
+                c = price_draft(question, draft) if known is None else replace(c, price=known)
                 heappush(queue, (c.price.cost, n, c, True))
     explained = {c.name for c in found} | {draft.name for draft in short}
     short += [_draft(question, guess) for name, guess in hopeless.items() if name not in explained]
     first = {c.name: c for c in reversed(behind) if c.name not in explained}
-    return Found(found, short, list(first.values()))
+    return FittingResult(found, short, list(first.values()))
 
 
 # (cost or its bound, number, plan, whether it is known to fit)
-_Step = tuple[tuple[float, float], int, Guess | Candidate, bool]
+_Step = tuple[tuple[float, float], int, UnpricedPlan | Candidate, bool]
 
 
-def _queue(question: Question, guesses: Sequence[Guess]) -> tuple[list[_Step], Floor]:
+def _queue(question: Question, guesses: Sequence[UnpricedPlan]) -> tuple[list[_Step], LowerBound]:
     """Return a heap of the guesses by what they cost at the least: it follows from the prices of devices alone."""
     queue: list[_Step] = []
     alone: dict[str, float] = {}
@@ -191,22 +199,22 @@ def _queue(question: Question, guesses: Sequence[Guess]) -> tuple[list[_Step], F
         for n, guess in enumerate(guesses):
             if len(guess.plan.devices) == 1:
                 with dividing(question, guess.plan.strategy):
-                    c = guessed(question, guess)
+                    c = price_guess(question, guess)
                     queue.append((c.price.cost, n, c, False))
-                    alone[c.plan.head] = c.price.seconds
+                    alone[c.plan.root] = c.price.seconds
     known = {number for _, number, _, _ in queue}
-    like = kinds(question, list(dict.fromkeys((*alone, *(d for g in guesses for d in g.plan.devices)))))
-    floor = Floor(question, {device: alone[kind] for device, kind in like.items() if kind in alone})
-    first = set() if question.compare else _smallest(guesses)
+    like = interchangeable(question, list(dict.fromkeys((*alone, *(d for g in guesses for d in g.plan.devices)))))
+    floor = LowerBound(question, {device: alone[kind] for device, kind in like.items() if kind in alone})
+    first = set() if question.is_exhaustive else _smallest(guesses)
     for n, guess in enumerate(guesses):
         if n not in known:
-            least = -1.0 if n in first else floor.least(guess.plan)
+            least = -1.0 if n in first else floor.bound_unpriced(guess.plan)
             queue.append(((least, least), n, guess, False))
     heapify(queue)
     return queue, floor
 
 
-def _smallest(guesses: Sequence[Guess]) -> set[int]:
+def _smallest(guesses: Sequence[UnpricedPlan]) -> set[int]:
     """Return the number of each method's first guess of the fewest devices: the soonest priced, it tells of others."""
     best: dict[str, int] = {}
     for n, guess in enumerate(guesses):
@@ -219,12 +227,12 @@ def _smallest(guesses: Sequence[Guess]) -> set[int]:
 # -- by memory --------------------------------------------------------------------------------------------------------
 
 
-def _by_room(question: Question, guesses: Sequence[Guess]) -> tuple[list[Guess], dict[str, Guess]]:
+def _by_room(question: Question, guesses: Sequence[UnpricedPlan]) -> tuple[list[UnpricedPlan], dict[str, UnpricedPlan]]:
     """Return the guesses whose devices have room for the weights together, and by name the others with the most."""
-    whole = _whole_bytes(question.spec, question.storage)
+    whole = _whole_bytes(question.spec, question.weight_dtype)
     room = {name: profile.memory_bytes for name, profile in question.cluster.devices.items()}
-    able: list[Guess] = []
-    hopeless: dict[str, tuple[float, Guess]] = {}
+    able: list[UnpricedPlan] = []
+    hopeless: dict[str, tuple[float, UnpricedPlan]] = {}
     for guess in guesses:
         has = sum(room[d] for d in guess.plan.devices)
         if guess.plan.replicas or has >= whole:
@@ -235,25 +243,25 @@ def _by_room(question: Question, guesses: Sequence[Guess]) -> tuple[list[Guess],
 
 
 @lru_cache(maxsize=8)
-def _whole_bytes(spec: Spec, storage: Storage) -> int:
+def _whole_bytes(spec: Spec, storage: WeightDtype) -> int:
     """Return the bytes of all weights: devices that divide them hold no less together."""
-    plan = Plan("", Epoch(0, 0), ALONE, ("",), "", storage=storage)
-    return weight_total(resident_weights(spec, plan, ""))
+    plan = Plan("", PlanVersion(0, 0), SINGLE, ("",), "", weight_dtype=storage)
+    return weights_bytes(resident_weights(spec, plan, ""))
 
 
-def _draft(question: Question, guess: Guess | Candidate) -> Draft:
+def _draft(question: Question, guess: UnpricedPlan | Candidate) -> UntimedPlan:
     """Return the draft of a plan, with the next fastest device as its head if only the head's memory is short."""
     made = []
-    speeds = dict(zip(guess.plan.devices, guess.weights, strict=False))  # replicas have devices of their own
-    for head in sorted(guess.plan.devices, key=lambda d: (d != guess.plan.head, -speeds.get(d, 0.0)))[:2]:
-        plan = replace(guess.plan, head=head)
-        made.append(Draft(plan, guess.weights, *memory(question, plan)))
+    speeds = dict(zip(guess.plan.devices, guess.shares, strict=False))  # replicas have devices of their own
+    for head in sorted(guess.plan.devices, key=lambda d: (d != guess.plan.root, -speeds.get(d, 0.0)))[:2]:
+        plan = replace(guess.plan, root=head)
+        made.append(UntimedPlan(plan, guess.shares, *memory_needs(question, plan)))
         if head not in made[-1].missing:
             break
-    return min(made, key=lambda d: d.lacks)
+    return min(made, key=lambda d: d.missing_bytes)
 
 
-def _fit_memory(question: Question, draft: Draft) -> Draft:
+def _fit_memory(question: Question, draft: UntimedPlan) -> UntimedPlan:
     """Return the draft with shares that fit if there are any: from those by speed, else from those by memory."""
     if draft.plan.replicas or _never_fits(question, draft):
         return draft  # each replica was made to fit
@@ -261,18 +269,18 @@ def _fit_memory(question: Question, draft: Draft) -> Draft:
     if not fitted.missing or len(draft.plan.devices) == 1:
         return fitted
     by_memory = _redrafted(question, draft, [_room(question, device) for device in draft.plan.devices])
-    return min(fitted, _shift(question, by_memory), key=lambda d: d.lacks)
+    return min(fitted, _shift(question, by_memory), key=lambda d: d.missing_bytes)
 
 
-def _never_fits(question: Question, draft: Draft) -> bool:
+def _never_fits(question: Question, draft: UntimedPlan) -> bool:
     """Return whether a device lacks memory even for as little as a division may give it."""
     devices = draft.plan.devices
     if len(devices) == 1:
         return bool(draft.missing)
     for i, device in enumerate(devices):
         if device in draft.missing:
-            slight = [w * SLIGHT if i == n else w for n, w in enumerate(draft.weights)]
-            if needed_bytes(question, reweighted(question, draft.plan, slight), device) > _room(question, device):
+            slight = [w * SLIGHT if i == n else w for n, w in enumerate(draft.shares)]
+            if needed_bytes(question, with_shares(question, draft.plan, slight), device) > _room(question, device):
                 return True
     return False
 
@@ -281,23 +289,23 @@ def _room(question: Question, device: str) -> float:
     return max(min(question.cluster.devices[device].memory_bytes, 1e15), 1.0)
 
 
-def _redrafted(question: Question, draft: Draft, weights: Sequence[float]) -> Draft:
-    plan = reweighted(question, draft.plan, weights)
-    return Draft(plan, tuple(weights), *memory(question, plan))
+def _redrafted(question: Question, draft: UntimedPlan, weights: Sequence[float]) -> UntimedPlan:
+    plan = with_shares(question, draft.plan, weights)
+    return UntimedPlan(plan, tuple(weights), *memory_needs(question, plan))
 
 
-def _shift(question: Question, draft: Draft) -> Draft:
+def _shift(question: Question, draft: UntimedPlan) -> UntimedPlan:
     """Move shares away from devices whose memory is short, until the plan fits or nothing moves any more."""
     best = draft
     for _ in range(MEMORY_ROUNDS):
         if not best.missing or len(best.plan.devices) == 1:
             break
-        weights = list(best.weights)
+        weights = list(best.shares)
         for i, device in enumerate(best.plan.devices):
             if device in best.missing:
                 weights[i] *= max(min(_room(question, device) / best.needs[device], 0.95), 0.05) ** 1.5
         moved = _redrafted(question, best, weights)
-        if moved.lacks >= best.lacks:
+        if moved.missing_bytes >= best.missing_bytes:
             break
         best = moved
     return best
@@ -312,9 +320,9 @@ ROUNDS: Final = 2  # over all shares, those of the fewest units first: the other
 MOVES: Final = 56  # of one share: of more units, several move at once
 
 
-def unit_by_unit(question: Question, c: Candidate) -> Candidate:
+def hill_climb(question: Question, c: Candidate) -> Candidate:
     """Move single units of a plan's ranges from device to device, as long as that makes it faster."""
-    if not STRATEGIES[c.plan.strategy].few:
+    if not STRATEGIES[c.plan.strategy].coarse:
         return c
     best = c
     few = sorted((parts[-1][1], kind) for kind, parts in c.plan.ranges.items() if parts[-1][1] <= MOST)
@@ -333,7 +341,7 @@ def _better(question: Question, c: Candidate, kind: str) -> Candidate | None:
     busy = [c.price.use[device].compute_s for device in c.plan.devices]
     for ranges in _moved(c.plan.ranges[kind], busy):
         plan = replace(c.plan, ranges={**c.plan.ranges, kind: ranges})
-        if (found := improved(question, c, plan, c.weights)) is not None:
+        if (found := price_if_better(question, c, plan, c.shares)) is not None:
             return found
     return None
 
@@ -360,7 +368,7 @@ DEADLINE_ROUNDS: Final = 6
 MARGIN: Final = 0.98  # beyond what was missed, since shares are whole rows
 
 
-def in_time(question: Question, c: Candidate) -> Candidate:
+def meet_deadline(question: Question, c: Candidate) -> Candidate:
     """Return a candidate that is solved again for an earlier deadline as long as the simulator says that it is late.
 
     What is late all the same is returned as it is best: the reader sees both times.
@@ -373,11 +381,11 @@ def in_time(question: Question, c: Candidate) -> Candidate:
         asked *= MARGIN * wanted / best.price.seconds
         sooner = replace(question, cluster=replace(question.cluster, deadline_s=asked))
         with suppress(ValueError):
-            lanes = lanes_of(sooner, c.plan.devices)
-            plan = make_plan(question.spec, best.plan, c.plan.strategy, c.plan.options, c.weights, lanes)
-            found = replace(best, plan=plan, price=price(question, plan, known=memory(question, plan)))
+            lanes = device_costs(sooner, c.plan.devices)
+            plan = make_plan(question.spec, best.plan, c.plan.strategy, c.plan.options, c.shares, lanes)
+            found = replace(best, plan=plan, price=price(question, plan, known=memory_needs(question, plan)))
             faster = not found.price.missing and found.price.seconds < best.price.seconds
-            if faster and gets_through(question, plan):
+            if faster and fits_packet_limit(question, plan):
                 best = found
     return best
 
@@ -389,7 +397,7 @@ def in_time(question: Question, c: Candidate) -> Candidate:
 FEW: Final = 4  # of more devices only two groups and half as many as devices are tried, unless they are pinned
 
 
-def side_by_side(
+def replica_plans(
     question: Question, method: Method, by_speed: Sequence[str], decide: Callable[[Question], Decision]
 ) -> Iterator[Plan]:
     """Yield the plans of replicas for devices, fastest first; decide: searches the plan of one of them.
@@ -422,7 +430,7 @@ def _choices(question: Question, method: Method, devices: int) -> list[Options]:
     if question.options:
         return [question.options]
     tried = (devices, 2, devices // 2) if devices > FEW else range(devices + 1)
-    return [o for o in method.choices(devices) if int(o.get("groups", devices)) in tried]
+    return [o for o in method.variants_for(devices) if int(o.get("groups", devices)) in tried]
 
 
 def _inside(question: Question, group: tuple[str, ...], decide: Callable[[Question], Decision]) -> Plan | None:
@@ -442,8 +450,8 @@ def _of_all(question: Question, method: Method, options: Options, speeds: Mappin
     Raises ConfigError instead, if it is what was asked for.
     """
     devices = tuple(speeds)
-    template = Plan(question.naming.model, question.epoch, method.name, devices, devices[0])
-    template = replace(template, wire=question.wire, storage=question.storage)
+    template = Plan(question.naming.model, question.plan_version, method.name, devices, devices[0])
+    template = replace(template, wire=question.wire, weight_dtype=question.weight_dtype)
     try:
         return make_plan(question.spec, template, method.name, options, tuple(speeds.values()))
     except ValueError as error:
@@ -457,21 +465,21 @@ def _of_all(question: Question, method: Method, options: Options, speeds: Mappin
 
 def _joined(question: Question, method: Method, options: Options, parts: Sequence[Plan]) -> Plan:
     """Return one plan of several side by side, the fastest first; its wire is the narrowest of theirs."""
-    first = question.epoch
+    first = question.plan_version
     replicas = tuple(
-        replace(part, epoch=Epoch(first.boot, first.number + number))
+        replace(part, version=PlanVersion(first.boot, first.number + number))
         for number, part in enumerate(sorted(parts, key=lambda part: part.predicted_s), 1)
     )
     return replace(
         replicas[0],
-        epoch=first,
+        version=first,
         strategy=method.name,
         options=options,
         devices=tuple(device for part in replicas for device in part.devices),
-        wire=next((wire for wire in NARROW if any(part.wire == wire for part in replicas)), EXACT),
-        weights={},
+        wire=next((wire for wire in NARROW_WIRE_DTYPES if any(part.wire == wire for part in replicas)), EXACT),
+        shares={},
         ranges={},
-        relayed=(),
+        relayed_pairs=(),
         replicas=replicas,
     )
 
@@ -484,7 +492,7 @@ SEARCH_ROUNDS: Final = 4  # steps of balancing
 STEPPED: Final = 2  # candidates whose shares are tried step by step
 STEPS: Final = (1.3, 1.15, 1.07)  # of one device's share, where a map has few rows to share out
 # One device is taken if the fastest plan of several is not so many times as fast: less than predictions are off by.
-WORTH: Final = 1.04
+MIN_SPEEDUP: Final = 1.04
 # Throughputs that differ by less are alike: a short load ends where it ends, and devices that wait for each other lose
 # more on a busy machine than the simulator says. Of such plans the one that sends least is taken.
 ALIKE: Final = 1.05
@@ -497,26 +505,26 @@ def decide(question: Question) -> Decision:
     Raises ConfigError for an unknown strategy or device, PlanError if nothing is feasible: the text says how much
     memory is missing where; PacketLimitError if the broker takes no packet that any plan, or the weights, need.
     """
-    check_pins(question)
-    able, short, behind = fitting(question, _through_the_broker(question, list(_initial(question))))
+    check_question(question)
+    able, short, behind = best_fitting(question, _within_packet_limit(question, list(_initial_plans(question))))
     best: dict[str, Candidate] = {}
-    able[:REFINED] = (_by_the_better_way(question, c) for c in able[:REFINED])
-    refined = sorted((balanced(question, c) for c in able), key=_order)
+    able[:REFINED] = (_best_route_and_wire(question, c) for c in able[:REFINED])
+    refined = sorted((balance_shares(question, c) for c in able), key=_order)
     refined[:STEPPED] = sorted((_step_by_step(question, c) for c in refined[:STEPPED]), key=_order)
-    refined[:1] = (unit_by_unit(question, c) for c in refined[:1])
+    refined[:1] = (hill_climb(question, c) for c in refined[:1])
     for c in sorted(refined, key=_order):
         best.setdefault(c.name, c)
-    for draft in sorted(short, key=lambda d: d.lacks):
-        best.setdefault(draft.name, priced(question, draft))
-    top = _worth_dividing(question, _finals(question, best.values()))
+    for draft in sorted(short, key=lambda d: d.missing_bytes):
+        best.setdefault(draft.name, price_draft(question, draft))
+    top = _prefer_single(question, _simulate_in_full(question, best.values()))
     if not top or not top[0].price.feasible:
-        raise PlanError(nothing_fits(question, top))
+        raise PlanError(explain_no_fit(question, top))
     return _decision(question, top, behind)
 
 
 def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Candidate] = ()) -> Decision:
     chosen = top[0]
-    reason = reason_of(top, chosen, behind)
+    reason = explain_choice(top, chosen, behind)
     plan = replace(chosen.plan, reason=reason)
     return Decision(
         replace(chosen, plan=plan),
@@ -528,26 +536,26 @@ def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Can
     )
 
 
-def decide_soon(question: Question, last: Plan | None = None) -> Decision:
+def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
     """Return a plan in a fraction of the time of `decide`: for requests that wait and have none.
 
     The best device alone, or the last plan's method on those of its devices that are left: if that is faster and they
     have all the weights already, or if none can do it alone. Raises as `decide` does, if neither can be.
     """
     try:
-        alone = decide(replace(question, strategy=ALONE, options={}))
+        alone = decide(replace(question, strategy=SINGLE, options={}))
     except PlanError:
-        left = None if last is None else _on_those_left(question, last, may_load=True)
+        left = None if last is None else _on_remaining_devices(question, last, may_load=True)
         if left is None:
             raise
         return _decision(question, [left])
-    left = None if last is None else _on_those_left(question, last, may_load=False)
+    left = None if last is None else _on_remaining_devices(question, last, may_load=False)
     if left is None:
         return alone
-    return _decision(question, _worth_dividing(question, sorted((left, alone.chosen), key=_order)))
+    return _decision(question, _prefer_single(question, sorted((left, alone.chosen), key=_order)))
 
 
-def _on_those_left(question: Question, last: Plan, *, may_load: bool) -> Candidate | None:
+def _on_remaining_devices(question: Question, last: Plan, *, may_load: bool) -> Candidate | None:
     """Return the method of a plan on several of its devices, with shares by speed; None if it cannot be.
 
     may_load: weights that they have not loaded for the last plan.
@@ -562,12 +570,12 @@ def _on_those_left(question: Question, last: Plan, *, may_load: bool) -> Candida
         guess = _guess(question, STRATEGIES[last.strategy], last.options, speeds)
         # How far a narrow wire moves answers is not worked out here.
         plan = replace(guess.plan, wire=question.wire if question.accuracy is None else EXACT)
-        if last.route in routes(question, plan.devices):
-            plan = on_route(question, plan, last.route)
+        if last.route in candidate_routes(question, plan.devices):
+            plan = with_route(question, plan, last.route)
         if may_load or _has_weights(question, last, plan):
-            needs, missing = memory(question, plan)
-            if not missing and gets_through(question, plan):
-                return _in_full(question, Draft(plan, guess.weights, needs, missing))
+            needs, missing = memory_needs(question, plan)
+            if not missing and fits_packet_limit(question, plan):
+                return _simulate_draft(question, UntimedPlan(plan, guess.shares, needs, missing))
     return None
 
 
@@ -577,7 +585,7 @@ def _has_weights(question: Question, last: Plan, plan: Plan) -> bool:
     return all({*resident_weights(spec, last, d)} >= {*resident_weights(spec, plan, d)} for d in plan.devices)
 
 
-def _through_the_broker(question: Question, guesses: Sequence[Guess]) -> Sequence[Guess]:
+def _within_packet_limit(question: Question, guesses: Sequence[UnpricedPlan]) -> Sequence[UnpricedPlan]:
     """Return the guesses whose largest packets get through; raises PacketLimitError if not even one does."""
     limit = question.packet_bytes
     if limit is None or not guesses:
@@ -598,7 +606,7 @@ def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
     return (missing > 0, missing, c.price.cost)
 
 
-def _initial(question: Question) -> Iterator[Guess]:
+def _initial_plans(question: Question) -> Iterator[UnpricedPlan]:
     """Yield every candidate with shares proportional to measured speed."""
     names = question.devices or tuple(question.cluster.devices)
     most = max(question.shape.size, pixels(_graph(question)))
@@ -607,21 +615,21 @@ def _initial(question: Question) -> Iterator[Guess]:
     by_speed = sorted(names, key=lambda n: (-profiles[n].speed(rows), n))
     for method in _methods(question):
         if method.groups is not None:
-            for plan in side_by_side(question, method, by_speed, decide):
-                yield Guess(plan, ())
+            for plan in replica_plans(question, method, by_speed, decide):
+                yield UnpricedPlan(plan, ())
             continue
-        for subset in subsets(question, by_speed, pinned=question.devices is not None and method.most_devices is None):
-            if method.most_devices is not None and len(subset) > method.most_devices:
+        for subset in subsets(question, by_speed, pinned=question.devices is not None and method.max_devices is None):
+            if method.max_devices is not None and len(subset) > method.max_devices:
                 continue
-            alone = len(subset) == 1 and method.most_devices is None
+            alone = len(subset) == 1 and method.max_devices is None
             if alone and (len(names) > 1 or question.strategy is None):
                 continue  # one device is what `single` is for
             share_rows = max(most // len(subset), 1)
             weights = tuple(profiles[d].speed(share_rows) for d in subset)
-            for options in method.choices(len(subset), None if question.options else _graph(question)):
+            for options in method.variants_for(len(subset), None if question.options else _graph(question)):
                 if question.options and dict(question.options) != dict(options):
                     continue
-                if method.settles(options) and len(subset) < len(names):
+                if method.chooses_devices(options) and len(subset) < len(names):
                     continue  # it leaves out devices by itself
                 with dividing(question, method.name):
                     yield _guess(question, method, options, dict(zip(subset, weights, strict=True)))
@@ -635,71 +643,77 @@ def _methods(question: Question) -> Iterator[Method]:
     """Yield the methods to try; raises ConfigError if the one that is pinned cannot divide this model."""
     most = question.objective == "throughput"
     for name, method in STRATEGIES.items():
-        if question.strategy is None and not (method.offered or (method.throughput and most)):
+        if question.strategy is None and not (method.automatic or (method.for_throughput and most)):
             continue
         if question.strategy not in {None, name}:
             continue
-        reason = method.unsupported(_graph(question))
+        reason = method.why_unsupported(_graph(question))
         if reason is None:
             yield method
         elif question.strategy == name:
-            able = [m.name for m in STRATEGIES.values() if m.unsupported(_graph(question)) is None]
+            able = [m.name for m in STRATEGIES.values() if m.why_unsupported(_graph(question)) is None]
             raise ConfigError(f"{reason}; {question.naming.model} can be divided by: {', '.join(able)}")
 
 
-def _guess(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> Guess:
+def _guess(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> UnpricedPlan:
     """Return a plan whose head is the first device, the fastest; raises ValueError if the model cannot be divided."""
     head, *_ = names = tuple(speeds)
-    devices = in_line(names) if method.in_line else names
+    devices = as_chain(names) if method.order_matters else names
     weights = tuple(speeds[device] for device in devices)
     template = Plan(
-        question.naming.model, question.epoch, method.name, devices, head, wire=question.wire, storage=question.storage
+        question.naming.model,
+        question.plan_version,
+        method.name,
+        devices,
+        head,
+        wire=question.wire,
+        weight_dtype=question.weight_dtype,
     )
-    plan = make_plan(question.spec, template, method.name, options, weights, lanes_of(question, devices))
-    plan = replace(plan, wire=wires(question, plan)[0])
-    return Guess(on_route(question, plan, routes(question, devices)[0]), weights)
+    plan = make_plan(question.spec, template, method.name, options, weights, device_costs(question, devices))
+    plan = replace(plan, wire=candidate_wires(question, plan)[0])
+    return UnpricedPlan(with_route(question, plan, candidate_routes(question, devices)[0]), weights)
 
 
-def _by_the_better_way(question: Question, c: Candidate) -> Candidate:
+def _best_route_and_wire(question: Question, c: Candidate) -> Candidate:
     """Return a candidate by the best route and wire; for all of them the search would take several times as long."""
     if c.plan.replicas:
         return c  # each has its own
     ways = [
-        replace(on_route(question, c.plan, r), wire=w)
-        for r in routes(question, c.plan.devices)
-        for w in wires(question, c.plan)
+        replace(with_route(question, c.plan, r), wire=w)
+        for r in candidate_routes(question, c.plan.devices)
+        for w in candidate_wires(question, c.plan)
     ]
     others = [plan for plan in ways if (plan.route, plan.wire) != (c.plan.route, c.plan.wire)]
-    through = (p for p in others if gets_through(question, p))
+    through = (p for p in others if fits_packet_limit(question, p))
     priced = (replace(c, plan=p, price=price(question, p, known=_memory_as(question, c, p))) for p in through)
     return min((c, *(p for p in priced if p.price.feasible)), key=lambda found: found.price.cost)
 
 
 def _memory_as(question: Question, c: Candidate, plan: Plan) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Return the memory of a candidate's plan in another way: the route changes nothing of it, the wire may."""
-    return (c.price.needs, c.price.missing) if plan.wire == c.plan.wire else memory(question, plan)
+    return (c.price.needs, c.price.missing) if plan.wire == c.plan.wire else memory_needs(question, plan)
 
 
-def balanced(question: Question, c: Candidate) -> Candidate:
+def balance_shares(question: Question, c: Candidate) -> Candidate:
     """Return a plan with shares shifted from devices that compute long to those that wait, as long as that helps."""
-    best, weights = c, c.weights
+    best, weights = c, c.shares
     method = STRATEGIES[c.plan.strategy]
-    if method.settles(c.plan.options):
-        return in_time(question, c)
-    if len(c.plan.devices) == 1 or c.plan.replicas or method.settled:
+    if method.chooses_devices(c.plan.options):
+        return meet_deadline(question, c)
+    if len(c.plan.devices) == 1 or c.plan.replicas or method.fixed_shares:
         return c
     for _ in range(SEARCH_ROUNDS):
         price_now = best.price
         of_memory = question.objective == "memory"
         busy = [
-            price_now.needs[d] / max(price_now.room[d], 1) if of_memory else price_now.use[d].compute_s
+            price_now.needs[d] / max(price_now.memory_bytes[d], 1) if of_memory else price_now.use[d].compute_s
             for d in c.plan.devices
         ]
         mean = sum(busy) / len(busy)
         weights = tuple(
-            w * min(max((mean / t) ** 0.7 if t > 0 else 1.5, 0.5), 2.0) for w, t in zip(best.weights, busy, strict=True)
+            w * min(max((mean / t) ** 0.7 if t > 0 else 1.5, 0.5), 2.0) for w, t in zip(best.shares, busy, strict=True)
         )
-        moved = improved(question, best, reweighted(question, best.plan, weights), weights)
+        moved = price_if_better(question, best, with_shares(question, best.plan, weights), weights)
         if moved is None:
             break
         best = moved
@@ -709,18 +723,18 @@ def balanced(question: Question, c: Candidate) -> Candidate:
 def _step_by_step(question: Question, c: Candidate) -> Candidate:
     """Give one device after the other more or less, by smaller and smaller steps, as long as that helps."""
     best = c
-    for step in STEPS if STRATEGIES[c.plan.strategy].few else ():
+    for step in STEPS if STRATEGIES[c.plan.strategy].coarse else ():
         for i in range(len(c.plan.devices)):
             for factor in (step, 1 / step):
-                weights = tuple(w * factor if j == i else w for j, w in enumerate(best.weights))
-                moved = improved(question, best, reweighted(question, best.plan, weights), weights)
+                weights = tuple(w * factor if j == i else w for j, w in enumerate(best.shares))
+                moved = price_if_better(question, best, with_shares(question, best.plan, weights), weights)
                 if moved is not None:
                     best = moved
                     break
     return best
 
 
-def _finals(question: Question, found: Iterable[Candidate]) -> list[Candidate]:
+def _simulate_in_full(question: Question, found: Iterable[Candidate]) -> list[Candidate]:
     """Return candidates simulated in full, the best first.
 
     For throughput several requests are played, which takes long: only for those that may be better than the best yet.
@@ -745,22 +759,22 @@ def _least_sent(question: Question, ranking: list[Candidate]) -> list[Candidate]
     return [first, *(c for c in ranking if c is not first)]
 
 
-def _worth_dividing(question: Question, found: list[Candidate]) -> list[Candidate]:
+def _prefer_single(question: Question, found: list[Candidate]) -> list[Candidate]:
     """Put one device first where others beside it are predicted to gain next to nothing: each exchange is a risk."""
-    alone = next((c for c in found if c.name == ALONE and c.price.feasible), None)
+    alone = next((c for c in found if c.name == SINGLE and c.price.feasible), None)
     if question.objective != "latency" or alone is None:
         return found
-    is_worth_it = alone.price.cost[0] > WORTH * found[0].price.cost[0]
+    is_worth_it = alone.price.cost[0] > MIN_SPEEDUP * found[0].price.cost[0]
     return found if is_worth_it else [alone, *(c for c in found if c is not alone)]
 
 
 def _final(question: Question, c: Candidate) -> Candidate:
-    return _in_full(question, Draft(c.plan, c.weights, c.price.needs, c.price.missing))
+    return _simulate_draft(question, UntimedPlan(c.plan, c.shares, c.price.needs, c.price.missing))
 
 
-def _in_full(question: Question, draft: Draft) -> Candidate:
+def _simulate_draft(question: Question, draft: UntimedPlan) -> Candidate:
     full = price(question, draft.plan, full=True, known=(draft.needs, draft.missing))
-    errors = [question.errors[key] for run in draft.plan.runs if (key := narrowed(run)) in question.errors]
+    errors = [question.errors[key] for run in draft.plan.executables if (key := wire_error_key(run)) in question.errors]
     plan = replace(
         draft.plan,
         predicted_s=full.seconds,
@@ -768,4 +782,4 @@ def _in_full(question: Question, draft: Draft) -> Candidate:
         predicted_tokens=question.shape.size,
         wire_error=max(errors, default=None),
     )
-    return Candidate(plan, full, draft.weights)
+    return Candidate(plan, full, draft.shares)

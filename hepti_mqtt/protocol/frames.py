@@ -13,17 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import PLANNER, Epoch, check_name
-from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, Key, SlotDtype
+from hepti_mqtt.ids import PLANNER, PlanVersion, check_name
+from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, ExchangeKey, SlotDtype
 from hepti_mqtt.protocol.topics import MAX_LAYER, check_source
 from hepti_mqtt.spec import PlainShape, RequestShape, Want
 
-GRAIN: Final = 16_384  # buffers of payloads are a multiple of it, so that those of nearly one size share them
+BUFFER_GRANULARITY: Final = (
+    16_384  # buffers of payloads are a multiple of it, so that those of nearly one size share them
+)
 
 
 def held_bytes(nbytes: int) -> int:
     """Return the size of the buffer that a payload of so many bytes keeps from being used again."""
-    return -(-max(nbytes, 1) // GRAIN) * GRAIN
+    return -(-max(nbytes, 1) // BUFFER_GRANULARITY) * BUFFER_GRANULARITY
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -56,8 +58,8 @@ MAGIC: Final = b"HPT3"
 HEADER_BYTES: Final = 256
 ALIGN: Final = 64
 _PREFIX_BYTES: Final = 6
-ABOUT_BYTES: Final = 248  # the header but for its admission number
-_ABOUTS: Final = 512  # read headers that are remembered, 2 KB each: those of a large model's exchanges
+HEADER_PREFIX_BYTES: Final = 248  # the header but for its admission number
+_CACHED_PREFIXES: Final = 512  # read headers that are remembered, 2 KB each: those of a large model's exchanges
 
 MAX_BODY_BYTES: Final = 256_000_000  # an MQTT packet ends at 268,435,455
 MAX_DIMS: Final = 4
@@ -86,8 +88,8 @@ class Frame:
 
     kind: FrameKind
     model: str
-    epoch: Epoch
-    admission: int
+    plan_version: PlanVersion
+    run_id: int
     layer: int = 0
     node: int = 0
     source: str = PLANNER
@@ -104,7 +106,7 @@ class Frame:
         out.flags.writeable = False
         return out
 
-    def says(self, other: Frame) -> bool:
+    def equals(self, other: Frame) -> bool:
         """Return whether both are the same frame: header and body."""
         return bytes(encode(self)) == bytes(encode(other))
 
@@ -126,10 +128,10 @@ def encode_parts(frame: Frame) -> tuple[bytes, memoryview]:
     that `decode` checks.
     """
     body = _body_view(frame)
-    return head(about(frame, body.nbytes), frame.admission), body
+    return frame_header(header_prefix(frame, body.nbytes), frame.run_id), body
 
 
-def about(frame: Frame, body_bytes: int) -> bytes:
+def header_prefix(frame: Frame, body_bytes: int) -> bytes:
     """Return a frame's header but for its admission number; raises `WireError` as `encode_parts` does."""
     if frame.kind not in _KIND_INDEX or frame.dtype not in _DTYPE_INDEX:
         raise WireError(f"cannot encode a frame of kind {frame.kind!r}, dtype {frame.dtype!r}")
@@ -139,8 +141,8 @@ def about(frame: Frame, body_bytes: int) -> bytes:
         (
             _KIND_INDEX[frame.kind],
             frame.model,
-            frame.epoch[0],
-            frame.epoch[1],
+            frame.plan_version[0],
+            frame.plan_version[1],
             frame.layer,
             frame.node,
             frame.source,
@@ -151,14 +153,14 @@ def about(frame: Frame, body_bytes: int) -> bytes:
             frame.numbers,
         )
     )
-    return b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields)).ljust(ABOUT_BYTES, b"\0")
+    return b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields)).ljust(HEADER_PREFIX_BYTES, b"\0")
 
 
-def head(about: bytes, admission: int) -> bytes:
+def frame_header(about: bytes, run_id: int) -> bytes:
     """Return the header of a frame from what `about` returned; raises `WireError` for a number out of its range."""
-    if type(admission) is not int or not 0 <= admission <= U63:
-        raise WireError(f"the frame's admission {admission!r} is not a number from 0 to {U63}")
-    return about + admission.to_bytes(8, "little")
+    if type(run_id) is not int or not 0 <= run_id <= U63:
+        raise WireError(f"the frame's admission {run_id!r} is not a number from 0 to {U63}")
+    return about + run_id.to_bytes(8, "little")
 
 
 def decode(payload: Body) -> Frame:
@@ -169,25 +171,25 @@ def decode(payload: Body) -> Frame:
             f"{len(view)} bytes are not a frame of this version: a frame begins with {MAGIC!r} and a header of "
             f"{HEADER_BYTES} bytes; update the device that sent it"
         )
-    before, after, frame = _read(bytes(view[:ABOUT_BYTES]))
-    admission = int.from_bytes(view[ABOUT_BYTES:HEADER_BYTES], "little")
-    if admission > U63:
-        raise WireError(f"the frame's admission {admission} is not a number from 0 to {U63}")
+    before, after, frame = _decode_prefix(bytes(view[:HEADER_PREFIX_BYTES]))
+    run_id = int.from_bytes(view[HEADER_PREFIX_BYTES:HEADER_BYTES], "little")
+    if run_id > U63:
+        raise WireError(f"the frame's admission {run_id} is not a number from 0 to {U63}")
     _check_size(frame, len(view) - HEADER_BYTES)
-    values = (*before, admission, *after, view[HEADER_BYTES:])
+    values = (*before, run_id, *after, view[HEADER_BYTES:])
     return Frame(*values)
 
 
-@lru_cache(maxsize=_ABOUTS)
-def _read(about: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...], Frame]:
+@lru_cache(maxsize=_CACHED_PREFIXES)
+def _decode_prefix(about: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...], Frame]:
     """Return a frame's values before and after its admission number, from what `about` returned, and such a frame."""
     end = _PREFIX_BYTES + int.from_bytes(about[4:6], "little")
-    if end > ABOUT_BYTES or any(about[end:]):
+    if end > HEADER_PREFIX_BYTES or any(about[end:]):
         raise WireError("the frame's header is longer than its place or not padded with zeros")
     frame = _frame(_fields(about[_PREFIX_BYTES:end]))
     _check_fields(frame)
     values = tuple(getattr(frame, name) for name in Frame.__slots__)
-    at = Frame.__slots__.index("admission")
+    at = Frame.__slots__.index("run_id")
     return values[:at], values[at + 1 : -1], frame
 
 
@@ -208,8 +210,8 @@ def _frame(fields: list[Any]) -> Frame:
     return Frame(
         kind=KINDS[_index("kind", kind, len(KINDS))],
         model=model,
-        epoch=Epoch(boot, number),
-        admission=0,
+        plan_version=PlanVersion(boot, number),
+        run_id=0,
         layer=layer,
         node=node,
         source=source,
@@ -230,8 +232,8 @@ def _index(what: str, value: object, count: int) -> int:
 def _check_fields(frame: Frame) -> None:
     """Raise WireError unless every field is of its type and within its limit."""
     for what, value, limit in (
-        ("boot", frame.epoch[0], U63),
-        ("epoch", frame.epoch[1], U63),
+        ("boot", frame.plan_version[0], U63),
+        ("epoch", frame.plan_version[1], U63),
         ("layer", frame.layer, MAX_LAYER),
         ("node", frame.node, U32),
         ("part", frame.part, U32),
@@ -242,12 +244,12 @@ def _check_fields(frame: Frame) -> None:
     _check_counts("shape", frame.shape, MAX_DIMS)
     _check_counts("numbers", frame.numbers, MAX_NUMBERS)
     if not (frame.model == "" and frame.kind == "probe"):
-        _known_name("model", frame.model)
-    _known_name("source", frame.source)
+        _check_text_name("model", frame.model)
+    _check_text_name("source", frame.source)
 
 
 def _check_size(frame: Frame, body_bytes: int) -> None:
-    if prod(frame.shape) * ITEMSIZE[frame.dtype] != body_bytes:
+    if prod(frame.shape) * DTYPE_BYTES[frame.dtype] != body_bytes:
         raise WireError(f"the frame says {frame.dtype}{list(frame.shape)} but carries {body_bytes} bytes")
     if body_bytes > MAX_BODY_BYTES:
         raise WireError(f"the frame carries {body_bytes} bytes; the limit is {MAX_BODY_BYTES}")
@@ -261,7 +263,7 @@ def _check_counts(what: str, values: tuple[int, ...], limit: int) -> None:
             raise WireError(f"the frame's {what} holds {value!r}, which is not a number from 0 to {U32}")
 
 
-def _known_name(what: str, name: object) -> None:
+def _check_text_name(what: str, name: object) -> None:
     if type(name) is not str:
         raise WireError(f"the frame's {what} is not a text: {name!r}")
     _check_name(what, name)
@@ -294,30 +296,30 @@ def _body_view(frame: Frame) -> memoryview:
 # dimensions.
 
 
-class Session(NamedTuple):
+class DecoderSession(NamedTuple):
     """The session that a run belongs to: its number, 0 for none, and whether this is its last run."""
 
     number: int = 0
     final: bool = False
 
 
-_NO_SESSION: Final = Session()
+_NO_SESSION: Final = DecoderSession()
 _COUNTS: Final = 6  # numbers before the lengths
 
 
 def work_bytes(shape: RequestShape | PlainShape, input_nbytes: int) -> int:
     """Return the exact bytes of the work frame of a request whose inputs have `input_nbytes`."""
     plain = shape.plain()
-    return frame_bytes(_block_bytes(len(plain.sizes), len(plain.marks)) + input_nbytes)
+    return frame_bytes(_work_header_bytes(len(plain.sizes), len(plain.mask_rows)) + input_nbytes)
 
 
 def encode_work(
     model: str,
-    epoch: Epoch,
-    admission: int,
+    plan_version: PlanVersion,
+    run_id: int,
     shape: RequestShape | PlainShape,
     inputs: NDArray[Any],
-    session: Session = _NO_SESSION,
+    session: DecoderSession = _NO_SESSION,
 ) -> bytes:
     """Return the frame that hands a request to the devices.
 
@@ -330,13 +332,13 @@ def encode_work(
     plain = shape.plain()
     _check_request(plain, dtype, inputs.shape)
     _check_session(plain, session)
-    head = np.zeros(_block_bytes(len(plain.sizes), len(plain.marks)) // 4, NUMPY_DTYPE["i32"])
-    counts = (WANTS.index(plain.want), len(plain.sizes), len(plain.marks), plain.session_rows, *session)
-    fields = (*counts, *plain.sizes, *plain.marks)
+    head = np.zeros(_work_header_bytes(len(plain.sizes), len(plain.mask_rows)) // 4, NUMPY_DTYPE["i32"])
+    counts = (WANTS.index(plain.want), len(plain.sizes), len(plain.mask_rows), plain.session_rows, *session)
+    fields = (*counts, *plain.sizes, *plain.mask_rows)
     head[: len(fields)] = fields
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
-    return encode(Frame("work", model, epoch, admission, shape=(len(body),), numbers=numbers, body=body))
+    return encode(Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body))
 
 
 def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
@@ -355,8 +357,8 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     want, sequences, masks, cache = np.frombuffer(body[:16], NUMPY_DTYPE["i32"]).tolist()
     if not 0 <= want < len(WANTS) or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
         raise WireError(f"a request cannot have want {want}, {sequences} sequences, {masks} mask rows")
-    head_bytes = _block_bytes(sequences, masks)
-    if head_bytes + prod(dims) * ITEMSIZE[dtype] != len(body):
+    head_bytes = _work_header_bytes(sequences, masks)
+    if head_bytes + prod(dims) * DTYPE_BYTES[dtype] != len(body):
         raise WireError(f"a request of {len(body)} bytes does not hold {sequences} sequences and {dtype}{list(dims)}")
     head = np.frombuffer(body[4 * _COUNTS : head_bytes], NUMPY_DTYPE["i32"]).tolist()
     if any(head[sequences + masks :]):
@@ -369,20 +371,20 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     return shape, inputs
 
 
-def decode_session(frame: Frame) -> Session:
+def decode_session(frame: Frame) -> DecoderSession:
     """Return the session of a work frame that `decode_work` has read."""
     number, final = np.frombuffer(_body_view(frame)[16:24], NUMPY_DTYPE["i32"]).tolist()
     if final not in (0, 1):
         raise WireError(f"a run cannot be final {final}")
-    return Session(number, bool(final))
+    return DecoderSession(number, bool(final))
 
 
-def _check_session(shape: PlainShape, session: Session) -> None:
+def _check_session(shape: PlainShape, session: DecoderSession) -> None:
     if not 0 <= session.number <= MAX_SESSION or (not shape.session_rows and session != _NO_SESSION):
         raise WireError(f"a run with a cache of {shape.session_rows} rows cannot belong to session {session}")
 
 
-def _block_bytes(sequences: int, masks: int) -> int:
+def _work_header_bytes(sequences: int, masks: int) -> int:
     return -(-4 * (_COUNTS + sequences + masks) // ALIGN) * ALIGN
 
 
@@ -394,7 +396,7 @@ def check_shape(shape: PlainShape) -> None:
             f"a request needs 1 to {MAX_SEQUENCES} sequences of at least one token, at most {MAX_TOKENS} in all, got "
             f"{sequences} of {tokens} tokens (want {shape.want!r})"
         )
-    rows = shape.marks
+    rows = shape.mask_rows
     if rows and (rows[0] < 0 or rows[-1] >= tokens or any(a >= b for a, b in pairwise(rows))):
         raise WireError(f"mask rows must rise within 0 to {tokens - 1}")
     if shape.session_rows and (sequences > 1 or not tokens <= shape.session_rows <= MAX_TOKENS):
@@ -419,24 +421,24 @@ def _check_request(shape: PlainShape, dtype: SlotDtype, dims: tuple[int, ...]) -
 # `Frame` is made, which on a slow host took as long as the kernel did to receive it.
 
 
-REMEMBERED: Final = 2048  # exchanges, 1 KB each: those of a large model
+MAX_EXCHANGES: Final = 2048  # exchanges, 1 KB each: those of a large model
 
 
-class Exchange(NamedTuple):
-    """What the frames of an exchange have in common. of: model and epoch. nbytes: of a whole frame."""
+class KnownExchange(NamedTuple):
+    """What the frames of an exchange have in common. plan_key: model and epoch. nbytes: of a whole frame."""
 
-    of: tuple[str, Epoch]
-    key: Key
+    plan_key: tuple[str, PlanVersion]
+    key: ExchangeKey
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     nbytes: int
 
 
-class Arrival(NamedTuple):
+class TensorArrival(NamedTuple):
     """A tensor that has come over mesh, as good as checked; payload: its whole frame."""
 
-    exchange: Exchange
-    admission: int
+    exchange: KnownExchange
+    run_id: int
     payload: memoryview
 
     def array(self) -> NDArray[Any]:
@@ -452,28 +454,28 @@ class Arrival(NamedTuple):
         return decode(self.payload)
 
 
-class Exchanges:
+class ExchangeCache:
     """The exchanges whose frames were checked, by sender, topic and header."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str, bytes], Exchange] = {}
+        self._known: dict[tuple[str, str, bytes], KnownExchange] = {}
 
-    def arrival(self, peer: str, topic: str, payload: memoryview) -> Arrival | None:
+    def arrival(self, peer: str, topic: str, payload: memoryview) -> TensorArrival | None:
         """Return a payload as an arrival of a known exchange; None for what has to be read and checked as a whole."""
-        exchange = self._known.get((peer, topic, bytes(payload[:ABOUT_BYTES])))
+        exchange = self._known.get((peer, topic, bytes(payload[:HEADER_PREFIX_BYTES])))
         if exchange is None or exchange.nbytes != payload.nbytes:
             return None
-        admission = int.from_bytes(payload[ABOUT_BYTES:HEADER_BYTES], "little")
-        return Arrival(exchange, admission, payload) if admission <= U63 else None
+        run_id = int.from_bytes(payload[HEADER_PREFIX_BYTES:HEADER_BYTES], "little")
+        return TensorArrival(exchange, run_id, payload) if run_id <= U63 else None
 
     def learn(self, peer: str, topic: str, payload: memoryview, frame: Frame) -> None:
         """Remember the exchange of a tensor's frame that was read from `payload` and may come from there."""
         if payload.nbytes == HEADER_BYTES:
             return  # an empty array has no place in a payload
-        if len(self._known) >= REMEMBERED:
+        if len(self._known) >= MAX_EXCHANGES:
             self._known.clear()
-        self._known[peer, topic, bytes(payload[:ABOUT_BYTES])] = Exchange(
-            (frame.model, frame.epoch),
+        self._known[peer, topic, bytes(payload[:HEADER_PREFIX_BYTES])] = KnownExchange(
+            (frame.model, frame.plan_version),
             (frame.node, frame.part, frame.source),
             np.dtype(NUMPY_DTYPE[frame.dtype]),
             frame.shape,

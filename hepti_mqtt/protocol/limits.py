@@ -6,7 +6,7 @@ from typing import Final
 
 from hepti_mqtt.errors import PacketLimitError
 
-SETTINGS: Final = (
+BROKER_SETTINGS: Final = (
     "raise max_packet_size in mosquitto.conf (2,000,000 by default since 2.1; message_size_limit must be 0), "
     "mqtt.max_packet_size of EMQX or max_payload_size of rumqttd"
 )
@@ -15,7 +15,7 @@ SETTINGS: Final = (
 LOW_QUEUE: Final = 100  # messages beyond those in flight; broker/mosquitto.conf has 256
 
 
-def low_queue(in_flight: int, queued: int, place: str) -> str:
+def low_queue_warning(in_flight: int, queued: int, place: str) -> str:
     """Return what to say of a broker that drops more than `queued` messages beyond those in flight to one client."""
     return (
         f"the broker at {place} keeps only {queued} messages that wait for a client, beyond {in_flight} on their way, "
@@ -24,9 +24,9 @@ def low_queue(in_flight: int, queued: int, place: str) -> str:
     )
 
 
-def low_limit(largest_bytes: int, place: str) -> str:
+def low_packet_limit_warning(largest_bytes: int, place: str) -> str:
     """Return what to say of a broker that takes only small packets; larger ones it may drop without a word."""
-    return f"the broker at {place} lets no packet through over about {largest_bytes} bytes; {SETTINGS}"
+    return f"the broker at {place} lets no packet through over about {largest_bytes} bytes; {BROKER_SETTINGS}"
 
 
 def packet_limit_error(
@@ -39,5 +39,5 @@ def packet_limit_error(
     instead = ", or choose a smaller wire dtype (--wire f16)" if narrows else ""
     return PacketLimitError(
         f"{what} needs packets of {needed_bytes} bytes, but {broker} takes at most about {largest_bytes}; "
-        f"{SETTINGS}{instead}"
+        f"{BROKER_SETTINGS}{instead}"
     )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import HeptiError, WireError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.program import ITEMSIZE, NUMPY_DTYPE, WeightRef
+from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 
 TileDtype = Literal["f32", "f16"]
 
@@ -35,7 +35,7 @@ MAX_DIM: Final = 2**31 - 1
 MAX_NAME: Final = 128
 
 
-class TilePlace(NamedTuple):
+class TileLocation(NamedTuple):
     """One tile and where it belongs: its bytes as stored, and its first element in canonical [in, out] coordinates."""
 
     hash: bytes
@@ -61,22 +61,22 @@ class TensorEntry:
     transposed: bool
     hashes: tuple[bytes, ...]
 
-    def place(self, row: int, column: int) -> TilePlace:
+    def tile_at(self, row: int, column: int) -> TileLocation:
         """Return the tile at (row, column) of the stored grid."""
         rows, columns, tile_columns = _stored(self.shape, self.transposed)
         r0, c0 = row * TILE, column * tile_columns
         shape = (min(TILE, rows - r0), min(tile_columns, columns - c0))
         digest = self.hashes[row * -(-columns // tile_columns) + column]
-        nbytes = shape[0] * shape[1] * ITEMSIZE[self.dtype]
+        nbytes = shape[0] * shape[1] * DTYPE_BYTES[self.dtype]
         row0, column0 = (c0, r0) if self.transposed else (r0, c0)
-        return TilePlace(digest, nbytes, self.dtype, shape, self.transposed, row0, column0)
+        return TileLocation(digest, nbytes, self.dtype, shape, self.transposed, row0, column0)
 
-    def places(self) -> Iterator[TilePlace]:
+    def tiles(self) -> Iterator[TileLocation]:
         """Yield every tile, in the order of `hashes`."""
         rows, columns = grid(self.shape, self.transposed)
         for row in range(rows):
             for column in range(columns):
-                yield self.place(row, column)
+                yield self.tile_at(row, column)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Manifest:
             raise _wrong("a tensor stands in it twice")
         return cls(model, entries)
 
-    def tiles(self, ref: WeightRef) -> list[TilePlace]:
+    def tiles(self, ref: WeightRef) -> list[TileLocation]:
         """Return the tiles that hold elements of `ref`; raises WireError where the model has no such range."""
         entry = self.by_name.get(ref.tensor)
         if entry is None:
@@ -142,7 +142,7 @@ class Manifest:
             return []
         width = _stored(entry.shape, entry.transposed)[2]
         return [
-            entry.place(row, column)
+            entry.tile_at(row, column)
             for row in range(rows[0] // TILE, -(-rows[1] // TILE))
             for column in range(columns[0] // width, -(-columns[1] // width))
         ]
@@ -167,7 +167,7 @@ def check_tile(digest: bytes, data: bytes | memoryview) -> None:
         )
 
 
-def tile_array(place: TilePlace, data: bytes | memoryview) -> npt.NDArray[Any]:
+def tile_array(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[Any]:
     """Return a view of a tile's bytes in canonical [in, out] orientation, [1, n] for a vector.
 
     `place.row0` and `place.column0` are the coordinates of its first element. Raises WireError for a wrong size.

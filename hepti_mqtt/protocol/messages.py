@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import msgpack
 
 from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import Epoch, check_name
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.ids import PlanVersion, check_name
+from hepti_mqtt.plan import KEYS, Plan
 from hepti_mqtt.protocol import plausible
 from hepti_mqtt.protocol.frames import MAGIC, Body, Frame
 from hepti_mqtt.protocol.frames import decode as decode_frame
@@ -63,7 +63,7 @@ class LinkReport(NamedTuple):
     bytes_per_s: float | None
 
 
-class Edge(NamedTuple):
+class PeerStats(NamedTuple):
     """What went between a device and one of its peers, since the boot.
 
     frames and bytes, in and out; queued_bytes: that wait now, because the peer is slow to take them; dropped: messages
@@ -124,11 +124,11 @@ def reports(value: Any) -> dict[str, LinkReport]:
     return found
 
 
-def edges(value: Any) -> dict[str, Edge]:
+def peer_stats(value: Any) -> dict[str, PeerStats]:
     """Return the counts of a heartbeat by peer; raises `BadNameError` too."""
     found = {}
-    for name, (*counts, trouble) in _by_peer(value, len(Edge._fields)).items():
-        found[name] = Edge._make((*map(plausible.count, counts), plausible.text(trouble)[:MAX_TROUBLE]))
+    for name, (*counts, trouble) in _by_peer(value, len(PeerStats._fields)).items():
+        found[name] = PeerStats._make((*map(plausible.count, counts), plausible.text(trouble)[:MAX_TROUBLE]))
     return found
 
 
@@ -232,7 +232,7 @@ class Heartbeat:
     rss_bytes: int
     counters: Mapping[str, int] = field(default_factory=dict)
     peers: Mapping[str, LinkReport] = field(default_factory=dict)
-    edges: Mapping[str, Edge] = field(default_factory=dict)
+    edges: Mapping[str, PeerStats] = field(default_factory=dict)
     peer_frame_s: float | None = None
     peer_byte_s: float | None = None
 
@@ -257,17 +257,17 @@ class Prepare:
 
     plan, spec: `to_dict` of Plan and ModelSpec. manifest: SHA-256 of the model's manifest. in_flight: requests that may
     be under way at once. shapes: of requests that are foreseen, the most urgent first; the Programs of the first
-    `needed` of them are built before the device is ready, the others while no request runs. peers: who this device has
-    a mesh route to or from.
+    `build_first` of them are built before the device is ready, the others while no request runs. peers: who this
+    device has a mesh route to or from.
     """
 
-    txn: int
+    transaction_id: int
     plan: Plain
     spec: Plain
     manifest: bytes
     in_flight: int
     shapes: tuple[PlainShape, ...] = ()
-    needed: int = 0
+    build_first: int = 0
     peers: tuple[Peer, ...] = ()
 
 
@@ -275,18 +275,18 @@ class Prepare:
 class Activate:
     """Planner to agent: requests of this epoch may come."""
 
-    txn: int
+    transaction_id: int
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
     """Planner to agent: forget this epoch; its frames are dead."""
 
-    txn: int
+    transaction_id: int
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,25 +294,25 @@ class Cancel:
     """Planner to agent: forget one request."""
 
     model: str
-    epoch: Epoch
-    admission: int
+    plan_version: PlanVersion
+    run_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class LeaseTasks:
     """Planner to agent: compute these tasks of a request's bag; none: all are computed, leave what you have of them."""
 
     model: str
-    epoch: Epoch
-    admission: int
+    plan_version: PlanVersion
+    run_id: int
     tasks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class ReleaseAll:
     """Planner to agent: give up every plan, with what runs under it."""
 
-    txn: int
+    transaction_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,34 +322,34 @@ class Ready:
     digest: `Lowered.digest` of the longest request, by which the planner sees that both derive the same Programs.
     """
 
-    txn: int
+    transaction_id: int
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     resident_bytes: int
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PrepareProgress:
     """Agent to planner: how much of the weights is there."""
 
-    txn: int
+    transaction_id: int
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     done_bytes: int
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class PrepareFailed:
     """Agent to planner: the plan cannot be made ready; `code` is that of an error class, missing_bytes 0 if unknown.
 
     peers: with code "mesh", those that the device cannot hear directly; the plan may have been ready before.
     """
 
-    txn: int
+    transaction_id: int
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     code: str
     text: str
     missing_bytes: int
@@ -357,7 +357,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class TileAsk:
+class RequestTiles:
     """Agent to planner: send these weight tiles, named by their SHA-256."""
 
     model: str
@@ -365,12 +365,12 @@ class TileAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFailed:
+class RunFailed:
     """Agent to planner: one request cannot be answered here."""
 
     model: str
-    epoch: Epoch
-    admission: int
+    plan_version: PlanVersion
+    run_id: int
     code: str
     text: str
 
@@ -380,14 +380,14 @@ class TaskDone:
     """Agent to planner: a task of a request's bag is computed and sent."""
 
     model: str
-    epoch: Epoch
-    admission: int
+    plan_version: PlanVersion
+    run_id: int
     task: int
 
 
-Command = Prepare | Activate | Release | Cancel | Drain | Lease
-UpMessage = Ready | Progress | Failed | TileAsk | RequestFailed | TaskDone
-Message = Command | UpMessage
+Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks
+Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone
+Message = Command | Report
 
 # Codes stand on the wire: only append. 1..99 go down to an agent, 100.. up to the planner.
 CODES: Final[Mapping[int, type[Any]]] = {
@@ -395,43 +395,51 @@ CODES: Final[Mapping[int, type[Any]]] = {
     2: Activate,
     3: Release,
     4: Cancel,
-    5: Drain,
-    6: Lease,
+    5: ReleaseAll,
+    6: LeaseTasks,
     100: Ready,
-    101: Progress,
-    102: Failed,
-    103: TileAsk,
-    104: RequestFailed,
+    101: PrepareProgress,
+    102: PrepareFailed,
+    103: RequestTiles,
+    104: RunFailed,
     105: TaskDone,
 }
 _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 
 Rules = Mapping[str, Callable[[Any], Any]]
 
-_EPOCH_KEY: Final[Rules] = {"txn": plausible.count, "model": plausible.model_name, "epoch": plausible.epoch}
-_REQUEST_KEY: Final[Rules] = {"model": plausible.model_name, "epoch": plausible.epoch, "admission": plausible.count}
+_EPOCH_KEY: Final[Rules] = {
+    "transaction_id": plausible.count,
+    "model": plausible.model_name,
+    "plan_version": plausible.epoch,
+}
+_REQUEST_KEY: Final[Rules] = {
+    "model": plausible.model_name,
+    "plan_version": plausible.epoch,
+    "run_id": plausible.count,
+}
 _WHY: Final[Rules] = {"code": plausible.text, "text": plausible.text}
 _RULES: Final[Mapping[type[Any], Rules]] = {
     Prepare: {
-        "txn": plausible.count,
+        "transaction_id": plausible.count,
         "plan": plausible.plain,
         "spec": plausible.plain,
         "manifest": plausible.digest,
         "in_flight": plausible.count,
         "shapes": plausible.shapes,
-        "needed": plausible.count,
+        "build_first": plausible.count,
         "peers": peers,
     },
     Activate: _EPOCH_KEY,
     Release: _EPOCH_KEY,
     Cancel: _REQUEST_KEY,
-    Drain: {"txn": plausible.count},
-    Lease: {**_REQUEST_KEY, "tasks": plausible.tasks},
+    ReleaseAll: {"transaction_id": plausible.count},
+    LeaseTasks: {**_REQUEST_KEY, "tasks": plausible.tasks},
     Ready: {**_EPOCH_KEY, "resident_bytes": plausible.count, "digest": plausible.programs_digest},
-    Progress: {**_EPOCH_KEY, "done_bytes": plausible.count, "total_bytes": plausible.count},
-    Failed: {**_EPOCH_KEY, **_WHY, "missing_bytes": plausible.count, "peers": names},
-    TileAsk: {"model": plausible.model_name, "hashes": plausible.digests},
-    RequestFailed: {**_REQUEST_KEY, **_WHY},
+    PrepareProgress: {**_EPOCH_KEY, "done_bytes": plausible.count, "total_bytes": plausible.count},
+    PrepareFailed: {**_EPOCH_KEY, **_WHY, "missing_bytes": plausible.count, "peers": names},
+    RequestTiles: {"model": plausible.model_name, "hashes": plausible.digests},
+    RunFailed: {**_REQUEST_KEY, **_WHY},
     TaskDone: {**_REQUEST_KEY, "task": plausible.count},
     Status: {
         "state": plausible.state,
@@ -461,12 +469,12 @@ _RULES: Final[Mapping[type[Any], Rules]] = {
         "rss_bytes": plausible.count,
         "counters": plausible.counters,
         "peers": reports,
-        "edges": edges,
+        "edges": peer_stats,
         **dict.fromkeys(("peer_frame_s", "peer_byte_s"), plausible.maybe_real),
     },
 }
 # What may be left out of a JSON object, and what that means.
-_ABSENT: Final[Mapping[type[Any], Mapping[str, Any]]] = {
+_DEFAULTS: Final[Mapping[type[Any], Mapping[str, Any]]] = {
     Caps: {"endpoint": None},
     Status: {"doing": "", "done": 0, "total": 0},
 }
@@ -485,7 +493,7 @@ def encode(message: Message) -> bytes:
     code = _CODE_OF.get(type(message))
     if code is None:
         raise WireError(f"{type(message).__name__} is not a control message")
-    if isinstance(message, Failed | RequestFailed):  # whatever an error says, it must be told
+    if isinstance(message, PrepareFailed | RunFailed):  # whatever an error says, it must be told
         message = replace(message, text=plausible.sendable(message.text))
     return _pack(message, [code])
 
@@ -499,7 +507,7 @@ def decode(payload: Body) -> Message:
     return message
 
 
-def decode_up(payload: Body) -> Message | Frame:
+def decode_report(payload: Body) -> Message | Frame:
     """Return what an agent sent up: a frame if the payload begins with the frames' magic, else a control message."""
     return decode_frame(payload) if bytes(payload[: len(MAGIC)]) == MAGIC else decode(payload)
 
@@ -567,7 +575,7 @@ def _unpack(payload: Body) -> list[Any]:
 def _to_json(message: Any) -> bytes:
     _verify(message)
     try:
-        absent = _ABSENT.get(type(message), {})
+        absent = _DEFAULTS.get(type(message), {})
         said = {key: value for key, value in asdict(message).items() if key not in absent or value != absent[key]}
         payload = json.dumps(said, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
@@ -584,7 +592,7 @@ def _from_json(cls: type[Known], payload: Body) -> Known:
         raise WireError(f"the payload is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise WireError("the payload is not a JSON object")
-    values = {**_ABSENT.get(cls, {}), **values}
+    values = {**_DEFAULTS.get(cls, {}), **values}
     try:
         return _build(cls, [values[name] for name in _RULES[cls]])
     except KeyError as error:
@@ -635,7 +643,8 @@ CANDIDATE: Final = (
 )  # fmt: skip
 STEP: Final = ("time", "plan", "from", "to", "cause")
 ERROR: Final = ("code", "message")
-PLAN: Final = tuple(field.name for field in fields(Plan) if field.name != "replicas")  # which few plans have
+# Few plans have replicas.
+PLAN: Final = tuple(KEYS.get(f.name, f.name) for f in fields(Plan) if f.name != "replicas")
 # Of an answer what `hepti infer` shows.
 ANSWER: Final = (
     "id", "model", "result", "plan", "tokens", "compute_ms", "wait_ms", "bytes_on_wire", "predicted_bytes",
@@ -645,12 +654,12 @@ TOKEN: Final = ("index", "token", "text")  # of each of them, before the answer
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 
 
-def other_version(what: str) -> WireError:
+def version_mismatch(what: str) -> WireError:
     """Return the error for what a planner tells otherwise than this version reads it."""
     return WireError(f"{what}: the planner is of another version than this program; update one of them")
 
 
-def record_lacks(record: Mapping[str, Any]) -> str | None:
+def missing_record_key(record: Mapping[str, Any]) -> str | None:
     """Return what a record of a model's plans lacks, None if it has all that this version reads."""
     for key in RECORD:
         if key not in record or not isinstance(record[key], _KINDS.get(key, object)):
@@ -662,7 +671,7 @@ def record_lacks(record: Mapping[str, Any]) -> str | None:
     return next((missing for told, keys in parts for part in told if (missing := _missing(part, keys))), None)
 
 
-def answer_lacks(answer: Mapping[str, Any]) -> str | None:
+def missing_answer_key(answer: Mapping[str, Any]) -> str | None:
     """Return what an answer lacks, None if it has all that this version reads."""
     return _missing(answer, ANSWER) or _missing(answer["plan"], ANSWER_PLAN)
 

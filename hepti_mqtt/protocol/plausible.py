@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any, Final
 
-from hepti_mqtt.ids import Epoch, check_name
+from hepti_mqtt.ids import PlanVersion, check_name
 from hepti_mqtt.protocol.frames import U63, WANTS, check_shape
 from hepti_mqtt.spec import PlainShape
 
@@ -121,7 +121,7 @@ def shapes(value: Any) -> tuple[PlainShape, ...]:
 
 def plain_shape(shape: PlainShape) -> list[Any]:
     """Return a request's shape as plain data: [want, cache, lengths, mask rows]."""
-    return [WANTS.index(shape.want), shape.session_rows, list(shape.sizes), list(shape.marks)]
+    return [WANTS.index(shape.want), shape.session_rows, list(shape.sizes), list(shape.mask_rows)]
 
 
 def _shape(value: Any) -> PlainShape:
@@ -137,11 +137,11 @@ def _shape(value: Any) -> PlainShape:
     return shape
 
 
-def epoch(value: Any) -> Epoch:
+def epoch(value: Any) -> PlanVersion:
     """Return an epoch of [boot, number]."""
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise ValueError("not an epoch [boot, number]")
-    return Epoch(count(value[0]), count(value[1]))
+    return PlanVersion(count(value[0]), count(value[1]))
 
 
 def tasks(value: Any) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Final, Literal
 
 from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import ALL, PLANNER, check_name
+from hepti_mqtt.ids import ALL_DEVICES, PLANNER, check_name
 
 Kind = Literal[
     "status",
@@ -40,7 +40,7 @@ Kind = Literal[
     "event",
 ]
 
-VERSION: Final = "hepti/v1"
+TOPIC_ROOT: Final = "hepti/v1"
 MAX_LAYER: Final = 32_767
 MAX_TOPIC_BYTES: Final = 512
 MAX_PACKET_BYTES: Final = 268_435_460  # 5 bytes of fixed header and the largest remaining length of MQTT
@@ -57,7 +57,7 @@ _DEVICE_TAILS: Final[Mapping[str, Kind]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedTopic:
     """A topic taken apart: its kind and the names in it; names that the kind does not have are empty.
 
     source and to: sender and receiver of an activation; to is also the receiver of weights, and the first device of the
@@ -85,7 +85,7 @@ class Topics:
 
     def __init__(self, site: str) -> None:
         self.site = check_name("site", site)
-        self._root = f"{VERSION}/{site}"
+        self._root = f"{TOPIC_ROOT}/{site}"
 
     # -- topics of one device or of the planner ----------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class Topics:
         """Return the topic on which the planner commands a device."""
         return self._device(device, "cmd")
 
-    def up(self, device: str) -> str:
+    def reports(self, device: str) -> str:
         """Return the topic on which a device answers the planner."""
         return self._device(device, "up")
 
@@ -165,7 +165,7 @@ class Topics:
         """Return the filter for every device's heartbeats."""
         return self._every_device("hb")
 
-    def all_up(self) -> str:
+    def all_reports(self) -> str:
         """Return the filter for what every device tells the planner."""
         return self._every_device("up")
 
@@ -180,11 +180,11 @@ class Topics:
     def activations_from(self, model: str, source: str, me: str) -> tuple[str, str]:
         """Return the two filters for what `source` sends to `me` and to all, at every layer of a model."""
         root = f"{self._root}/x/{check_name('model', model)}/+/{check_source(source)}"
-        return f"{root}/{check_source(me)}", f"{root}/{ALL}"
+        return f"{root}/{check_source(me)}", f"{root}/{ALL_DEVICES}"
 
     def weights_for(self, device: str) -> tuple[str, str]:
         """Return the two filters for weight tiles sent to a device and to all."""
-        return self.weights(check_name("device", device)), self.weights(ALL)
+        return self.weights(check_name("device", device)), self.weights(ALL_DEVICES)
 
     def responses(self, client: str, model: str | None = None) -> str:
         """Return the filter for every answer to a client, of one model or of all."""
@@ -200,7 +200,7 @@ class Topics:
         levels = reply_to[len(root) :].split("/")
         return all(levels) and not set("+#") & set(reply_to) and len(reply_to.encode()) <= MAX_TOPIC_BYTES
 
-    def parse(self, topic: str) -> Parsed:
+    def parse(self, topic: str) -> ParsedTopic:
         """Return the kind and the names of a topic of this site; raises `WireError` for any other."""
         return _parse(self._root, topic)
 
@@ -221,11 +221,11 @@ def check_source(name: str) -> str:
 
 
 def _receiver(name: str, *, planner: bool = False) -> str:
-    return name if name == ALL or (planner and name == PLANNER) else check_name("device", name)
+    return name if name == ALL_DEVICES or (planner and name == PLANNER) else check_name("device", name)
 
 
 @lru_cache(maxsize=8192)  # the same few topics come with every request
-def _parse(root: str, topic: str) -> Parsed:
+def _parse(root: str, topic: str) -> ParsedTopic:
     if not topic.startswith(root + "/") or len(topic) > MAX_TOPIC_BYTES:
         raise WireError(f"{topic[:80]!r} is not a topic below {root}/; another program publishes there")
     try:
@@ -233,24 +233,24 @@ def _parse(root: str, topic: str) -> Parsed:
     except BadNameError as error:
         raise WireError(f"topic {topic!r}: {error}") from error
     if parsed is None:
-        raise WireError(f"{topic!r} is not a topic of this protocol version ({VERSION})")
+        raise WireError(f"{topic!r} is not a topic of this protocol version ({TOPIC_ROOT})")
     return parsed
 
 
-def _parse_levels(levels: list[str]) -> Parsed | None:
+def _parse_levels(levels: list[str]) -> ParsedTopic | None:
     match levels:
         case ["dev", device, tail] if tail in _DEVICE_TAILS:
-            return Parsed(_DEVICE_TAILS[tail], device=check_name("device", device))
+            return ParsedTopic(_DEVICE_TAILS[tail], device=check_name("device", device))
         case ["planner", "status"]:
-            return Parsed("planner_status")
+            return ParsedTopic("planner_status")
         case ["plan", model]:
-            return Parsed("plan", model=check_name("model", model))
+            return ParsedTopic("plan", model=check_name("model", model))
         case ["work", model, first]:
-            return Parsed("work", model=check_name("model", model), to=check_name("device", first))
+            return ParsedTopic("work", model=check_name("model", model), to=check_name("device", first))
         case ["weights", to]:
-            return Parsed("weights", to=_receiver(to))
+            return ParsedTopic("weights", to=_receiver(to))
         case ["x", model, layer, source, to]:
-            return Parsed(
+            return ParsedTopic(
                 "activation",
                 model=check_name("model", model),
                 layer=_layer(layer),
@@ -258,16 +258,16 @@ def _parse_levels(levels: list[str]) -> Parsed | None:
                 to=_receiver(to, planner=True),
             )
         case ["infer", model, "req", client]:
-            return Parsed("request", model=check_name("model", model), client=check_name("client", client))
+            return ParsedTopic("request", model=check_name("model", model), client=check_name("client", client))
         case ["infer", model, "res", client, request]:
-            return Parsed(
+            return ParsedTopic(
                 "response",
                 model=check_name("model", model),
                 client=check_name("client", client),
                 request=check_name("request", request),
             )
         case ["evt", kind]:
-            return Parsed("event", event=check_name("event", kind))
+            return ParsedTopic("event", event=check_name("event", kind))
         case _:
             return None
 

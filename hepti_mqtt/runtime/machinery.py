@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final, Generic, Literal, NamedTuple, TypeVar
 
-KEPT: Final = 64  # transitions that a story remembers
+MAX_TRANSITIONS: Final = 64  # transitions that a story remembers
 NOWHERE: Final = "-"  # where a thing was before it began
 
 State = TypeVar("State", bound=str)
@@ -42,34 +42,34 @@ class Transition:
         return f"{self.now:10.3f}  {self.subject}: {self.before} -> {self.after}  ({self.cause})"
 
 
-class Story:
+class TransitionLog:
     """The last `KEPT` transitions of the things that one owner keeps, oldest first.
 
-    title: whose story it is. told: how many transitions there were in all, so that a reader sees whether there are new
+    title: whose story it is. count: how many transitions there were in all, so that a reader sees whether there are new
     ones.
     """
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.told = 0
-        self._transitions: deque[Transition] = deque(maxlen=KEPT)
+        self.count = 0
+        self._transitions: deque[Transition] = deque(maxlen=MAX_TRANSITIONS)
 
-    def tell(self, transition: Transition) -> None:
+    def append(self, transition: Transition) -> None:
         """Remember a transition; the oldest one makes room for it."""
-        self.told += 1
+        self.count += 1
         self._transitions.append(transition)
 
-    def last(self, count: int = KEPT) -> tuple[Transition, ...]:
+    def last(self, count: int = MAX_TRANSITIONS) -> tuple[Transition, ...]:
         """Return the last transitions, oldest first."""
         return tuple(self._transitions)[-count:] if count > 0 else ()
 
-    def lines(self) -> list[str]:
+    def as_text(self) -> list[str]:
         """Return the story for people, one line per transition."""
         return [str(transition) for transition in self._transitions]
 
 
 @dataclass(frozen=True, slots=True)
-class Table(Generic[State, Event]):
+class StateTable(Generic[State, Event]):
     """Which event takes a thing from which state to which.
 
     name: of such a thing, for messages. states: all of them. first: where a thing begins, by which event. steps: for
@@ -112,7 +112,7 @@ def _closure(states: set[State], follows: Mapping[State, set[State]]) -> set[Sta
     return reached
 
 
-class Machine(Generic[State, Event]):
+class StateMachine(Generic[State, Event]):
     """Takes things through the steps of a table and tells each step to a story.
 
     counters: `illegal_step` counts events that a state has no step for. strict: such an event raises IllegalStepError
@@ -121,28 +121,28 @@ class Machine(Generic[State, Event]):
 
     strict: ClassVar[bool] = False
 
-    def __init__(self, table: Table[State, Event], story: Story, counters: Counter[str]) -> None:
+    def __init__(self, table: StateTable[State, Event], story: TransitionLog, counters: Counter[str]) -> None:
         self.table, self.story, self._counters = table, story, counters
 
     def begin(self, subject: str, now: float, why: str = "") -> State:
         """Return the first state of a new thing."""
         event, state = self.table.first
-        self.story.tell(Transition(now, subject, NOWHERE, event, state, why))
+        self.story.append(Transition(now, subject, NOWHERE, event, state, why))
         return state
 
     def step(self, subject: str, state: State, event: Event, now: float, why: str = "") -> State:
         """Return the state after an event; a thing whose state has no step for it goes to its safe state."""
         after = self.table.after(state, event)
         if after is not None:
-            self.story.tell(Transition(now, subject, state, event, after, why))
+            self.story.append(Transition(now, subject, state, event, after, why))
             return after
         self._counters["illegal_step"] += 1
         safe = self.table.safe[state]
         illegal = f"illegal: a {self.table.name} that is {state} has no step for it"
-        self.story.tell(Transition(now, subject, state, event, safe, f"{illegal}; {why}" if why else illegal))
+        self.story.append(Transition(now, subject, state, event, safe, f"{illegal}; {why}" if why else illegal))
         if self.strict:
             raise IllegalStepError(
-                "\n".join([f"{self.story.title}: {subject}: {event}: {illegal}", *self.story.lines()])
+                "\n".join([f"{self.story.title}: {subject}: {event}: {illegal}", *self.story.as_text()])
             )
         return safe
 
@@ -169,7 +169,7 @@ class Publish(NamedTuple):
     body: memoryview = _NOTHING
 
     @property
-    def whole(self) -> bytes:
+    def joined_payload(self) -> bytes:
         """Return payload and body as one."""
         return b"".join((self.payload, self.body))
 

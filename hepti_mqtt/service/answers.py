@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, WireError
-from hepti_mqtt.service.requests import Floats, Prepared
+from hepti_mqtt.service.requests import Floats, ModelInput
 
 
-def answer(checkpoint: Checkpoint, prepared: Prepared, output: npt.NDArray[Any]) -> dict[str, Any]:
+def decode_output(checkpoint: Checkpoint, prepared: ModelInput, output: npt.NDArray[Any]) -> dict[str, Any]:
     """Return the JSON answer for a model's output of the spec's `output_shape`.
 
     {"embedding": [h numbers]}; {"labels": [{"label", "score"}]} best first; {"masks": [{"position", "tokens":
@@ -41,7 +41,7 @@ def answer(checkpoint: Checkpoint, prepared: Prepared, output: npt.NDArray[Any])
     results = _RESULTS[spec.head.task](checkpoint, prepared, values)
     for place in prepared.empty:
         results.insert(place, {"embedding": [0.0] * values.shape[1]})
-    return {"results": results} if prepared.several else results[0]
+    return {"results": results} if prepared.is_list else results[0]
 
 
 def to_json(result: Mapping[str, Any]) -> str:
@@ -64,15 +64,15 @@ def _numbers(values: Floats) -> dict[str, Any]:
     return {"dtype": "f32", "shape": list(values.shape), "base64": data}
 
 
-def _maps(_checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
+def _maps(_checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
     return [{"map": _numbers(rows)} for rows in np.split(output, len(prepared.shape.sizes))]
 
 
-def _embeddings(_checkpoint: Checkpoint, _prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
+def _embeddings(_checkpoint: Checkpoint, _prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
     return [{"embedding": row.tolist()} for row in output]
 
 
-def _labels(checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
+def _labels(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
     names = checkpoint.spec.head.labels
     scores = _scores(checkpoint, output)
     return [
@@ -80,16 +80,16 @@ def _labels(checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[
     ]
 
 
-def _masks(checkpoint: Checkpoint, prepared: Prepared, output: Floats) -> list[dict[str, Any]]:
+def _masks(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
     token_of = checkpoint.tokenizer.id_to_token
     results: list[dict[str, Any]] = [{"masks": []} for _ in prepared.shape.sizes]
-    for (item, place), logits in zip(prepared.shape.marked, _softmax(output), strict=True):
+    for (item, place), logits in zip(prepared.shape.mask_positions, _softmax(output), strict=True):
         tokens = [{"token": token_of(i), "id": i, "score": float(logits[i])} for i in _best(logits, prepared.top_k)]
         results[item]["masks"].append({"position": place, "tokens": tokens})
     return results
 
 
-_RESULTS: Final[Mapping[str, Callable[[Checkpoint, Prepared, Floats], list[dict[str, Any]]]]] = {
+_RESULTS: Final[Mapping[str, Callable[[Checkpoint, ModelInput, Floats], list[dict[str, Any]]]]] = {
     "embedding": _embeddings,
     "classification": _labels,
     "image_classification": _labels,
@@ -119,7 +119,7 @@ def _best(scores: Floats, count: int) -> Sequence[int]:
     return order
 
 
-def piece(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
+def token_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
     """Return what the last of some generated tokens adds to their text; empty while a character is not whole."""
     before, whole = (_shown(checkpoint, part) for part in (tokens[:-1], tokens))
     return whole.removeprefix(before) if whole.startswith(before) else whole

@@ -18,7 +18,7 @@ ANSWER_S: Final = 3.0
 _QUESTION: Final = Status("offline", 0)
 
 
-def require_alone(url: BrokerUrl, site: str) -> None:
+def ensure_single_planner(url: BrokerUrl, site: str) -> None:
     """Return when no other planner serves the site.
 
     A planner that lives contradicts at once who says on its status topic that it is offline; so we say it, not
@@ -41,7 +41,7 @@ def require_alone(url: BrokerUrl, site: str) -> None:
     try:
         transport.subscribe([(topic, 1)])
         transport.connect()
-        known = _known(inbox, transport, topic)
+        known = _retained_status(inbox, transport, topic)
         if known is not None and known.state == "online" and _contradicted(inbox):
             raise ConfigError(
                 f"site {site} has a planner already (boot {known.boot}); stop it first, or choose another --site"
@@ -50,7 +50,7 @@ def require_alone(url: BrokerUrl, site: str) -> None:
         transport.close()
 
 
-def _known(inbox: queue.SimpleQueue[Status | State], transport: PahoTransport, topic: str) -> Status | None:
+def _retained_status(inbox: queue.SimpleQueue[Status | State], transport: PahoTransport, topic: str) -> Status | None:
     """Return the retained status: what comes before the question that we publish."""
     known = None
     until = time.monotonic() + ECHO_S

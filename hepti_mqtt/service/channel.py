@@ -17,9 +17,9 @@ from typing import IO, Final
 
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError
-from hepti_mqtt.runtime.coordinator.requests import Job, RequestKey
-from hepti_mqtt.service.decoder import Asked, Decoder
-from hepti_mqtt.service.handler import Desk, Reply, repeated
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
+from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
+from hepti_mqtt.service.handler import Reply, RequestHandler, mark_repeated
 from hepti_mqtt.transport import (
     BrokerUrl,
     Connected,
@@ -42,14 +42,14 @@ UNHEARD_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    """An answer on its way; taken: what to do when the broker has it, None for a part of one.
+class OutgoingAnswer:
+    """An answer on its way; on_acknowledged: what to do when the broker has it, None for a part of one.
 
     until_s: nobody need have heard it after; None until the broker has said for the first time that nobody did.
     """
 
     reply: Reply
-    taken: Callable[[], None] | None
+    on_acknowledged: Callable[[], None] | None
     until_s: float | None = None
 
     @property
@@ -58,27 +58,27 @@ class Outgoing:
         return len(self.reply.payload)
 
 
-class Unheard:
+class UnacknowledgedAnswers:
     """Answers by the time when they go out again; all methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all that follows
-        self._waiting: deque[tuple[float, Outgoing]] = deque()  # who is due first comes first
+        self._waiting: deque[tuple[float, OutgoingAnswer]] = deque()  # who is due first comes first
         self._nbytes = 0
 
-    def room(self, answer: Outgoing) -> bool:
+    def has_room(self, answer: OutgoingAnswer) -> bool:
         """Return whether one more may wait because nobody heard it; of a large one this is alone."""
         with self._lock:
             few = len(self._waiting) < UNHEARD
             return few and (not self._waiting or self._nbytes + answer.nbytes <= UNHEARD_BYTES)
 
-    def put(self, due_s: float, answer: Outgoing) -> None:
+    def put(self, due_s: float, answer: OutgoingAnswer) -> None:
         """Keep an answer until it is due."""
         with self._lock:
             self._waiting.append((due_s, answer))
             self._nbytes += answer.nbytes
 
-    def due(self, now: float) -> Outgoing | None:
+    def take_due(self, now: float) -> OutgoingAnswer | None:
         """Take out the first answer that is due, None if none is."""
         with self._lock:
             if not self._waiting or self._waiting[0][0] > now:
@@ -96,8 +96,8 @@ class Unheard:
 # already, and which it has met in life after life without an answer.
 
 
-KEPT: Final = 4096  # marks of each kind
-LIVES: Final = 4  # of the planner that a request may outlive; the next one refuses it
+MAX_MARKS: Final = 4096  # marks of each kind
+MAX_DELIVERY_ATTEMPTS: Final = 4  # of the planner that a request may outlive; the next one refuses it
 FILE_BYTES: Final = 1 << 20  # then it is written anew, with what is kept
 _MARK_BYTES: Final = 16
 _ANSWERED: Final = b"A"
@@ -119,15 +119,15 @@ class Journal:
     def __init__(self, path: Path, acknowledge: Callable[[Receipt], None]) -> None:
         self._path, self._acknowledge = path, acknowledge
         self._lock = threading.Lock()  # guards all that follows
-        self._waiting: dict[Waiting, list[Asked]] = {}
+        self._waiting: dict[Waiting, list[RawRequest]] = {}
         self._answered: OrderedDict[bytes, None] = OrderedDict()
         self._met: Counter[bytes] = Counter()
         self._met_now: set[bytes] = set()
         self._file: IO[bytes] | None = None
         self._read()
-        self._write_anew()
+        self._rewrite()
 
-    def name(self, asked: Asked) -> str:
+    def name_for(self, asked: RawRequest) -> str:
         """Return a name for a request that brings none; the same one when the broker sends it again."""
         delivery = asked.delivery
         if delivery is None or delivery.receipt is None:
@@ -135,9 +135,9 @@ class Journal:
         packet = str(delivery.receipt.packet).encode()
         name = _mark(asked.model.encode(), asked.client.encode(), packet, asked.payload).hex()
         # The broker counts packet ids anew when it has forgotten a session.
-        return uuid.uuid4().hex if not delivery.repeated and self.known(asked.model, asked.client, name) else name
+        return uuid.uuid4().hex if not delivery.repeated and self.is_known(asked.model, asked.client, name) else name
 
-    def lives(self, asked: Asked) -> int:
+    def count_attempts(self, asked: RawRequest) -> int:
         """Return how many lives of the planner have met a request again; those of this life count once."""
         if asked.delivery is None or not asked.delivery.repeated:
             return 0
@@ -149,41 +149,41 @@ class Journal:
                 self._append(_MET_AGAIN, mark)
             return self._met[mark]
 
-    def wait(self, asked: Asked, job: Job) -> None:
+    def record_waiting(self, asked: RawRequest, request: Request) -> None:
         """A request waits for its answer; one that came several times waits once."""
         with self._lock:
-            self._waiting.setdefault((job.key, job.digest), []).append(asked)
+            self._waiting.setdefault((request.key, request.digest), []).append(asked)
 
-    def over(self, job: Job) -> Callable[[], None]:
+    def settle_when_sent(self, request: Request) -> Callable[[], None]:
         """A request's answer goes out; return what to do when the broker has it."""
         with self._lock:
-            asked = self._waiting.pop((job.key, job.digest), [])
+            asked = self._waiting.pop((request.key, request.digest), [])
         return lambda: self._settle(asked)
 
-    def turned_away(self, asked: Asked) -> Callable[[], None]:
+    def settle_refused(self, asked: RawRequest) -> Callable[[], None]:
         """A request is answered without waiting; return what to do when the broker has the answer."""
         return lambda: self._settle([asked])
 
-    def known(self, model: str, client: str, request: str) -> bool:
+    def is_known(self, model: str, client: str, request: str) -> bool:
         """Return whether a request waits, or may have been answered already."""
         key = RequestKey(model, client, request)
         with self._lock:
             return _mark_of(key) in self._answered or any(key == waiting for waiting, _ in self._waiting)
 
-    def answer(self, key: RequestKey) -> bool:
+    def record_answer(self, key: RequestKey) -> bool:
         """Note that an answer goes out; return whether there may have been one before."""
         mark = _mark_of(key)
         with self._lock:
             before = mark in self._answered
             self._answered[mark] = None
             self._answered.move_to_end(mark)
-            if len(self._answered) > KEPT:
+            if len(self._answered) > MAX_MARKS:
                 self._answered.popitem(last=False)
             if not before:
                 self._append(_ANSWERED, mark)
             return before
 
-    def answered(self, key: RequestKey) -> bool:
+    def was_answered(self, key: RequestKey) -> bool:
         """Return whether there may have been an answer to a request already."""
         with self._lock:
             return _mark_of(key) in self._answered
@@ -195,7 +195,7 @@ class Journal:
                 self._file.close()
                 self._file = None
 
-    def _settle(self, several: list[Asked]) -> None:
+    def _settle(self, several: list[RawRequest]) -> None:
         for asked in several:
             if asked.delivery is None or asked.delivery.receipt is None:
                 continue
@@ -222,9 +222,11 @@ class Journal:
             elif kind == _ENDED:
                 self._met.pop(mark, None)
 
-    def _write_anew(self) -> None:
-        answered = list(self._answered)[-KEPT:]
-        met = [mark for mark, times in self._met.most_common(KEPT) for _ in range(min(times, LIVES))]
+    def _rewrite(self) -> None:
+        answered = list(self._answered)[-MAX_MARKS:]
+        met = [
+            mark for mark, times in self._met.most_common(MAX_MARKS) for _ in range(min(times, MAX_DELIVERY_ATTEMPTS))
+        ]
         self._answered = OrderedDict.fromkeys(answered)
         self._met = Counter(met)
         self._met_now &= set(met)
@@ -246,7 +248,7 @@ class Journal:
             return
         if full:
             self._file.close()
-            self._write_anew()
+            self._rewrite()
 
     def _lose(self, error: OSError) -> None:
         self._file = None
@@ -262,10 +264,10 @@ def _mark(*parts: bytes) -> bytes:
 
 
 def _mark_of(key: RequestKey) -> bytes:
-    return _mark(key.model.encode(), key.client.encode(), key.request.encode())
+    return _mark(key.model.encode(), key.client.encode(), key.id.encode())
 
 
-def _content(asked: Asked) -> bytes:
+def _content(asked: RawRequest) -> bytes:
     return _mark(asked.model.encode(), asked.client.encode(), asked.payload)
 
 
@@ -275,12 +277,12 @@ def _content(asked: Asked) -> bytes:
 
 LOOK_S: Final = 5.0  # after the start, which nothing should hold up
 CLOSED_S: Final = 0.5  # for the last acknowledgements
-AGAIN_S: Final = 0.5  # between two tries of an answer to which nobody was subscribed ...
-UNHEARD_S: Final = 20.0  # ... for so long: a broker that was killed has forgotten who reads what, and they come back
+RESEND_S: Final = 0.5  # between two tries of an answer to which nobody was subscribed ...
+RESEND_FOR_S: Final = 20.0  # ... for so long: a broker that was killed has forgotten who reads what, and they come back
 RETAINED: Final = 64  # topics with retained requests that are told of
 
 
-class Post:
+class RequestChannel:
     """Brings users' requests and sends their answers; what waits for an answer holds nothing else up.
 
     name: of the planner among MQTT clients. place: of the journal's file. answers: the connection that answers go out
@@ -293,28 +295,28 @@ class Post:
         name: str,
         place: Path,
         answers: PahoTransport,
-        desk: Desk,
-        decoder: Decoder,
-        asked: Callable[[Asked], None],
+        desk: RequestHandler,
+        decoder: MessageDecoder,
+        asked: Callable[[RawRequest], None],
         changed: OnState,
         log: logging.Logger,
     ) -> None:
         self._answers, self._desk, self._decoder, self._asked, self._log = answers, desk, decoder, asked, log
         self._tell, self._met = changed, False
         self._stands: Connected | None = None  # the connection that brings requests
-        self._window = DeliveryWindow(self._spilled)
+        self._window = DeliveryWindow(self._handle_overflow)
         self._url, self._name, self._look_s = url, name, time.monotonic() + LOOK_S
         self._requests = PahoTransport(
             url,
             f"{name}-requests",
             on_message=lambda _topic, _payload: None,
-            on_delivery=self.delivered,
+            on_delivery=self.handle_delivery,
             on_state=self._changed,
             clean=False,
             name="planner-requests",
         )
         self._journal = Journal(place, self._acknowledge)
-        self._unheard = Unheard()
+        self._unheard = UnacknowledgedAnswers()
         self._closed = False
         self._told: set[str] = set()  # topics with retained requests
 
@@ -329,14 +331,14 @@ class Post:
         self._requests.close(timeout_s=CLOSED_S)
         self._journal.close()
 
-    def delivered(self, delivery: Delivery) -> None:
+    def handle_delivery(self, delivery: Delivery) -> None:
         """Take a request from the broker, on the network thread."""
         asked = None if delivery.retained else self._decoder.decode(delivery.topic, delivery.payload)
         if delivery.retained:
             self._retained(delivery.topic)
         if delivery.receipt is not None:
             self._window.opened(delivery.receipt)
-        if isinstance(asked, Asked):
+        if isinstance(asked, RawRequest):
             self._asked(replace(asked, delivery=delivery))
         elif delivery.receipt is not None:
             self._acknowledge(delivery.receipt)
@@ -371,92 +373,99 @@ class Post:
         self._requests.acknowledge(receipt)
         self._window.closed(receipt)
 
-    def _spilled(self) -> None:
+    def _handle_overflow(self) -> None:
         self._log.warning("the broker may have dropped requests: more came at once than it keeps, see `hepti doctor`")
-        self._here_again()
+        self._announce()
 
-    def _here_again(self) -> None:
+    def _announce(self) -> None:
         """Say that we are there once more: clients that wait then send again what the broker may have dropped."""
         if (stands := self._stands) is not None:  # else it is said when it stands again
             self._tell(stands)
 
-    def _look(self) -> None:
+    def _probe_broker(self) -> None:
         """Find out what the broker takes and keeps."""
         room = warn_of_limits(self._url, self._name, self._decoder.topics.probe("doctor"), self._log)
         if room is not None:
             self._window.limit = room.in_flight
-            self._here_again()
+            self._announce()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
-    def name(self, asked: Asked) -> str:
+    def name(self, asked: RawRequest) -> str:
         """Return the name of a request, if it brings none."""
-        return self._journal.name(asked)
+        return self._journal.name_for(asked)
 
-    def lives(self, asked: Asked) -> str | None:
+    def exceeded_attempts(self, asked: RawRequest) -> str | None:
         """Return why a request is not taken once more, None if it is."""
-        if (lives := self._journal.lives(asked)) <= LIVES:
+        if (lives := self._journal.count_attempts(asked)) <= MAX_DELIVERY_ATTEMPTS:
             return None
         return f"the planner has been lost {lives} times with this request; see its log, and ask for less at once"
 
-    def wait(self, asked: Asked, job: Job) -> None:
+    def record_waiting(self, asked: RawRequest, request: Request) -> None:
         """A request waits for its answer."""
-        self._journal.wait(asked, job)
+        self._journal.record_waiting(asked, request)
 
-    def turn_away(self, asked: Asked, error: HeptiError) -> None:
+    def refuse_unread(self, asked: RawRequest, error: HeptiError) -> None:
         """Answer a request that is not even read."""
-        self.reply(asked, self._desk.refuse_unread(asked.model, asked.client, asked.payload, error, self.name(asked)))
+        self.send_reply(
+            asked, self._desk.refuse_unread(asked.model, asked.client, asked.payload, error, self.name(asked))
+        )
 
-    def reply(self, asked: Asked, reply: Reply) -> None:
+    def send_reply(self, asked: RawRequest, reply: Reply) -> None:
         """Answer a request that did not wait."""
-        self._last(RequestKey(asked.model, asked.client, reply.request), reply, self._journal.turned_away(asked))
+        self._send_final(
+            RequestKey(asked.model, asked.client, reply.request_id), reply, self._journal.settle_refused(asked)
+        )
 
-    def answer(self, job: Job, reply: Reply) -> None:
+    def send_answer(self, request: Request, reply: Reply) -> None:
         """Answer a request that has waited."""
-        self._last(job.key, reply, self._journal.over(job))
+        self._send_final(request.key, reply, self._journal.settle_when_sent(request))
 
-    def part(self, job: Job, reply: Reply) -> None:
+    def send_part(self, request: Request, reply: Reply) -> None:
         """Send a part of an answer."""
-        self._send(repeated(reply) if self._journal.answered(job.key) else reply)
+        self._send(mark_repeated(reply) if self._journal.was_answered(request.key) else reply)
 
-    def again(self, now: float) -> None:
+    def resend_due(self, now: float) -> None:
         """Send those answers again that nobody has heard, or that found no room; now: by `time.monotonic`."""
         if now > self._look_s:
             self._look_s = inf
-            threading.Thread(target=self._look, name="planner-room", daemon=True).start()
-        while (answer := self._unheard.due(now)) is not None and self._publish(answer):
+            threading.Thread(target=self._probe_broker, name="planner-room", daemon=True).start()
+        while (answer := self._unheard.take_due(now)) is not None and self._publish(answer):
             continue
 
-    def _last(self, key: RequestKey, reply: Reply, taken: Callable[[], None]) -> None:
+    def _send_final(self, key: RequestKey, reply: Reply, taken: Callable[[], None]) -> None:
         """Send the last word on a request; when the broker has it, it need not keep the request any longer."""
-        self._send(repeated(reply) if self._journal.answer(key) else reply, taken)
+        self._send(mark_repeated(reply) if self._journal.record_answer(key) else reply, taken)
 
     def _send(self, reply: Reply, taken: Callable[[], None] | None = None) -> None:
-        self._publish(Outgoing(reply, taken))
+        self._publish(OutgoingAnswer(reply, taken))
 
-    def _publish(self, answer: Outgoing) -> bool:
+    def _publish(self, answer: OutgoingAnswer) -> bool:
         """Send an answer, or keep it until there is room; return whether there was."""
         reply = answer.reply
         try:
             self._answers.publish(
-                reply.topic, reply.payload, 1, taken=None if answer.taken is None else partial(self._taken, answer)
+                reply.topic,
+                reply.payload,
+                1,
+                taken=None if answer.on_acknowledged is None else partial(self._handle_taken, answer),
             )
         except PacketLimitError as error:
-            shorter = self._desk.too_large(reply, error)
+            shorter = self._desk.encode_too_large(reply, error)
             if len(shorter.payload) < len(reply.payload):
                 return self._publish(replace(answer, reply=shorter))
             self._unpublished(reply, error)
-            if answer.taken is not None:
-                answer.taken()  # not even that error gets through, and the request would come again for ever
+            if answer.on_acknowledged is not None:
+                answer.on_acknowledged()  # not even that error gets through, and the request would come again for ever
         except NetworkError as error:
             self._no_room(answer, error)
             return False
         return True
 
-    def _no_room(self, answer: Outgoing, error: NetworkError) -> None:
+    def _no_room(self, answer: OutgoingAnswer, error: NetworkError) -> None:
         """Keep an answer for later, unless we are closed; of a part the whole answer tells."""
-        if answer.taken is not None and not self._closed:
-            self._unheard.put(time.monotonic() + AGAIN_S, answer)
+        if answer.on_acknowledged is not None and not self._closed:
+            self._unheard.put(time.monotonic() + RESEND_S, answer)
         self._unpublished(answer.reply, error)
 
     def _unpublished(self, reply: Reply, error: NetworkError) -> None:
@@ -465,12 +474,12 @@ class Post:
         if count & (count - 1) == 0:  # each is tried again, so that the log would be full of it
             self._log.warning("not published to %s: %s (%d so far)", reply.topic, error, count)
 
-    def _taken(self, answer: Outgoing, heard: bool) -> None:
+    def _handle_taken(self, answer: OutgoingAnswer, heard: bool) -> None:
         """The broker has an answer, on the network thread."""
         now = time.monotonic()
-        until_s = now + UNHEARD_S if answer.until_s is None else answer.until_s
-        if heard or now > until_s or not self._unheard.room(answer):
-            assert answer.taken is not None
-            answer.taken()
+        until_s = now + RESEND_FOR_S if answer.until_s is None else answer.until_s
+        if heard or now > until_s or not self._unheard.has_room(answer):
+            assert answer.on_acknowledged is not None
+            answer.on_acknowledged()
         else:
-            self._unheard.put(now + AGAIN_S, replace(answer, until_s=until_s))
+            self._unheard.put(now + RESEND_S, replace(answer, until_s=until_s))

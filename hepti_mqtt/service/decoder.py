@@ -13,7 +13,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.plausible import MAX_BOOT
-from hepti_mqtt.protocol.topics import Parsed, Topics
+from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.transport import Delivery
 
@@ -23,7 +23,7 @@ DISBELIEVED: Final = 64  # topics with impossible boot counters that are told of
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RawRequest:
     """A user's request, unread; delivery: how it came, None where nobody keeps it for us."""
 
     model: str
@@ -33,21 +33,21 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannerSeen:
+class PlannerStatus:
     """A planner's retained status: our own, or another's."""
 
     status: protocol_messages.Status
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSeen:
+class RetainedPlan:
     """A model's retained record: our own, or one that an earlier planner left behind."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
-class Implausible:
+class ImplausibleBoot:
     """A status, caps or heartbeat with a boot counter that no start can have: forged, or of a clock that is wrong."""
 
     topic: str
@@ -55,14 +55,14 @@ class Implausible:
     boot: int
 
 
-class Disbelief:
+class ImplausibleBootLog:
     """Tells the log once of each topic with an impossible boot counter, of a bounded number of topics."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._told: set[str] = set()
 
-    def tell(self, arrival: Implausible) -> None:
+    def warn_once(self, arrival: ImplausibleBoot) -> None:
         """Tell of what was ignored."""
         if arrival.topic in self._told or len(self._told) >= DISBELIEVED:
             return
@@ -75,32 +75,32 @@ class Disbelief:
         )
 
 
-Arrival = (
+DecodedMessage = (
     interface.DeviceStatus
     | interface.DeviceCaps
     | interface.DeviceHeartbeat
-    | interface.UpMessage
-    | interface.UpFrame
-    | Asked
-    | PlannerSeen
-    | PlanSeen
-    | Implausible
+    | interface.DeviceMessage
+    | interface.DeviceFrame
+    | RawRequest
+    | PlannerStatus
+    | RetainedPlan
+    | ImplausibleBoot
 )
 
 
-def may_be_lost(arrival: Arrival) -> bool:
+def is_droppable(arrival: DecodedMessage) -> bool:
     """Return whether a message is soon followed by another one that says the same: only such may be dropped.
 
     Nobody repeats a will, an output, what a device counted of a run, or what becomes of a plan.
     """
     match arrival:
-        case interface.DeviceHeartbeat() | interface.UpMessage(message=messages.Progress()):
+        case interface.DeviceHeartbeat() | interface.DeviceMessage(message=messages.PrepareProgress()):
             return True
         case _:
             return False
 
 
-class Decoder:
+class MessageDecoder:
     """Topics and payloads to arrivals; what is not valid is counted and dropped.
 
     latest_boot: returns the highest boot counter that is believed now.
@@ -111,14 +111,14 @@ class Decoder:
         self._latest_boot = latest_boot
         self.counters: Counter[str] = Counter()
         self._told: set[str] = set()
-        self._decoders: Mapping[str, Callable[[Parsed, bytes], Arrival]] = {
+        self._decoders: Mapping[str, Callable[[ParsedTopic, bytes], DecodedMessage]] = {
             "status": _status,
             "caps": _caps,
             "heartbeat": _heartbeat,
             "up": _up,
-            "request": lambda topic, payload: Asked(topic.model, topic.client, payload),
-            "planner_status": lambda _, payload: PlannerSeen(messages.decode_status(payload)),
-            "plan": lambda topic, _: PlanSeen(topic.model),
+            "request": lambda topic, payload: RawRequest(topic.model, topic.client, payload),
+            "planner_status": lambda _, payload: PlannerStatus(messages.decode_status(payload)),
+            "plan": lambda topic, _: RetainedPlan(topic.model),
         }
 
     def filters(self) -> list[tuple[str, int]]:
@@ -128,7 +128,7 @@ class Decoder:
             (t.all_status(), 1),
             (t.all_caps(), 1),
             (t.all_heartbeats(), 0),
-            (t.all_up(), 1),
+            (t.all_reports(), 1),
             (t.planner_status(), 1),
             (t.all_plans(), 1),
         ]
@@ -137,7 +137,7 @@ class Decoder:
         """Return what brings the planner requests."""
         return [(self.topics.all_requests(), 1)]
 
-    def decode(self, topic: str, payload: bytes) -> Arrival | None:
+    def decode(self, topic: str, payload: bytes) -> DecodedMessage | None:
         """Return what a message says, None if it is empty (a retained one that was cleared) or not valid."""
         if not payload:
             return None
@@ -158,7 +158,7 @@ class Decoder:
         if boot <= self._latest_boot():
             return arrival
         self.counters["implausible_boot"] += 1
-        return Implausible(topic, parsed.kind, boot)
+        return ImplausibleBoot(topic, parsed.kind, boot)
 
     def _unread(self, device: str, error: WireError) -> None:
         """Tell once of a device that no plan can use; names cost nothing to invent, so of a bounded number of them."""
@@ -167,10 +167,10 @@ class Decoder:
             _log.warning("refused: the caps of %s cannot be read (%s); update the agent there", device, error)
 
 
-def _boot(arrival: Arrival) -> int:
+def _boot(arrival: DecodedMessage) -> int:
     """Return the boot counter that a message names, 0 if it names none."""
     match arrival:
-        case interface.DeviceStatus(status=said) | PlannerSeen(status=said):
+        case interface.DeviceStatus(status=said) | PlannerStatus(status=said):
             return said.boot
         case interface.DeviceCaps(caps=caps):
             return caps.boot
@@ -180,23 +180,23 @@ def _boot(arrival: Arrival) -> int:
             return 0
 
 
-def _status(topic: Parsed, payload: bytes) -> Arrival:
+def _status(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
     return interface.DeviceStatus(topic.device, messages.decode_status(payload))
 
 
-def _caps(topic: Parsed, payload: bytes) -> Arrival:
+def _caps(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
     caps = messages.decode_caps(payload)
     if caps.device != topic.device:
         raise WireError(f"caps of {caps.device} on the topic of {topic.device}")
     return interface.DeviceCaps(topic.device, caps)
 
 
-def _heartbeat(topic: Parsed, payload: bytes) -> Arrival:
+def _heartbeat(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
     return interface.DeviceHeartbeat(topic.device, messages.decode_heartbeat(payload))
 
 
-def _up(topic: Parsed, payload: bytes) -> Arrival:
-    message = messages.decode_up(payload)
+def _up(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
+    message = messages.decode_report(payload)
     if isinstance(message, Frame):
-        return interface.UpFrame(topic.device, message)
-    return interface.UpMessage(topic.device, message)
+        return interface.DeviceFrame(topic.device, message)
+    return interface.DeviceMessage(topic.device, message)

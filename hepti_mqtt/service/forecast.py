@@ -19,17 +19,17 @@ from statistics import fmean
 from typing import Final, NamedTuple
 
 from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.cost.simulator import Naming, simulate
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.cost.simulator import TopicNames, simulate
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs
-from hepti_mqtt.planner import Played
-from hepti_mqtt.runtime.coordinator.plans import Standing
+from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.planner import SimulatedRequest
+from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.spec import RequestShape, Spec
 
 KEPT: Final = 1024
-WAITING: Final = 64  # forecasts to be made; of more, those that have waited longest are given up
+MAX_PENDING: Final = 64  # forecasts to be made; of more, those that have waited longest are given up
 LATE: Final = 4  # shapes of each model that a new plan is expected to see
 PAUSE_S: Final = 0.25  # without a run, and since the last request: one that comes right behind it is no pause
 UNPAUSED_S: Final = 30.0  # without a pause, one forecast is made beside the runs
@@ -56,21 +56,21 @@ class Forecast:
         return Forecast(tokens, self.seconds * by, self.nbytes * by, self.flops, simulated=False)
 
     @classmethod
-    def of(cls, played: Played) -> Forecast:
+    def of(cls, played: SimulatedRequest) -> Forecast:
         """Return what a simulation says."""
         simulation = played.simulation
         flops = {name: use.flops for name, use in simulation.devices.items()}
         return cls(played.shape.size, simulation.seconds, simulation.nbytes, flops)
 
 
-class _Work(NamedTuple):
+class _ForecastJob(NamedTuple):
     plan: Plan
     cluster: Cluster
     shape: RequestShape
 
     @property
-    def key(self) -> tuple[Epoch, RequestShape]:
-        return self.plan.epoch, self.shape
+    def key(self) -> tuple[PlanVersion, RequestShape]:
+        return self.plan.version, self.shape
 
 
 class Forecasts:
@@ -82,37 +82,39 @@ class Forecasts:
     def __init__(self, site: str, specs: Mapping[str, Spec], clock: Callable[[], float] = time.monotonic) -> None:
         self._site, self._specs, self._clock = site, specs, clock
         self._changed = threading.Condition()  # guards all that follows
-        self._standing: tuple[Standing, ...] = ()
+        self._standing: tuple[PlanSnapshot, ...] = ()
         self._late: dict[str, OrderedDict[RequestShape, None]] = {name: OrderedDict() for name in specs}
-        self._ahead: OrderedDict[tuple[Epoch, RequestShape], _Work] = OrderedDict()  # the most urgent first
-        self._asked: deque[tuple[list[_Work], Callable[[], None]]] = deque()
-        self._known: OrderedDict[tuple[Epoch, RequestShape], Forecast] = OrderedDict()
+        self._ahead: OrderedDict[tuple[PlanVersion, RequestShape], _ForecastJob] = (
+            OrderedDict()
+        )  # the most urgent first
+        self._asked: deque[tuple[list[_ForecastJob], Callable[[], None]]] = deque()
+        self._known: OrderedDict[tuple[PlanVersion, RequestShape], Forecast] = OrderedDict()
         self._met: OrderedDict[RequestShape, RunStats] = OrderedDict()
         self._computing: frozenset[str] = frozenset()
         self._used_s = dict.fromkeys(specs, -inf)  # when a request of each model last came, or a run of it ended
         self._waits_s: dict[str, float] = {}  # since when forecasts of each model wait for a pause
         self._closed = False
 
-    def stand(self, standing: tuple[Standing, ...]) -> None:
+    def set_plans(self, standing: tuple[PlanSnapshot, ...]) -> None:
         """Take the plans that there are now, and foresee under the new ones what was asked for of late.
 
         A plan that was priced anew counts as a new one. What the search has simulated is known at once.
         """
         with self._changed:
-            before = {s.plan.epoch: s.cluster for s in self._standing}
-            self._standing, stands = standing, {s.plan.epoch for s in standing}
+            before = {s.plan.version: s.cluster for s in self._standing}
+            self._standing, stands = standing, {s.plan.version for s in standing}
             for key in [key for key in self._ahead if key[0] not in stands]:
                 del self._ahead[key]
-            for new in (s for s in standing if before.get(s.plan.epoch) is not s.cluster):
-                for key in [key for key in self._known if key[0] == new.plan.epoch]:
+            for new in (s for s in standing if before.get(s.plan.version) is not s.cluster):
+                for key in [key for key in self._known if key[0] == new.plan.version]:
                     del self._known[key]
-                if new.played is not None:
-                    self._know((new.plan.epoch, new.played.shape), Forecast.of(new.played))
+                if new.simulated is not None:
+                    self._know((new.plan.version, new.simulated.shape), Forecast.of(new.simulated))
                 for shape in self._late[new.plan.model]:
-                    self._add(_Work(new.plan, new.cluster, shape), urgent=False)
+                    self._add(_ForecastJob(new.plan, new.cluster, shape), urgent=False)
             self._changed.notify()
 
-    def begin(self, model: str, shapes: Iterable[RequestShape]) -> None:
+    def request(self, model: str, shapes: Iterable[RequestShape]) -> None:
         """Foresee a request under every plan of its model that there is, the newest request first."""
         with self._changed:
             late, self._used_s[model] = self._late[model], self._clock()
@@ -123,10 +125,10 @@ class Forecasts:
                     late.popitem(last=False)
                 for one in self._standing:
                     if one.plan.model == model:
-                        self._add(_Work(one.plan, one.cluster, shape), urgent=True)
+                        self._add(_ForecastJob(one.plan, one.cluster, shape), urgent=True)
             self._changed.notify()
 
-    def computing(self, models: frozenset[str]) -> None:
+    def set_busy_models(self, models: frozenset[str]) -> None:
         """Take the models of which runs are under way: what is only foreseen of them waits."""
         if models == self._computing:
             return
@@ -137,7 +139,7 @@ class Forecasts:
             if self._ahead:
                 self._changed.notify()
 
-    def met(self, run: RunStats) -> None:
+    def record_batched_run(self, run: RunStats) -> None:
         """Take note of the shape of a run of several requests: most come once, one that comes again is foreseen.
 
         With the least haste; the same run may be told several times.
@@ -148,27 +150,27 @@ class Forecasts:
             while len(self._met) > KEPT:
                 self._met.popitem(last=False)
             if before is not run:
-                self._add(_Work(run.plan, run.cluster, run.shape), urgent=False)
+                self._add(_ForecastJob(run.plan, run.cluster, run.shape), urgent=False)
                 self._changed.notify()
 
-    def then(self, runs: Iterable[RunStats], act: Callable[[], None]) -> None:
+    def call_when_ready(self, runs: Iterable[RunStats], act: Callable[[], None]) -> None:
         """Call `act` on the forecasts' own thread when those of `runs` are made, before any that are only foreseen."""
         with self._changed:
-            self._asked.append(([_Work(r.plan, r.cluster, r.shape) for r in runs], act))
+            self._asked.append(([_ForecastJob(r.plan, r.cluster, r.shape) for r in runs], act))
             self._changed.notify()
 
-    def told(self, plan: Plan, shape: RequestShape) -> Forecast:
+    def lookup(self, plan: Plan, shape: RequestShape) -> Forecast:
         """Return the forecast of one run, at once: without one, an estimate by the nearest that is known of the plan.
 
         What the plan was chosen by is known of every plan.
         """
         with self._changed:
-            key = plan.epoch, shape
+            key = plan.version, shape
             known = self._known.get(key)
             if known is not None:
                 self._known.move_to_end(key)
                 return known
-            others = [f for (epoch, _), f in self._known.items() if epoch == plan.epoch]
+            others = [f for (plan_version, _), f in self._known.items() if plan_version == plan.version]
         nearest = min(others, key=lambda f: abs(f.tokens - shape.size), default=_of_plan(plan))
         return nearest.scaled(shape.size)
 
@@ -198,7 +200,7 @@ class Forecasts:
             self._closed = True
             self._changed.notify()
 
-    def _next(self) -> tuple[list[_Work], Callable[[], None] | None, float]:
+    def _next(self) -> tuple[list[_ForecastJob], Callable[[], None] | None, float]:
         """Take what is to be made now, and whom to tell; or else say when to look again, infinity: after a change."""
         if self._asked:
             return *self._asked.popleft(), 0.0
@@ -214,7 +216,7 @@ class Forecasts:
             due_s = min(due_s, may_s)
         return [], None, due_s
 
-    def _add(self, work: _Work, urgent: bool) -> None:
+    def _add(self, work: _ForecastJob, urgent: bool) -> None:
         if work.key in self._known:
             return
         model = work.plan.model
@@ -222,10 +224,10 @@ class Forecasts:
             self._waits_s[model] = self._clock()
         self._ahead[work.key] = work
         self._ahead.move_to_end(work.key, last=not urgent)
-        while len(self._ahead) > WAITING:
+        while len(self._ahead) > MAX_PENDING:
             self._ahead.popitem()
 
-    def _make(self, work: _Work) -> None:
+    def _make(self, work: _ForecastJob) -> None:
         with self._changed:
             if work.key in self._known:
                 self._known.move_to_end(work.key)
@@ -233,26 +235,26 @@ class Forecasts:
         try:
             forecast = self._simulated(work)
         except Exception:  # an estimate is told instead
-            _log.exception("a run of %d tokens under plan %s cannot be foreseen", work.shape.size, work.plan.epoch)
+            _log.exception("a run of %d tokens under plan %s cannot be foreseen", work.shape.size, work.plan.version)
             return
         with self._changed:
             self._know(work.key, forecast)
 
-    def _know(self, key: tuple[Epoch, RequestShape], forecast: Forecast) -> None:
+    def _know(self, key: tuple[PlanVersion, RequestShape], forecast: Forecast) -> None:
         self._known[key] = forecast
         while len(self._known) > KEPT:
             self._known.popitem(last=False)
 
-    def _simulated(self, work: _Work) -> Forecast:
+    def _simulated(self, work: _ForecastJob) -> Forecast:
         plan, cluster, shape = work
         spec = self._specs[plan.model]
-        naming, parts = Naming(self._site, plan.model), programs(spec, plan, shape)
-        return Forecast.of(Played(shape, simulate(naming, spec, shape, parts, cluster)))
+        naming, parts = TopicNames(self._site, plan.model), device_programs(spec, plan, shape)
+        return Forecast.of(SimulatedRequest(shape, simulate(naming, spec, shape, parts, cluster)))
 
 
 def _of_plan(plan: Plan) -> Forecast:
     """Return what a plan says of itself."""
-    parts: list[list[float]] = [list(weights) for weights in plan.weights.values()]
+    parts: list[list[float]] = [list(weights) for weights in plan.shares.values()]
     parts += [[float(stop - start) for start, stop in ranges] for ranges in plan.ranges.values()]
     whole = [[x / (sum(part) or 1.0) for x in part] for part in parts] or [[1.0] * len(plan.devices)]
     flops = dict(zip(plan.devices, map(fmean, zip(*whole, strict=True)), strict=True))

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from hepti_mqtt.errors import ModelError, RequestError
-from hepti_mqtt.models.shapes import Pictures
-from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, kind
+from hepti_mqtt.models.shapes import ImageInput
+from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, describe
 
 # Formats and modes of 8 bits per channel; Pillow would cut 16 bits off at white.
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
@@ -42,7 +42,7 @@ def resampling(preprocessor: Mapping[str, Any]) -> Image.Resampling:
         raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error
 
 
-def decode(items: Sequence[tuple[str, Any]], reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
     """Return pictures, in base64 under the names of their places, as uint8 [B, C, S, S].
 
     Mean and std are applied on the device. Raises RequestError that names a picture, or what is too much of them all.
@@ -63,7 +63,7 @@ def decode(items: Sequence[tuple[str, Any]], reads: Pictures, resample: Image.Re
 
 def _file(name: str, value: Any) -> bytes:
     if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string of base64, not {kind(value)}")
+        raise RequestError(f"{name} must be a string of base64, not {describe(value)}")
     try:
         data = value.encode("ascii")
         if any(space in data for space in _SPACES):
@@ -94,7 +94,7 @@ def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
         ) from error
 
 
-def _pixels(name: str, file: bytes, reads: Pictures, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+def _pixels(name: str, file: bytes, reads: ImageInput, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
     """Return a picture as uint8 [C, S, S]."""
     with _opened(name, file) as picture:
         ImageOps.exif_transpose(picture, in_place=True)
@@ -105,7 +105,7 @@ def _pixels(name: str, file: bytes, reads: Pictures, resample: Image.Resampling)
         return np.ascontiguousarray(np.asarray(seen, np.uint8).transpose(2, 0, 1))
 
 
-def _middle(picture: Image.Image, reads: Pictures, resample: Image.Resampling) -> Image.Image:
+def _middle(picture: Image.Image, reads: ImageInput, resample: Image.Resampling) -> Image.Image:
     """Return the middle S x S of a picture whose shorter side becomes `shortest`; what is odd is cut off behind.
 
     Only what is seen of it is computed, whatever the picture's other side: a line of a million pixels has no end here.

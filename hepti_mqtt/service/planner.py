@@ -18,23 +18,31 @@ from typing import Any, Final
 
 import msgpack
 
-from hepti_mqtt.config.state import latest_boot
+from hepti_mqtt.config.state import max_plausible_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.runtime.coordinator import interface, session
-from hepti_mqtt.runtime.coordinator.fleet import Wills
-from hepti_mqtt.runtime.coordinator.interface import ShowPlan
-from hepti_mqtt.runtime.coordinator.plans import Served, Standing
+from hepti_mqtt.runtime.coordinator.fleet import LastWillDebounce
+from hepti_mqtt.runtime.coordinator.interface import PublishPlan
+from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.service.broker_checks import require_alone
-from hepti_mqtt.service.channel import Post
-from hepti_mqtt.service.decoder import Asked, Decoder, Disbelief, Implausible, PlannerSeen, PlanSeen, may_be_lost
+from hepti_mqtt.service.broker_checks import ensure_single_planner
+from hepti_mqtt.service.channel import RequestChannel
+from hepti_mqtt.service.decoder import (
+    ImplausibleBoot,
+    ImplausibleBootLog,
+    MessageDecoder,
+    PlannerStatus,
+    RawRequest,
+    RetainedPlan,
+    is_droppable,
+)
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.handler import Desk, Model, Reply
-from hepti_mqtt.service.setup import PlannerConfig, next_boot, open_models, state_of
-from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
-from hepti_mqtt.service.threads import SWITCH_S, Crew, Pace
+from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
+from hepti_mqtt.service.setup import PlannerConfig, next_boot, open_models, state_directory
+from hepti_mqtt.service.solver import WireAccuracy, solve, start_preloading
+from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.transport import (
@@ -52,7 +60,7 @@ from hepti_mqtt.transport import (
 def encode_record(
     served: tuple[Spec, Path],
     boot: int,
-    shown: ShowPlan,
+    shown: PublishPlan,
     zero_s: float = 0.0,
     unused: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
@@ -69,7 +77,7 @@ def encode_record(
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
-    behind = decision.behind if decision is not None else ()
+    behind = decision.pruned if decision is not None else ()
     record: dict[str, Any] = {
         "boot": boot,
         "active": None if shown.active is None else shown.active.to_dict(),
@@ -121,12 +129,12 @@ def encode_record(
 TICK_S: Final = 0.1
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
-UNREAD: Final = 256  # requests that wait for the desk
-UNREAD_BYTES: Final = 64 << 20
-UNTOLD: Final = 4096  # requests beyond, which wait to be refused
-UNTOLD_BYTES: Final = 32 << 20
-READERS: Final = 2  # threads: what one client asks is read by one of them at a time
-TELLERS: Final = 2
+MAX_UNREAD: Final = 256  # requests that wait for the desk
+MAX_UNREAD_BYTES: Final = 64 << 20
+MAX_UNREFUSED: Final = 4096  # requests beyond, which wait to be refused
+MAX_UNREFUSED_BYTES: Final = 32 << 20
+READER_THREADS: Final = 2  # threads: what one client asks is read by one of them at a time
+ANSWER_THREADS: Final = 2
 TILES_QUEUED_BYTES: Final = 2 << 20
 
 
@@ -140,10 +148,10 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     check_name("site", config.site)
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
-    begin_loading()
+    start_preloading()
     with contextlib.ExitStack() as stack:
         models = open_models(config, stack)
-        require_alone(config.url, config.site)
+        ensure_single_planner(config.url, config.site)
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
         boot = next_boot(config.site, time.time(), config.state_dir)
@@ -151,28 +159,28 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
 
 
 class _Planner:
-    def __init__(self, config: PlannerConfig, boot: int, models: Mapping[str, Model]) -> None:
+    def __init__(self, config: PlannerConfig, boot: int, models: Mapping[str, OpenModel]) -> None:
         self.config, self.boot, self.models = config, boot, models
         self.log = config.log
-        self.decoder = Decoder(config.site, lambda: latest_boot(boot, time.time()))
-        self.disbelief = Disbelief(self.log)
+        self.decoder = MessageDecoder(config.site, lambda: max_plausible_boot(boot, time.time()))
+        self.disbelief = ImplausibleBootLog(self.log)
         self.topics = self.decoder.topics
         served = tuple(
-            Served(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
+            ServedModel(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
             for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.session = session.CoordinatorSession(config.site, boot, served, config.in_flight, broker, token_bytes(32))
-        self.wills = Wills(self.session)
-        self.standing: tuple[Standing, ...] = ()
+        self.will_debounce = LastWillDebounce(self.session)
+        self.standing: tuple[PlanSnapshot, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
-        self.accuracy = {n: Accuracy.of(m.checkpoint) for n, m in models.items()}
-        self.desk = Desk(config.site, models, self.forecasts, config.request_pins)
+        self.accuracy = {n: WireAccuracy.of(m.checkpoint) for n, m in models.items()}
+        self.handler = RequestHandler(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | interface.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
-        self.reading = Crew("planner-reader", READERS, self._guarded, UNREAD, UNREAD_BYTES)
-        self.telling = Crew("planner-teller", TELLERS, self._guarded)
-        self.refusals: Inbox[Callable[[], None] | None] = Inbox(UNTOLD, UNTOLD_BYTES)
-        self.pace = Pace(lambda: not (self.inbox.empty() and self.reading.idle and self.telling.idle))
+        self.reading = FairExecutor("planner-reader", READER_THREADS, self._run_guarded, MAX_UNREAD, MAX_UNREAD_BYTES)
+        self.telling = FairExecutor("planner-teller", ANSWER_THREADS, self._run_guarded)
+        self.refusals: Inbox[Callable[[], None] | None] = Inbox(MAX_UNREFUSED, MAX_UNREFUSED_BYTES)
+        self.throttle = SearchThrottle(lambda: not (self.inbox.empty() and self.reading.idle and self.telling.idle))
         self.searches: queue.SimpleQueue[interface.Solve | None] = queue.SimpleQueue()
         self.hurried: queue.SimpleQueue[interface.Solve | None] = queue.SimpleQueue()  # they wait for no other search
         self.failure: HeptiError | None = None
@@ -180,14 +188,16 @@ class _Planner:
         self.control = PahoTransport(
             config.url,
             name,
-            on_message=self.heard,
-            on_state=self.connection,
+            on_message=self._handle_message,
+            on_state=self._handle_connection,
             will=self._status("offline"),
             clean=False,
             name="planner-control",
         )
-        place, changed = state_of(config.site, config.state_dir) / "requests", self.requests_connection
-        self.post = Post(config.url, name, place, self.control, self.desk, self.decoder, self._asked, changed, self.log)
+        place, changed = state_directory(config.site, config.state_dir) / "requests", self._handle_requests_connection
+        self.channel = RequestChannel(
+            config.url, name, place, self.control, self.handler, self.decoder, self._enqueue_request, changed, self.log
+        )
         self.away = {"control", "requests"}  # connections that do not stand; the session thread's
         self.bulk = PahoTransport(  # so that requests need not queue behind weights
             config.url,
@@ -202,63 +212,63 @@ class _Planner:
             boot,
             {n: m.checkpoint for n, m in models.items()},
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
-            lambda *what: self.inbox.post(interface.Unreadable(*what)),
+            lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
         )
 
     # -- network thread: nothing here blocks ------------------------------------------------------------------------
 
-    def heard(self, topic: str, payload: bytes) -> None:
+    def _handle_message(self, topic: str, payload: bytes) -> None:
         """Take a message from the broker."""
         arrival = self.decoder.decode(topic, payload)
-        if isinstance(arrival, Asked):
-            self._asked(arrival)
-        elif isinstance(arrival, PlannerSeen):
+        if isinstance(arrival, RawRequest):
+            self._enqueue_request(arrival)
+        elif isinstance(arrival, PlannerStatus):
             self.inbox.post(lambda: self._planner_seen(arrival.status))
-        elif isinstance(arrival, PlanSeen):
+        elif isinstance(arrival, RetainedPlan):
             if arrival.model not in self.models:
                 self.inbox.post(lambda: self._publish(self.topics.plan(arrival.model), b"", retain=True))
-        elif isinstance(arrival, Implausible):
+        elif isinstance(arrival, ImplausibleBoot):
             self.inbox.post(lambda: self._disbelieved(arrival))
         elif arrival is None:
             return
-        elif not may_be_lost(arrival):
+        elif not is_droppable(arrival):
             self.inbox.post(arrival)
         elif not self.inbox.offer(arrival, len(payload)):
             self._dropped("inbox_full", f"an event on {topic}")
 
-    def connection(self, state: State) -> None:
+    def _handle_connection(self, state: State) -> None:
         """Take what happened to the connection."""
         if isinstance(state, Connected):
             self.inbox.post(self._connected)
         elif isinstance(state, Disconnected):
             self.log.warning("the broker is away: %s", state.reason)
             self.inbox.post(lambda: self.away.add("control"))
-            self.inbox.post(interface.Connection(online=False))
+            self.inbox.post(interface.BrokerConnection(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
         elif isinstance(state, Refused):
             self.inbox.post(lambda: self._refused(state))
 
-    def requests_connection(self, state: State) -> None:
+    def _handle_requests_connection(self, state: State) -> None:
         """Take what happened to the connection that brings requests."""
         if isinstance(state, Connected):
-            self.inbox.post(lambda: self._here("requests"))
+            self.inbox.post(lambda: self._announce("requests"))
         elif isinstance(state, Disconnected):
             self.inbox.post(lambda: self.away.add("requests"))
         elif isinstance(state, Refused):
             self.inbox.post(lambda: self._refused(state))
 
-    def _asked(self, asked: Asked) -> None:
-        read, refuse = partial(self._read, asked, time.monotonic()), partial(self._no_room, asked)
-        self.reading.offer(asked.client, read, len(asked.payload), refuse)
+    def _enqueue_request(self, asked: RawRequest) -> None:
+        read, refuse = partial(self._read, asked, time.monotonic()), partial(self._refuse_overload, asked)
+        self.reading.submit(asked.client, read, len(asked.payload), refuse)
 
-    def _no_room(self, asked: Asked) -> None:
+    def _refuse_overload(self, asked: RawRequest) -> None:
         error = OverloadedError(
-            f"{UNREAD} requests, or {UNREAD_BYTES >> 20} MB of them, wait to be read already, most of them those of "
-            f"{asked.client}; try again later"
+            f"Too many unread requests ({MAX_UNREAD} or {MAX_UNREAD_BYTES >> 20} MB), most from client {asked.client}. "
+            "Try again later."
         )
         # To find a request's id all of it is parsed, which is no work for this thread either.
-        if not self.refusals.offer(partial(self.post.turn_away, asked, error), len(asked.payload)):
+        if not self.refusals.offer(partial(self.channel.refuse_unread, asked, error), len(asked.payload)):
             self._dropped("untold", f"a request of {asked.client}, unanswered")
 
     def _dropped(self, kind: str, what: str) -> None:
@@ -271,37 +281,43 @@ class _Planner:
 
     def _work(self, errands: Inbox[Callable[[], None] | None]) -> None:
         while (errand := errands.get()) is not None:
-            self._guarded(errand)
+            self._run_guarded(errand)
 
-    def _read(self, asked: Asked, now: float) -> None:
-        if (why := self.post.lives(asked)) is not None:
-            self.post.turn_away(asked, RemoteError(why))
+    def _read(self, asked: RawRequest, now: float) -> None:
+        if (why := self.channel.exceeded_attempts(asked)) is not None:
+            self.channel.refuse_unread(asked, RemoteError(why))
             return
         try:
-            job = self.desk.request(asked.model, asked.client, asked.payload, now, partial(self.post.name, asked))
+            request = self.handler.read_request(
+                asked.model, asked.client, asked.payload, now, partial(self.channel.name, asked)
+            )
         except Exception as error:
-            self.post.turn_away(asked, self._mistake(error))
+            self.channel.refuse_unread(asked, self._internal_error(error))
             return
-        if isinstance(job, Reply):
-            self.post.reply(asked, job)
+        if isinstance(request, Reply):
+            self.channel.send_reply(asked, request)
             return
-        self.post.wait(asked, job)
-        if not self.inbox.offer(interface.Submit(job), sum(chunk.inputs.nbytes for chunk in job.chunks)):
+        self.channel.record_waiting(asked, request)
+        if not self.inbox.offer(
+            interface.RequestArrived(request), sum(chunk.inputs.nbytes for chunk in request.batches)
+        ):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
-            self._refuse(interface.Refuse(job, full))
-        self.desk.foresee(job)  # behind its dispatch: a forecast takes the interpreter from whoever has the request
+            self._refuse(interface.RefuseRequest(request, full))
+        self.handler.request_forecast(
+            request
+        )  # behind its dispatch: a forecast takes the interpreter from whoever has the request
 
-    def _tell(self, command: interface.Answer) -> None:
+    def _send_answer(self, command: interface.AnswerRequest) -> None:
         try:
-            reply = self.desk.answer(command, time.monotonic())
+            reply = self.handler.encode_answer(command, time.monotonic())
         except Exception as error:
-            reply = self.desk.refuse(interface.Refuse(command.job, self._mistake(error)))
-        self.post.answer(command.job, reply)
+            reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
+        self.channel.send_answer(command.request, reply)
 
-    def _refuse(self, command: interface.Refuse) -> None:
-        self.post.answer(command.job, self.desk.refuse(command))
+    def _refuse(self, command: interface.RefuseRequest) -> None:
+        self.channel.send_answer(command.request, self.handler.encode_refusal(command))
 
-    def _mistake(self, error: Exception) -> RemoteError:
+    def _internal_error(self, error: Exception) -> RemoteError:
         self.log.exception("a request could not be dealt with; the planner goes on")
         return RemoteError(f"the planner made a mistake ({error!r}); its log says where")
 
@@ -309,7 +325,7 @@ class _Planner:
 
     def _search_work(self, searches: queue.SimpleQueue[interface.Solve | None]) -> None:
         while (command := searches.get()) is not None:
-            self.inbox.post(solve(self.pace.paced(command), self.accuracy[command.model]))
+            self.inbox.post(solve(self.throttle.throttled(command), self.accuracy[command.model]))
 
     # -- session thread ---------------------------------------------------------------------------------------------
 
@@ -326,7 +342,7 @@ class _Planner:
         ]
         try:
             self.bulk.connect()
-            self.post.connect()
+            self.channel.connect()
             self.control.connect()
             for thread in threads:
                 thread.start()
@@ -341,7 +357,7 @@ class _Planner:
             self.hurried.put(None)
             self.forecasts.close()
             self.tiles.close()
-            self._leave()
+            self._shut_down()
         if self.failure is not None:
             raise self.failure
 
@@ -350,15 +366,17 @@ class _Planner:
         while not stop.is_set() and self.failure is None:
             left = min(tick_at, self.session.due_s) - time.monotonic()
             try:
-                item = self.inbox.get(left) if left > 0 else interface.Tick(behind=not self.inbox.empty())
+                item = self.inbox.get(left) if left > 0 else interface.Tick(has_backlog=not self.inbox.empty())
             except queue.Empty:
                 item = interface.Tick()
             if isinstance(item, interface.Tick):
                 tick_at = time.monotonic() + TICK_S
-                self.post.again(time.monotonic())
-            self.pace.first(partial(self._guarded, item if callable(item) else partial(self._handle, item)))
+                self.channel.resend_due(time.monotonic())
+            self.throttle.run_before_searches(
+                partial(self._run_guarded, item if callable(item) else partial(self._handle, item))
+            )
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _run_guarded(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception:
@@ -366,56 +384,59 @@ class _Planner:
 
     def _handle(self, event: interface.CoordinatorEvent) -> None:
         try:
-            wanted: Sequence[interface.CoordinatorCommand] = self.wills.handle(event, time.monotonic())
+            wanted: Sequence[interface.CoordinatorCommand] = self.will_debounce.handle(event, time.monotonic())
         except Exception as error:
-            if not isinstance(event, interface.Submit):
+            if not isinstance(event, interface.RequestArrived):
                 raise
-            wanted = [interface.Refuse(event.job, self._mistake(error))]
+            wanted = [interface.RefuseRequest(event.request, self._internal_error(error))]
         for command in wanted:
-            self._guarded(partial(self._carry_out, command))
-        self.forecasts.computing(computing := self.session.slots.computing())
-        self.pace.serving(bool(computing))
+            self._run_guarded(partial(self._execute, command))
+        self.forecasts.set_busy_models(computing := self.session.groups.models_in_use())
+        self.throttle.set_serving(bool(computing))
         if (standing := self.session.snapshot()) != self.standing:
             self.standing = standing
-            self.forecasts.stand(standing)
+            self.forecasts.set_plans(standing)
 
-    def _carry_out(self, command: interface.CoordinatorCommand) -> None:
+    def _execute(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
-        elif isinstance(command, interface.Answer) and command.job.computes:
-            at_once = command.small and self.inbox.empty()
-            self.telling.post(command.job.key.client, partial(self._tell, command), at_once)
-        elif isinstance(command, interface.Answer):  # here the forecast is the answer
-            tell = partial(self.telling.post, command.job.key.client, partial(self._tell, command))
-            self.forecasts.then(command.stats, tell)
-        elif isinstance(command, interface.Token):
-            self.telling.post(command.job.key.client, lambda: self.post.part(command.job, self.desk.token(command)))
-        elif isinstance(command, interface.Refuse):
-            self.telling.post(command.job.key.client, partial(self._refuse, command))
+        elif isinstance(command, interface.AnswerRequest) and command.request.wants_result:
+            at_once = command.is_small and self.inbox.empty()
+            self.telling.submit_or_run(command.request.key.client, partial(self._send_answer, command), at_once)
+        elif isinstance(command, interface.AnswerRequest):  # here the forecast is the answer
+            tell = partial(self.telling.submit_or_run, command.request.key.client, partial(self._send_answer, command))
+            self.forecasts.call_when_ready(command.stats, tell)
+        elif isinstance(command, interface.TokenReady):
+            self.telling.submit_or_run(
+                command.request.key.client,
+                lambda: self.channel.send_part(command.request, self.handler.encode_token(command)),
+            )
+        elif isinstance(command, interface.RefuseRequest):
+            self.telling.submit_or_run(command.request.key.client, partial(self._refuse, command))
         elif isinstance(command, interface.Solve):
             (self.hurried if command.hurried else self.searches).put(command)
         elif isinstance(command, interface.SendTiles):
             self.tiles.ask(command.model, command.device, command.hashes)
-        elif isinstance(command, interface.ShowPlan):
-            self._show(command)
+        elif isinstance(command, interface.PublishPlan):
+            self._publish_plan(command)
         else:
             self.log.info("%s: %s", command.kind, command.text)
             said = json.dumps({"kind": command.kind, "text": command.text, "time": time.time()})
             self._publish(self.topics.event(command.kind), said.encode())
 
-    def _show(self, shown: interface.ShowPlan) -> None:
+    def _publish_plan(self, shown: interface.PublishPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
-        served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.membership.unused()
+        served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
         record = encode_record(served, self.boot, shown, time.time() - time.monotonic(), unused)
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:
         """Say what we have planned: after every connection, as the broker may have lost what it retained."""
-        self._handle(interface.Connection(online=True))
-        self._here("control")
+        self._handle(interface.BrokerConnection(online=True))
+        self._announce("control")
         self.log.info("planner of site %s, boot %d, serves %s", self.config.site, self.boot, ", ".join(self.models))
 
-    def _here(self, connection: str) -> None:
+    def _announce(self, connection: str) -> None:
         """Say that we are there, once requests reach us: clients then send again what nobody may have heard."""
         self.away.discard(connection)
         if not self.away:
@@ -429,8 +450,8 @@ class _Planner:
         elif (status.boot, status.state) != (self.boot, "online"):
             self._publish(*self._status("online"))  # a late will, of an earlier planner or an earlier connection
 
-    def _disbelieved(self, arrival: Implausible) -> None:
-        self.disbelief.tell(arrival)
+    def _disbelieved(self, arrival: ImplausibleBoot) -> None:
+        self.disbelief.warn_once(arrival)
         if arrival.kind == "planner_status":
             self._publish(*self._status("online"))  # others who read it must not take it for ours
 
@@ -440,7 +461,7 @@ class _Planner:
             "access list in broker/acl.example"
         )
 
-    def _leave(self) -> None:
+    def _shut_down(self) -> None:
         """Take back what is retained, and close; a planner that was replaced leaves its successor's alone."""
         replaced = isinstance(self.failure, ConfigError)
         if not replaced:
@@ -448,7 +469,7 @@ class _Planner:
                 self._publish(self.topics.plan(name), b"", retain=True)
         self.bulk.close()
         self.control.close(None if replaced else self._status("offline"))
-        self.post.close()
+        self.channel.close()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 

@@ -19,13 +19,13 @@ from tokenizers import Encoding, Tokenizer
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import BadNameError, ModelError, OverloadedError, RequestError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.models import packed
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.shapes import Decoding, Pictures, Text
-from hepti_mqtt.models.text import prompt
-from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
+from hepti_mqtt.models import single_sequence
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
+from hepti_mqtt.models.text import default_prompt
+from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
-from hepti_mqtt.runtime.coordinator.requests import Chunk, Pins
+from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
 from hepti_mqtt.spec import RequestShape, Want
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -35,7 +35,7 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def kind(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return a short word for a JSON value, never all of it."""
     if value is None or isinstance(value, bool | int | float):
         return str(value)[:40]
@@ -46,7 +46,7 @@ def kind(value: Any) -> str:
 
 def quoted(value: Any) -> str:
     """Return a short word for a JSON value where a string could have been right: the beginning of the string itself."""
-    return repr(value[:40]) if isinstance(value, str) else kind(value)
+    return repr(value[:40]) if isinstance(value, str) else describe(value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ MAX_OUTPUT: Final = 8_000_000  # numbers that the devices answer a request with
 MAX_WAITING_BYTES: Final = 128 << 20  # ids and pixels of all requests that are not answered
 
 
-class Characters:
+class CharacterBudget:
     """What is left of the characters that one request may have read."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Characters:
             )
 
 
-class Room:
+class MemoryQuota:
     """Bytes that are held for as long as their holders live: nobody needs to give them back."""
 
     def __init__(self, nbytes: int) -> None:
@@ -111,8 +111,8 @@ class Room:
 CHARACTERS_PER_TOKEN: Final = 4  # first guess; twice as many are read where these are too few
 
 
-def encoded(
-    checkpoint: Checkpoint, reads: Text, name: str, value: Any, truncate: bool, characters: Characters
+def encode_text(
+    checkpoint: Checkpoint, reads: TextInput, name: str, value: Any, truncate: bool, characters: CharacterBudget
 ) -> list[int]:
     """Return the ids of a text; truncation keeps the tokens that the tokenizer adds at both ends.
 
@@ -120,7 +120,7 @@ def encoded(
     request may have read. Raises RequestError naming the text, ModelError for a tokenizer that does not fit the model.
     """
     if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string, not {kind(value)}")
+        raise RequestError(f"{name} must be a string, not {describe(value)}")
     if not value.strip():
         raise RequestError(f"{name} is empty; send some words")
     if not checkpoint.has_tokenizer and not reads.masks:
@@ -128,7 +128,7 @@ def encoded(
             f"{checkpoint.path / 'tokenizer.json'} is missing, so texts cannot be read; copy it, or send token ids"
         )
     tokenizer = checkpoint.tokenizer
-    encoding = _beginning(tokenizer, name, _cleaned(checkpoint, value), reads.longest, characters)
+    encoding = _encode_prefix(tokenizer, name, _cleaned(checkpoint, value), reads.longest, characters)
     room = reads.longest - tokenizer.num_special_tokens_to_add(False)
     if truncate and len(encoding) > room:
         _check_side(checkpoint, name)
@@ -149,8 +149,8 @@ def _cleaned(checkpoint: Checkpoint, text: str) -> str:
     if "modules.json" not in checkpoint.extras or checkpoint.spec.head.task != "embedding":
         return text
     file = "sentence_bert_config.json"
-    text = f"{prompt(checkpoint.extras)}{text}".strip()
-    return text.lower() if Config(file, checkpoint.extras.get(file, {})).flag("do_lower_case", False) else text
+    text = f"{default_prompt(checkpoint.extras)}{text}".strip()
+    return text.lower() if JsonConfig(file, checkpoint.extras.get(file, {})).flag("do_lower_case", False) else text
 
 
 def _check_side(checkpoint: Checkpoint, name: str) -> None:
@@ -163,7 +163,7 @@ def _check_side(checkpoint: Checkpoint, name: str) -> None:
         )
 
 
-def _beginning(tokenizer: Tokenizer, name: str, text: str, longest: int, characters: Characters) -> Encoding:
+def _encode_prefix(tokenizer: Tokenizer, name: str, text: str, longest: int, characters: CharacterBudget) -> Encoding:
     """Return the tokens of a text: all of them, or more than the first `longest`, which are those of the whole."""
     window = CHARACTERS_PER_TOKEN * longest
     while window < len(text):
@@ -216,25 +216,25 @@ _KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *_OPTIONS, *_ENVELOPE})
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ModelInput:
     """A request as the devices take it.
 
-    inputs: token ids int32 [m], those of a decoder behind a zero [1 + m], or pixels uint8 [B, C, S, S]. several: the
-    user sent a list and gets a list of results. computes: False for want "plan", which is answered without the devices.
-    new_tokens: how many tokens to generate. empty: places of empty texts among those of the user, which the devices do
-    not see and whose results are zeros.
+    inputs: token ids int32 [m], those of a decoder behind a zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
+    user sent a list and gets a list of results. wants_result: False for want "plan", which is answered without the
+    devices. new_tokens: how many tokens to generate. empty: places of empty texts among those of the user, which the
+    devices do not see and whose results are zeros.
     """
 
     shape: RequestShape
     inputs: npt.NDArray[Any]
-    several: bool
+    is_list: bool
     top_k: int
-    computes: bool = True
+    wants_result: bool = True
     new_tokens: int = 0
     empty: tuple[int, ...] = ()
 
 
-def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
+def read_input(checkpoint: Checkpoint, request: Any) -> ModelInput:
     """Return what the devices need to answer `request`, an object as `json.loads` gives it.
 
     Exactly one of text, texts, ids (a list, or a list of lists), image, images (base64); optional truncate (cut what
@@ -252,9 +252,9 @@ def prepare(checkpoint: Checkpoint, request: Any) -> Prepared:
     return prepared
 
 
-def _prepared(checkpoint: Checkpoint, request: Any) -> Prepared:
+def _prepared(checkpoint: Checkpoint, request: Any) -> ModelInput:
     if not isinstance(request, Mapping):
-        raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {kind(request)}')
+        raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {describe(request)}')
     unknown = sorted(str(key) for key in request if key not in _KEYS)
     if unknown:
         some = ", ".join(repr(key[:40]) for key in unknown[:UNKNOWN_SHOWN])
@@ -262,9 +262,9 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> Prepared:
         raise RequestError(
             f"unknown key{'s' if len(unknown) > 1 else ''} {some}{more}; a request may have {', '.join(sorted(_KEYS))}"
         )
-    reads = checkpoint.spec.reads
+    reads = checkpoint.spec.input_spec
     given = [key for key in (*TEXT_INPUTS, *IMAGE_INPUTS) if key in request]
-    allowed = IMAGE_INPUTS if isinstance(reads, Pictures) else TEXT_INPUTS
+    allowed = IMAGE_INPUTS if isinstance(reads, ImageInput) else TEXT_INPUTS
     if len(given) != 1:
         has = f"this one has {' and '.join(given)}" if given else "this one has none"
         raise RequestError(f"a request has exactly one of {', '.join(allowed)}; {has}")
@@ -275,22 +275,22 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> Prepared:
     want, computes = _want(request)
     top_k = request.get("top_k", DEFAULT_TOP_K)
     if not is_int(top_k) or not 1 <= top_k <= MAX_TOP_K:
-        raise RequestError(f"top_k must be an integer from 1 to {MAX_TOP_K}, not {kind(top_k)}")
+        raise RequestError(f"top_k must be an integer from 1 to {MAX_TOP_K}, not {describe(top_k)}")
     key, several = given[0], _is_several(given[0], request[given[0]])
-    if isinstance(reads, Pictures):
+    if isinstance(reads, ImageInput):
         pixels = _pictures(checkpoint, reads, request, several)
-        return Prepared(reads.batch(len(pixels), want), pixels, several, top_k, computes)
-    if isinstance(reads, Decoding):
+        return ModelInput(reads.batch(len(pixels), want), pixels, several, top_k, computes)
+    if isinstance(reads, DecoderInput):
         return _decoded(checkpoint, reads, request, key, want, top_k, computes)
     if "max_new_tokens" in request:
         raise RequestError(
             f"model {checkpoint.model} generates no tokens; leave max_new_tokens out, or ask another model"
         )
-    assert isinstance(reads, Text)
+    assert isinstance(reads, TextInput)
     request, empty = _without_empty(checkpoint, request, want)
     lengths, ids = _tokens(checkpoint, reads, request, key, several)
     rows = _mask_rows(checkpoint, key, ids) if reads.masks and want == "task" else ()
-    return Prepared(reads.batch(lengths, want, rows), ids, several, top_k, computes, empty=empty)
+    return ModelInput(reads.batch(lengths, want, rows), ids, several, top_k, computes, empty=empty)
 
 
 def _without_empty(
@@ -315,19 +315,19 @@ def _without_empty(
 
 def _decoded(
     checkpoint: Checkpoint,
-    reads: Decoding,
+    reads: DecoderInput,
     request: Mapping[str, Any],
     key: str,
     want: Want,
     top_k: int,
     computes: bool,
-) -> Prepared:
+) -> ModelInput:
     """Return a decoder's request: one prompt, and how many tokens to generate behind it."""
     if _is_several(key, request[key]):
         raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
     most = request.get("max_new_tokens", DEFAULT_NEW_TOKENS)
     if not is_int(most) or not 1 <= most <= MAX_NEW_TOKENS:
-        raise RequestError(f"max_new_tokens must be an integer from 1 to {MAX_NEW_TOKENS}, not {kind(most)}")
+        raise RequestError(f"max_new_tokens must be an integer from 1 to {MAX_NEW_TOKENS}, not {describe(most)}")
     limit, new = reads.longest, most if want == "task" else 0
     if request.get("truncate") is True and new < limit:
         reads = replace(reads, longest=limit - new)  # a prompt cut to all that the model takes leaves no room behind it
@@ -339,8 +339,8 @@ def _decoded(
                 f"generates: shorten it, or ask for fewer than {most}"
             )
         new = limit - len(ids)
-    shape, inputs = packed(checkpoint.spec, ids, want, len(ids) + new)
-    return Prepared(shape, inputs, several=False, top_k=top_k, computes=computes, new_tokens=new)
+    shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
+    return ModelInput(shape, inputs, is_list=False, top_k=top_k, wants_result=computes, new_tokens=new)
 
 
 def end_token(checkpoint: Checkpoint) -> int | None:
@@ -367,20 +367,20 @@ def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
 
 
 def _tokens(
-    checkpoint: Checkpoint, reads: Text, request: Mapping[str, Any], key: str, several: bool
+    checkpoint: Checkpoint, reads: TextInput, request: Mapping[str, Any], key: str, several: bool
 ) -> tuple[tuple[int, ...], npt.NDArray[np.int32]]:
     """Return the length of each sequence, and all ids packed [m]."""
     truncate = request.get("truncate", False)
     if not isinstance(truncate, bool):
-        raise RequestError(f"truncate must be true or false, not {kind(truncate)}")
+        raise RequestError(f"truncate must be true or false, not {describe(truncate)}")
     limit = reads.longest
     sequences: list[list[int]] = []
-    characters = Characters()
+    characters = CharacterBudget()
     for name, item in _items(key, request[key], several):
         ids = (
             _checked_ids(checkpoint, reads, name, item)
             if key == "ids"
-            else encoded(checkpoint, reads, name, item, truncate, characters)
+            else encode_text(checkpoint, reads, name, item, truncate, characters)
         )
         if len(ids) > limit and not truncate:
             raise RequestError(
@@ -407,15 +407,15 @@ def _items(key: str, value: Any, several: bool) -> list[tuple[str, Any]]:
     if not several:
         return [(key, value)]
     if not isinstance(value, list) or not value:
-        raise RequestError(f"{key} must be a list with at least one element, not {kind(value)}")
+        raise RequestError(f"{key} must be a list with at least one element, not {describe(value)}")
     if len(value) > MAX_SEQUENCES:
         raise RequestError(f"{key} has {len(value)} elements; send at most {MAX_SEQUENCES} in one request")
     return [(f"{key}[{i}]", item) for i, item in enumerate(value)]
 
 
-def _checked_ids(checkpoint: Checkpoint, reads: Text, name: str, value: Any) -> list[int]:
+def _checked_ids(checkpoint: Checkpoint, reads: TextInput, name: str, value: Any) -> list[int]:
     if not isinstance(value, list) or not all(is_int(v) for v in value):
-        raise RequestError(f"{name} must be a list of integers, not {kind(value)}")
+        raise RequestError(f"{name} must be a list of integers, not {describe(value)}")
     if not value:
         raise RequestError(f"{name} is empty; send at least one token id")
     for token in value:
@@ -425,7 +425,7 @@ def _checked_ids(checkpoint: Checkpoint, reads: Text, name: str, value: Any) -> 
 
 
 def _pictures(
-    checkpoint: Checkpoint, reads: Pictures, request: Mapping[str, Any], several: bool
+    checkpoint: Checkpoint, reads: ImageInput, request: Mapping[str, Any], several: bool
 ) -> npt.NDArray[np.uint8]:
     """Return all pixels [B, C, S, S]."""
     if "truncate" in request:
@@ -444,17 +444,17 @@ def _pictures(
 MAX_DEADLINE_MS: Final = 86_400_000
 AUTO: Final = "auto"
 WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
-STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
+WEIGHT_DTYPES: Final[tuple[WeightDtype, ...]] = get_args(WeightDtype)
 ROUTES: Final[tuple[Route, ...]] = get_args(Route)
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 _GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
 _ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
 _SHORT: Final = 1024  # characters
-_WHEN_AND_WHERE: Final = ("id", "deadline_ms", "reply_to", "report")
+_DELIVERY_KEYS: Final = ("id", "deadline_ms", "reply_to", "report")
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class RequestEnvelope:
     """A request without what only the model understands; `body` is the rest, as `requests.prepare` takes it."""
 
     id: str | None
@@ -496,7 +496,7 @@ def request_id(data: Mapping[str, Any]) -> str | None:
         raise RequestError(f"id: {error}") from error
 
 
-def glimpsed_id(payload: bytes) -> str | None:
+def peek_id(payload: bytes) -> str | None:
     """Return the id of a request that is not parsed, None if it does not stand near the beginning or the end."""
     for part in (payload[:_GLIMPSED], payload[-_GLIMPSED:]):
         if found := _ID.search(part):
@@ -510,7 +510,7 @@ def digest(data: Mapping[str, Any]) -> bytes:
 
     Raises RequestError for one that is nested too deeply.
     """
-    question = {k: v for k, v in data.items() if k not in _WHEN_AND_WHERE}
+    question = {k: v for k, v in data.items() if k not in _DELIVERY_KEYS}
     # Pictures and long texts are hashed as they are, behind the rest: JSON once more takes longer than the hash.
     long = {k: v for k, v in sorted(question.items()) if isinstance(v, str) and len(v) > _SHORT}
     question.update((k, len(v)) for k, v in long.items())
@@ -524,7 +524,7 @@ def digest(data: Mapping[str, Any]) -> bytes:
     return found.digest()
 
 
-def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
+def split_envelope(data: Mapping[str, Any], own: Pins) -> RequestEnvelope:
     """Return a request taken apart; raises RequestError that names what is wrong.
 
     own: what the planner's user pinned; it holds where the request says nothing else.
@@ -540,17 +540,17 @@ def envelope(data: Mapping[str, Any], own: Pins) -> Envelope:
     report = data.get("report", False)
     if not isinstance(report, bool):
         raise RequestError("report must be true or false: whether the answer waits for what the devices counted")
-    return Envelope(
+    return RequestEnvelope(
         id=request_id(data),
         deadline_s=None if deadline is None else deadline / 1e3,
         reply_to=reply_to,
         pins=_pins(data, own) if any(data.get(key) is not None for key in PINS) else None,
-        body={k: v for k, v in data.items() if k not in (*PINS, *_WHEN_AND_WHERE)},
+        body={k: v for k, v in data.items() if k not in (*PINS, *_DELIVERY_KEYS)},
         report=report,
     )
 
 
-def checked_pins(
+def validate_pins(
     strategy: Any, options: Any, devices: Any, wire: Any, weights: Any, route: Any = None, accuracy: Any = None
 ) -> Pins:
     """Return pins in one form, whoever gives them: devices sorted, `auto` as None.
@@ -567,8 +567,8 @@ def checked_pins(
         raise RequestError(f"options: {error}")
     if wire not in WIRES:
         raise RequestError(f"wire must be one of {', '.join(WIRES)}")
-    if weights not in STORAGES:
-        raise RequestError(f"weights must be one of {', '.join(STORAGES)}")
+    if weights not in WEIGHT_DTYPES:
+        raise RequestError(f"weights must be one of {', '.join(WEIGHT_DTYPES)}")
     way = None if route == AUTO else route
     if way not in (None, *ROUTES):
         raise RequestError(f"route must be one of {', '.join((AUTO, *ROUTES))}")
@@ -602,12 +602,12 @@ def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
     objective = own.objective if data.get("objective") is None else data["objective"]
     if objective not in OBJECTIVES:
         raise RequestError(f"objective must be one of {', '.join(OBJECTIVES)}")
-    pins = checked_pins(
+    pins = validate_pins(
         own.strategy if strategy is None else strategy,
         (own.options if strategy is None else {}) if options is None else options,
         own.devices if devices is None else devices,
         (own.wire if accuracy is None else "f32") if wire is None else wire,
-        own.storage if data.get("weights") is None else data["weights"],
+        own.weight_dtype if data.get("weights") is None else data["weights"],
         own.route if data.get("route") is None else data["route"],
         (own.accuracy if wire is None else None) if accuracy is None else accuracy,
     )
@@ -618,7 +618,7 @@ def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
 # A request cut into runs: whole items, in order, as many in each as one Program may hold.
 
 
-def cut(prepared: Prepared, most: int) -> tuple[Chunk, ...]:
+def split_into_batches(prepared: ModelInput, most: int) -> tuple[Batch, ...]:
     """Return the chunks of a request, each of at most the size `most`.
 
     Their outputs, one below the other, are the output of the whole. Raises ValueError if one item is larger.
@@ -629,9 +629,9 @@ def cut(prepared: Prepared, most: int) -> tuple[Chunk, ...]:
         if more > most:
             raise ValueError(f"item {place} has size {more}, a run holds {most}")
         if size + more > most:
-            part, where = shape.part(first, place)
-            chunks.append(Chunk(part, prepared.inputs[where]))
+            part, where = shape.slice_items(first, place)
+            chunks.append(Batch(part, prepared.inputs[where]))
             first, size = place, 0
         size += more
-    part, where = shape.part(first, len(shape.sizes))
-    return (*chunks, Chunk(part, prepared.inputs[where]))
+    part, where = shape.slice_items(first, len(shape.sizes))
+    return (*chunks, Batch(part, prepared.inputs[where]))

@@ -16,15 +16,15 @@ from hepti_mqtt.config import Settings, state
 from hepti_mqtt.config.options import PlannerOptions, RequestPins
 from hepti_mqtt.errors import ConfigError, ModelError, RequestError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.models import storages
+from hepti_mqtt.models import weight_dtypes
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
-from hepti_mqtt.service.handler import Model
-from hepti_mqtt.service.requests import checked_pins
+from hepti_mqtt.service.handler import OpenModel
+from hepti_mqtt.service.requests import validate_pins
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.transport import BrokerUrl
 
 
-def state_of(site: str, directory: Path | None = None) -> Path:
+def state_directory(site: str, directory: Path | None = None) -> Path:
     """Return where the planner of a site keeps what must outlive it; directory: instead of the user's."""
     return (directory or user_state_path("hepti")) / "planner" / site
 
@@ -34,7 +34,7 @@ def next_boot(site: str, unix_s: float, directory: Path | None = None) -> int:
 
     directory: instead of the user's state directory. Raises ConfigError if nothing can be stored there.
     """
-    place = state_of(site, directory)
+    place = state_directory(site, directory)
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = (place / "lock").open("w")
@@ -80,7 +80,7 @@ class PlannerConfig:
             url=BrokerUrl.parse(settings.require_broker()),
             site=check_name("site", settings.site),
             models=options.models,
-            pins=dict.fromkeys(options.models, options.pins.pins()),
+            pins=dict.fromkeys(options.models, options.pins.to_pins()),
             in_flight=options.in_flight,
             batching=Batching(options.batch, options.batch_delay_ms / 1e3),
             broker_mbit=options.broker_mbit,
@@ -92,17 +92,17 @@ class PlannerConfig:
 # The models that a planner serves: opened, and their pins checked.
 
 
-def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str, Model]:
+def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str, OpenModel]:
     """Return the models that can be used, and name the others; raises the first one's ModelError if there is none.
 
     Weights that a model cannot have are a ConfigError where it is the only one; of several it keeps f32.
     """
-    models: dict[str, Model] = {}
+    models: dict[str, OpenModel] = {}
     bad: list[ModelError] = []
     for name, directory in config.models.items():
         p = config.pins.get(name, Pins())
         try:
-            pins = checked_pins(p.strategy, p.options, p.devices, p.wire, p.storage, p.route, p.accuracy)
+            pins = validate_pins(p.strategy, p.options, p.devices, p.wire, p.weight_dtype, p.route, p.accuracy)
             pins = replace(pins, objective=p.objective)
         except RequestError as error:
             raise ConfigError(f"model {name}: {error}") from error
@@ -114,19 +114,19 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
             if len(config.models) > 1:
                 config.log.warning("model %s is not served: %s", name, error)
             continue
-        models[name] = Model(name, checkpoint, _able(config, name, checkpoint.spec, pins))
+        models[name] = OpenModel(name, checkpoint, _supported_pins(config, name, checkpoint.spec, pins))
     if not models:
         raise bad[0]
     return models
 
 
-def _able(config: PlannerConfig, name: str, spec: Spec, pins: Pins) -> Pins:
+def _supported_pins(config: PlannerConfig, name: str, spec: Spec, pins: Pins) -> Pins:
     """Return a model's pins with f32 for weights that its family cannot have."""
-    able = storages(spec)
-    if pins.storage in able:
+    able = weight_dtypes(spec)
+    if pins.weight_dtype in able:
         return pins
-    why = f"{spec.architecture} can keep its weights in {' or '.join(able)} alone, and {pins.storage} is asked for"
+    why = f"{spec.architecture} can keep its weights in {' or '.join(able)} alone, and {pins.weight_dtype} is asked for"
     if len(config.models) == 1:
         raise ConfigError(f"model {name}: {why}; leave out --weights, or ask for {able[0]}")
     config.log.warning("model %s: %s; it keeps f32", name, why)
-    return replace(pins, storage="f32")
+    return replace(pins, weight_dtype="f32")

@@ -23,18 +23,25 @@ from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.plan import NARROW, Plan, WireDtype
-from hepti_mqtt.planner import compared, decide_soon, decide_within, price, still_best, wire_errors
-from hepti_mqtt.planner.candidates import Narrowed, narrowed
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WireDtype
+from hepti_mqtt.planner import (
+    decide_hurried,
+    decide_within_accuracy,
+    price,
+    ranked_with_previous,
+    revalidate,
+    wire_errors,
+)
+from hepti_mqtt.planner.candidates import WireErrorKey, wire_error_key
 from hepti_mqtt.runtime.coordinator.interface import Solve, Solved
 from hepti_mqtt.spec import Spec
 
 _log = logging.getLogger(__name__)
-_WIRE: Final[Mapping[str, WireDtype]] = {wire: wire for wire in NARROW}
+_WIRE: Final[Mapping[str, WireDtype]] = {wire: wire for wire in NARROW_WIRE_DTYPES}
 COLLECTED: Final = 20_000  # new objects before the garbage collector looks, a few megabytes at most
 
 
-def begin_loading() -> None:
+def start_preloading() -> None:
     """Import what searches need while the planner asks its broker; Numba takes longer than all the rest of it."""
     threading.Thread(target=_load, name="planner-loads", daemon=True).start()
 
@@ -48,7 +55,7 @@ def _load() -> None:
     gc.set_threshold(COLLECTED, 20, 50)
 
 
-class Accuracy:
+class WireAccuracy:
     """What is known of narrow exchanges of one model; tensors: its canonical ones, read when they are asked for.
 
     kept: a file of the model's digest where errors are found again after a restart, None to keep none.
@@ -56,10 +63,10 @@ class Accuracy:
 
     def __init__(self, spec: Spec, tensors: Mapping[str, Any], kept: Path | None = None) -> None:
         self._spec, self._tensors, self._kept = spec, tensors, kept
-        self.known: dict[Narrowed, float] = {} if kept is None else _read(kept)
+        self.known: dict[WireErrorKey, float] = {} if kept is None else _read(kept)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Accuracy:
+    def of(cls, checkpoint: Checkpoint) -> WireAccuracy:
         """Return that of a checkpoint, whose errors are kept in the user's cache by its digest.
 
         Another version of Hepti does not read them: its methods may exchange something else.
@@ -74,15 +81,15 @@ class Accuracy:
             found = wire_errors(self._spec, plan, self._tensors)
         except Exception:  # whatever it is, it must not leave the model without a plan
             _log.exception("cannot find how far narrow exchanges move the answers of %s", plan.model)
-            return dict.fromkeys(NARROW, inf)
+            return dict.fromkeys(NARROW_WIRE_DTYPES, inf)
         told = ", ".join(f"{wire} {error:.1e}" for wire, error in found.items())
         _log.info("%s: %s on %d devices moves answers by: %s", plan.model, plan.method, len(plan.devices), told)
         if self._kept is not None:
-            _write(self._kept, self.known | {narrowed(plan, wire): error for wire, error in found.items()})
+            _write(self._kept, self.known | {wire_error_key(plan, wire): error for wire, error in found.items()})
         return found
 
 
-def _read(path: Path) -> dict[Narrowed, float]:
+def _read(path: Path) -> dict[WireErrorKey, float]:
     """Return what is kept; a file that is missing or damaged only makes the first search slower."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         rows = json.loads(path.read_text())
@@ -90,27 +97,29 @@ def _read(path: Path) -> dict[Narrowed, float]:
     return {}
 
 
-def _write(path: Path, known: Mapping[Narrowed, float]) -> None:
+def _write(path: Path, known: Mapping[WireErrorKey, float]) -> None:
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps([[*key, error] for key, error in known.items()]).encode())
 
 
-def solve(command: Solve, accuracy: Accuracy | None = None) -> Solved:
+def solve(command: Solve, accuracy: WireAccuracy | None = None) -> Solved:
     """Return the decision with the running plan's price under the same measurements, or the error that prevents one."""
     question, running = command.question, command.running
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
-            return Solved(command.model, command.ticket, decide_soon(question, command.last), None, hurried=True)
-    if command.kept is not None and not command.trial:
+            return Solved(
+                command.model, command.ticket, decide_hurried(question, command.last_plan), None, hurried=True
+            )
+    if command.active_decision is not None and not command.trial:
         with suppress(Exception):
-            if (kept := still_best(question, command.kept)) is not None:
+            if (kept := revalidate(question, command.active_decision)) is not None:
                 return Solved(command.model, command.ticket, kept, kept.chosen.price.cost[0])
     try:
-        accuracy = accuracy or Accuracy(question.spec, {})
-        decision = decide_within(question, accuracy.known, accuracy.measure)
-        if command.trial and command.kept is not None:
-            decision = compared(question, decision, command.kept)
+        accuracy = accuracy or WireAccuracy(question.spec, {})
+        decision = decide_within_accuracy(question, accuracy.known, accuracy.measure)
+        if command.trial and command.active_decision is not None:
+            decision = ranked_with_previous(question, decision, command.active_decision)
         running_s = None
         if running is not None and set(running.devices) <= set(question.cluster.devices):
             running_s = price(question, running, full=True).cost[0]

@@ -24,7 +24,7 @@ class _Line(Generic[Item]):
     busy: bool = False
 
 
-class Turns(Generic[Item]):
+class RoundRobin(Generic[Item]):
     """Bounded queues of clients, served in turn; a client's things are done in their order, one at a time.
 
     So a client that has nothing waiting is served after at most one thing of each other, and with two workers at once
@@ -105,12 +105,12 @@ class Turns(Generic[Item]):
 Act = Callable[[], None]
 
 
-class _Errand(NamedTuple):
+class _Task(NamedTuple):
     act: Act
     refuse: Act
 
 
-class Crew:
+class FairExecutor:
     """Some threads that do what is offered, one thing of each client in turn and at a time.
 
     limit, limit_bytes: of everything that waits. guarded: does one thing, and lets no exception through.
@@ -125,7 +125,7 @@ class Crew:
         limit_bytes: float = inf,
     ) -> None:
         self._guarded = guarded
-        self._turns: Turns[_Errand] = Turns(limit, limit_bytes)
+        self._turns: RoundRobin[_Task] = RoundRobin(limit, limit_bytes)
         self._changed = threading.Condition()  # guards the turns
         self._closed = False
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
@@ -141,18 +141,18 @@ class Crew:
             self._closed = True
             self._changed.notify_all()
 
-    def offer(self, client: str, act: Act, nbytes: int, refuse: Act) -> None:
+    def submit(self, client: str, act: Act, nbytes: int, refuse: Act) -> None:
         """Do something for a client when its turn comes; or call `refuse`, now or later, if there is no room for it.
 
         That of others may be called here too, so it must not block.
         """
         with self._changed:
-            refused = self._turns.put(client, _Errand(act, refuse), nbytes)
+            refused = self._turns.put(client, _Task(act, refuse), nbytes)
             self._changed.notify()
         for errand in refused:
             errand.refuse()
 
-    def post(self, client: str, act: Act, here: bool = False) -> None:
+    def submit_or_run(self, client: str, act: Act, here: bool = False) -> None:
         """Do something for a client that must be done; for a crew without limits.
 
         here: on this thread at once, if nothing waits and nothing is being done: to wake another takes longer than a
@@ -161,7 +161,7 @@ class Crew:
         if here and self.idle:
             self._guarded(act)
         else:
-            self.offer(client, act, 0, lambda: None)
+            self.submit(client, act, 0, lambda: None)
 
     @property
     def idle(self) -> bool:
@@ -199,7 +199,7 @@ LOOKS_S: Final = 0.005  # until it is asked again whether the planner has someth
 SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
 
 
-class Pace:
+class SearchThrottle:
     """The pauses of searches beside requests.
 
     A search does nothing while the planner has something in hand: reads, deals with or answers a request. Beside runs
@@ -223,7 +223,7 @@ class Pace:
         self._unused.set()
         self._wait = wait or self._unused.wait
 
-    def first(self, act: Callable[[], None]) -> None:
+    def run_before_searches(self, act: Callable[[], None]) -> None:
         """Do something of the session thread, for which searches pause."""
         self._is_first = True
         try:
@@ -231,14 +231,14 @@ class Pace:
         finally:
             self._is_first = False
 
-    def serving(self, is_serving: bool) -> None:
+    def set_serving(self, is_serving: bool) -> None:
         """Take whether runs are under way."""
         if is_serving:
             self._unused.clear()
         else:
             self._unused.set()
 
-    def paced(self, command: Solve) -> Solve:
+    def throttled(self, command: Solve) -> Solve:
         """Return a search with pauses; one that requests wait for has none."""
         if command.hurried or command.running is None:
             return command

@@ -10,7 +10,7 @@ from typing import Final
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import HeptiError, ModelError, NetworkError
-from hepti_mqtt.ids import ALL, Epoch
+from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
 from hepti_mqtt.protocol.frames import Frame, encode
 from hepti_mqtt.protocol.topics import Topics
 
@@ -39,7 +39,7 @@ class TileServer:
         unreadable: Callable[[str, str, HeptiError], None],
     ) -> None:
         self._topics = Topics(site)
-        self._epoch = Epoch(boot, 0)
+        self._epoch = PlanVersion(boot, 0)
         self._checkpoints = checkpoints
         self._publish, self._unreadable = publish, unreadable
         self._wanted: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
@@ -71,8 +71,8 @@ class TileServer:
                 for device in devices:
                     self._unreadable(model, device, found)
             else:
-                to = ALL if len(devices) > 1 else next(iter(devices))
-                self.counters["to_all" if to == ALL else "to_one"] += 1
+                to = ALL_DEVICES if len(devices) > 1 else next(iter(devices))
+                self.counters["to_all" if to == ALL_DEVICES else "to_one"] += 1
                 self._send(self._topics.weights(to), payload)
 
     def close(self) -> None:

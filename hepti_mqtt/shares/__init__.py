@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.shares.share import Branches, Lane, Options, Share, Shares, Weights
+from hepti_mqtt.shares.share import Branches, DeviceResources, Options, Share, Shares, Speeds
 
-__all__ = ["Branches", "Lane", "Options", "Share", "Shares", "Weights"]
+__all__ = ["Branches", "DeviceResources", "Options", "Share", "Shares", "Speeds"]

@@ -17,16 +17,16 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hepti_mqtt.cost.profiles import Power
-from hepti_mqtt.lowering import Graph, Piece, Rule, Set, Table, box, roles, span
+from hepti_mqtt.lowering import Graph, IndexSet, Piece, Rule, Table, region_with, roles, span
 from hepti_mqtt.lowering.ops import GlobalAverage, Op
-from hepti_mqtt.lowering.regions import Region, count, union
+from hepti_mqtt.lowering.regions import Region, index_count, union
 from hepti_mqtt.plan import Range, apportion
-from hepti_mqtt.shares.share import Array, Lane, Options, Shares, Weights, consecutive
+from hepti_mqtt.shares.share import Array, DeviceResources, Options, Shares, Speeds, partition_in_order
 
 PLACED: Final = (roles.MAP, roles.DENSE)
 
 
-class Reads(NamedTuple):
+class UnitInput(NamedTuple):
     """What a unit requires of another one: for each index of the unit, which indices; bytes of one of those."""
 
     name: str
@@ -35,7 +35,7 @@ class Reads(NamedTuple):
     nbytes: int
 
 
-class Unit(NamedTuple):
+class ExecutionUnit(NamedTuple):
     """A placed tensor with all that is computed for it alone, cut along one dimension: rows of a map, columns.
 
     flops: of one index, at the middle.
@@ -44,7 +44,7 @@ class Unit(NamedTuple):
     op: Op
     dim: int
     flops: float
-    reads: tuple[Reads, ...]
+    reads: tuple[UnitInput, ...]
 
     @property
     def size(self) -> int:
@@ -53,24 +53,24 @@ class Unit(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def units(graph: Graph) -> tuple[Unit, ...]:
+def execution_units(graph: Graph) -> tuple[ExecutionUnit, ...]:
     """Return the execution units of a graph in the order in which they are computed."""
     return tuple([_unit(graph, op) for op in graph.ops if op.role in PLACED])
 
 
-def _unit(graph: Graph, op: Op) -> Unit:
-    dim = dimension(op)
-    seen = [_seen(graph, op, box(op, {dim: span(i, i + 1)})) for i in range(op.space[dim])]
+def _unit(graph: Graph, op: Op) -> ExecutionUnit:
+    dim = cut_dimension(op)
+    seen = [_seen(graph, op, region_with(op, {dim: span(i, i + 1)})) for i in range(op.space[dim])]
     reads = []
     for name in dict.fromkeys(name for one in seen for name in one):
         source = graph.by_name[name]
         ends = [one.get(name, (0, 0)) for one in seen]
-        row = prod(source.space[: source.rank]) // source.space[dimension(source)]
-        reads.append(Reads(name, tuple(a for a, _ in ends), tuple(z for _, z in ends), 4 * row))
-    return Unit(op, dim, _flops(graph, op, op.full) / op.space[dim], tuple(reads))
+        row = prod(source.space[: source.rank]) // source.space[cut_dimension(source)]
+        reads.append(UnitInput(name, tuple(a for a, _ in ends), tuple(z for _, z in ends), 4 * row))
+    return ExecutionUnit(op, dim, _flops(graph, op, op.full_region) / op.space[dim], tuple(reads))
 
 
-def dimension(op: Op) -> int:
+def cut_dimension(op: Op) -> int:
     """Return the dimension along which a unit is cut."""
     return 0 if op.rank == 3 else 1
 
@@ -78,14 +78,14 @@ def dimension(op: Op) -> int:
 def _seen(graph: Graph, op: Op, region: Region) -> Mapping[str, Range]:
     """Return the ranges of placed tensors that a region is computed from."""
     found: dict[str, Range] = {}
-    for name, part in zip(op.inputs, op.need(region), strict=True):
+    for name, part in zip(op.inputs, op.input_regions(region), strict=True):
         source = graph.by_name[name]
         if source.role in (roles.INPUT, roles.STEM) or not all(part):
             continue
         if source.role in PLACED:
-            more = {name: _hull(part[dimension(source)])}
+            more = {name: _hull(part[cut_dimension(source)])}
         else:
-            inner = source.of(part)
+            inner = source.region_for(part)
             more = dict(_seen(graph, source, inner)) if inner else {}
         for key, (a, z) in more.items():
             low, high = found.get(key, (a, z))
@@ -93,19 +93,19 @@ def _seen(graph: Graph, op: Op, region: Region) -> Mapping[str, Range]:
     return found
 
 
-def _hull(s: Set) -> Range:
+def _hull(s: IndexSet) -> Range:
     return s[0][0], s[-1][1]
 
 
 def _flops(graph: Graph, op: Op, region: Region) -> float:
     """Return the FLOPs of a region with all that is computed for it alone."""
-    places = prod(map(count, region[: op.rank - 1]))
-    matrices = sum((r.rows[1] - r.rows[0]) * (r.columns[1] - r.columns[0]) for r in op.refs(region))
-    total = 2.0 * places * matrices if matrices else float(prod(map(count, region[: op.rank])))
-    for name, part in zip(op.inputs, op.need(region), strict=True):
+    places = prod(map(index_count, region[: op.rank - 1]))
+    matrices = sum((r.rows[1] - r.rows[0]) * (r.columns[1] - r.columns[0]) for r in op.weight_refs(region))
+    total = 2.0 * places * matrices if matrices else float(prod(map(index_count, region[: op.rank])))
+    for name, part in zip(op.inputs, op.input_regions(region), strict=True):
         source = graph.by_name[name]
         if source.role not in (*PLACED, roles.INPUT, roles.STEM) and not source.is_view:
-            inner = source.of(part)
+            inner = source.region_for(part)
             total += _flops(graph, source, inner) if inner else 0.0
     return total
 
@@ -113,7 +113,9 @@ def _flops(graph: Graph, op: Op, region: Region) -> float:
 def pixels(graph: Graph) -> int:
     """Return the pixels of the map behind which half of a net's work is done, 0 if it has no maps."""
     found = sorted(
-        (unit.op.space[0] * unit.op.space[1], unit.flops * unit.size) for unit in units(graph) if unit.op.rank == 3
+        (unit.op.space[0] * unit.op.space[1], unit.flops * unit.size)
+        for unit in execution_units(graph)
+        if unit.op.rank == 3
     )
     done = list(accumulate(flops for _, flops in found))
     return next((size for (size, _), flops in zip(found, done, strict=True) if 2 * flops >= done[-1]), 0)
@@ -122,46 +124,46 @@ def pixels(graph: Graph) -> int:
 # -- where one device goes on alone ---------------------------------------------------------------------------------
 
 
-def sizes(graph: Graph) -> list[int]:
+def map_heights(graph: Graph) -> list[int]:
     """Return how many rows the maps of a graph have, the most first, each number once; one row is nobody's share."""
     return sorted({op.space[0] for op in graph.ops if op.role == roles.MAP and op.space[0] > 1}, reverse=True)
 
 
 @lru_cache(maxsize=64)
-def alone(graph: Graph, cut: int) -> frozenset[str]:
+def after_cut(graph: Graph, cut: int) -> frozenset[str]:
     """Return all that stands behind a cut, and maps of one row; cut 0: nothing else.
 
     Cut n is behind the first map of the n-th smaller size, and not behind the first one that is smaller again: of the
     places between, that at which the fewest bytes come together on one device.
     """
-    found = units(graph)
+    found = execution_units(graph)
     start = len(found)
-    if 0 < cut < len(sizes(graph)):
-        rest = [*sizes(graph)[cut : cut + 2], 1][:2]
+    if 0 < cut < len(map_heights(graph)):
+        rest = [*map_heights(graph)[cut : cut + 2], 1][:2]
         first, stop = (next((i for i, u in enumerate(found) if _within(u, rows)), len(found)) for rows in rest)
         stop = max(stop, first + 1)  # where maps grow, the first of one size can be the first of the next smaller too
-        start = min(range(first + 1, stop + 1), key=lambda i: crossing(graph, i))
+        start = min(range(first + 1, stop + 1), key=lambda i: crossing_bytes(graph, i))
     small = {unit.op.name for unit in found if unit.op.role == roles.MAP and unit.size == 1}
     return frozenset(unit.op.name for unit in found[start:]) | small
 
 
-def _within(unit: Unit, rows: int) -> bool:
+def _within(unit: ExecutionUnit, rows: int) -> bool:
     """Return whether a unit is a map of at most so many rows, or stands behind the maps."""
     return unit.op.role != roles.MAP or unit.size <= rows
 
 
-def crossing(graph: Graph, start: int) -> int:
+def crossing_bytes(graph: Graph, start: int) -> int:
     """Return the bytes of maps that are computed before a unit and read by it, or by those behind it."""
-    found = units(graph)
+    found = execution_units(graph)
     before = {unit.op.name: unit for unit in found[:start]}
     read = {reads.name: reads.nbytes for unit in found[start:] for reads in unit.reads if reads.name in before}
     return sum(nbytes * before[name].size for name, nbytes in read.items())
 
 
-def border(graph: Graph, cut: int) -> frozenset[str]:
+def boundary_maps(graph: Graph, cut: int) -> frozenset[str]:
     """Return the divided maps that are read by what is not (dense layers, maps behind the cut), and the last one."""
-    behind = alone(graph, cut)
-    readers = [unit for unit in units(graph) if unit.op.name in behind or unit.op.role == roles.DENSE]
+    behind = after_cut(graph, cut)
+    readers = [unit for unit in execution_units(graph) if unit.op.name in behind or unit.op.role == roles.DENSE]
     read = {reads.name for unit in readers for reads in unit.reads}
     divided = [op.name for op in graph.ops if op.role == roles.MAP and op.name not in behind]
     return frozenset(read & set(divided)) | frozenset(divided[-1:])
@@ -172,7 +174,7 @@ def border(graph: Graph, cut: int) -> frozenset[str]:
 
 
 # Divides so many units by the devices' weights.
-Divide = Callable[[int, Weights], tuple[Range, ...]]
+Divide = Callable[[int, Speeds], tuple[Range, ...]]
 
 
 def dense_kind(columns: int) -> str:
@@ -185,7 +187,7 @@ def dense_ranges(graph: Graph, divide: Callable[[int], tuple[Range, ...]]) -> di
     found = {}
     for op in graph.ops:
         if op.role == roles.DENSE:
-            total, unit = op.space[1], min(op.unit(1), op.space[1])
+            total, unit = op.space[1], min(op.share_unit(1), op.space[1])
             parts = divide(ceil(total / unit))
             found[dense_kind(total)] = tuple((min(a * unit, total), min(z * unit, total)) for a, z in parts)
     return found
@@ -196,25 +198,25 @@ def rows_kind(rows: int) -> str:
     return f"rows {rows}"
 
 
-def ranges_by_size(graph: Graph, _options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
+def ranges_by_size(graph: Graph, _options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
     """Return rows of the maps of each size by the devices' speeds, and columns of the dense layers."""
-    rows = {rows_kind(n): apportion(n, weights) for n in sizes(graph)}
-    speeds = row_speeds(weights, lanes)
+    rows = {rows_kind(n): apportion(n, weights) for n in map_heights(graph)}
+    speeds = single_row_speeds(weights, lanes)
     return {}, {**rows, **dense_ranges(graph, lambda n: apportion(n, speeds))}
 
 
-def shares_by(kind: str, divide: Divide) -> Callable[[Graph, Options, Weights, Sequence[Lane]], Shares]:
+def solve_by_speed(kind: str, divide: Divide) -> Callable[[Graph, Options, Speeds, Sequence[DeviceResources]], Shares]:
     """Return what finds the shares of such a table: the devices' speeds, and the columns of the dense layers."""
 
-    def solve(graph: Graph, _options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
-        speeds = row_speeds(weights, lanes)
+    def solve(graph: Graph, _options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
+        speeds = single_row_speeds(weights, lanes)
         whole = sum(weights) or 1.0  # parts of it: however often shares are changed, a plan has no numbers without end
         return {kind: tuple(w / whole for w in weights)}, dense_ranges(graph, lambda n: divide(n, speeds))
 
     return solve
 
 
-def row_speeds(weights: Weights, lanes: Sequence[Lane]) -> Weights:
+def single_row_speeds(weights: Speeds, lanes: Sequence[DeviceResources]) -> Speeds:
     """Return how fast devices are at dense layers, which have one row: they follow memory, not arithmetic."""
     return [
         w if lane.row_flops_per_s is None or w <= 0 else lane.row_flops_per_s
@@ -230,32 +232,32 @@ def row_speeds(weights: Weights, lanes: Sequence[Lane]) -> Weights:
 # are computed while it is on its way, since whatever is ready runs.
 
 
-LEAST_PIXELS: Final = 14  # of a middle: for fewer a convolution does little but read its weights from memory
+MIN_MIDDLE_PIXELS: Final = 14  # of a middle: for fewer a convolution does little but read its weights from memory
 
 Rows = Mapping[int, Range]  # by device
 
 
-def ahead(graph: Graph, placed: Table) -> Table:
+def borders_first(graph: Graph, placed: Table) -> Table:
     """Return a table of rows of maps with those at both ends of a share in pieces of their own, which come first.
 
     placed: layouts of one piece for each device. Means over maps are added up by everyone who has some of the rows.
     """
-    lines = {**placed.where_present, roles.FLAT: _means(graph, placed.lines[roles.MAP])}
-    return Table({roles.MAP: _ends_first(graph, {**placed.lines, **placed.where_present})}, lines, uniform=False)
+    lines = {**placed.optional_rules, roles.FLAT: _means(graph, placed.rules[roles.MAP])}
+    return Table({roles.MAP: _ends_first(graph, {**placed.rules, **placed.optional_rules})}, lines, uniform=False)
 
 
 def _ends_first(graph: Graph, placed: Mapping[str, Rule]) -> Rule:
-    ranges = {unit.op.name: _ranges(unit, placed[unit.op.role]) for unit in units(graph)}
-    top, bottom = _waiting(graph, ranges)
+    ranges = {unit.op.name: _ranges(unit, placed[unit.op.role]) for unit in execution_units(graph)}
+    top, bottom = _border_rows(graph, ranges)
 
     def rule(op: Op) -> list[Piece]:
-        least = ceil(LEAST_PIXELS / op.space[1])
+        least = ceil(MIN_MIDDLE_PIXELS / op.space[1])
         found = []
         for i, (start, stop) in ranges[op.name].items():
             low, high = _middle((start, stop), top[op.name, i], bottom[op.name, i])
             ends = union(span(start, low), span(high, stop))
             parts = [ends, span(low, high)] if ends and high - low >= least else [span(start, stop)]
-            found += [Piece(i, box(op, {0: rows})) for rows in parts]
+            found += [Piece(i, region_with(op, {0: rows})) for rows in parts]
         return found
 
     return rule
@@ -274,22 +276,24 @@ def _means(graph: Graph, rows: Rule) -> Rule:
         if not isinstance(op, GlobalAverage):
             return None
         found = rows(graph.by_name[op.inputs[0]]) or []
-        return [Piece(piece.device, box(op, {2: piece.region[0]})) for piece in found]
+        return [Piece(piece.device, region_with(op, {2: piece.region[0]})) for piece in found]
 
     return rule
 
 
-def _ranges(unit: Unit, rule: Rule) -> Rows:
+def _ranges(unit: ExecutionUnit, rule: Rule) -> Rows:
     """Return the indices of a unit that each device has, without those that have none."""
     pieces = [(piece.device, piece.region[unit.dim]) for piece in rule(unit.op) or () if all(piece.region)]
     return {device: (part[0][0], part[-1][1]) for device, part in pieces}
 
 
-def _waiting(graph: Graph, ranges: Mapping[str, Rows]) -> tuple[dict[tuple[str, int], int], dict[tuple[str, int], int]]:
+def _border_rows(
+    graph: Graph, ranges: Mapping[str, Rows]
+) -> tuple[dict[tuple[str, int], int], dict[tuple[str, int], int]]:
     """Return how many of a device's first rows, and last rows, wait for others or are waited for, by (map, device)."""
     top: dict[tuple[str, int], int] = defaultdict(int)
     bottom: dict[tuple[str, int], int] = defaultdict(int)
-    for unit in units(graph):
+    for unit in execution_units(graph):
         for reads in unit.reads:
             held = ranges[reads.name]
             for i, (start, stop) in ranges[unit.op.name].items():
@@ -323,13 +327,13 @@ GRID: Final = (4, 2)  # rows and columns of tiles
 TILES: Final = GRID[0] * GRID[1]
 
 
-def tiles(op: Op) -> list[Mapping[int, Set]]:
+def tiles(op: Op) -> list[Mapping[int, IndexSet]]:
     """Return what each tile has of a map's rows and columns, row by row; a small map has fewer of them."""
     sides = [[span(*r) for r in apportion(op.space[dim], [1.0] * parts)] for dim, parts in enumerate(GRID)]
     return [{0: y, 1: x} for y, x in product(*sides) if y and x]
 
 
-def owned(op: Op, weights: Weights) -> list[tuple[int, Mapping[int, Set]]]:
+def owned_tiles(op: Op, weights: Speeds) -> list[tuple[int, Mapping[int, IndexSet]]]:
     """Return the tiles of a map, each with its device: by shares, in order."""
     found = tiles(op)
     return [(i, at) for i, (first, stop) in enumerate(apportion(len(found), weights)) for at in found[first:stop]]
@@ -339,11 +343,11 @@ def owned(op: Op, weights: Weights) -> list[tuple[int, Mapping[int, Set]]]:
 # A linear programme by the dual simplex method: a few dozen rows, exact up to rounding, the same on every machine.
 
 
-SMALL: Final = 1e-10
-FAST: Final = 5  # steps for each row
+EPSILON: Final = 1e-10
+STEEPEST_STEPS: Final = 5  # steps for each row
 
 
-def least(costs: Array, rows: Array, bounds: Array) -> Array | None:
+def minimise(costs: Array, rows: Array, bounds: Array) -> Array | None:
     """Return the x >= 0 with rows x >= bounds for which costs x is least, None if there is none.
 
     costs [n], none below 0; rows [m, n], bounds [m]. With such costs x = 0 is optimal, if not feasible, and each step
@@ -357,16 +361,16 @@ def least(costs: Array, rows: Array, bounds: Array) -> Array | None:
     tableau[m, :n] = costs
     basis = np.arange(n, n + m)
     for step in itertools.count():
-        below = np.flatnonzero(tableau[:m, -1] < -SMALL)
+        below = np.flatnonzero(tableau[:m, -1] < -EPSILON)
         if not len(below):
             break
         # The row that is furthest off needs the fewest steps, but only the first one is sure to end.
-        row = below[np.argmin(tableau[below, -1] if step < FAST * m else basis[below])]
-        able = np.flatnonzero(tableau[row, :-1] < -SMALL)
+        row = below[np.argmin(tableau[below, -1] if step < STEEPEST_STEPS * m else basis[below])]
+        able = np.flatnonzero(tableau[row, :-1] < -EPSILON)
         if not len(able):
             return None
         ratios = tableau[m, able] / -tableau[row, able]
-        column = able[np.flatnonzero(ratios <= ratios.min() + SMALL)[0]]
+        column = able[np.flatnonzero(ratios <= ratios.min() + EPSILON)[0]]
         tableau[row] /= tableau[row, column]
         others = np.arange(m + 1) != row
         tableau[others] -= np.outer(tableau[others, column], tableau[row])
@@ -387,21 +391,21 @@ class Costs(NamedTuple):
 
     compute_s [L, N]: all of a layer on that device alone. halo_s [L, N]: the halo of a device that has a share.
     gather_s [N]: bringing all of the last map from that device to the head, none for the head itself. most [N]: the
-    largest share that fits into memory. least: the smallest share that a device may have if it has any. rest_s: what no
-    share changes: bringing the picture to all, and the dense layers of the head.
+    largest share that fits into memory. min_share: the smallest share that a device may have if it has any. rest_s:
+    what no share changes: bringing the picture to all, and the dense layers of the head.
     """
 
     compute_s: Array
     halo_s: Array
     gather_s: Array
-    most: Array
-    least: float
+    max_share: Array
+    min_share: float
     rest_s: float = 0.0
 
 
-def costs_of(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> Costs:
+def costs_of(graph: Graph, speeds: Speeds, lanes: Sequence[DeviceResources]) -> Costs:
     """Return what the maps of a graph cost on devices of given speeds, in FLOP/s, and links; the first is the head."""
-    found = [unit for unit in units(graph) if unit.op.role == roles.MAP and unit.size > 1]
+    found = [unit for unit in execution_units(graph) if unit.op.role == roles.MAP and unit.size > 1]
     rates = np.array([lane.bytes_per_s for lane in lanes])
     late = np.array([lane.latency_s for lane in lanes])
     compute = np.array([[u.flops * u.size / s if s > 0 else inf for s in speeds] for u in found])
@@ -417,16 +421,16 @@ def costs_of(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> Costs:
     return Costs(compute, exchange, gather, most, min(smallest, 1.0), _rest(graph, speeds, lanes))
 
 
-def _rest(graph: Graph, speeds: Weights, lanes: Sequence[Lane]) -> float:
+def _rest(graph: Graph, speeds: Speeds, lanes: Sequence[DeviceResources]) -> float:
     """Return the seconds that no share changes: the picture over the broker's link to each, the head's dense layers."""
     dense = sum(2.0 * prod(op.space) for op in graph.ops if op.role in (roles.DENSE, roles.TASK))
     picture = sum(float(prod(op.space)) for op in graph.ops if op.role == roles.INPUT)
     brought = sum(picture / lane.bytes_per_s for lane, speed in zip(lanes, speeds, strict=True) if speed > 0)
-    at_head = row_speeds(speeds, lanes)[0]
+    at_head = single_row_speeds(speeds, lanes)[0]
     return brought + (dense / at_head if at_head > 0 else 0.0)
 
 
-def _halo(graph: Graph, unit: Unit) -> tuple[float, float]:
+def _halo(graph: Graph, unit: ExecutionUnit) -> tuple[float, float]:
     """Return (rows on one side, bytes in all) that a share in the middle of a map needs of others."""
     rows = nbytes = 0.0
     middle = unit.size // 2
@@ -438,7 +442,7 @@ def _halo(graph: Graph, unit: Unit) -> tuple[float, float]:
     return rows, nbytes
 
 
-def shares_of(costs: Costs, power: Sequence[Power] = (), deadline_s: float = inf) -> Array | None:
+def solve_shares(costs: Costs, power: Sequence[Power] = (), deadline_s: float = inf) -> Array | None:
     """Return the share of each device, None if no shares meet deadline and memory.
 
     Least is the time of the layers one behind the other, each as long as its slowest device, or with `power` the energy
@@ -468,7 +472,7 @@ def _of_some_size(
 
 
 def _smallest(costs: Costs, used: Sequence[int]) -> float:
-    return min(costs.least, 1 / len(used))
+    return min(costs.min_share, 1 / len(used))
 
 
 def _solved(
@@ -493,9 +497,9 @@ def _solved(
     total[:n], in_time[n:] = 1.0, -1.0
     rows, bounds = [*rows, end, total], [*bounds, 0.0, 1.0]
     for i, device in enumerate(used):
-        if costs.most[device] < 1:
+        if costs.max_share[device] < 1:
             rows.append(-np.eye(width)[i])
-            bounds.append(-costs.most[device])
+            bounds.append(-costs.max_share[device])
         if device in kept:
             rows.append(np.eye(width)[i])
             bounds.append(_smallest(costs, used))
@@ -511,7 +515,7 @@ def _solved(
         prices[n:] = 1.0
     # Seconds in units of the whole, so that rounding is small beside every number.
     unit = max(float(compute.sum(axis=0).max()), 1e-300)
-    found = least(prices, *_scaled(np.array(rows), np.array(bounds), n, unit))
+    found = minimise(prices, *_scaled(np.array(rows), np.array(bounds), n, unit))
     if found is None:
         return None
     shares: Array = found[:n] / found[:n].sum()
@@ -527,24 +531,26 @@ def _scaled(rows: Array, bounds: Array, n: int, unit: float) -> tuple[Array, Arr
     return rows, bounds
 
 
-def coedge_shares(graph: Graph, weights: Weights, lanes: Sequence[Lane], energy: bool = False) -> tuple[float, ...]:
+def coedge_shares(
+    graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources], energy: bool = False
+) -> tuple[float, ...]:
     """Return the shares that take the least time, or energy; by speed if none fit into memory, or no map has rows.
 
     Without the watts of all devices it is the time. Raises ValueError if no shares meet the deadline.
     """
-    if not sizes(graph):
+    if not map_heights(graph):
         return tuple(weights)
     costs = costs_of(graph, weights, lanes)
-    shares = shares_of(costs)
+    shares = solve_shares(costs)
     if energy and all(lane.power is not None for lane in lanes):
         shares = _least_energy(costs, lanes, shares)
     return tuple(map(float, weights if shares is None else shares))
 
 
-def _least_energy(costs: Costs, lanes: Sequence[Lane], fastest: Array | None) -> Array:
+def _least_energy(costs: Costs, lanes: Sequence[DeviceResources], fastest: Array | None) -> Array:
     """Return the shares of least energy under the site's deadline; fastest: those of least time. Raises ValueError."""
     power, deadline_s = [lane.power for lane in lanes if lane.power is not None], lanes[0].deadline_s
-    shares = shares_of(costs, power, deadline_s)
+    shares = solve_shares(costs, power, deadline_s)
     if shares is None:
         least = (
             "none fit into memory" if fastest is None else f"the fastest take {seconds_of(costs, fastest) * 1e3:.0f} ms"
@@ -584,35 +590,35 @@ class _Held(NamedTuple):
     ready_s: Array
 
 
-def edgeflow_ranges(graph: Graph, weights: Weights, lanes: Sequence[Lane]) -> dict[str, tuple[Range, ...]]:
+def edgeflow_ranges(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources]) -> dict[str, tuple[Range, ...]]:
     """Return the ranges of every layer: of each in turn those with which its last part is done first."""
     site = _Site(
         np.array(weights, float),
-        np.array(row_speeds(weights, lanes), float),
+        np.array(single_row_speeds(weights, lanes), float),
         np.array([x.bytes_per_s for x in lanes]),
         np.array([x.latency_s for x in lanes]),
     )
     held: dict[str, _Held] = {}
     free = np.zeros(len(weights))
-    for unit in units(graph):
+    for unit in execution_units(graph):
         done = _done(unit, site, held, free)
         ranges, free = _divided(unit, done, free)
         held[unit.op.name] = _Held(ranges, free)
     return {name: found.ranges for name, found in held.items()}
 
 
-def _grain(unit: Unit) -> int:
+def _grain(unit: ExecutionUnit) -> int:
     """Return in how many indices a layer is cut at once."""
-    least = min(unit.op.unit(unit.dim), unit.size)
+    least = min(unit.op.share_unit(unit.dim), unit.size)
     return ceil(unit.size / MOST_UNITS / least) * least
 
 
-def _ends(unit: Unit) -> list[int]:
+def _ends(unit: ExecutionUnit) -> list[int]:
     """Return where a layer may be cut."""
     return [*range(0, unit.size, _grain(unit)), unit.size]
 
 
-def _done(unit: Unit, site: _Site, held: Mapping[str, _Held], free: Array) -> Array:
+def _done(unit: ExecutionUnit, site: _Site, held: Mapping[str, _Held], free: Array) -> Array:
     """Return when each device has done each range [device, start, stop], inf for one that ends before it starts.
 
     It begins when it is free and what it requires has arrived: latency after the last one who has some of that, and the
@@ -640,14 +646,14 @@ def _done(unit: Unit, site: _Site, held: Mapping[str, _Held], free: Array) -> Ar
     return done
 
 
-def _required(reads: Reads, ends: Array) -> tuple[Array, Array]:
+def _required(reads: UnitInput, ends: Array) -> tuple[Array, Array]:
     """Return the (first, behind the last) indices that each range [start, stop] of a layer requires of another."""
     low, high = np.array([*reads.low, 0]), np.array([0, *reads.high])
     return low[ends][:, None], high[ends][None, :]
 
 
-def _divided(unit: Unit, done: Array, free: Array) -> tuple[tuple[Range, ...], Array]:
+def _divided(unit: ExecutionUnit, done: Array, free: Array) -> tuple[tuple[Range, ...], Array]:
     """Return each device's range, in their order, with the least time of the last one done, and when all are free."""
-    ends, parts = _ends(unit), consecutive(done)
+    ends, parts = _ends(unit), partition_in_order(done)
     after = [done[i, a, z] if a < z else free[i] for i, (a, z) in enumerate(parts)]
     return tuple((ends[a], ends[z]) for a, z in parts), np.array(after)

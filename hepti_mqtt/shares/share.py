@@ -18,7 +18,7 @@ from hepti_mqtt.lowering.ops import Linear
 from hepti_mqtt.plan import Range, apportion
 
 Options = Mapping[str, str]  # of a method's variant
-Weights = Sequence[float]  # one per device
+Speeds = Sequence[float]  # one per device
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,24 @@ class Share:
     dim: int
     by_length: bool = False
 
-    def total(self, graph: Graph) -> int:
+    def unit_count(self, graph: Graph) -> int:
         """Return how many indices there are to share."""
-        return graph.first(self.role).space[self.dim]
+        return graph.first_with_role(self.role).space[self.dim]
 
-    def most(self, graph: Graph, weights: Weights) -> tuple[float, ...]:
+    def cap_devices(self, graph: Graph, weights: Speeds) -> tuple[float, ...]:
         """Return the weights, the smallest ones as 0 where more devices have one than there are indices.
 
         graph: of the longest request. Else the devices that have a part of it would depend on its length.
         """
-        kept = sorted(range(len(weights)), key=lambda i: -weights[i])[: self.total(graph)]
+        kept = sorted(range(len(weights)), key=lambda i: -weights[i])[: self.unit_count(graph)]
         return tuple(weight if i in kept else 0.0 for i, weight in enumerate(weights))
 
-    def ranges(self, graph: Graph, weights: Weights) -> tuple[Range, ...]:
+    def ranges(self, graph: Graph, weights: Speeds) -> tuple[Range, ...]:
         """Return one range of indices per device, in whole units; empty ones where a model has nothing of the role."""
         if self.role not in graph.roles:
             return ((0, 0),) * len(weights)
-        total = self.total(graph)
-        unit = min(graph.first(self.role).unit(self.dim), total)
+        total = self.unit_count(graph)
+        unit = min(graph.first_with_role(self.role).share_unit(self.dim), total)
         parts = apportion(-(-total // unit), weights)
         return tuple((min(a * unit, total), min(z * unit, total)) for a, z in parts)
 
@@ -60,16 +60,16 @@ class Share:
 class Branches(Share):
     """Branches of a layer."""
 
-    def total(self, graph: Graph) -> int:
+    def unit_count(self, graph: Graph) -> int:
         """Return how many branches there are."""
         return max(op.branch for op in graph.ops) + 1
 
-    def ranges(self, graph: Graph, weights: Weights) -> tuple[Range, ...]:
+    def ranges(self, graph: Graph, weights: Speeds) -> tuple[Range, ...]:
         """Return consecutive branches per device."""
-        return apportion(self.total(graph), weights)
+        return apportion(self.unit_count(graph), weights)
 
 
-class Lane(NamedTuple):
+class DeviceResources(NamedTuple):
     """What a method that solves for shares knows of a device beside its speed.
 
     bytes_per_s, latency_s: of its link, one way. memory_bytes: what it has for weights and maps. row_flops_per_s: with
@@ -96,7 +96,7 @@ Shares = tuple[dict[str, tuple[float, ...]], dict[str, tuple[Range, ...]]]
 Array = NDArray[np.float64]
 
 
-def consecutive(costs: Array) -> tuple[Range, ...]:
+def partition_in_order(costs: Array) -> tuple[Range, ...]:
     """Return a range of points for each device, for which the largest cost is least; exact, in whole points.
 
     costs [N, P, P]: of device i having start..stop, inf where it cannot. Of equal solutions that which gives the later
@@ -131,7 +131,7 @@ PLACEMENTS: Final[tuple[Options, ...]] = (
 )
 
 
-def greedy(total: int, speeds: Weights) -> tuple[Range, ...]:
+def assign_greedily(total: int, speeds: Speeds) -> tuple[Range, ...]:
     """Divide 0..total: each unit to the device that then ends first, the faster one of two that end together.
 
     Ranges stand in the devices' order. The last one to end does so as early as with any other division into units.
@@ -146,14 +146,14 @@ def greedy(total: int, speeds: Weights) -> tuple[Range, ...]:
     return tuple(pairwise(accumulate(counts, initial=0)))
 
 
-def sub_blocks(graph: Graph, count: int, weights: Weights, lanes: Sequence[Lane]) -> tuple[Range, ...]:
+def assign_sub_blocks(graph: Graph, count: int, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return the branches of each device, of so many: one by one to who then ends first, if it has room for it.
 
     What it sends counts too.
     """
     ops = [op for op in graph.ops if op.branch == 0 and isinstance(op, Linear)]
     flops, held = sum(2.0 * prod(op.space) for op in ops), sum(4.0 * prod(op.space[1:]) for op in ops)
-    sent = 4.0 * prod(graph.first(roles.SLICE).space) * (len(weights) - 1)
+    sent = 4.0 * prod(graph.first_with_role(roles.SLICE).space) * (len(weights) - 1)
     owned = [0] * len(weights)
 
     def ends_s(i: int) -> tuple[bool, float]:
@@ -166,7 +166,7 @@ def sub_blocks(graph: Graph, count: int, weights: Weights, lanes: Sequence[Lane]
     return tuple(pairwise(accumulate(owned, initial=0)))
 
 
-def dealt(count: int, weights: Weights) -> list[list[int]]:
+def balanced_groups(count: int, weights: Speeds) -> list[list[int]]:
     """Return so many groups of devices: as even as can be, the fastest device dealt out first."""
     groups: list[list[int]] = [[] for _ in range(count)]
     for device in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):

@@ -16,17 +16,17 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.lowering import Graph, Set, roles, span
+from hepti_mqtt.lowering import Graph, IndexSet, roles, span
 from hepti_mqtt.lowering.ops import Attention, Linear, Op
 from hepti_mqtt.plan import Range
-from hepti_mqtt.program import ITEMSIZE
-from hepti_mqtt.shares.maps import crossing, units
-from hepti_mqtt.shares.share import Array, Lane, Options, Shares, Weights, consecutive
+from hepti_mqtt.program import DTYPE_BYTES
+from hepti_mqtt.shares.maps import crossing_bytes, execution_units
+from hepti_mqtt.shares.share import Array, DeviceResources, Options, Shares, Speeds, partition_in_order
 
 Goal = Literal["throughput", "latency"]
 
 PARTS: Final = 4  # of a layer: attention, its output, the first matrix of the MLP, the second
-ANY_ORDER: Final = 8  # up to so many devices stages may stand in any order; more keep the order of the plan
+MAX_PERMUTED_DEVICES: Final = 8  # up to so many devices stages may stand in any order; more keep the order of the plan
 _LESS: Final = 1 - 1e-9  # what rounding makes of equal costs is no reason for another order
 PART_OF: Final = {
     **dict.fromkeys((roles.ATTENTION_OUT, roles.ATTENTION_SUM, roles.AFTER_ATTENTION), 1),
@@ -43,17 +43,17 @@ _INSIDE: Final = {roles.ATTENTION_OUT, roles.MLP_UP, roles.MLP_DOWN, roles.MOMEN
 _ENDS: Final = {roles.INPUT, roles.STEM, roles.TASK, roles.TASK_MOMENTS}
 
 
-def differs(graph: Graph, options: Options) -> bool:
+def is_distinct(graph: Graph, options: Options) -> bool:
     """Return whether one request of one sequence, or picture, tells a variant from the others."""
     return options.get("goal") == "throughput" or (roles.MAP not in graph.roles and "micro" not in options)
 
 
-def placed(graph: Graph) -> list[str]:
+def placed_roles(graph: Graph) -> list[str]:
     """Return the roles of a transformer's tensors that a stage has a layout of."""
     return sorted(graph.roles - _INSIDE - _ENDS)
 
 
-def part_of(op: Op) -> int:
+def chain_part(op: Op) -> int:
     """Return the part of the chain to which an op of a layer belongs."""
     return op.layer * PARTS + PART_OF.get(op.role, 0)
 
@@ -61,25 +61,25 @@ def part_of(op: Op) -> int:
 def parts_of(graph: Graph) -> Callable[[Op], int]:
     """Return what tells the part of the chain to which a placed op belongs."""
     if roles.MAP not in graph.roles:
-        return part_of
-    number = {unit.op.name: i for i, unit in enumerate(units(graph))}
+        return chain_part
+    number = {unit.op.name: i for i, unit in enumerate(execution_units(graph))}
     return lambda op: number[op.name]
 
 
-def micro_batches(graph: Graph, sequences: int) -> list[Mapping[int, Set]]:
+def micro_batches(graph: Graph, sequences: int) -> list[Mapping[int, IndexSet]]:
     """Return the rows, dimension 0, of micro-batches of so many sequences of a request; of a picture there is one."""
     if roles.MAP in graph.roles:
         return [{}]
-    attention = graph.first(roles.ATTENTION)
+    attention = graph.first_with_role(roles.ATTENTION)
     lengths = attention.lengths if isinstance(attention, Attention) else attention.space[:1]
     ends = [0, *accumulate(lengths)]
     return [{0: span(*cut)} for cut in pairwise(dict.fromkeys((*ends[::sequences], ends[-1])))]
 
 
-def stages_of(graph: Graph, weights: Weights, lanes: Sequence[Lane], options: Options) -> tuple[Range, ...]:
+def stages_of(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources], options: Options) -> tuple[Range, ...]:
     """Return the parts of each device; raises ValueError as `stages` does. options: `goal`, of a transformer."""
     if roles.MAP in graph.roles:
-        return of_units(graph, weights, lanes)
+        return stages_of_units(graph, weights, lanes)
     return stages(chain_of(graph), weights, lanes, "latency" if options.get("goal") == "latency" else "throughput")
 
 
@@ -93,23 +93,23 @@ class Chain(NamedTuple):
 
 def chain_of(graph: Graph) -> Chain:
     """Return the chain of a transformer's layers for the request that the graph is of."""
-    n = graph.layers() * PARTS
+    n = graph.layer_count() * PARTS
     flops, weights = [0.0] * n, [0.0] * n
     for op in graph.ops:
         if isinstance(op, Linear) and op.role not in (roles.STEM, roles.TASK):
-            flops[part_of(op)] += 2.0 * prod(op.space)
-            weights[part_of(op)] += 4.0 * prod(op.space[1:])
+            flops[chain_part(op)] += 2.0 * prod(op.space)
+            weights[chain_part(op)] += 4.0 * prod(op.space[1:])
         elif isinstance(op, Attention):
-            flops[part_of(op)] += 4.0 * prod(op.space)
-    rows, width = graph.first(roles.AFTER_MLP).space
-    inner = graph.first(roles.MLP_HIDDEN).space[1]
-    whole, attention = 4.0 * rows * width, 4.0 * rows * graph.first(roles.ATTENTION).space[1]
+            flops[chain_part(op)] += 4.0 * prod(op.space)
+    rows, width = graph.first_with_role(roles.AFTER_MLP).space
+    inner = graph.first_with_role(roles.MLP_HIDDEN).space[1]
+    whole, attention = 4.0 * rows * width, 4.0 * rows * graph.first_with_role(roles.ATTENTION).space[1]
     # The residual goes along where a block is cut.
     cuts = [whole, whole + attention, whole, whole + 4.0 * rows * inner]
     return Chain(flops, weights, [cuts[i % PARTS] for i in range(n)] + [whole])
 
 
-def stages(chain: Chain, speeds: Weights, lanes: Sequence[Lane], goal: Goal) -> tuple[Range, ...]:
+def stages(chain: Chain, speeds: Speeds, lanes: Sequence[DeviceResources], goal: Goal) -> tuple[Range, ...]:
     """Return the parts of each device, an empty range where it has none; the first device is the head.
 
     throughput: the slowest stage, or way between two, takes the least time. latency: all of them together do. Memory
@@ -122,7 +122,7 @@ def stages(chain: Chain, speeds: Weights, lanes: Sequence[Lane], goal: Goal) -> 
         )
     search = _Search(chain, speeds, lanes, goal)
     found = search.found(used, free=False)
-    if len(speeds) <= ANY_ORDER and (other := search.found(used, free=True))[0] < found[0] * _LESS:
+    if len(speeds) <= MAX_PERMUTED_DEVICES and (other := search.found(used, free=True))[0] < found[0] * _LESS:
         found = other
     if found[0] == inf and any(lane.memory_bytes < inf for lane in lanes):
         # What is missing is said by the planner, with the Programs' own figures.
@@ -133,7 +133,7 @@ def stages(chain: Chain, speeds: Weights, lanes: Sequence[Lane], goal: Goal) -> 
 class _Search:
     """State: devices that are used and the last of them -> cost [n + 1] by parts that are done."""
 
-    def __init__(self, chain: Chain, speeds: Weights, lanes: Sequence[Lane], goal: Goal) -> None:
+    def __init__(self, chain: Chain, speeds: Speeds, lanes: Sequence[DeviceResources], goal: Goal) -> None:
         self.n, self.lanes, self.cuts = len(chain.flops), lanes, np.array(chain.cuts)
         done, held = (np.array([0.0, *accumulate(each)]) for each in (chain.flops, chain.weights))
         self.flops, self.held = done - done[:, None], held - held[:, None]  # [first, stop]
@@ -193,45 +193,45 @@ def _walk(
     return found
 
 
-def of_units(graph: Graph, weights: Weights, lanes: Sequence[Lane]) -> tuple[Range, ...]:
+def stages_of_units(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return consecutive units for each device, so that the slowest stage, with what it receives, is the fastest."""
-    found = units(graph)
+    found = execution_units(graph)
     work = np.array([0.0, *accumulate(unit.flops * unit.size for unit in found)])
-    received = np.array([crossing(graph, i) for i in range(len(found) + 1)], float)
+    received = np.array([crossing_bytes(graph, i) for i in range(len(found) + 1)], float)
     costs = np.full((len(weights), len(work), len(work)), np.inf)
     for i, (speed, lane) in enumerate(zip(weights, lanes, strict=True)):
         if speed > 0:
             costs[i] = (work[None, :] - work[:, None]) / speed + received[:, None] / lane.bytes_per_s
         costs[i][np.tri(len(work), dtype=bool)] = np.inf
         np.fill_diagonal(costs[i], 0.0)
-    return consecutive(costs)
+    return partition_in_order(costs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Token rows that helpers compute behind the attention of one device, which goes on with its own rows meanwhile.
 
 
-def rows_behind(kind: str) -> Callable[[Graph, Options, Weights, Sequence[Lane]], Shares]:
+def offload_rows(kind: str) -> Callable[[Graph, Options, Speeds, Sequence[DeviceResources]], Shares]:
     """Return what finds rows by the devices' speeds; where one device attends for all, by what comes back in time."""
 
-    def solve(graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
+    def solve(graph: Graph, options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
         alone = options.get("variant") == "mlp" and sum(weights) > 0
         return {kind: _behind(graph, weights, lanes) if alone else tuple(weights)}, {}
 
     return solve
 
 
-def _behind(graph: Graph, weights: Weights, lanes: Sequence[Lane]) -> tuple[float, ...]:
+def _behind(graph: Graph, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[float, ...]:
     """Return the share of rows of each device, the first one being that which attends.
 
     A helper's rows travel there, take what follows attention, and travel back; all that while the first device has a
     whole layer of its own rows to compute: so helpers have as much as comes back by then.
     """
-    total, width = graph.first(roles.AFTER_MLP).space[:2]
+    total, width = graph.first_with_role(roles.AFTER_MLP).space[:2]
     flops = [part / total for part in chain_of(graph).flops[:PARTS]]
     own_s = sum(flops) / max(weights[0], 1.0)
     away_s = [
-        sum(flops[1:]) / max(weight, 1.0) + 2 * ITEMSIZE["f32"] * width / lane.bytes_per_s
+        sum(flops[1:]) / max(weight, 1.0) + 2 * DTYPE_BYTES["f32"] * width / lane.bytes_per_s
         for weight, lane in zip(weights[1:], lanes[1:], strict=True)
     ]
     shares = [1.0, *(own_s / seconds for seconds in away_s)]

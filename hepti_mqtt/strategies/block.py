@@ -4,17 +4,17 @@ all-gather (docs/methods/block.md; reconstructed). Norms and residuals run on ow
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Table, between, roles, split
+from hepti_mqtt.lowering import Table, between_blocks, roles, split_along
 from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method
 
 
 def table(division: Division) -> Table:
     """Return the layouts."""
     partial = {
-        roles.ATTENTION_OUT: split(division.parts(HEADS), 2),
-        roles.MLP_DOWN: split(division.parts(MLP), 2),
+        roles.ATTENTION_OUT: split_along(division.device_sets(HEADS), 2),
+        roles.MLP_DOWN: split_along(division.device_sets(MLP), 2),
     }
-    return Table(partial, between(split(division.parts(ROWS), 0), division.head))
+    return Table(partial, between_blocks(split_along(division.device_sets(ROWS), 0), division.root))
 
 
 METHOD = Method(

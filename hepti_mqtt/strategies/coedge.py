@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hepti_mqtt.lowering import Table, on, roles
+from hepti_mqtt.lowering import Table, on_device, roles
 from hepti_mqtt.plan import apportion
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import coedge_shares
@@ -24,7 +24,7 @@ def is_energy(options: Options) -> bool:
 
 def table(division: Division) -> Table:
     """Return the layouts: the same share of the rows of each map; dense layers on the head device."""
-    return maps.table_of(division, maps.rows_by_weights(division, ROWS, apportion), on(division.head))
+    return maps.map_table(division, maps.rows_by_weights(division, ROWS, apportion), on_device(division.root))
 
 
 METHOD = Method(
@@ -33,7 +33,7 @@ METHOD = Method(
     table,
     needs=(roles.MAP,),
     options=({}, {"goal": "energy"}),
-    differs=lambda _, options: not is_energy(options),
-    settles=is_energy,
+    is_distinct=lambda _, options: not is_energy(options),
+    chooses_devices=is_energy,
     solve=lambda graph, options, weights, lanes: ({ROWS: coedge_shares(graph, weights, lanes, is_energy(options))}, {}),
 )

@@ -6,18 +6,18 @@ matrices (norms, residuals) is computed by everyone who needs it.
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Table, roles, split
+from hepti_mqtt.lowering import Table, roles, split_along
 from hepti_mqtt.strategies.method import COLUMNS, HEADS, MLP, Division, Method
 
 
 def table(division: Division) -> Table:
     """Return the layouts."""
-    own = split(division.parts(COLUMNS), 1)
+    own = split_along(division.device_sets(COLUMNS), 1)
     return Table(
         {
-            roles.ATTENTION: split(division.parts(HEADS), 1),
+            roles.ATTENTION: split_along(division.device_sets(HEADS), 1),
             roles.ATTENTION_OUT: own,
-            roles.MLP_HIDDEN: split(division.parts(MLP), 1),
+            roles.MLP_HIDDEN: split_along(division.device_sets(MLP), 1),
             roles.MLP_DOWN: own,
         }
     )

@@ -6,24 +6,24 @@ which is what counts where one token at a time is computed). Norms and residuals
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Piece, Table, box, roles, shift, split, union
+from hepti_mqtt.lowering import Piece, Table, region_with, roles, shift, split_along, union
 from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.strategies.method import HEADS, MLP, Division, Method
 
 
 def table(division: Division) -> Table:
     """Return the layouts."""
-    heads = division.parts(HEADS)
+    heads = division.device_sets(HEADS)
 
     def cache(op: Op) -> list[Piece]:
         half = op.space[1] // 2  # keys, then values
-        return [Piece(i, box(op, {1: union(part, shift(part, half))})) for i, part in enumerate(heads)]
+        return [Piece(i, region_with(op, {1: union(part, shift(part, half))})) for i, part in enumerate(heads)]
 
     return Table(
         {
             roles.CACHE: cache,
-            roles.ATTENTION_OUT: split(heads, 2),
-            roles.MLP_DOWN: split(division.parts(MLP), 2),
+            roles.ATTENTION_OUT: split_along(heads, 2),
+            roles.MLP_DOWN: split_along(division.device_sets(MLP), 2),
         }
     )
 

@@ -4,9 +4,9 @@ EdgeFlow (Hu and Li, 2022). What a unit requires and who forwards it follows fro
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Piece, Table, box, roles, span
+from hepti_mqtt.lowering import Piece, Table, region_with, roles, span
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.shares.maps import dimension, edgeflow_ranges
+from hepti_mqtt.shares.maps import cut_dimension, edgeflow_ranges
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Division, Method
 
@@ -16,9 +16,9 @@ def table(division: Division) -> Table:
     ranges = division.plan.ranges
 
     def rule(op: Op) -> list[Piece]:
-        return [Piece(i, box(op, {dimension(op): span(*r)})) for i, r in enumerate(ranges[op.name])]
+        return [Piece(i, region_with(op, {cut_dimension(op): span(*r)})) for i, r in enumerate(ranges[op.name])]
 
-    return maps.table_of(division, rule, rule, uniform=False)
+    return maps.map_table(division, rule, rule, uniform=False)
 
 
 METHOD = Method(
@@ -26,6 +26,6 @@ METHOD = Method(
     "rows of each map in shares of its own, solved layer by layer",
     table,
     needs=(roles.MAP,),
-    in_line=True,
+    order_matters=True,
     solve=lambda graph, _options, weights, lanes: ({}, edgeflow_ranges(graph, weights, lanes)),
 )

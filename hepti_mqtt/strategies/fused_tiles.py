@@ -6,22 +6,22 @@ Tiles have fixed owners, by speed, or are a bag from which devices that are free
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Piece, Table, box, on, roles
+from hepti_mqtt.lowering import Piece, Table, on_device, region_with, roles
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.shares.maps import TILES, border, owned
+from hepti_mqtt.shares.maps import TILES, boundary_maps, owned_tiles
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Division, Method
 
 
 def table(division: Division) -> Table:
     """Return the layouts: tiles of the maps that are read behind the cut, to the devices by their shares, in order."""
-    weights = division.plan.weights["tiles"]
-    ends = border(division.graph, maps.cut_of(division.plan.options))
+    weights = division.plan.shares["tiles"]
+    ends = boundary_maps(division.graph, maps.cut_number(division.plan.options))
 
     def tiled(op: Op) -> list[Piece] | None:
-        return [Piece(d, box(op, at)) for d, at in owned(op, weights)] if op.name in ends else None
+        return [Piece(d, region_with(op, at)) for d, at in owned_tiles(op, weights)] if op.name in ends else None
 
-    return maps.table_of(division, tiled, on(division.head))
+    return maps.map_table(division, tiled, on_device(division.root))
 
 
 METHOD = Method(
@@ -32,6 +32,6 @@ METHOD = Method(
     options=(*maps.CUTS[:4], *({**cut, "owners": "leased"} for cut in maps.CUTS[:4])),
     solve=lambda _graph, _options, weights, _lanes: ({"tiles": tuple(weights)}, {}),
     # Where nobody becomes slower while a request runs, owners by speed are as fast: leases are there to be asked for.
-    differs=lambda graph, options: "owners" not in options and maps.cuts(graph, options),
-    bag=lambda options: TILES if "owners" in options else 0,
+    is_distinct=lambda graph, options: "owners" not in options and maps.divides_behind_cut(graph, options),
+    task_count=lambda options: TILES if "owners" in options else 0,
 )

@@ -5,25 +5,25 @@ Device s Nt + t holds heads and columns t and computes rows s, of which it has i
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Table, between, joined, qkv_of, roles, split, tile
+from hepti_mqtt.lowering import Table, between_blocks, explicit, merge_parts, qkv_columns, roles, split_along
 from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method
 
 
 def table(division: Division) -> Table:
     """Return the layouts of Nt x Ns devices."""
     n, nt = division.devices, int(division.option("nt", "1"))
-    own = division.parts(ROWS)
-    rows, heads, mlp = joined(own, nt), division.equal(HEADS, nt), division.equal(MLP, nt)
+    own = division.device_sets(ROWS)
+    rows, heads, mlp = merge_parts(own, nt), division.equal_sets(HEADS, nt), division.equal_sets(MLP, nt)
     at = [(s * nt + t, s, t) for s in range(n // nt) for t in range(nt)]
-    columns = {t: [qkv_of(division.graph, heads[t], which) for which in ("kv", "q")] for t in range(nt)}
+    columns = {t: [qkv_columns(division.graph, heads[t], which) for which in ("kv", "q")] for t in range(nt)}
     return Table(
         {
-            roles.QKV: tile((i, {0: rows[s], 1: c}) for i, s, t in at for c in columns[t]),
-            roles.ATTENTION: tile((i, {0: rows[s], 1: heads[t], 2: keys}) for i, s, t in at for keys in rows),
-            roles.ATTENTION_OUT: tile((i, {0: rows[s], 2: heads[t]}) for i, s, t in at),
-            roles.MLP_DOWN: tile((i, {0: rows[s], 2: mlp[t]}) for i, s, t in at),
+            roles.QKV: explicit((i, {0: rows[s], 1: c}) for i, s, t in at for c in columns[t]),
+            roles.ATTENTION: explicit((i, {0: rows[s], 1: heads[t], 2: keys}) for i, s, t in at for keys in rows),
+            roles.ATTENTION_OUT: explicit((i, {0: rows[s], 2: heads[t]}) for i, s, t in at),
+            roles.MLP_DOWN: explicit((i, {0: rows[s], 2: mlp[t]}) for i, s, t in at),
         },
-        between(split(own, 0)),
+        between_blocks(split_along(own, 0)),
     )
 
 
@@ -34,5 +34,5 @@ METHOD = Method(
     shares=(ROWS,),
     options=({"nt": "1"},),
     variants=lambda n: [{"nt": str(t)} for t in range(1, n + 1) if n % t == 0],
-    offered=False,
+    automatic=False,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from hepti_mqtt.lowering import Table, roles
-from hepti_mqtt.shares.maps import ahead, ranges_by_size, rows_kind
+from hepti_mqtt.shares.maps import borders_first, ranges_by_size, rows_kind
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Division, Method
 
@@ -19,8 +19,8 @@ AHEAD: Final = "ahead"
 
 def table(division: Division) -> Table:
     """Return the layouts: rows of each map, in one piece for each device, or with what others wait for by itself."""
-    whole = maps.table_of(division, maps.in_ranges(division, 0, rows_kind), maps.dense_columns(division))
-    return ahead(division.graph, whole) if division.option(HALO) == AHEAD else whole
+    whole = maps.map_table(division, maps.in_ranges(division, 0, rows_kind), maps.dense_columns(division))
+    return borders_first(division.graph, whole) if division.option(HALO) == AHEAD else whole
 
 
 METHOD = Method(
@@ -28,9 +28,9 @@ METHOD = Method(
     "own rows of every feature map, halo from the neighbours",
     table,
     needs=(roles.MAP,),
-    in_line=True,
+    order_matters=True,
     options=(*maps.CUTS, *({**cut, HALO: AHEAD} for cut in maps.CUTS)),
     solve=ranges_by_size,
-    differs=maps.cuts,
-    few=True,
+    is_distinct=maps.divides_behind_cut,
+    coarse=True,
 )

@@ -7,18 +7,18 @@ direct or in a ring. Norms run everywhere.
 from __future__ import annotations
 
 from hepti_mqtt.lowering import Table, roles
-from hepti_mqtt.lowering.layouts import direct, ring
+from hepti_mqtt.lowering.layouts import reduce_scatter, ring_all_reduce
 from hepti_mqtt.strategies.method import HEADS, MLP, ROWS, Division, Method
 
 
 def table(division: Division) -> Table:
     """Return the layouts: the partial sums, and who adds which rows of them."""
-    reduce = ring if division.option("reduce") == "ring" else direct
-    rows = division.parts(ROWS)
+    reduce = ring_all_reduce if division.option("reduce") == "ring" else reduce_scatter
+    rows = division.device_sets(ROWS)
     return Table(
         {
-            roles.ATTENTION_OUT: reduce(division.parts(HEADS), rows),
-            roles.MLP_DOWN: reduce(division.parts(MLP), rows),
+            roles.ATTENTION_OUT: reduce(division.device_sets(HEADS), rows),
+            roles.MLP_DOWN: reduce(division.device_sets(MLP), rows),
         }
     )
 
@@ -29,6 +29,6 @@ METHOD = Method(
     table,
     shares=(ROWS, HEADS, MLP),
     options=({"reduce": "direct"}, {"reduce": "ring"}),
-    equal=True,
-    offered=False,
+    equal_shares=True,
+    automatic=False,
 )

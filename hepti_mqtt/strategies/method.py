@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, get_args
 
-from hepti_mqtt.lowering import Graph, Rewrite, Set, Table, roles, span
-from hepti_mqtt.plan import Plan, Storage, apportion
-from hepti_mqtt.shares import Branches, Lane, Options, Share, Shares, Weights
+from hepti_mqtt.lowering import Graph, IndexSet, Rewrite, Table, roles, span
+from hepti_mqtt.plan import Plan, WeightDtype, apportion
+from hepti_mqtt.shares import Branches, DeviceResources, Options, Share, Shares, Speeds
 
 # What methods share out.
 ROWS: Final = Share("rows", roles.AFTER_MLP, 0, by_length=True)
 HEADS: Final = Share("heads", roles.ATTENTION, 1)
 MLP: Final = Share("mlp", roles.MLP_UP, 1)
 COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
-PARTS: Final = Branches("parts", roles.SLICE, 1)
+BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
 
-MOST_NAMED: Final = 64  # devices up to which options that depend on their number are known by name
+MAX_NAMED_DEVICES: Final = 64  # devices up to which options that depend on their number are known by name
 
 
 class Division(NamedTuple):
@@ -33,21 +33,21 @@ class Division(NamedTuple):
         return len(self.plan.devices)
 
     @property
-    def head(self) -> int:
+    def root(self) -> int:
         """Return the number of the head device."""
-        return self.plan.index(self.plan.head)
+        return self.plan.index(self.plan.root)
 
-    def parts(self, share: Share) -> list[Set]:
+    def device_sets(self, share: Share) -> list[IndexSet]:
         """Return each device's part of a dimension."""
         if share.by_length:
-            return [span(*r) for r in apportion(share.total(self.graph), self.plan.weights[share.kind])]
+            return [span(*r) for r in apportion(share.unit_count(self.graph), self.plan.shares[share.kind])]
         return [span(*r) for r in self.plan.ranges[share.kind]]
 
     def owners(self, share: Share) -> dict[int, int]:
         """Return the device of each part, by its number."""
         return {part: i for i, (first, stop) in enumerate(self.plan.ranges[share.kind]) for part in range(first, stop)}
 
-    def equal(self, share: Share, devices: int) -> list[Set]:
+    def equal_sets(self, share: Share, devices: int) -> list[IndexSet]:
         """Return equal parts of a dimension, in whole units."""
         return [span(*r) for r in share.ranges(self.graph, [1.0] * devices)]
 
@@ -60,21 +60,21 @@ class Division(NamedTuple):
 class Method:
     """A parallel method: its table, and the plans that it can make.
 
-    shares: what a plan of it divides. needs: roles that a graph must have; one_of: of which one will do. options:
+    shares: what a plan of it divides. needs: roles that a graph must have; needs_any: of which one will do. options:
     variants to price against each other; variants: the same where they depend on the number of devices. solve: finds
     the (weights, ranges) of which one weight per device does not say it all, from devices' speeds in FLOP/s and links.
-    differs: whether a variant is one of its own for a graph; others are priced only where they are asked for.
-    most_devices: None means any number. equal: every device gets the same, however fast. keeps_cache: its table says
-    where sessions keep keys and values. offered: False keeps it out of the planner's own choice; it can be pinned.
-    throughput: it is offered where throughput is the objective. settled: its shares stay as they are solved, instead of
-    following what one request keeps busy. few: it divides few units, so that shares are tried step by step too, where
-    rounding hides what keeps a device busy. in_line: a device exchanges with those before and behind it, so that their
-    order counts. settles: whether a variant chooses devices and shares by itself, for the
-    least energy, which takes the watts of all devices. groups: of a method whose plans are replicas side by side, which
-    devices make up each of them. bag: into how many tasks a variant divides its work that are leased
-    while a request runs, 0 for none; its table is then made for a place per task and one more, the head's. rewrite: of
-    a request, what makes the family's graph the one that is computed: as many tensors, and the same weights. storages:
-    how the weights of a variant may be kept.
+    is_distinct: whether a variant is one of its own for a graph; others are priced only where they are asked for.
+    max_devices: None means any number. equal_shares: every device gets the same, however fast. keeps_cache: its table
+    says where sessions keep keys and values. automatic: False keeps it out of the planner's own choice; it can be
+    pinned. for_throughput: it is offered where throughput is the objective. fixed_shares: its shares stay as they are
+    solved, instead of following what one request keeps busy. coarse: it divides few units, so that shares are tried
+    step by step too, where rounding hides what keeps a device busy. order_matters: a device exchanges with those
+    before and behind it, so that their order counts. chooses_devices: whether a variant chooses devices and shares by
+    itself, for the least energy, which takes the watts of all devices. groups: of a method whose plans are replicas
+    side by side, which devices make up each of them. task_count: into how many tasks a variant divides its work that
+    are leased while a request runs, 0 for none; its table is then made for a place per task and one more, the head's.
+    rewrite: of a request, what makes the family's graph the one that is computed: as many tensors, and the same
+    weights. storages: how the weights of a variant may be kept.
     """
 
     name: str
@@ -82,50 +82,52 @@ class Method:
     table: Callable[[Division], Table]
     shares: tuple[Share, ...] = ()
     needs: tuple[str, ...] = (roles.ATTENTION, roles.AFTER_MLP)
-    one_of: tuple[str, ...] = ()
+    needs_any: tuple[str, ...] = ()
     options: tuple[Options, ...] = ({},)
     variants: Callable[[int], Sequence[Options]] | None = None
-    solve: Callable[[Graph, Options, Weights, Sequence[Lane]], Shares] | None = None
-    differs: Callable[[Graph, Options], bool] | None = None
-    most_devices: int | None = None
-    equal: bool = False
+    solve: Callable[[Graph, Options, Speeds, Sequence[DeviceResources]], Shares] | None = None
+    is_distinct: Callable[[Graph, Options], bool] | None = None
+    max_devices: int | None = None
+    equal_shares: bool = False
     keeps_cache: bool = False
-    offered: bool = True
-    settled: bool = False
-    few: bool = False
-    in_line: bool = False
-    settles: Callable[[Options], bool] = lambda _: False
-    throughput: bool = False
-    groups: Callable[[Options, Weights], Sequence[Sequence[int]]] | None = None
-    bag: Callable[[Options], int] = lambda _: 0
+    automatic: bool = True
+    fixed_shares: bool = False
+    coarse: bool = False
+    order_matters: bool = False
+    chooses_devices: Callable[[Options], bool] = lambda _: False
+    for_throughput: bool = False
+    groups: Callable[[Options, Speeds], Sequence[Sequence[int]]] | None = None
+    task_count: Callable[[Options], int] = lambda _: 0
     rewrite: Callable[[Division], Rewrite] | None = None
-    storages: Callable[[Options], Sequence[Storage]] = lambda _: get_args(Storage)
+    weight_dtypes: Callable[[Options], Sequence[WeightDtype]] = lambda _: get_args(WeightDtype)
 
-    def choices(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
+    def variants_for(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices, and for a graph if it is given."""
         found = self.options if self.variants is None else self.variants(devices)
-        if graph is None or self.differs is None:
+        if graph is None or self.is_distinct is None:
             return found
-        return [options for options in found if self.differs(graph, options)]
+        return [options for options in found if self.is_distinct(graph, options)]
 
-    def every(self, most: int = MOST_NAMED) -> dict[str, Options]:
+    def all_variants(self, most: int = MAX_NAMED_DEVICES) -> dict[str, Options]:
         """Return every variant that there is for up to `most` devices, by its name: the values of its options."""
         more = () if self.variants is None else (o for n in range(1, most + 1) for o in self.variants(n))
         return {"/".join(options.values()): options for options in (*self.options, *more)}
 
-    def knows(self, options: Options) -> bool:
+    def accepts(self, options: Options) -> bool:
         """Return whether these are options of the method, for some number of devices."""
-        return any(dict(options) == dict(known) for known in self.every().values())
+        return any(dict(options) == dict(known) for known in self.all_variants().values())
 
-    def unsupported(self, graph: Graph) -> str | None:
+    def why_unsupported(self, graph: Graph) -> str | None:
         """Return why a graph cannot be divided by this method, None if it can."""
         missing = [role for role in self.needs if role not in graph.roles]
-        words = dict.fromkeys(map(roles.in_words, missing))
-        if self.one_of and not graph.roles & set(self.one_of):
-            words[" or ".join(map(roles.in_words, self.one_of))] = None
+        words = dict.fromkeys(map(roles.describe, missing))
+        if self.needs_any and not graph.roles & set(self.needs_any):
+            words[" or ".join(map(roles.describe, self.needs_any))] = None
         if words:
             has = " and ".join(words)
-            return f"{self.name} divides models with {has}, which this one does not have{roles.hint(missing)}"
+            return (
+                f"{self.name} divides models with {has}, which this one does not have{roles.missing_role_hint(missing)}"
+            )
         if roles.CACHE in graph.roles and not self.keeps_cache:
             return f"{self.name} does not say which device keeps the cache of a decoder"
         for share in self.shares:
@@ -134,15 +136,17 @@ class Method:
                 return f"{self.name} shares out {share.kind} alike in all layers, and this model has {sorted(sizes)}"
         return None
 
-    def divide(self, graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane] = ()) -> Shares:
+    def make_shares(
+        self, graph: Graph, options: Options, weights: Speeds, lanes: Sequence[DeviceResources] = ()
+    ) -> Shares:
         """Return (weights, ranges) of a plan in which what `solve` does not say follows one weight per device.
 
         lanes: of the devices; without any, links are taken to cost nothing.
         """
-        used = [1.0] * len(weights) if self.equal else list(weights)
+        used = [1.0] * len(weights) if self.equal_shares else list(weights)
         by_length = {s.kind: tuple(used) for s in self.shares if s.by_length}
         ranges = {s.kind: s.ranges(graph, used) for s in self.shares if not s.by_length}
         if self.solve is not None:
-            solved = self.solve(graph, options, weights, lanes or [Lane()] * len(weights))
+            solved = self.solve(graph, options, weights, lanes or [DeviceResources()] * len(weights))
             by_length, ranges = by_length | solved[0], ranges | solved[1]
-        return by_length | {s.kind: s.most(graph, by_length[s.kind]) for s in self.shares if s.by_length}, ranges
+        return by_length | {s.kind: s.cap_devices(graph, by_length[s.kind]) for s in self.shares if s.by_length}, ranges

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Final
 
 from hepti_mqtt.lowering import roles
-from hepti_mqtt.shares.maps import shares_by
-from hepti_mqtt.shares.share import greedy
+from hepti_mqtt.shares.maps import solve_by_speed
+from hepti_mqtt.shares.share import assign_greedily
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import Method
 
@@ -17,8 +17,8 @@ SPEEDS: Final = "speeds"
 METHOD = Method(
     "modnn",
     "rows of each map greedily to whoever has them done first",
-    maps.rows_by(SPEEDS, greedy),
+    maps.rows_by(SPEEDS, assign_greedily),
     needs=(roles.MAP,),
-    in_line=True,
-    solve=shares_by(SPEEDS, greedy),
+    order_matters=True,
+    solve=solve_by_speed(SPEEDS, assign_greedily),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.lowering import Piece, Table, box, roles
+from hepti_mqtt.lowering import Piece, Table, region_with, roles
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.shares.stages import VARIANTS, differs, micro_batches, parts_of, placed, stages_of
+from hepti_mqtt.shares.stages import VARIANTS, is_distinct, micro_batches, parts_of, placed_roles, stages_of
 from hepti_mqtt.strategies import maps
 from hepti_mqtt.strategies.method import STAGES, Division, Method
 
@@ -15,11 +15,11 @@ def table(division: Division) -> Table:
     cuts = list(enumerate(micro_batches(graph, int(division.option("micro", "1")))))
 
     def stage(op: Op) -> list[Piece]:
-        return [Piece(owners[part_of(op)], box(op, cut), turn=turn) for turn, cut in cuts]
+        return [Piece(owners[part_of(op)], region_with(op, cut), order=turn) for turn, cut in cuts]
 
     if roles.MAP in graph.roles:
-        return maps.table_of(division, stage, stage, uniform=False)
-    return Table(dict.fromkeys(placed(graph), stage), uniform=False)
+        return maps.map_table(division, stage, stage, uniform=False)
+    return Table(dict.fromkeys(placed_roles(graph), stage), uniform=False)
 
 
 METHOD = Method(
@@ -28,12 +28,12 @@ METHOD = Method(
     table,
     shares=(STAGES,),
     needs=(),
-    one_of=(roles.AFTER_MLP, roles.MAP),
+    needs_any=(roles.AFTER_MLP, roles.MAP),
     options=VARIANTS[:1],
     variants=lambda _: VARIANTS,
     solve=lambda graph, options, weights, lanes: ({}, {STAGES.kind: stages_of(graph, weights, lanes, options)}),
-    differs=differs,
-    offered=False,
-    throughput=True,
-    settled=True,
+    is_distinct=is_distinct,
+    automatic=False,
+    for_throughput=True,
+    fixed_shares=True,
 )

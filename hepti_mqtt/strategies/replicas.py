@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hepti_mqtt.shares import Options, Weights
-from hepti_mqtt.shares.share import dealt
+from hepti_mqtt.shares import Options, Speeds
+from hepti_mqtt.shares.share import balanced_groups
 from hepti_mqtt.strategies import single
 from hepti_mqtt.strategies.method import Method
 
 
-def groups(options: Options, weights: Weights) -> Sequence[Sequence[int]]:
+def groups(options: Options, weights: Speeds) -> Sequence[Sequence[int]]:
     """Return the devices of each replica: as even as can be, the fastest device dealt out first.
 
     Raises ValueError for more groups than devices.
@@ -22,7 +22,7 @@ def groups(options: Options, weights: Weights) -> Sequence[Sequence[int]]:
     count = int(options.get("groups", len(weights)))
     if not 1 <= count <= len(weights):
         raise ValueError(f"{count} groups of {len(weights)} devices; use 1 to {len(weights)}")
-    return dealt(count, weights)
+    return balanced_groups(count, weights)
 
 
 METHOD = Method(
@@ -32,7 +32,7 @@ METHOD = Method(
     needs=(),
     variants=lambda n: [{}, *({"groups": str(count)} for count in range(2, n))],
     keeps_cache=True,
-    offered=False,
-    throughput=True,
+    automatic=False,
+    for_throughput=True,
     groups=groups,
 )

@@ -11,4 +11,4 @@ def table(_: Division) -> Table:
     return Table()
 
 
-METHOD = Method("single", "one device computes everything", table, needs=(), most_devices=1, keeps_cache=True)
+METHOD = Method("single", "one device computes everything", table, needs=(), max_devices=1, keeps_cache=True)

@@ -8,23 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from hepti_mqtt.lowering import Graph, Rewrite, Table, product_order, roles, split
-from hepti_mqtt.plan import Storage
-from hepti_mqtt.shares import Lane, Options, Shares, Weights
+from hepti_mqtt.lowering import Graph, Rewrite, Table, choose_product_order, roles, split_along
+from hepti_mqtt.plan import WeightDtype
+from hepti_mqtt.shares import DeviceResources, Options, Shares, Speeds
 from hepti_mqtt.strategies.method import ROWS, Division, Method
 
 
 def table(division: Division) -> Table:
     """Return the layouts: only the rows between layers have a place."""
-    return Table({roles.AFTER_MLP: split(division.parts(ROWS), 0)})
+    return Table({roles.AFTER_MLP: split_along(division.device_sets(ROWS), 0)})
 
 
 def rewrite(division: Division) -> Rewrite:
     """Return the order of the products around attention."""
-    return product_order(division.graph, division.option("order", "cost"), division.parts(ROWS), division.plan.storage)
+    return choose_product_order(
+        division.graph, division.option("order", "cost"), division.device_sets(ROWS), division.plan.weight_dtype
+    )
 
 
-def solve(graph: Graph, options: Options, weights: Weights, lanes: Sequence[Lane]) -> Shares:
+def solve(graph: Graph, options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
     """Return the rows of each device."""
     del graph, lanes
     return {ROWS.kind: tuple(weights if options.get("shares") == "uneven" else [1.0] * len(weights))}, {}
@@ -34,6 +36,6 @@ ORDERS: Sequence[Options] = ({}, {"order": "kept"}, {"order": "reordered"})
 VARIANTS = tuple({"shares": shares, **order} for shares in ("equal", "uneven") for order in ORDERS)
 METHOD = Method(
     "voltage", "own token rows, gathered once a layer", table, (ROWS,), options=VARIANTS[:1],
-    variants=lambda _: VARIANTS, differs=lambda _, options: "order" not in options, rewrite=rewrite, solve=solve,
-    storages=lambda options: ("f32",) if options.get("order") == "reordered" else get_args(Storage),
+    variants=lambda _: VARIANTS, is_distinct=lambda _, options: "order" not in options, rewrite=rewrite, solve=solve,
+    weight_dtypes=lambda options: ("f32",) if options.get("order") == "reordered" else get_args(WeightDtype),
 )  # fmt: skip

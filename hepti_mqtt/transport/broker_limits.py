@@ -20,7 +20,7 @@ from math import isqrt
 from typing import Final, NamedTuple
 
 from hepti_mqtt.errors import HeptiError, NetworkError, RefusedError
-from hepti_mqtt.protocol.limits import LOW_QUEUE, low_limit, low_queue
+from hepti_mqtt.protocol.limits import LOW_QUEUE, low_packet_limit_warning, low_queue_warning
 from hepti_mqtt.protocol.topics import MAX_PACKET_BYTES, publish_bytes
 from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, Receipt, Refused, State, Subscribed
 from hepti_mqtt.transport.control import PahoTransport
@@ -177,7 +177,7 @@ class PacketLimit:
                 self._complain("packet_size_unknown", f"cannot find the broker's largest packet: {exc}")
                 return announced, announced
             if self._largest < wanted:
-                self._complain("packet_limit", low_limit(self._largest, self._url.place))
+                self._complain("packet_limit", low_packet_limit_warning(self._largest, self._url.place))
         if self._largest < wanted:
             return self._largest, self._largest
         if protocol == 5:
@@ -299,13 +299,13 @@ def warn_of_limits(url: BrokerUrl, name: str, topic: str, log: logging.Logger) -
     try:
         largest = largest_packet(url, client_id=f"{name}-size", topic=topic, wanted_bytes=LOW_BYTES)
         if largest < LOW_BYTES:
-            log.warning("%s", low_limit(largest, url.place))
+            log.warning("%s", low_packet_limit_warning(largest, url.place))
         capacity = queue_capacity(url, client_id=f"{name}-queue", topic=topic, wanted=LOW_QUEUE)
     except HeptiError as error:
         log.warning("cannot find the limits of the broker: %s", error)
         return None
     if capacity is not None:
-        log.warning("%s", low_queue(*capacity, url.place))
+        log.warning("%s", low_queue_warning(*capacity, url.place))
     return capacity
 
 

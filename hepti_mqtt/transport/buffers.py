@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hepti_mqtt.protocol.frames import GRAIN, held_bytes
+from hepti_mqtt.protocol.frames import BUFFER_GRANULARITY, held_bytes
 
 ALIGN: Final = 64
 LOOKED_AT: Final = 8  # how many of one size are asked whether they are free before a new one is made
@@ -58,7 +58,7 @@ def _free_one(kept: deque[_Array] | None) -> _Array | None:
 
 def _count_of_free() -> int:
     """Return the count that `_free_one` sees where there is no view: interpreters differ in what they count."""
-    kept: deque[_Array] = deque((_aligned(GRAIN),))
+    kept: deque[_Array] = deque((_aligned(BUFFER_GRANULARITY),))
     array = kept.popleft()
     kept.append(array)
     return sys.getrefcount(array)

@@ -68,7 +68,7 @@ def test_all_tiles_of_the_manifest_put_together_are_the_tensors(made, kind):
         assert [entry.name for entry in entries] == list(tensors)
         for entry in entries:
             out = np.full((1, *entry.shape)[-2:], np.nan, np.float32)
-            for place in entry.places():
+            for place in entry.tiles():
                 data = checkpoint.tile(place.hash)
                 check_tile(place.hash, data)
                 tile = tile_array(place, data)
@@ -87,7 +87,7 @@ def test_a_tensor_of_many_tiles_is_cut_at_256(bert):
     config = json.loads((bert / "config.json").read_text())
     (bert / "config.json").write_text(json.dumps({**config, "vocab_size": 600}))
     with Checkpoint.open(bert) as checkpoint:
-        places = list(checkpoint.manifest.by_name["stem.word"].places())
+        places = list(checkpoint.manifest.by_name["stem.word"].tiles())
         assert [(p.row0, p.stored_shape) for p in places] == [(0, (256, 32)), (256, (256, 32)), (512, (88, 32))]
         for place in reversed(places):
             tile = tile_array(place, checkpoint.tile(place.hash))
@@ -198,7 +198,7 @@ def test_half_precision_stays_half_in_tiles(bert, made):
         for name, value in checkpoint.tensors().items():
             assert value.dtype == np.float32
             np.testing.assert_array_equal(value, want[name].astype(np.float16))
-        place = checkpoint.manifest.by_name["layers.0.query.weight"].place(0, 0)
+        place = checkpoint.manifest.by_name["layers.0.query.weight"].tile_at(0, 0)
         tile = tile_array(place, checkpoint.tile(place.hash))
         assert tile.dtype == np.float16
         np.testing.assert_array_equal(tile, want["layers.0.query.weight"].astype(np.float16))
@@ -237,7 +237,7 @@ def test_sharded_weights_are_the_same_model(bert, made):
 
 
 def hashes_of(checkpoint):
-    return [place.hash for entry in checkpoint.manifest.entries for place in entry.places()]
+    return [place.hash for entry in checkpoint.manifest.entries for place in entry.tiles()]
 
 
 def read_all(checkpoint, hashes):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make, make_model
 from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import spec_from_config, tensor_sources
-from hepti_mqtt.models.shapes import Text
+from hepti_mqtt.models.shapes import TextInput
 
 TINY = [kind for kind in KINDS if kind.startswith("tiny")]
 
@@ -21,8 +21,8 @@ TINY = [kind for kind in KINDS if kind.startswith("tiny")]
 def test_every_tiny_kind_is_a_whole_directory(tmp_path, kind):
     with Checkpoint.open(make_model(kind, tmp_path / kind)) as checkpoint:
         spec = checkpoint.spec
-        if isinstance(spec.reads, Text):
-            assert checkpoint.tokenizer.get_vocab_size() == spec.reads.vocab
+        if isinstance(spec.input_spec, TextInput):
+            assert checkpoint.tokenizer.get_vocab_size() == spec.input_spec.vocab
             assert checkpoint.mask_id == 4
             ids = checkpoint.tokenizer.encode("the Unseen word, 42!").ids
             assert len(ids) > 6

@@ -11,7 +11,7 @@ import pytest
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.models.shapes import Images
+from hepti_mqtt.models.shapes import ImageBatch
 
 onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
@@ -117,7 +117,7 @@ def test_the_reference_computes_what_onnx_computes(make, tmp_path):
     path = make(tmp_path / "Some Net.onnx")
     with Checkpoint.open(path) as checkpoint:
         assert checkpoint.model == "some-net"
-        spec, shape = checkpoint.spec, Images(1)
+        spec, shape = checkpoint.spec, ImageBatch(1)
         inputs = models.random_inputs(spec, shape, np.random.default_rng(1))
         _, output = models.reference(spec, checkpoint.tensors(), inputs, shape)
     assert models.spec_from_dict(spec.to_dict()) == spec
@@ -135,7 +135,7 @@ def test_the_hidden_state_before_a_flattening_has_the_channels_of_onnx(tmp_path)
     before = m.save(tmp_path / "flat.onnx", flat)
     path = m.save(tmp_path / "m.onnx", m.put("Gemm", flat, m.weight(5, 100), transB=1))
     with Checkpoint.open(path) as checkpoint:
-        spec, shape = checkpoint.spec, Images(1).asking("hidden")
+        spec, shape = checkpoint.spec, ImageBatch(1).with_want("hidden")
         inputs = models.random_inputs(spec, shape, np.random.default_rng(1))
         hidden, _ = models.reference(spec, checkpoint.tensors(), inputs, shape)
     mean, std = (np.array(v)[:, None, None] for v in (spec.mean, spec.std))

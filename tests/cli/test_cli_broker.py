@@ -101,7 +101,7 @@ def test_what_waits_for_somebody_at_a_closed_sites_broker_outlives_it(
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
     now = datetime.datetime.now(datetime.UTC)
-    site = SiteFolder.make(tmp_path / "site", "home", ("127.0.0.1",), port, now).add("client", "alice")
+    site = SiteFolder.create(tmp_path / "site", "home", ("127.0.0.1",), port, now).add("client", "alice")
     url = BrokerUrl.parse(str(site.login("alice")))
     first = start("--closed", str(site.path), "--bind", "127.0.0.1")
     alice = Someone(url, "alice", clean=False)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from hepti_mqtt.cli import demo
-from hepti_mqtt.cli.shared import Processes
+from hepti_mqtt.cli.shared import ChildProcesses
 from hepti_mqtt.errors import ConfigError
 
 PATIENCE_S = 60
@@ -33,12 +33,12 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_second_demo_has_places_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with demo.own_places(tmp_path / "one") as first:
+    with demo.agent_cache_dir(tmp_path / "one") as first:
         assert first is None
-        with demo.own_places(tmp_path / "two") as second, demo.own_places(tmp_path / "three") as third:
+        with demo.agent_cache_dir(tmp_path / "two") as second, demo.agent_cache_dir(tmp_path / "three") as third:
             assert (second, third) == (tmp_path / "two", tmp_path / "three")
     assert len(capsys.readouterr().err.splitlines()) == 2
-    with demo.own_places(tmp_path / "one") as again:
+    with demo.agent_cache_dir(tmp_path / "one") as again:
         assert again is None
 
 
@@ -80,35 +80,35 @@ def test_the_demo_starts_no_devices_beside_those_of_a_site(monkeypatch: pytest.M
 
     monkeypatch.setattr(demo.Hepti, "connect", lambda *_, **__: Found())
     with pytest.raises(ConfigError):
-        demo.refuse_others_devices("mqtt://h", "home")
+        demo.require_no_devices("mqtt://h", "home")
     there[0]["status"] = "offline"
-    demo.refuse_others_devices("mqtt://h", "home")
+    demo.require_no_devices("mqtt://h", "home")
 
 
 def test_agents_keep_their_files_where_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, list[str]] = {}
     monkeypatch.setattr(
-        Processes, "start", lambda _self, name, arguments, _environment: started.update({name: arguments})
+        ChildProcesses, "start", lambda _self, name, arguments, _environment: started.update({name: arguments})
     )
     for cache in (None, tmp_path / "c"):
-        demo.start_site(Processes(), "mqtt://h", "home", tmp_path, cache)
+        demo.start_site(ChildProcesses(), "mqtt://h", "home", tmp_path, cache)
         for agent in demo.AGENTS:
             assert ("--cache" in started[agent.device]) is (cache is not None)
 
 
 def test_the_demo_waits_as_long_as_something_moves() -> None:
-    progress = demo.Progress(0.0)
+    progress = demo.StartupProgress(0.0)
     for minute in range(30):  # kernels compile, slowly
-        progress.seen(0, minute * demo.CPU_STEP_S, 60.0 * minute)
+        progress.update(0, minute * demo.CPU_STEP_S, 60.0 * minute)
         assert progress.stalled_s(60.0 * minute + 1) <= demo.STALLED_S
-    progress.seen(1, 29 * demo.CPU_STEP_S, 1800.0)
-    progress.seen(1, 29.5 * demo.CPU_STEP_S, 1900.0)
+    progress.update(1, 29 * demo.CPU_STEP_S, 1800.0)
+    progress.update(1, 29.5 * demo.CPU_STEP_S, 1900.0)
     assert progress.stalled_s(1930.0) == 130.0 > demo.STALLED_S
 
 
 def test_the_demo_shows_how_far_it_is_now_and_then() -> None:
-    progress = demo.Progress(0.0)
-    shown = [progress.seen(1, now / 2, now) for now in range(0, 60, 5)]
+    progress = demo.StartupProgress(0.0)
+    shown = [progress.update(1, now / 2, now) for now in range(0, 60, 5)]
     assert "15 s" in next(filter(None, shown))
     assert len([text for text in shown if text]) == 3
 

@@ -16,10 +16,10 @@ from site_processes import PATIENCE_S, ROOT
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli import output, show
 from hepti_mqtt.cli.main import main
-from hepti_mqtt.cli.progress import EVERY_S, LoadView
-from hepti_mqtt.cli.show import print_edges, print_story
+from hepti_mqtt.cli.progress import EVERY_S, LoadDisplay
+from hepti_mqtt.cli.show import print_peer_traffic, print_plan_history
 from hepti_mqtt.errors import ConfigError, WireError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 
 
@@ -47,14 +47,14 @@ class Found:
 
 def test_a_story_is_a_table_with_times(capsys: pytest.CaptureFixture[str]) -> None:
     step = {"time": 1.7e9, "plan": "m 9.1", "from": "active", "to": "retiring", "cause": "lost: d1 went offline"}
-    print_story("m", {"story": [step, {**step, "time": 1.7e9 + 0.25}]})
+    print_plan_history("m", {"story": [step, {**step, "time": 1.7e9 + 0.25}]})
     _, head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["time", "plan", "from", "to", "cause"]
     cells = [re.split(r"\s{2,}", line.strip()) for line in lines]
     assert [c[1:] for c in cells] == [["m 9.1", "active", "retiring", "lost: d1 went offline"]] * 2
     assert [c[0][-4:] for c in cells] == [".000", ".250"]
     for record in ({}, {"story": []}):
-        print_story("m", record)
+        print_plan_history("m", record)
         assert len(capsys.readouterr().out.splitlines()) == 2
 
 
@@ -80,7 +80,7 @@ def test_what_goes_directly_is_a_table_and_what_cannot_is_said(capsys: pytest.Ca
     link = {"round_trip_s": 0.0005, "bytes_per_s": 1e6}
     heard = {"b": EDGE, "c": silent, "gone": silent}
     other = device("b", {"a": {**EDGE, "frames_in": 5}}, {"a": link})
-    print_edges([device("a", heard), other, device("c", {}), device("gone", {}, status="offline")])
+    print_peer_traffic([device("a", heard), other, device("c", {}), device("gone", {}, status="offline")])
     _, _, first, second, said = capsys.readouterr().out.splitlines()
     assert first.split() == ["b", "a", "3", "1.0", "7", "1", "2", "0.50", "8"]
     assert second.split() == ["a", "b", "5", "1.0", "7", "1", "2", "-", "-"]
@@ -151,7 +151,7 @@ def test_tables_break_no_word_on_a_narrow_terminal(width: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("other", [{"strategy": "magic"}, {"epoch": [1]}, {"future": 1}])
 def test_a_plan_of_another_version_is_told_so(other: dict) -> None:
-    plan = Plan("m", Epoch(1, 1), "single", ("a",), "a", predicted_tokens=8).to_dict()
+    plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", predicted_tokens=8).to_dict()
     spec = spec_of_kind("tiny-bert").to_dict()
     assert show._active({"active": plan, "spec": spec}) is not None
     for record in ({"active": plan | other, "spec": spec}, {"active": plan, "spec": spec | {"family": "new"}}):
@@ -162,7 +162,7 @@ def test_a_plan_of_another_version_is_told_so(other: dict) -> None:
 def explained(monkeypatch: pytest.MonkeyPatch, **others: object) -> int:
     """Run `hepti plan --explain` where device a is as it should be, and b says what `others` says."""
     said = {"status": "online", "boot": 1, "curves": CURVES, "memory_budget_bytes": 1 << 30, "heartbeat": BEAT}
-    plan = Plan("m", Epoch(1, 1), "single", ("a",), "a", predicted_tokens=8)
+    plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", predicted_tokens=8)
     record = {"active": plan.to_dict(), "error": None, "spec": spec_of_kind("tiny-bert").to_dict()}
     found = Found([{"device": "a", **said}, {"device": "b", **said, **others}], record=record)
     monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: found)
@@ -212,12 +212,12 @@ class Clock:
 
 def test_without_a_terminal_lines_come_at_most_every_few_seconds() -> None:
     out, clock = io.StringIO(), Clock()
-    with LoadView(Console(file=out, soft_wrap=True), clock) as view:
+    with LoadDisplay(Console(file=out, soft_wrap=True), clock) as view:
         for step in range(60):
-            view.show("tiny", step * MIB, 60 * MIB)
+            view.update("tiny", step * MIB, 60 * MIB)
             clock.now += 0.1
-        view.show("other", 0, MIB)
-        view.end("tiny", "tiny is here")
+        view.update("other", 0, MIB)
+        view.finish("tiny", "tiny is here")
     lines = out.getvalue().splitlines()
     assert lines[0] == "loading tiny: 0.0 of 60.0 MiB"
     assert sum(line.startswith("loading tiny") for line in lines) == int(6.0 / EVERY_S)
@@ -228,29 +228,29 @@ def test_without_a_terminal_lines_come_at_most_every_few_seconds() -> None:
 def test_on_a_terminal_bars_are_drawn_and_taken_away() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, color_system=None)
-    with LoadView(console) as view:
-        view.show("tiny", 3 * MIB, 10 * MIB)
-        view.show("other", MIB, 10 * MIB)
-        view.end("tiny", "tiny is here")
-        view.end("other")
-        view.show("third", MIB, MIB)
+    with LoadDisplay(console) as view:
+        view.update("tiny", 3 * MIB, 10 * MIB)
+        view.update("other", MIB, 10 * MIB)
+        view.finish("tiny", "tiny is here")
+        view.finish("other")
+        view.update("third", MIB, MIB)
     assert "3.0/10.0 MiB" in out.getvalue()
     assert "tiny is here" in out.getvalue()
-    again = LoadView(Console(file=(plain := io.StringIO())), Clock())
-    again.show("tiny", 1, MIB)
-    again.end("tiny")
-    again.show("tiny", 2, MIB)
-    again.end("other", "all of it was in the cache")
+    again = LoadDisplay(Console(file=(plain := io.StringIO())), Clock())
+    again.update("tiny", 1, MIB)
+    again.finish("tiny")
+    again.update("tiny", 2, MIB)
+    again.finish("other", "all of it was in the cache")
     assert plain.getvalue().count("loading tiny") == 2, "a load that ended may begin again at once"
 
 
 def test_words_are_said_when_they_change_and_not_too_often() -> None:
     out, clock = io.StringIO(), Clock()
-    view = LoadView(Console(file=out), clock)
+    view = LoadDisplay(Console(file=out), clock)
     for step in range(40):
-        view.say("start", f"compiling kernels {step // 10} of 4")
+        view.print_status("start", f"compiling kernels {step // 10} of 4")
         clock.now += 1.0
-    view.say("start", "")
+    view.print_status("start", "")
     assert out.getvalue().splitlines() == [f"compiling kernels {step} of 4" for step in range(4)]
 
 

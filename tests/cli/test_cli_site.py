@@ -20,7 +20,7 @@ from PIL import Image
 from site_processes import PATIENCE_S, SITE, Site, running_site
 
 from hepti_mqtt.checkpoint import make_model
-from hepti_mqtt.cli.infer import shown
+from hepti_mqtt.cli.infer import format_result
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
@@ -162,15 +162,15 @@ def test_infer_takes_what_requests_take(ask: Any, run: Any, tmp_path: Path) -> N
 
 def test_a_terminal_shows_the_beginning_of_vectors() -> None:
     result = {"results": [{"embedding": [0.123456789] * 384}, {"ids": [1, 2, 3], "base64": "A" * 9000}]}
-    text = shown(result, terminal=True)
+    text = format_result(result, terminal=True)
     assert "0.1235, ...] (384 numbers)" in text
     assert "(9000 characters)" in text
     assert json.loads(text)["results"][1]["ids"] == [1, 2, 3]
     assert len(text) < 400
-    assert json.loads(shown(result, terminal=False)) == result
+    assert json.loads(format_result(result, terminal=False)) == result
     numbers = np.arange(60, dtype="<f4").reshape(3, 20)
     hidden = {"dtype": "f32", "shape": [3, 20], "base64": base64.b64encode(numbers.tobytes()).decode()}
-    told = json.loads(shown(hidden, terminal=True))
+    told = json.loads(format_result(hidden, terminal=True))
     assert told == {"dtype": "f32", "shape": "[3, 20]", "numbers": "[0, 1, 2, 3, 4, 5, ...] (60 numbers)"}
 
 

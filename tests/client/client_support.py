@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 
-A_PLAN = Plan("m", Epoch(1, 1), "single", ("a",), "a").to_dict()
+A_PLAN = Plan("m", PlanVersion(1, 1), "single", ("a",), "a").to_dict()
 
 
 def a_record(**data):

@@ -16,12 +16,12 @@ from PIL import Image
 
 from hepti_mqtt import errors
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cli.output import status_words
+from hepti_mqtt.cli.output import status_text
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client import session as module
 from hepti_mqtt.client.client import encode_picture, request_body
 from hepti_mqtt.client.described import random_input
-from hepti_mqtt.client.session import ClientSession, Ended, Publication, error_from
+from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from
 from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError, WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol import messages as protocol_messages
@@ -50,7 +50,7 @@ def record(model="m", boot=1, **data):
 
 
 def test_a_request_is_published_and_its_answer_shown_once(session):
-    publication = session.begin("m", "q1", {"text": "x"}, "token", 10.0)
+    publication = session.add_request("m", "q1", {"text": "x"}, "token", 10.0)
     assert publication.topic == T.request("m", "me")
     assert json.loads(publication.payload) == {"text": "x", "id": "q1"}
     ((token, outcome),) = session.heard(*reply(result=1), now=10.25)
@@ -62,7 +62,7 @@ def test_a_request_is_published_and_its_answer_shown_once(session):
 
 
 def test_an_error_answer_ends_a_request(session):
-    session.begin("m", "q1", {}, "token", 0.0)
+    session.add_request("m", "q1", {}, "token", 0.0)
     topic = T.response("m", "me", "q1")
     payload = json.dumps({"id": "q1", "ok": False, "error": {"code": "overloaded", "message": "later"}}).encode()
     ((_, outcome),) = session.heard(topic, payload, 1.0)
@@ -75,63 +75,63 @@ def test_an_error_answer_ends_a_request(session):
     ids=len,
 )
 def test_a_malformed_answer_ends_nothing(session, payload):
-    session.begin("m", "q1", {}, "token", 0.0)
+    session.add_request("m", "q1", {}, "token", 0.0)
     assert session.heard(T.response("m", "me", "q1"), payload, 1.0) == []
     assert session.heard(*reply(), now=1.0)
 
 
 def test_what_waits_is_published_again_when_connection_or_planner_come_back(session):
     session.heard(*status(boot=1), now=0.0)
-    first = session.begin("m", "q1", {"text": "x"}, 1, 0.0)
-    second = session.begin("m", "q2", {"text": "y"}, 2, 0.0)
-    assert session.connected() == [first, second]
+    first = session.add_request("m", "q1", {"text": "x"}, 1, 0.0)
+    second = session.add_request("m", "q2", {"text": "y"}, 2, 0.0)
+    assert session.to_resend() == [first, second]
     session.heard(*reply("q1"), now=0.5)
     assert session.heard(*status("offline", 1), now=1.0) == []
     assert session.heard(*status("online", 2), now=2.0) == [second]
     assert session.heard(*status("online", 2), now=3.0) == [second], "it was away, its boot is the same"
     session.forget("m", "q2", 2)
-    assert session.connected() == []
+    assert session.to_resend() == []
 
 
 def test_requests_that_the_broker_refuses_are_given_up(session):
-    session.begin("m", "q1", {}, 1, 0.0)
-    session.begin("n", "q2", {}, 2, 0.0)
+    session.add_request("m", "q1", {}, 1, 0.0)
+    session.add_request("n", "q2", {}, 2, 0.0)
     assert session.refused([T.request("m", "me")]) == [1]
     assert session.abandon() == [2]
-    assert session.connected() == []
+    assert session.to_resend() == []
 
 
 def test_arrays_and_numbers_of_numpy_are_plain_in_json(session):
-    publication = session.begin("m", "q1", {"ids": np.arange(3), "deadline_ms": np.float32(5)}, 1, 0.0)
+    publication = session.add_request("m", "q1", {"ids": np.arange(3), "deadline_ms": np.float32(5)}, 1, 0.0)
     assert json.loads(publication.payload) == {"ids": [0, 1, 2], "deadline_ms": 5.0, "id": "q1"}
 
 
 def test_what_cannot_be_asked_is_refused_here(session):
     with pytest.raises(RequestError):
-        session.begin("m", "q1", {"text": object()}, 1, 0.0)
+        session.add_request("m", "q1", {"text": object()}, 1, 0.0)
     with pytest.raises(RequestError):
-        session.begin("m", "q1", {"deadline_ms": float("nan")}, 1, 0.0)
+        session.add_request("m", "q1", {"deadline_ms": float("nan")}, 1, 0.0)
     with pytest.raises(BadNameError):
-        session.begin("No Model", "q1", {}, 1, 0.0)
+        session.add_request("No Model", "q1", {}, 1, 0.0)
     with pytest.raises(BadNameError):
-        session.begin("m", "a/b", {}, 1, 0.0)
-    assert session.connected() == []
+        session.add_request("m", "a/b", {}, 1, 0.0)
+    assert session.to_resend() == []
 
 
 def test_an_id_that_waits_is_for_the_same_request_alone(session):
-    first = session.begin("m", "q1", {"text": "hello"}, 1, 0.0)
+    first = session.add_request("m", "q1", {"text": "hello"}, 1, 0.0)
     with pytest.raises(IdInUseError):
-        session.begin("m", "q1", {"text": "other"}, 2, 0.0)
-    assert session.begin("m", "q1", {"text": "hello"}, 3, 0.0) == first
+        session.add_request("m", "q1", {"text": "other"}, 2, 0.0)
+    assert session.add_request("m", "q1", {"text": "hello"}, 3, 0.0) == first
     session.forget("m", "q1", 1)
     session.forget("m", "q1", 3)
-    session.begin("m", "q1", {"text": "other"}, 4, 0.0)
+    session.add_request("m", "q1", {"text": "other"}, 4, 0.0)
 
 
 def test_everybody_who_asks_the_same_under_one_id_is_told(session):
     def ask():
         for token, now in ((1, 0.0), (2, 0.5), (3, 0.5)):
-            session.begin("m", "q1", {"text": "hello"}, token, now)
+            session.add_request("m", "q1", {"text": "hello"}, token, now)
         session.forget("m", "q1", 3)
 
     ask()
@@ -143,7 +143,7 @@ def test_everybody_who_asks_the_same_under_one_id_is_told(session):
     assert session.refused([T.request("m", "me")]) == [1, 2]
     ask()
     assert session.abandon() == [1, 2]
-    assert session.connected() == []
+    assert session.to_resend() == []
 
 
 def test_records_count_while_their_planner_is_there(session):
@@ -198,13 +198,13 @@ def test_a_record_of_another_version_is_told_so(session, lacks):
 
 @pytest.mark.parametrize("lacks", ["result", "compute_ms", "plan", "devices"])
 def test_an_answer_of_another_version_ends_its_request_with_the_reason(session, lacks):
-    session.begin("m", "q1", {}, "token", 0.0)
+    session.add_request("m", "q1", {}, "token", 0.0)
     answer = an_answer("q1")
     old = {**without(answer, lacks), "plan": without(answer["plan"], lacks)}
     payload = json.dumps(old if lacks != "plan" else without(answer, "plan")).encode()
     ((_, outcome),) = session.heard(T.response("m", "me", "q1"), payload, 1.0)
     assert isinstance(outcome, WireError)
-    assert session.connected() == []
+    assert session.to_resend() == []
 
 
 def test_devices_are_put_together_from_what_they_say(session):
@@ -223,7 +223,7 @@ def test_devices_are_put_together_from_what_they_say(session):
     session.heard(T.status("b"), encode_status(Status("starting", 2, "compiling kernels", 3, 23)), 0.0)
     device = session.devices["b"].to_dict("b")
     assert [device[key] for key in ("status", "doing", "done", "total")] == ["starting", "compiling kernels", 3, 23]
-    assert status_words(device) == "starting: compiling kernels 3 of 23"
+    assert status_text(device) == "starting: compiling kernels 3 of 23"
 
 
 def test_a_device_whose_caps_cannot_be_read_is_listed_with_the_reason(session):
@@ -247,7 +247,7 @@ def test_invented_devices_are_not_remembered_without_end(session, monkeypatch):
     assert session.devices["a"].status == Status("offline", 4)
     assert session.counters["devices beyond"] == 1
     session = ClientSession("home", "me")
-    session.heard(T.status("a"), b"nonsense", 0.0)
+    session.handle_message(T.status("a"), b"nonsense", 0.0)
     assert not session.devices
 
 
@@ -257,11 +257,11 @@ TOPICS = [T.response("m", "me", "q1"), T.planner_status(), T.plan("m"), T.status
 @given(st.lists(st.tuples(st.sampled_from([*TOPICS, "x/y"]), st.binary(max_size=60)), max_size=8))
 def test_no_bytes_raise_or_end_a_request(arrivals):
     session = ClientSession("home", "me")
-    session.begin("m", "q1", {}, 1, 0.0)
+    session.add_request("m", "q1", {}, 1, 0.0)
     for topic, payload in arrivals:
-        assert not any(isinstance(item, Ended) for item in session.heard(topic, payload, 1.0))
-    assert len(session.connected()) == 1
-    assert isinstance(session.connected()[0], Publication)
+        assert not any(isinstance(item, RequestEnded) for item in session.handle_message(topic, payload, 1.0))
+    assert len(session.to_resend()) == 1
+    assert isinstance(session.to_resend()[0], RequestPublish)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from closed_broker import PATIENCE_S, Someone, closed_broker
 from site_processes import poll
 
 from hepti_mqtt.closed_site.folder import SiteFolder
-from hepti_mqtt.closed_site.roles import ROLES, access_list
+from hepti_mqtt.closed_site.roles import ROLES, acl_text
 from hepti_mqtt.errors import NetworkError, RefusedError
-from hepti_mqtt.ids import ALL, PLANNER
+from hepti_mqtt.ids import ALL_DEVICES, PLANNER
 from hepti_mqtt.protocol.topics import Kind, Topics
 from hepti_mqtt.transport import BrokerUrl, Disconnected, Will
 
@@ -65,7 +65,7 @@ def test_logins_come_in_and_nobody_else(closed, tmp_path):
     ):
         with pytest.raises(RefusedError):
             Someone(wrong)
-    other = SiteFolder.make(tmp_path / "other", "home", ("127.0.0.1",), 8883, NOW)
+    other = SiteFolder.create(tmp_path / "other", "home", ("127.0.0.1",), 8883, NOW)
     with pytest.raises(NetworkError):
         Someone(BrokerUrl(url.host, url.port, tls=True, ca=str(other.path / "ca.crt"), user="pi-1", password="x"))
     with pytest.raises(NetworkError):
@@ -148,7 +148,7 @@ ACCESS = {
     HOME.caps("pi-1"): ({"pi-1"}, EVERYBODY),
     HOME.heartbeat("pi-1"): ({"pi-1"}, EVERYBODY),
     HOME.command("pi-1"): ({PLANNER}, {"pi-1"}),
-    HOME.up("pi-1"): ({"pi-1"}, {PLANNER}),
+    HOME.reports("pi-1"): ({"pi-1"}, {PLANNER}),
     HOME.probe("pi-1"): ({"pi-1"}, {"pi-1"}),
     HOME.probe("alice"): ({"alice"}, {"alice"}),
     HOME.probe("hall"): ({"hall"}, {"hall"}),
@@ -157,9 +157,9 @@ ACCESS = {
     HOME.plan("m"): ({PLANNER}, EVERYBODY),
     HOME.work("m", "pi-1"): ({PLANNER}, DEVICES),
     HOME.weights("pi-1"): ({PLANNER}, {"pi-1"}),
-    HOME.weights(ALL): ({PLANNER}, DEVICES),
+    HOME.weights(ALL_DEVICES): ({PLANNER}, DEVICES),
     HOME.activation("m", 3, "pi-1", "pi-2"): ({"pi-1"}, {"pi-2"}),
-    HOME.activation("m", 3, "pi-1", ALL): ({"pi-1"}, DEVICES),
+    HOME.activation("m", 3, "pi-1", ALL_DEVICES): ({"pi-1"}, DEVICES),
     HOME.activation("m", 3, "pi-1", PLANNER): ({"pi-1"}, set()),
     HOME.request("m", "alice"): ({"alice"}, {PLANNER}),
     HOME.response("m", "alice", "r1"): ({PLANNER}, {"alice"}),
@@ -167,7 +167,7 @@ ACCESS = {
     HOME.event("joined"): ({PLANNER, *DEVICES}, EVERYBODY),
     # Clients and viewers are no devices, devices and viewers no clients, whatever their names are.
     HOME.status("alice"): (set(), EVERYBODY),
-    HOME.activation("m", 3, "alice", ALL): (set(), DEVICES),
+    HOME.activation("m", 3, "alice", ALL_DEVICES): (set(), DEVICES),
     HOME.request("m", "pi-1"): (set(), {PLANNER}),
     HOME.request("m", "hall"): (set(), {PLANNER}),
     # Other sites, and what is no topic of ours.
@@ -220,4 +220,4 @@ def test_the_example_has_every_role():
     text = (BROKER / "acl.example").read_text()
     users = {"planner": "planner", "pi-1": "device", "alice": "client", "hall-tablet": "viewer"}
     assert set(users.values()) == set(ROLES)
-    assert text == access_list("+", users)
+    assert text == acl_text("+", users)

@@ -18,7 +18,7 @@ NOW = datetime.datetime.now(datetime.UTC)
 
 @pytest.fixture
 def site(tmp_path):
-    return SiteFolder.make(tmp_path / "site", "home", ("192.168.1.10", "localhost"), 8883, NOW)
+    return SiteFolder.create(tmp_path / "site", "home", ("192.168.1.10", "localhost"), 8883, NOW)
 
 
 def users_in(site, name):
@@ -93,21 +93,21 @@ def test_what_is_wrong_is_said(site, tmp_path):
     with pytest.raises(ConfigError):
         site.revoke("pi-2")
     with pytest.raises(ConfigError):
-        SiteFolder.make(site.path, "home", ("localhost",), 8883, NOW)
+        SiteFolder.create(site.path, "home", ("localhost",), 8883, NOW)
     with pytest.raises(ConfigError):
         SiteFolder.open(tmp_path)
     (tmp_path / "site.json").write_text('{"users": {"x": "king"}}')
     with pytest.raises(ConfigError):
         SiteFolder.open(tmp_path)
     with pytest.raises(ConfigError):
-        SiteFolder.make(tmp_path / "other", "home", ("a/b",), 8883, NOW)
+        SiteFolder.create(tmp_path / "other", "home", ("a/b",), 8883, NOW)
     assert not (tmp_path / "other").exists()
 
 
 def test_without_the_extra_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigError):
-        SiteFolder.make(tmp_path / "site", "home", ("localhost",), 8883, NOW)
+        SiteFolder.create(tmp_path / "site", "home", ("localhost",), 8883, NOW)
     assert not (tmp_path / "site").exists()
 
 

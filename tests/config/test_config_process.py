@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.config.process import (
-    EVERY_S,
-    REMEMBERED,
-    SparingFilter,
-    ended_by_signals,
+    MAX_REMEMBERED,
+    REPEAT_S,
+    RepeatFilter,
+    block_signals,
+    exit_on_signals,
     setup_logging,
     stop_event,
-    uninterrupted,
 )
-from hepti_mqtt.config.state import AHEAD_S, latest_boot, next_boot, write_atomically
+from hepti_mqtt.config.state import MAX_CLOCK_SKEW_S, max_plausible_boot, next_boot, write_atomically
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.plausible import MAX_BOOT
 
@@ -43,7 +43,7 @@ def test_a_signal_ends_through_every_finally_and_means_what_it_did_afterwards(nu
     passed: list[str] = []
 
     def work() -> None:
-        with ended_by_signals(), ExitStack() as stack:
+        with exit_on_signals(), ExitStack() as stack:
             stack.callback(passed.append, "closed")
             signal.raise_signal(number)
 
@@ -56,7 +56,7 @@ def test_a_signal_ends_through_every_finally_and_means_what_it_did_afterwards(nu
 
 def test_a_signal_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    with ended_by_signals():
+    with exit_on_signals():
         signal.raise_signal(signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
@@ -88,7 +88,7 @@ def test_a_second_signal_waits_until_everything_is_removed() -> None:
     removed = []
 
     def work() -> None:
-        with ended_by_signals(), uninterrupted():
+        with exit_on_signals(), block_signals():
             signal.raise_signal(signal.SIGTERM)
             removed.append(True)
 
@@ -118,9 +118,9 @@ def test_a_broken_counter_counts_as_none(tmp_path, content):
 
 def test_boots_of_a_time_that_has_not_come_are_not_believed():
     now = 1_800_000_000
-    assert latest_boot(now - 5, now + 0.5) == now + AHEAD_S
-    assert latest_boot(now, 1000.0) == now + AHEAD_S, "our clock was set at an earlier start"
-    assert latest_boot(7, 1000.0) == MAX_BOOT, "without a clock nobody can be judged"
+    assert max_plausible_boot(now - 5, now + 0.5) == now + MAX_CLOCK_SKEW_S
+    assert max_plausible_boot(now, 1000.0) == now + MAX_CLOCK_SKEW_S, "our clock was set at an earlier start"
+    assert max_plausible_boot(7, 1000.0) == MAX_BOOT, "without a clock nobody can be judged"
 
 
 def test_a_counter_that_cannot_be_stored_is_an_error(tmp_path):
@@ -183,7 +183,7 @@ def log():
     """A logger of its own whose lines are kept, with a clock that the test turns."""
     handler, logger = Lines(), logging.getLogger("hepti.test-logs")
     logger.now = 0.0
-    handler.addFilter(SparingFilter(handler, lambda: logger.now))
+    handler.addFilter(RepeatFilter(handler, lambda: logger.now))
     logger.propagate, logger.handlers = False, [handler]
     logger.setLevel(logging.INFO)
     logger.lines = handler.lines
@@ -196,7 +196,7 @@ def test_the_same_line_comes_once_and_is_counted(log):
         log.info("%s: %s", "overloaded", "64 requests wait")
     log.info("joined: a has joined")
     assert log.lines == ["overloaded: 64 requests wait", "joined: a has joined"]
-    log.now = EVERY_S
+    log.now = REPEAT_S
     log.info("joined: b has joined")
     assert log.lines[3] == "joined: b has joined"
     assert "329" in log.lines[2]
@@ -205,15 +205,15 @@ def test_the_same_line_comes_once_and_is_counted(log):
 
 
 def test_lines_that_differ_all_come(log):
-    for device in range(2 * REMEMBERED):
+    for device in range(2 * MAX_REMEMBERED):
         log.info("pi-%d has joined", device)
     log.warning("pi-0 has joined")
-    assert len(log.lines) == 2 * REMEMBERED + 1
+    assert len(log.lines) == 2 * MAX_REMEMBERED + 1
 
 
 def test_what_comes_slowly_is_never_held_back(log):
     for second in range(5):
-        log.now = second * EVERY_S
+        log.now = second * REPEAT_S
         log.info("still here")
     assert log.lines == ["still here"] * 5
 

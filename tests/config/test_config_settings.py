@@ -21,17 +21,17 @@ from hepti_mqtt.config.options import (
     AgentOptions,
     PinOptions,
     PlannerOptions,
-    add_site,
-    natural,
-    natural_range,
-    port,
-    positive,
-    settings_of,
-    site_arguments,
+    add_site_arguments,
+    index_range,
+    non_negative_int,
+    positive_int,
+    settings_from_args,
+    site_argv,
+    tcp_port,
 )
 from hepti_mqtt.config.settings import check_environment, data_link, parse_size
 from hepti_mqtt.errors import BadNameError, ConfigError
-from hepti_mqtt.plan import Objective, Route, Storage, WireDtype
+from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 
 NOWHERE = ["--broker", "mqtt://127.0.0.1:1"]
 
@@ -41,20 +41,20 @@ COMMANDS = (["agent", *NOWHERE, "--id", "d1"], ["planner", *NOWHERE, "--model", 
 
 def test_flags_come_before_the_environment_and_that_before_the_defaults(monkeypatch):
     environment = {"HEPTI_BROKER": "mqtt://env", "HEPTI_SITE": "env"}
-    assert Settings.of("mqtt://flag", "flag", environment) == Settings("mqtt://flag", "flag")
-    assert Settings.of(None, None, environment) == Settings("mqtt://env", "env")
-    assert Settings.of(None, None, {"HEPTI_BROKER": "", "HEPTI_SITE": ""}) == Settings(None, "home")
+    assert Settings.from_environment("mqtt://flag", "flag", environment) == Settings("mqtt://flag", "flag")
+    assert Settings.from_environment(None, None, environment) == Settings("mqtt://env", "env")
+    assert Settings.from_environment(None, None, {"HEPTI_BROKER": "", "HEPTI_SITE": ""}) == Settings(None, "home")
     monkeypatch.setenv("HEPTI_SITE", "process")
     monkeypatch.delenv("HEPTI_BROKER", raising=False)
-    assert Settings.of() == Settings(None, "process")
+    assert Settings.from_environment() == Settings(None, "process")
 
 
 @pytest.mark.parametrize("site", ["Home", "a/b", "planner", "+"])
 def test_a_site_that_cannot_stand_in_a_topic_is_refused(site):
     with pytest.raises(BadNameError):
-        Settings.of(site=site, environment={})
+        Settings.from_environment(site=site, environment={})
     with pytest.raises(BadNameError):
-        Settings.of(environment={"HEPTI_SITE": site})
+        Settings.from_environment(environment={"HEPTI_SITE": site})
 
 
 def test_plain_data_is_read(tmp_path):
@@ -201,7 +201,7 @@ PINS = st.builds(
     devices=st.none() | st.lists(NAMES, min_size=1, max_size=3).map(tuple),
     wire=st.none() | st.sampled_from(get_args(WireDtype)),
     route=st.none() | st.sampled_from((*get_args(Route), "auto")),
-    weights=st.none() | st.sampled_from(get_args(Storage)),
+    weights=st.none() | st.sampled_from(get_args(WeightDtype)),
     objective=st.none() | st.sampled_from(get_args(Objective)),
     accuracy=st.none() | st.floats(1e-9, 1.0),
 )
@@ -223,7 +223,7 @@ def parsed(kind, arguments):
     parser = argparse.ArgumentParser()
     kind.add(parser)
     command = "agent" if kind is AgentOptions else "planner"
-    one, other = kind.of(parser.parse_args(arguments)), kind.of(build().parse_args([command, *arguments]))
+    one, other = kind.from_args(parser.parse_args(arguments)), kind.from_args(build().parse_args([command, *arguments]))
     assert one == other
     return one
 
@@ -239,36 +239,36 @@ def test_a_planners_options_come_back_from_their_arguments(options):
 
 
 def test_what_is_not_said_is_left_to_the_program():
-    assert AgentOptions("a").arguments() == ["--id", "a"]
-    assert PlannerOptions({"m": "d"}).arguments() == ["--model", "m=d"]
-    assert site_arguments(Settings(None)) == ["--site", "home"]
+    assert AgentOptions("a").to_argv() == ["--id", "a"]
+    assert PlannerOptions({"m": "d"}).to_argv() == ["--model", "m=d"]
+    assert site_argv(Settings(None)) == ["--site", "home"]
 
 
 def test_broker_and_site_come_back_from_their_arguments():
     parser = argparse.ArgumentParser()
-    add_site(parser)
+    add_site_arguments(parser)
     settings = Settings("mqtt://somewhere:1", "attic")
-    assert settings_of(parser.parse_args(site_arguments(settings))) == settings
+    assert settings_from_args(parser.parse_args(site_argv(settings))) == settings
 
 
 def test_pins_are_those_that_the_planner_takes():
-    pins = PinOptions("row", "kv", ("a", "b"), None, "f16").pins()
+    pins = PinOptions("row", "kv", ("a", "b"), None, "f16").to_pins()
     assert (pins.strategy, pins.options, pins.devices) == ("row", {"variant": "kv"}, ("a", "b"))
-    assert (pins.wire, pins.storage, pins.route) == ("f32", "f16", None)
-    assert PinOptions("megatron", "ring").pins().options == {"reduce": "ring"}
-    assert PinOptions("decoupled", "megatron/everywhere").pins().options == {
+    assert (pins.wire, pins.weight_dtype, pins.route) == ("f32", "f16", None)
+    assert PinOptions("megatron", "ring").to_pins().options == {"reduce": "ring"}
+    assert PinOptions("decoupled", "megatron/everywhere").to_pins().options == {
         "original": "megatron",
         "last": "everywhere",
     }
-    assert PinOptions("megatron", "kv").pins().options == {"variant": "kv"}  # which the planner refuses by name
-    assert PinOptions(route="auto").pins().route is None
-    assert PinOptions(route="mesh").pins().route == "mesh"
+    assert PinOptions("megatron", "kv").to_pins().options == {"variant": "kv"}  # which the planner refuses by name
+    assert PinOptions(route="auto").to_pins().route is None
+    assert PinOptions(route="mesh").to_pins().route == "mesh"
     assert pins.objective == "latency"
-    asked = PinOptions("replicas", "groups=2", objective="throughput").pins()
+    asked = PinOptions("replicas", "groups=2", objective="throughput").to_pins()
     assert (asked.options, asked.objective) == ({"groups": "2"}, "throughput")
 
 
-@pytest.mark.parametrize("kind", [natural, natural_range, port, positive])
+@pytest.mark.parametrize("kind", [non_negative_int, index_range, tcp_port, positive_int])
 def test_numbers_are_plain_digits(kind):
     for text in ("²", "٣", "-1", "+1", "1_0", " 1", "", "9" * 5000):
         with pytest.raises(argparse.ArgumentTypeError):
@@ -283,10 +283,15 @@ def test_a_model_that_is_named_twice_is_refused():
 
 
 def test_numbers_come_as_they_are_written():
-    assert (natural("0"), positive("007"), port("65535"), natural_range("2")) == (0, 7, 65535, range(2, 3))
-    assert natural_range("0:3") == range(3)
+    assert (non_negative_int("0"), positive_int("007"), tcp_port("65535"), index_range("2")) == (
+        0,
+        7,
+        65535,
+        range(2, 3),
+    )
+    assert index_range("0:3") == range(3)
     assert parsed(AgentOptions, ["--mesh-port", "7801"]).mesh_port == 7801
-    for kind, texts in ((natural_range, ("3:3", "4:3", "1:", ":2", "1:²")), (port, ("0", "70000"))):
+    for kind, texts in ((index_range, ("3:3", "4:3", "1:", ":2", "1:²")), (tcp_port, ("0", "70000"))):
         for text in texts:
             with pytest.raises(argparse.ArgumentTypeError):
                 kind(text)

@@ -37,7 +37,7 @@ def test_pairs_and_what_devices_say_of_their_network(tmp_path):
         "peers: [{between: [a, c], mbit: 40}, {between: [a, b], round_trip_ms: 1}]\n"
     )
     cluster = load_site(path)
-    assert (cluster.endpoints, cluster.shared) == ({"a", "c"}, {"c"})
+    assert (cluster.endpoints, cluster.shared_medium) == ({"a", "c"}, {"c"})
     assert cluster.peer_links["a", "c"] == cluster.peer_links["c", "a"] == PeerLink(2e-3, 5e6)
     assert cluster.peer_links["b", "a"] == PeerLink(0.5e-3, 30e6)
     assert ("b", "c") not in cluster.peer_links

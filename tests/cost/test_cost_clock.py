@@ -13,17 +13,25 @@ from sites import FAMILIES, always, plan, request, tensors
 from swarm import Swarm
 
 from hepti_mqtt.cost.memory import live_bytes
-from hepti_mqtt.cost.profiles import FAST_BYTES_PER_S, Cluster, Curve, DeviceProfile, Link, PeerLink, cluster_of
-from hepti_mqtt.cost.simulator import Links, Naming, dispatch_bytes, done_bytes, send_bytes, sent_bytes, simulate
+from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Curve, DeviceProfile, Link, PeerLink, make_cluster
+from hepti_mqtt.cost.simulator import (
+    LinkQueues,
+    TopicNames,
+    dispatch_bytes,
+    report_bytes,
+    send_bytes,
+    sent_bytes,
+    simulate,
+)
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.lowering.passes import routed
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.lowering.passes import set_routes
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
-from hepti_mqtt.plan_programs import programs
-from hepti_mqtt.program import Builder, Program, Send, SlotSpec
+from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.program import Program, ProgramBuilder, Send, SlotSpec
 from hepti_mqtt.spec import TaskHead
 
-NAMING = Naming("home", "m")
+NAMING = TopicNames("home", "m")
 
 
 SPEC = ModelSpec(
@@ -31,7 +39,7 @@ SPEC = ModelSpec(
 )
 
 
-SHAPE = PackedTokens((4,))
+SHAPE = TokenBatch((4,))
 
 
 RATE = 1e6
@@ -54,7 +62,7 @@ def site(*names: str) -> Cluster:
 def relay(devices: int) -> dict[str, Program]:
     """The head sends its input to all, each of them sends it back, the head answers."""
     names = [f"d{i}" for i in range(devices)]
-    head = Builder("d0")
+    head = ProgramBuilder("d0")
     x = head.recv((4, 8), PLANNER, 0)
     head.send(x, tuple(names[1:]), 1)
     parts = [head.recv((4, 8), n, 2) for n in names[1:]]
@@ -62,7 +70,7 @@ def relay(devices: int) -> dict[str, Program]:
     head.send(head.compute("assemble", parts, (4 * len(parts), 8), copies=copies), (PLANNER,), 3)
     others = {}
     for name in names[1:]:
-        b = Builder(name)
+        b = ProgramBuilder(name)
         b.send(b.recv((4, 8), "d0", 1), ("d0",), 2)
         others[name] = b.build()
     return {"d0": head.build(), **others}
@@ -108,9 +116,9 @@ def test_a_slower_broker_never_makes_a_request_faster(broker, devices):
 def test_the_brokers_link_is_taken_to_be_the_fastest_that_is_a_link():
     profiles = site("a", "b", "c").devices
     links = {"a": Link(0.0, 1e7, 1e7), "b": Link(0.0, 3e7, 2e7), "c": Link(0.0, 1e9, 1e9)}
-    assert cluster_of(profiles, links).broker_bytes_per_s == 2e7
-    assert cluster_of(profiles, {"c": links["c"]}).broker_bytes_per_s == inf
-    assert cluster_of(profiles, links, 3e7).broker_bytes_per_s == 3e7
+    assert make_cluster(profiles, links).broker_bytes_per_s == 2e7
+    assert make_cluster(profiles, {"c": links["c"]}).broker_bytes_per_s == inf
+    assert make_cluster(profiles, links, 3e7).broker_bytes_per_s == 3e7
 
 
 def test_one_round_trip_by_hand():
@@ -126,7 +134,7 @@ def test_one_round_trip_by_hand():
     concat = 2 * 4 * 8 * 4 / 1e6  # read and written once
     hops = (dispatch + 2 * scatter + 2 * gather + out) / RATE  # nobody waits for the report, which comes after it
     assert result.seconds == pytest.approx(hops + 6 * LATENCY + concat, rel=1e-9)
-    assert result.nbytes == dispatch + scatter + gather + out + done_bytes(NAMING, "d0") + done_bytes(NAMING, "d1")
+    assert result.nbytes == dispatch + scatter + gather + out + report_bytes(NAMING, "d0") + report_bytes(NAMING, "d1")
 
 
 def test_packets_queue_on_the_heads_downlink():
@@ -137,7 +145,7 @@ def test_packets_queue_on_the_heads_downlink():
 
 
 def test_programs_that_wait_for_each_other_are_named():
-    a, b = Builder("d0"), Builder("d1")
+    a, b = ProgramBuilder("d0"), ProgramBuilder("d1")
     a.send(a.recv((1, 1), "d1", 1), ("d1",), 1)
     b.send(b.recv((1, 1), "d0", 1), ("d0",), 1)
     with pytest.raises(ValueError, match="d0"):
@@ -145,7 +153,7 @@ def test_programs_that_wait_for_each_other_are_named():
 
 
 def test_live_bytes_frees_after_the_last_reader():
-    b = Builder("d0")
+    b = ProgramBuilder("d0")
     x = b.recv((4, 8), PLANNER, 0)
     for _ in range(10):
         x = b.compute("add", (x,), (4, 8), bias=False)
@@ -165,7 +173,7 @@ def test_a_device_that_is_slowed_takes_longer_for_its_frames_too():
 
 
 def test_what_has_arrived_is_taken_before_the_next_op_wherever_it_stands_in_the_program():
-    a, b = Builder("d0"), Builder("d1")
+    a, b = ProgramBuilder("d0"), ProgramBuilder("d1")
     x = a.recv((4, 8), PLANNER, 0)
     a.send(x, ("d1",), 1)
     a.send(x, ("d1",), 2)
@@ -187,7 +195,7 @@ def test_what_has_arrived_is_taken_before_the_next_op_wherever_it_stands_in_the_
 
 def test_what_was_meant_for_others_costs_who_hears_it_too():
     def seconds(frame_s: float) -> float:
-        head, other, last = Builder("d0"), Builder("d1"), Builder("d2")
+        head, other, last = ProgramBuilder("d0"), ProgramBuilder("d1"), ProgramBuilder("d2")
         x = head.recv((4, 8), PLANNER, 0)
         head.send(x, ("d1", "d3"), 1)
         head.send(x, ("d2",), 2)
@@ -209,11 +217,11 @@ NAMES = ("d0", "d1", "d2", "d3")
 
 
 def mesh(programs: Mapping[str, Program], relayed: tuple[tuple[str, str], ...] = ()) -> dict[str, Program]:
-    return {name: routed(program, "mesh", relayed) for name, program in programs.items()}
+    return {name: set_routes(program, "mesh", relayed) for name, program in programs.items()}
 
 
-def links(cluster: Cluster) -> Links:
-    return Links(cluster, lambda *_: None)
+def links(cluster: Cluster) -> LinkQueues:
+    return LinkQueues(cluster, lambda *_: None)
 
 
 def everyone_to_everyone(cluster: Cluster) -> dict[str, float]:
@@ -222,13 +230,13 @@ def everyone_to_everyone(cluster: Cluster) -> dict[str, float]:
     for source in NAMES:
         for target in NAMES:
             if source != target:
-                last[target] = max(last[target], on.direct(0.0, source, target, SIZE, ""))
+                last[target] = max(last[target], on.via_mesh(0.0, source, target, SIZE, ""))
     return last
 
 
 def test_a_sender_pays_for_every_receiver_and_the_broker_carries_none_of_it():
     on = links(replace(site(*NAMES), broker_bytes_per_s=1.0))
-    arrivals = [on.direct(0.0, "d0", target, SIZE, "") for target in NAMES[1:]]
+    arrivals = [on.via_mesh(0.0, "d0", target, SIZE, "") for target in NAMES[1:]]
     assert arrivals == pytest.approx([2 * LATENCY + copies * SIZE / RATE for copies in (1, 2, 3)])
 
 
@@ -240,7 +248,7 @@ def test_a_slow_downlink_delays_its_own_copies_alone():
     cluster = site(*NAMES)
     slow = replace(cluster, links={**cluster.links, "d3": Link(LATENCY, RATE, RATE / 100)})
     on = links(slow)
-    late, prompt = (on.direct(0.0, "d0", target, SIZE, "") for target in ("d3", "d1"))
+    late, prompt = (on.via_mesh(0.0, "d0", target, SIZE, "") for target in ("d3", "d1"))
     assert late == pytest.approx(2 * LATENCY + 100 * SIZE / RATE)
     assert prompt == pytest.approx(2 * LATENCY + 2 * SIZE / RATE)
 
@@ -248,33 +256,35 @@ def test_a_slow_downlink_delays_its_own_copies_alone():
 def test_what_was_measured_of_a_pair_counts_instead_of_its_links_to_the_broker():
     told = {("d0", "d1"): PeerLink(1e-4, RATE / 10), ("d2", "d3"): PeerLink(1e-4, 5 * RATE), ("d1", "d0"): PeerLink(0)}
     cluster = replace(site(*NAMES), peer_links=told)
-    assert links(cluster).direct(0.0, "d0", "d1", SIZE, "") == pytest.approx(1e-4 + 10 * SIZE / RATE)
-    assert links(cluster).direct(0.0, "d2", "d3", SIZE, "") == pytest.approx(1e-4 + SIZE / (5 * RATE))
-    assert links(cluster).direct(0.0, "d1", "d0", SIZE, "") == pytest.approx(SIZE / RATE), "no rate could be told"
+    assert links(cluster).via_mesh(0.0, "d0", "d1", SIZE, "") == pytest.approx(1e-4 + 10 * SIZE / RATE)
+    assert links(cluster).via_mesh(0.0, "d2", "d3", SIZE, "") == pytest.approx(1e-4 + SIZE / (5 * RATE))
+    assert links(cluster).via_mesh(0.0, "d1", "d0", SIZE, "") == pytest.approx(SIZE / RATE), "no rate could be told"
     on = links(cluster)  # a slow pair leaves the rest of its sender's link to others
-    on.direct(0.0, "d0", "d1", SIZE, "")
-    assert on.direct(0.0, "d0", "d2", SIZE, "") == pytest.approx(2 * LATENCY + 2 * SIZE / RATE)
+    on.via_mesh(0.0, "d0", "d1", SIZE, "")
+    assert on.via_mesh(0.0, "d0", "d2", SIZE, "") == pytest.approx(2 * LATENCY + 2 * SIZE / RATE)
 
 
 def test_a_shared_medium_carries_everything_once_more():
     station = replace(site(*NAMES), shared=frozenset(NAMES))
     assert max(everyone_to_everyone(station).values()) == pytest.approx(2 * LATENCY + 24 * SIZE / RATE)
-    wired = replace(station, shared=frozenset({"d1"}))
-    assert links(wired).direct(0.0, "d0", "d1", SIZE, "") == pytest.approx(2 * LATENCY + SIZE / RATE)
+    wired = replace(station, shared_medium=frozenset({"d1"}))
+    assert links(wired).via_mesh(0.0, "d0", "d1", SIZE, "") == pytest.approx(2 * LATENCY + SIZE / RATE)
     on = links(station)  # over the broker, which has a wire: once up, and once to each receiver
-    arrived = on.transmit(0.0, "d0", NAMES[1:], SIZE, "")
+    arrived = on.via_broker(0.0, "d0", NAMES[1:], SIZE, "")
     assert max(arrived.values()) == pytest.approx(2 * LATENCY + 4 * SIZE / RATE)
 
 
 def test_who_sits_on_the_brokers_machine_has_its_link():
     cluster = replace(site(*NAMES), broker_bytes_per_s=RATE / 4)
-    fast = Link(LATENCY, FAST_BYTES_PER_S, FAST_BYTES_PER_S)
+    fast = Link(LATENCY, LOCAL_BYTES_PER_S, LOCAL_BYTES_PER_S)
     beside = replace(cluster, links={**cluster.links, "d0": fast, "d1": fast})
     on = links(beside)
-    assert on.direct(0.0, "d0", "d1", SIZE, "") == pytest.approx(2 * LATENCY + SIZE / FAST_BYTES_PER_S)
-    arrivals = [on.direct(0.0, source, "d2", SIZE, "") for source in ("d0", "d1")]
+    assert on.via_mesh(0.0, "d0", "d1", SIZE, "") == pytest.approx(2 * LATENCY + SIZE / LOCAL_BYTES_PER_S)
+    arrivals = [on.via_mesh(0.0, source, "d2", SIZE, "") for source in ("d0", "d1")]
     assert arrivals == pytest.approx([2 * LATENCY + copies * 4 * SIZE / RATE for copies in (1, 2)])
-    assert on.direct(0.0, "d3", "d0", SIZE, "") == pytest.approx(2 * LATENCY + 4 * SIZE / RATE), "the other way is free"
+    assert on.via_mesh(0.0, "d3", "d0", SIZE, "") == pytest.approx(2 * LATENCY + 4 * SIZE / RATE), (
+        "the other way is free"
+    )
 
 
 def test_one_round_trip_over_mesh_by_hand():
@@ -290,7 +300,7 @@ def test_one_round_trip_over_mesh_by_hand():
     # Two links carry an exchange at once, a broker one after the other.
     hops = (dispatch + scatter + gather + out) / RATE
     assert result.seconds == pytest.approx(hops + 6 * LATENCY + concat, rel=1e-9)
-    assert result.nbytes == dispatch + scatter + gather + out + 2 * done_bytes(NAMING, "d0")
+    assert result.nbytes == dispatch + scatter + gather + out + 2 * report_bytes(NAMING, "d0")
     drawn = {(e.device, e.lane): e for e in result.events if e.label == "1"}
     assert drawn["d0", "up"].start < drawn["d1", "down"].stop
     assert result.seconds < simulate(NAMING, SPEC, SHAPE, relay(2), cluster).seconds
@@ -320,7 +330,7 @@ def test_devices_count_what_the_simulator_does(method):
     swarm.run(30, until=lambda: bool(swarm.answers or swarm.errors))
     [(_, stats)] = swarm.answers["r"]
     assert swarm.direct
-    parts = programs(spec, fixed, shape)
+    parts = device_programs(spec, fixed, shape)
     assert sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in stats) == sent_bytes(NAMING, spec, shape, parts)
     played = simulate(NAMING, spec, shape, parts, site(*parts))
     assert {n: u.sent_bytes for n, u in played.devices.items()} == dict(stats[0].sent_bytes)

@@ -9,10 +9,10 @@ import pytest
 from sites import EVERY_FAMILY, FAMILIES, METHODS, plan, request
 from test_cost_clock import NAMING, SHAPE, SPEC, relay, site
 
-from hepti_mqtt.cost.explain import drawn, explain, layout_svg, timeline_svg, timeline_text
-from hepti_mqtt.cost.simulator import Load, simulate
+from hepti_mqtt.cost.explain import drawn, format_program, layout_svg, timeline_svg, timeline_text
+from hepti_mqtt.cost.simulator import Throughput, simulate
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan_programs import lowered
+from hepti_mqtt.plan_programs import lower_plan
 from hepti_mqtt.strategies import STRATEGIES
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -23,8 +23,8 @@ def made(family="bert-embedding", method=("block", {}), devices=3, lengths=(13,)
     if isinstance(spec, ModelSpec):
         spec = replace(spec, layers=8)
     shape, _ = request(spec, lengths if isinstance(spec, ModelSpec) else (1,), want)
-    count = min(devices, STRATEGIES[method[0]].most_devices or devices)
-    return lowered(spec, plan(spec, method, (1.0, *[2.0] * (count - 1))), shape)
+    count = min(devices, STRATEGIES[method[0]].max_devices or devices)
+    return lower_plan(spec, plan(spec, method, (1.0, *[2.0] * (count - 1))), shape)
 
 
 def parse(picture: str) -> ElementTree.Element:
@@ -39,7 +39,7 @@ def parse(picture: str) -> ElementTree.Element:
 )
 def test_every_tensor_of_a_layer_is_there_and_nothing_lies_outside(family, method):
     found = made(family, method, devices=4)
-    last = found.whole.layers() - 1
+    last = found.full_graph.layer_count() - 1
     root = parse(layout_svg(found, [last], "a <title>"))
     width, height = (float(n) for n in root.attrib["viewBox"].split()[2:])
     bold = [t.text for t in root.iter(f"{SVG}text") if t.get("class") == "n"]
@@ -55,7 +55,7 @@ def test_every_tensor_of_a_layer_is_there_and_nothing_lies_outside(family, metho
 
 def test_equal_layers_that_are_worked_out_once_stand_for_each_other():
     found = made()
-    inner = found.repeated[0]
+    inner = found.repeated_layer[0]
     assert layout_svg(found, [inner + 1], "t") == layout_svg(found, [inner], "t")
     both = [op.layer for op in drawn(found, [0, 7])]
     assert set(both) == {0, 7}
@@ -67,12 +67,12 @@ def test_equal_layers_that_are_worked_out_once_stand_for_each_other():
 def test_ops_and_time_lines_are_drawn():
     parts = relay(3)
     result = simulate(NAMING, SPEC, SHAPE, parts, site("d0", "d1", "d2"), record=True)
-    lines = explain(parts["d0"])
+    lines = format_program(parts["d0"])
     assert any("send" in line and "-> d1, d2" in line for line in lines)
     assert any("assemble" in line for line in lines)
     assert len({len(line) for line in timeline_text(result.events, tuple(parts), result.seconds)}) == 1
     svg = timeline_svg(result.events, tuple(parts), result.seconds, "a <title>")
     assert "a <title>" in "".join(parse(svg).itertext())
-    load = Load(12, 2, 0.59327, 2.37308, 3.3712, 4.0)
+    load = Throughput(12, 2, 0.59327, 2.37308, 3.3712, 4.0)
     assert load.to_dict()["longest_ms"] == 4000.0
     assert "0.593" in load.text()

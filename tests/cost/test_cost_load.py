@@ -12,16 +12,25 @@ from hepti_mqtt import plan_programs
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.explain import places_taken, tasks_of, timeline_svg, timeline_text
+from hepti_mqtt.cost.explain import task_owners, task_summary, timeline_svg, timeline_text
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import Naming, Request, RunTimes, Slows, load_of, play, simulate, under_load
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.cost.simulator import (
+    RequestTimes,
+    SimulatedRequest,
+    Slowdown,
+    TopicNames,
+    simulate,
+    simulate_requests,
+    simulate_throughput,
+    steady_state,
+)
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.cnn.nodes import CnnSpec
-from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide, price
 
-NAMING = Naming("home", "m")
+NAMING = TopicNames("home", "m")
 
 
 SPEC = FAMILIES["vit-classifier"]
@@ -39,7 +48,7 @@ def site(devices):
 
 
 def asked(name, devices=2, shape=SHAPE, options=None):
-    return Request(shape, programs(SPEC, plan(SPEC, (name, options or {}), (1.0,) * devices), shape))
+    return SimulatedRequest(shape, device_programs(SPEC, plan(SPEC, (name, options or {}), (1.0,) * devices), shape))
 
 
 def alone(wanted, cluster):
@@ -47,7 +56,7 @@ def alone(wanted, cluster):
 
 
 def loaded(wanted, cluster, in_flight=2):
-    return under_load(NAMING, SPEC, wanted, cluster, in_flight, 6 * in_flight)
+    return simulate_throughput(NAMING, SPEC, wanted, cluster, in_flight, 6 * in_flight)
 
 
 @pytest.mark.parametrize("method", METHODS[::4], ids=lambda m: "-".join([m[0], *m[1].values()]))
@@ -56,7 +65,7 @@ def test_requests_that_do_not_overlap_are_requests_alone(method):
     wanted, cluster = asked(method[0], devices, options=method[1]), site(devices)
     one = alone(wanted, cluster)
     times = [3 * n * one.seconds for n in range(3)]
-    several = play(NAMING, SPEC, [wanted._replace(asked_s=at) for at in times], cluster, in_flight=2)
+    several = simulate_requests(NAMING, SPEC, [wanted._replace(arrives_s=at) for at in times], cluster, in_flight=2)
     assert [run.latency_s for run in several.runs] == pytest.approx([one.seconds] * 3)
     assert several.nbytes == 3 * one.nbytes
     for name, use in several.devices.items():
@@ -84,7 +93,7 @@ def test_one_device_gains_nothing_but_the_time_of_its_frames():
 
 
 def test_the_sequences_of_a_request_are_micro_batches():
-    shape = PackedTokens((17,) * 4)
+    shape = TokenBatch((17,) * 4)
     wanted, cluster = asked("pipeline", 3, shape), site(3)
     events = simulate(NAMING, SPEC, shape, wanted.programs, cluster, record=True).events
     busy = {d: [(e.start, e.stop) for e in events if e.device == d and e.lane == "compute"] for d in wanted.programs}
@@ -99,7 +108,7 @@ def test_the_sequences_of_a_request_are_micro_batches():
 
 def test_never_more_in_flight_than_the_coordinator_lets_run():
     wanted, cluster = asked("pipeline", 3), site(3)
-    runs = play(NAMING, SPEC, [wanted._replace(asked_s=0.0)] * 7, cluster, in_flight=2).runs
+    runs = simulate_requests(NAMING, SPEC, [wanted._replace(arrives_s=0.0)] * 7, cluster, in_flight=2).runs
     for run in runs:
         others = [r for r in runs if r.dispatched_s <= run.dispatched_s < r.answered_s]
         assert len(others) <= 2
@@ -110,18 +119,18 @@ def test_never_more_in_flight_than_the_coordinator_lets_run():
 def test_the_price_carries_throughput_of_whole_programs_when_it_is_asked():
     cluster = site(3)
     chosen = plan(SPEC, ("row", {"variant": "kv"}), (1.0,) * 3)
-    question = Question(NAMING, SPEC, cluster, SHAPE, Epoch(1, 1), in_flight=2, requests=8)
+    question = Question(NAMING, SPEC, cluster, SHAPE, PlanVersion(1, 1), in_flight=2, requests=8)
     assert price(question, chosen).load is None, "the search prices latency alone"
-    assert price(question, chosen, full=True).load == under_load(
-        NAMING, SPEC, Request(SHAPE, programs(SPEC, chosen, SHAPE)), cluster, 2, 8
+    assert price(question, chosen, full=True).load == simulate_throughput(
+        NAMING, SPEC, SimulatedRequest(SHAPE, device_programs(SPEC, chosen, SHAPE)), cluster, 2, 8
     )
-    assert price(Question(NAMING, SPEC, cluster, SHAPE, Epoch(1, 1)), chosen, full=True).load is None
+    assert price(Question(NAMING, SPEC, cluster, SHAPE, PlanVersion(1, 1)), chosen, full=True).load is None
 
 
 def test_the_steady_state_is_whole_rounds_between_the_first_and_the_last():
     # Bunches of two, 1 s apart; the first and the last two are not counted, nor is the odd one.
     ends = [10.0, 10.1, 11.0, 11.1, 12.0, 12.1, 13.0, 13.1, 20.0]
-    found = load_of([RunTimes(0.0, 0.0, end, 3) for end in ends], in_flight=2)
+    found = steady_state([RequestTimes(0.0, 0.0, end, 3) for end in ends], in_flight=2)
     assert found.requests_per_s == pytest.approx(4 / (13.0 - 11.0))
     assert found.sequences_per_s == pytest.approx(3 * found.requests_per_s)
     assert (found.latency_s, found.longest_s) == (12.0, 20.0)
@@ -148,13 +157,13 @@ def site_of(speeds, latency_s=2e-4):
 def played(kind, speeds, requests, in_flight, method=LEASED, gap_s=None):
     spec = spec_of_kind(kind) if isinstance(kind, str) else kind
     shape = request(spec, (1,))[0]
-    made = plan_programs.programs(spec, plan(spec, method, (1.0,) * len(speeds)), shape)
-    asked = [Request(shape, made, None if gap_s is None else n * gap_s) for n in range(requests)]
-    return play(NAMING, spec, asked, site_of(speeds), in_flight, record=True)
+    made = plan_programs.device_programs(spec, plan(spec, method, (1.0,) * len(speeds)), shape)
+    asked = [SimulatedRequest(shape, made, None if gap_s is None else n * gap_s) for n in range(requests)]
+    return simulate_requests(NAMING, spec, asked, site_of(speeds), in_flight, record=True)
 
 
 def bag_of(kind):
-    return plan_programs.tasks(spec_of_kind(kind), plan(spec_of_kind(kind), LEASED, (1.0,)))
+    return plan_programs.task_count(spec_of_kind(kind), plan(spec_of_kind(kind), LEASED, (1.0,)))
 
 
 def tasks(outcome, device=None):
@@ -175,7 +184,7 @@ def test_requests_that_share_devices_are_all_answered(kind):
 def test_the_word_that_none_is_left_ends_a_run_whatever_the_device_does_just_then(gap_ms):
     for speeds in (SLOW, (0.02, 1.0), (1.0, 1.0, 1.0, 0.01, 0.01)):
         found = played("tiny-convnet", speeds, 6, 3, gap_s=gap_ms * 1e-3)
-        assert all(run.answered_s > run.asked_s for run in found.runs)
+        assert all(run.answered_s > run.arrived_s for run in found.runs)
 
 
 def test_a_slow_device_computes_fewer_tasks_and_gives_up_what_others_have_taken_over():
@@ -192,17 +201,17 @@ def test_a_slow_device_computes_fewer_tasks_and_gives_up_what_others_have_taken_
 @pytest.mark.parametrize(("window", "bag"), [((1, 12), 4), ((1, 11), 8), ((11, 12), 2)], ids=str)
 def test_a_narrow_map_has_no_tasks_without_work(window, bag):
     spec = cnn(12, conv(), relu(), pool(*window))
-    assert plan_programs.tasks(spec, plan(spec, LEASED, (1.0,))) == bag
+    assert plan_programs.task_count(spec, plan(spec, LEASED, (1.0,))) == bag
     found = played(spec, SLOW, 1, 1)
     assert {f"task {n}" for n in range(bag)} == set(tasks(found))
 
 
 def test_explained_are_the_devices_that_took_each_task():
     found = played("tiny-convnet", SLOW, 1, 1)
-    assert tasks_of(found.events, "d1") == "task 1 (given up)"
+    assert task_summary(found.events, "d1") == "task 1 (given up)"
     done = [e for e in found.events if e.lane == "task" and "(" not in e.label]
     places = [f"task {n}" for n in range(8)]
-    taken = places_taken(found.events, [*places, "head"], "d0")
+    taken = task_owners(found.events, [*places, "head"], "d0")
     assert taken == (
         *(f"{n}: {next(e.device for e in done if e.label == place)}" for n, place in enumerate(places)),
         "head: d0",
@@ -218,16 +227,16 @@ def test_explained_are_the_devices_that_took_each_task():
 def test_ops_of_a_device_that_becomes_slower_take_longer_from_then_on():
     spec = spec_of_kind("tiny-convnet")
     shape = request(spec, (1,))[0]
-    parts = plan_programs.programs(spec, plan(spec, ("single", {}), (1.0,)), shape)
+    parts = plan_programs.device_programs(spec, plan(spec, ("single", {}), (1.0,)), shape)
     cluster = site_of((1.0,))
 
     def ends(**slows):
-        found = simulate(NAMING, spec, shape, parts, cluster, record=True, slows=slows)
+        found = simulate(NAMING, spec, shape, parts, cluster, record=True, slowdowns=slows)
         return [e.stop - e.start for e in found.events if e.lane == "compute"], found
 
     times, steady = ends()
     since = next(e.start for e in steady.events if e.lane == "compute" and e.start > 0.5 * steady.seconds)
-    slower, found = ends(d0=Slows(since, 3.0))
+    slower, found = ends(d0=Slowdown(since, 3.0))
     many = [round(b / a, 6) for a, b in zip(times, slower, strict=True)]
     assert set(many) == {1.0, 3.0}
     assert many == sorted(many)
@@ -240,7 +249,7 @@ def test_tasks_that_would_read_what_the_head_device_computes_are_refused():
     leased = plan(spec, LEASED, (1.0, 1.0))
     for device in ("d0", "d1"):
         with pytest.raises(ValueError, match="task 0"):
-            plan_programs.program(spec, leased, request(spec, (1,))[0], device)
+            plan_programs.device_program(spec, leased, request(spec, (1,))[0], device)
 
 
 def test_leasing_gains_where_a_device_becomes_slower():
@@ -250,11 +259,11 @@ def test_leasing_gains_where_a_device_becomes_slower():
     shape = request(spec, (1,))[0]
     for owners in ({}, {"owners": "leased"}):
         pins = {"strategy": "fused_tiles", "options": {"cut": "3", **owners}, "devices": tuple(cluster.devices)}
-        chosen = decide(Question(NAMING, spec, cluster, shape, Epoch(1, 1), **pins)).chosen.plan
-        parts = plan_programs.programs(spec, chosen, shape)
+        chosen = decide(Question(NAMING, spec, cluster, shape, PlanVersion(1, 1), **pins)).chosen.plan
+        parts = plan_programs.device_programs(spec, chosen, shape)
         found[bool(owners)] = [
-            simulate(NAMING, spec, shape, parts, cluster, slows=slows).seconds
-            for slows in ({}, {"pi1": Slows(0.05, 2.0)})
+            simulate(NAMING, spec, shape, parts, cluster, slowdowns=slows).seconds
+            for slows in ({}, {"pi1": Slowdown(0.05, 2.0)})
         ]
     fixed, leased = found[False], found[True]
     assert leased[0] < 1.1 * fixed[0]

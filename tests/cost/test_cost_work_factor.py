@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from sites import EVERY_FAMILY, plan, request
 
-from hepti_mqtt.cost.explain import flops, plan_work, volumes, work_factor
-from hepti_mqtt.lowering import Graph, Lowered, Net, Set, Table, roles, span, split
+from hepti_mqtt.cost.explain import computed_and_distinct, flops, plan_work_factor, work_factor
+from hepti_mqtt.lowering import Graph, GraphBuilder, IndexSet, Lowered, Table, roles, span, split_along
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan_programs import lowered
+from hepti_mqtt.plan_programs import lower_plan
 from hepti_mqtt.strategies import STRATEGIES
 
 DEVICES = 4
@@ -90,7 +90,7 @@ PINNED = {
 def family(name: str) -> str | None:
     """Return the first family that a method divides."""
     for key, spec in EVERY_FAMILY.items():
-        if STRATEGIES[name].unsupported(graph(spec, request(spec, (1,))[0])) is None:
+        if STRATEGIES[name].why_unsupported(graph(spec, request(spec, (1,))[0])) is None:
             return key
     return None
 
@@ -101,10 +101,10 @@ def variants() -> list[tuple[str, dict[str, str]]]:
         kind = family(name)
         if kind is None:
             continue
-        devices = min(DEVICES, method.most_devices or DEVICES)
+        devices = min(DEVICES, method.max_devices or DEVICES)
         net = graph(EVERY_FAMILY[kind], request(EVERY_FAMILY[kind], (1,))[0])
         # Those of another graph are not all priced, but each is what it is.
-        found += [(name, dict(o)) for o in method.choices(devices, net if method.rewrite is None else None)]
+        found += [(name, dict(o)) for o in method.variants_for(devices, net if method.rewrite is None else None)]
     return [*found, ("row", {"variant": "heads", "groups": "2"})]  # which is not priced either
 
 
@@ -117,14 +117,14 @@ def of(method, lengths=TOKENS, want="hidden", **changes):
     if type(spec) is ModelSpec:
         spec = replace(spec, layers=8, **changes)
     shape, _ = request(spec, lengths, want)
-    devices = min(DEVICES, STRATEGIES[method[0]].most_devices or DEVICES)
+    devices = min(DEVICES, STRATEGIES[method[0]].max_devices or DEVICES)
     return spec, plan(spec, method, (1.0,) * devices), shape
 
 
 @pytest.mark.parametrize("method", variants(), ids=named)
 def test_every_method_does_the_work_that_is_written_down(method):
     total, found = PINNED[named(method)]
-    work = plan_work(*of(method))
+    work = plan_work_factor(*of(method))
     assert work.total == pytest.approx(total, abs=5e-3)
     assert work.roles == pytest.approx(found, abs=5e-3)
 
@@ -135,10 +135,10 @@ def test_what_is_written_down_is_registered():
 
 def test_a_forgotten_line_is_seen_by_name():
     spec, chosen, shape = of(("row", {"variant": "kv"}))
-    made = lowered(spec, chosen, shape)
-    alone = lowered(*of(("single", {})))
-    lines = {k: v for k, v in made.table.lines.items() if k != roles.QKV}
-    forgotten = Lowered(made.whole, Table(lines, made.table.where_present), made.names)
+    made = lower_plan(spec, chosen, shape)
+    alone = lower_plan(*of(("single", {})))
+    lines = {k: v for k, v in made.table.rules.items() if k != roles.QKV}
+    forgotten = Lowered(made.full_graph, Table(lines, made.table.optional_rules), made.names)
     work = work_factor(forgotten, alone)
     # Everyone computes K and V of all rows: on four devices that is 1 + 2 * 4 instead of 3 matrices.
     assert work.roles == {"qkv": pytest.approx(3.0, abs=0.3)}
@@ -148,26 +148,28 @@ def test_a_forgotten_line_is_seen_by_name():
 
 
 def test_equal_layers_that_are_worked_out_once_count_as_often_as_they_are_there():
-    made = lowered(*of(("block", {})))
-    whole = Lowered(made.whole, replace(made.table, uniform=False), made.names)
-    assert made.run is not None
-    assert whole.run is None
+    made = lower_plan(*of(("block", {})))
+    whole = Lowered(made.full_graph, replace(made.table, uniform=False), made.names)
+    assert made.repeat is not None
+    assert whole.repeat is None
     assert flops(made) == flops(whole)
 
 
-def halves(rows: Set, other: Set) -> tuple[Graph, Table]:
-    net = Net()
+def halves(rows: IndexSet, other: IndexSet) -> tuple[Graph, Table]:
+    net = GraphBuilder()
     x = net.linear("x", net.input("given", (8, 4), "f32"), roles.DENSE, {"w": 4}, bias=False)
     net.rows("answer", x, roles.TASK)
-    return net.graph(), Table({roles.DENSE: split([rows, other], 0)})
+    return net.build(), Table({roles.DENSE: split_along([rows, other], 0)})
 
 
 def test_what_two_devices_compute_alike_counts_twice():
     net, table = halves(span(0, 6), span(2, 8))
-    made = Lowered(net, replace(table, where_present={roles.TASK: split([span(0, 6), span(6, 8)], 0)}), ("a", "b"))
+    made = Lowered(
+        net, replace(table, optional_rules={roles.TASK: split_along([span(0, 6), span(6, 8)], 0)}), ("a", "b")
+    )
     op = made.graph.by_name["x"]
     # b's rows 2:6 lie in a's, and only who needs them computes them.
-    assert volumes(op, made.tiles["x"]) == (8 * 4 * 4, 8 * 4 * 4)
-    twice = [tile._replace(region=op.full) for tile in made.tiles["x"]]
-    assert volumes(op, twice) == (2 * 8 * 4 * 4, 8 * 4 * 4)
-    assert volumes(made.graph.by_name["answer"], made.tiles["answer"]) == (0, 0)
+    assert computed_and_distinct(op, made.tiles["x"]) == (8 * 4 * 4, 8 * 4 * 4)
+    twice = [tile._replace(region=op.full_region) for tile in made.tiles["x"]]
+    assert computed_and_distinct(op, twice) == (2 * 8 * 4 * 4, 8 * 4 * 4)
+    assert computed_and_distinct(made.graph.by_name["answer"], made.tiles["answer"]) == (0, 0)

@@ -9,7 +9,7 @@ from collections import Counter, deque
 import numpy as np
 
 from device_agent.loader import TileCache, WeightLoader
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import PackedMatrix
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, grid, tile_hash
@@ -46,7 +46,7 @@ class Model:
         draft = TensorEntry(name, tensor.shape, dtype, transposed, (b"",) * (rows * columns))
         stored = tensor.reshape(1, -1) if tensor.ndim == 1 else tensor
         hashes = []
-        for place in draft.places():
+        for place in draft.tiles():
             r, c = place.stored_shape[::-1] if transposed else place.stored_shape
             tile = stored[place.row0 : place.row0 + r, place.column0 : place.column0 + c]
             data = np.ascontiguousarray(tile.T if transposed else tile).tobytes()
@@ -55,7 +55,7 @@ class Model:
         return TensorEntry(name, tensor.shape, dtype, transposed, tuple(hashes))
 
     def load(self, number=1, refs=None, txn=1):
-        return Load(txn, MODEL, Epoch(1, number), self.manifest.digest, self.refs if refs is None else refs)
+        return Load(txn, MODEL, PlanVersion(1, number), self.manifest.digest, self.refs if refs is None else refs)
 
     def expected(self, ref):
         tensor = self.tensors[ref.tensor].astype(np.float32)
@@ -99,7 +99,7 @@ class Device:
         """Answer what was asked for, `most` of it, until nothing more is asked."""
         self.settle()
         while self.asks and (most is None or most > 0):
-            self.loader.tile(model.blobs[self.asks.popleft()], True, self.now)
+            self.loader.on_tile(model.blobs[self.asks.popleft()], True, self.now)
             self.settle()
             most = None if most is None else most - 1
 

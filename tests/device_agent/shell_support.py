@@ -7,16 +7,16 @@ import swarm
 from device_agent_support import ListTransport
 
 from device_agent.heartbeat import Meter
-from device_agent.network import Acknowledged, Complaints, LinkUp, Network, Stop
+from device_agent.network import ErrorLog, LinkUp, Network, Stop, SubscriptionAcknowledged
 from device_agent.probes import Prober
-from device_agent.shell import Shell
+from device_agent.shell import SessionLoop
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.worker.executor import pack
-from hepti_mqtt.runtime.worker.interface import FrameIn, Load, Loaded, MessageIn, Study, Unload
-from hepti_mqtt.runtime.worker.programs import build, study
+from hepti_mqtt.runtime.worker.interface import AnalysePrepare, FrameIn, Load, Loaded, MessageIn, Unload
+from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport import Inbox
 
@@ -26,7 +26,7 @@ SPEC = sites.FAMILIES["bert-embedding"]
 TENSORS = sites.tensors(SPEC)
 PLAN = sites.plan(SPEC, ("single", {}), (1.0,))
 TWO = sites.plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
-UP = TOPICS.up("d0")
+UP = TOPICS.reports("d0")
 
 
 class Finite(Inbox):
@@ -54,8 +54,8 @@ class NowBuilder:
         self.inbox, self.workers = inbox, workers
 
     def post(self, order):
-        if isinstance(order, Study):
-            self.inbox.post(study(order, "d0", TOPICS))
+        if isinstance(order, AnalysePrepare):
+            self.inbox.post(analyse(order, "d0", TOPICS))
         else:
             self.inbox.post(build(order, "d0", self.workers))
 
@@ -65,7 +65,7 @@ class Device:
         log = logging.getLogger("test")
         self.inbox = Finite()
         self.planes, self.announced, self.limit = {}, [], limit
-        self.complaints = Complaints(log)
+        self.complaints = ErrorLog(log)
         self.loader = ListLoader()
         self.network = Network(
             TOPICS, "d0", self.inbox, Prober("d0", BOOT), self.loader.post, self.complaints, self.make
@@ -74,7 +74,7 @@ class Device:
         self.session = WorkerSession("d0", "home", memory_bytes)
         self.builder = NowBuilder(self.inbox, self.workers)
         self.meter = Meter(swarm.curves(1e9))
-        self.shell = Shell(
+        self.shell = SessionLoop(
             self.session,
             BOOT,
             self.inbox,
@@ -106,7 +106,7 @@ class Device:
         self.run(LinkUp("control", 5, None), LinkUp("data", 4, None))
 
     def ups(self, kind=None):
-        sent = [messages.decode_up(p) for topic, p, _, _ in self.planes["control"].published if topic == UP]
+        sent = [messages.decode_report(p) for topic, p, _, _ in self.planes["control"].published if topic == UP]
         return [m for m in sent if kind is None or isinstance(m, kind)]
 
     def prepare(self, plan=PLAN, txn=1):
@@ -115,11 +115,11 @@ class Device:
 
     def acknowledge(self):
         for plane, transport in self.planes.items():
-            self.run(*(Acknowledged(plane, token) for token in transport.subscribed))
+            self.run(*(SubscriptionAcknowledged(plane, token) for token in transport.subscribed))
 
     def loaded(self, plan=PLAN):
         weights = pack(TENSORS, resident_weights(SPEC, plan, "d0"))
-        self.run(Loaded(plan.model, plan.epoch, weights))
+        self.run(Loaded(plan.model, plan.version, weights))
 
     def ready(self, plan=PLAN):
         self.join()
@@ -143,9 +143,9 @@ def devices():
 
 def request(admission=1, plan=PLAN, length=7):
     shape, inputs = sites.request(SPEC, (length,))
-    payload = frames.encode_work(plan.model, plan.epoch, admission, shape, inputs)
+    payload = frames.encode_work(plan.model, plan.version, admission, shape, inputs)
     return shape, inputs, FrameIn(frames.decode(payload))
 
 
 def unloaded(d):
-    return [(i.model, i.epoch) for i in d.loader.posted if isinstance(i, Unload)]
+    return [(i.model, i.plan_version) for i in d.loader.posted if isinstance(i, Unload)]

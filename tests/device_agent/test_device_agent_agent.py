@@ -12,10 +12,10 @@ import weakref
 
 import pytest
 
-from device_agent.agent import Signals, ToldToEnd, _Agent, device_lock, directories, run_agent
-from device_agent.background import LOG_S, Starting
+from device_agent.agent import StopRequested, StopSignals, _Agent, agent_directories, device_lock, run_agent
+from device_agent.background import LOG_S, StartupStatus
 from device_agent.config import AgentConfig
-from device_agent.machine import Allowed, allowed, capacities, cores, free_memory
+from device_agent.machine import Allowed, allowed, core_capacities, free_memory, usable_cores
 from device_agent.network import AgentEvent, Stop
 from hepti_mqtt.errors import BadNameError, ConfigError, NetworkError
 from hepti_mqtt.protocol.messages import Status
@@ -23,17 +23,17 @@ from hepti_mqtt.transport import BrokerUrl, Inbox
 
 
 def test_directories_by_site_and_device(tmp_path):
-    places = directories(tmp_path, "home", "d1")
+    places = agent_directories(tmp_path, "home", "d1")
     assert places.state == tmp_path / "home" / "d1"
     assert places.state.is_dir()
     assert places.tiles.is_dir()
-    assert directories(tmp_path, "home", "d2").state != places.state
+    assert agent_directories(tmp_path, "home", "d2").state != places.state
 
 
 def test_directories_without_root_are_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    places = directories(None, "home", "d1")
+    places = agent_directories(None, "home", "d1")
     assert places.state.is_relative_to(tmp_path / "state")
     assert places.tiles.is_relative_to(tmp_path / "cache")
 
@@ -41,14 +41,14 @@ def test_directories_without_root_are_the_users_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("site", "device"), [("home", "../x"), ("a/b", "d1"), ("home", "all"), ("", "d1")])
 def test_names_cannot_leave_the_directory(tmp_path, site, device):
     with pytest.raises(BadNameError):
-        directories(tmp_path, site, device)
+        agent_directories(tmp_path, site, device)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "home").write_text("a file")
     with pytest.raises(ConfigError):
-        directories(tmp_path, "home", "d1")
+        agent_directories(tmp_path, "home", "d1")
 
 
 def test_second_agent_of_one_name_is_told_who_holds_the_lock(tmp_path):
@@ -122,7 +122,7 @@ def test_of_nested_groups_the_one_with_the_least_left_counts(system, tightest):
         (place / "memory.current").write_text(f"{100 * MIB}\n")
         (place / "cpu.max").write_text("30000 100000\n" if group == tightest else "max 100000\n")
     assert free_memory(root) == 50 * MIB
-    assert cores(root) == 0.3
+    assert usable_cores(root) == 0.3
     assert allowed(root) == Allowed(0.3, 0.1)
 
 
@@ -136,7 +136,7 @@ def test_version_2_beside_version_1_has_a_directory_of_its_own(system):
         unified__app__memory_dot_current=f"{100 * MIB}",
     )
     assert free_memory(root) == 200 * MIB
-    assert cores(root) == 0.2
+    assert usable_cores(root) == 0.2
 
 
 def test_a_group_of_version_1_whose_path_is_the_hosts(system):
@@ -148,12 +148,12 @@ def test_a_group_of_version_1_whose_path_is_the_hosts(system):
         **{"cpu,cpuacct__cpu_dot_cfs_quota_us": "40000", "cpu,cpuacct__cpu_dot_cfs_period_us": "100000"},
     )
     assert free_memory(root) == 300 * MIB
-    assert cores(root) == 0.4
+    assert usable_cores(root) == 0.4
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("40000 100000", 0.4), ("100000 100000", 1.0)])
 def test_a_quota_limits_the_cores(system, quota, expected):
-    assert cores(system("0::/\n", cpu_dot_max=quota)) == expected
+    assert usable_cores(system("0::/\n", cpu_dot_max=quota)) == expected
 
 
 def test_cores_that_are_not_alike_are_told_apart_by_their_rating(tmp_path, monkeypatch):
@@ -162,9 +162,9 @@ def test_cores_that_are_not_alike_are_told_apart_by_their_rating(tmp_path, monke
         folder.mkdir(parents=True)
         (folder / "cpu_capacity").write_text(f"{rating}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5}, raising=False)
-    assert capacities(tmp_path) == [446, 1024]
+    assert core_capacities(tmp_path) == [446, 1024]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2}, raising=False)
-    assert capacities(tmp_path) == [446, 446]
+    assert core_capacities(tmp_path) == [446, 446]
 
 
 # -- what it says while it starts -------------------------------------------------------------------------------------
@@ -175,18 +175,18 @@ class Told:
         self.said, self.now = [], 0.0
 
     def starting(self):
-        return Starting(self.said.append, 7, logging.getLogger("test.starting"), lambda: self.now)
+        return StartupStatus(self.said.append, 7, logging.getLogger("test.starting"), lambda: self.now)
 
 
 def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
     monkeypatch.setattr("device_agent.background.SAY_S", 0.001)
     told = Told()
     with told.starting() as starting:
-        starting.tell("compiling kernels", 3, 23)
+        starting.update("compiling kernels", 3, 23)
         known = len(told.said)
         while len(told.said) < known + 3:
             pass
-        starting.tell("measuring")
+        starting.update("measuring")
     assert told.said[0] == Status("starting", 7)
     assert Status("starting", 7, "compiling kernels", 3, 23) in told.said[known:]
     assert told.said[-1] == Status("starting", 7, "measuring")
@@ -196,9 +196,9 @@ def test_the_log_has_a_line_for_each_stage_and_some_of_its_steps(caplog):
     told = Told()
     with caplog.at_level(logging.INFO, "test.starting"), told.starting() as starting:
         for step in range(4):
-            starting.tell("compiling kernels", step, 23)
+            starting.update("compiling kernels", step, 23)
             told.now += LOG_S / 2
-        starting.tell("measuring")
+        starting.update("measuring")
     assert len(caplog.messages) == 3
 
 
@@ -206,8 +206,8 @@ def test_a_broker_that_is_gone_stops_nothing():
     def publish(status):
         raise NetworkError("gone")
 
-    with Starting(publish, 7, logging.getLogger("test.starting")) as starting:
-        starting.tell("measuring")
+    with StartupStatus(publish, 7, logging.getLogger("test.starting")) as starting:
+        starting.update("measuring")
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------
@@ -227,17 +227,17 @@ def tell_in_a_callback() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_was_lost_comes_again():
-    with Signals() as signals:
-        signals.check()
+    with StopSignals() as signals:
+        signals.raise_if_requested()
         tell_in_a_callback()
-        with pytest.raises(ToldToEnd):
-            signals.check()
+        with pytest.raises(StopRequested):
+            signals.raise_if_requested()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_was_lost_ends_the_session_thread():
     inbox: Inbox[AgentEvent] = Inbox()
-    with Signals() as signals:
+    with StopSignals() as signals:
         tell_in_a_callback()
         signals.deliver_to(inbox)
     assert isinstance(inbox.get(0.0), Stop)
@@ -246,9 +246,9 @@ def test_an_interrupt_that_was_lost_ends_the_session_thread():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_interrupts_before_the_session_thread_runs_and_is_an_event_then(number):
     inbox: Inbox[AgentEvent] = Inbox()
-    with Signals() as signals, pytest.raises(ToldToEnd):
+    with StopSignals() as signals, pytest.raises(StopRequested):
         signal.raise_signal(number)
-    with Signals() as signals:
+    with StopSignals() as signals:
         signals.deliver_to(inbox)
         signal.raise_signal(number)
     assert isinstance(inbox.get(0.0), Stop)
@@ -270,7 +270,7 @@ def test_an_agent_started_with_nohup_outlives_its_terminal():
     inbox: Inbox[AgentEvent] = Inbox()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Signals() as signals:
+        with StopSignals() as signals:
             signals.deliver_to(inbox)
             signal.raise_signal(signal.SIGHUP)
         assert inbox.empty()

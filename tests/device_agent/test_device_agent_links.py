@@ -11,21 +11,29 @@ import numpy as np
 import pytest
 from shell_support import TOPICS, devices, request
 
-from device_agent.config import AgentConfig, checked_address, listening_address, own_address
-from device_agent.links import APART_S, RUNS, MeshLinks, OwnEndpoint, Pauses
-from device_agent.network import Complaints
+from device_agent.config import AgentConfig, listen_address, local_address_toward, parse_mesh_host
+from device_agent.links import APART_S, REMEMBERED_RUNS, IdleProbes, MeshEndpoint, MeshLinks
+from device_agent.network import ErrorLog
 from device_agent.probes import FIRST_LARGE, LARGE_BYTES, LARGE_EVERY_S, SMALL_BYTES, PeerProbes
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol import frames
-from hepti_mqtt.protocol.frames import Arrival, Frame
+from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.messages import MAX_PEERS, Endpoint, Heartbeat, Peer, encode_heartbeat
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.runtime.worker.interface import Admit, FrameIn, Join, Part, PeerJoined, PeerLost, PeerRefused
+from hepti_mqtt.runtime.worker.interface import (
+    AllowPeers,
+    FrameIn,
+    JoinPeers,
+    LeavePeers,
+    PeerJoined,
+    PeerLost,
+    PeerRefused,
+)
 from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.mesh import Mesh, mesh_possible
 
-EPOCH = Epoch(1, 1)
+EPOCH = PlanVersion(1, 1)
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
 PATIENCE_S = 30.0
 ARRAY = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -36,7 +44,7 @@ class Device:
 
     def __init__(self, name: str) -> None:
         self.name, self.events = name, []
-        self.complaints = Complaints(logging.getLogger("test"))
+        self.complaints = ErrorLog(logging.getLogger("test"))
         probes = PeerProbes(name, 1)
 
         def make(on_message, on_event):
@@ -64,8 +72,8 @@ class Pair:
 
     def introduce(self) -> None:
         for one, other, out, back in ((self.a, self.b, "1", "2"), (self.b, self.a, "2", "1")):
-            one.links.admit(Admit("m", EPOCH, (other.peer(out, back),)))
-            one.links.join(Join("m", EPOCH, (other.peer(out, back),)))
+            one.links.admit(AllowPeers("m", EPOCH, (other.peer(out, back),)))
+            one.links.join(JoinPeers("m", EPOCH, (other.peer(out, back),)))
         joined = [PeerJoined(d.name, "m", EPOCH) for d in (self.b, self.a)]
         self.until(lambda: joined[0] in self.a.events and joined[1] in self.b.events, "both are joined")
 
@@ -99,9 +107,9 @@ def test_a_frame_comes_as_a_view_of_aligned_memory_and_is_counted_at_both_ends(p
     assert (frame.source, frame.layer, frame.node) == ("a", 2, 3)
     assert not array.flags.owndata
     assert array.ctypes.data % 64 == 0
-    sent, came = pair.a.links.edges()["b"], pair.b.links.edges()["a"]
+    sent, came = pair.a.links.peer_stats()["b"], pair.b.links.peer_stats()["a"]
     assert (sent.frames_out, sent.bytes_out) == (came.frames_in, came.bytes_in) == (1, command.nbytes)
-    assert pair.a.links.tensors == pair.b.links.tensors == (1, command.nbytes)
+    assert pair.a.links.tensor_traffic == pair.b.links.tensor_traffic == (1, command.nbytes)
 
 
 def test_the_next_frame_of_an_exchange_comes_as_an_arrival_with_the_same_values_and_counts(pair: Pair) -> None:
@@ -110,16 +118,16 @@ def test_the_next_frame_of_an_exchange_comes_as_an_arrival_with_the_same_values_
     command = Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body)
     for _ in range(3):
         pair.a.links.publish(command)
-    pair.until(lambda: pair.b.links.tensors[0] == 3, "all have come")
-    pair.until(lambda: len([e for e in pair.b.events if isinstance(e, FrameIn | Arrival)]) == 3, "all are told")
+    pair.until(lambda: pair.b.links.tensor_traffic[0] == 3, "all have come")
+    pair.until(lambda: len([e for e in pair.b.events if isinstance(e, FrameIn | TensorArrival)]) == 3, "all are told")
     (frame,) = pair.frames(pair.b)
-    arrivals = [event for event in pair.b.events if isinstance(event, Arrival)]
-    assert [(a.admission, a.exchange.key) for a in arrivals] == [(7, (frame.node, frame.part, frame.source))] * 2
+    arrivals = [event for event in pair.b.events if isinstance(event, TensorArrival)]
+    assert [(a.run_id, a.exchange.key) for a in arrivals] == [(7, (frame.node, frame.part, frame.source))] * 2
     for arrival in arrivals:
         np.testing.assert_array_equal(arrival.array(), ARRAY)
-    came = pair.b.links.edges()["a"]
-    assert pair.a.links.tensors == pair.b.links.tensors == (3, 3 * command.nbytes)
-    assert (came.frames_in, came.bytes_in) == pair.b.links.tensors
+    came = pair.b.links.peer_stats()["a"]
+    assert pair.a.links.tensor_traffic == pair.b.links.tensor_traffic == (3, 3 * command.nbytes)
+    assert (came.frames_in, came.bytes_in) == pair.b.links.tensor_traffic
 
 
 def test_a_tensor_of_any_size_that_a_frame_can_have_comes(pair: Pair) -> None:
@@ -150,14 +158,14 @@ def test_what_contradicts_its_topic_or_its_sender_is_dropped(pair: Pair, source:
 
 
 def test_a_wrong_token_is_refused_and_the_end_of_an_epoch_ends_the_connection(pair: Pair) -> None:
-    pair.b.links.join(Join("m", EPOCH, (pair.a.peer("wrong", ""),)))
-    pair.a.links.admit(Admit("m", EPOCH, (pair.b.peer("", "right"),)))
+    pair.b.links.join(JoinPeers("m", EPOCH, (pair.a.peer("wrong", ""),)))
+    pair.a.links.admit(AllowPeers("m", EPOCH, (pair.b.peer("", "right"),)))
     pair.until(lambda: any(isinstance(e, PeerRefused) for e in pair.b.events), "b is refused")
-    pair.b.links.part(Part("m", EPOCH))
-    assert not pair.b.links.open
-    pair.b.links.join(Join("m", EPOCH, (pair.a.peer("right", ""),)))
+    pair.b.links.leave(LeavePeers("m", EPOCH))
+    assert not pair.b.links.has_peers
+    pair.b.links.join(JoinPeers("m", EPOCH, (pair.a.peer("right", ""),)))
     pair.until(lambda: PeerJoined("a", "m", EPOCH) in pair.b.events, "b is in")
-    pair.a.links.part(Part("m", EPOCH))
+    pair.a.links.leave(LeavePeers("m", EPOCH))
     pair.until(lambda: any(isinstance(e, PeerLost) for e in pair.b.events), "b is out")
 
 
@@ -169,24 +177,24 @@ def test_peers_that_hear_each_other_are_measured(pair: Pair) -> None:
         nonlocal now
         now += 1.0
         pair.a.links.probe(time.perf_counter(), busy=False)
-        return "b" in pair.a.links.probes.reports()
+        return "b" in pair.a.links.probes.link_reports()
 
     pair.until(measured, "a has measured its way to b")
-    assert pair.a.links.probes.reports()["b"].round_trip_s > 0
+    assert pair.a.links.probes.link_reports()["b"].round_trip_s > 0
     assert not pair.frames(pair.a) + pair.frames(pair.b), "probes are no frames of a request"
-    assert pair.a.links.tensors == pair.b.links.tensors == (0, 0), "nor do they say what tensors cost"
-    pair.a.links.part(Part("m", EPOCH))
+    assert pair.a.links.tensor_traffic == pair.b.links.tensor_traffic == (0, 0), "nor do they say what tensors cost"
+    pair.a.links.leave(LeavePeers("m", EPOCH))
     pair.a.links.probe(time.perf_counter(), busy=False)
-    assert not pair.a.links.probes.reports()
+    assert not pair.a.links.probes.link_reports()
 
 
 def test_a_heartbeat_tells_of_no_more_peers_than_it_can_and_first_of_those_that_are_there(pair: Pair) -> None:
     links, place = pair.a.links, Endpoint("127.0.0.1", pair.b.links.mesh.port)
     for n in range(MAX_PEERS + 6):
-        links.join(Join("m", Epoch(1, n), (Peer(f"d{n}", place, "1", ""),)))
+        links.join(JoinPeers("m", PlanVersion(1, n), (Peer(f"d{n}", place, "1", ""),)))
         if n not in (0, 1):
-            links.part(Part("m", Epoch(1, n)))
-    told = links.edges()
+            links.leave(LeavePeers("m", PlanVersion(1, n)))
+    told = links.peer_stats()
     assert set(told) == {"d0", "d1", *(f"d{n}" for n in range(8, MAX_PEERS + 6))}
     encode_heartbeat(Heartbeat(1, 1, 0.0, 1, None, None, None, 1.0, 1, {}, {}, told))
 
@@ -200,25 +208,25 @@ def test_probes_take_turns() -> None:
 
 
 def test_peers_are_told_the_address_on_the_way_to_the_broker() -> None:
-    assert own_address(BrokerUrl("127.0.0.1", 1883)) == "127.0.0.1"
-    assert listening_address("127.0.0.1") == "127.0.0.1", "nobody else reaches it"
-    assert listening_address("192.0.2.7") == "0.0.0.0"
-    assert listening_address("2001:db8::1") == "::"
-    assert checked_address("192.0.2.7") == "192.0.2.7"
+    assert local_address_toward(BrokerUrl("127.0.0.1", 1883)) == "127.0.0.1"
+    assert listen_address("127.0.0.1") == "127.0.0.1", "nobody else reaches it"
+    assert listen_address("192.0.2.7") == "0.0.0.0"
+    assert listen_address("2001:db8::1") == "::"
+    assert parse_mesh_host("192.0.2.7") == "192.0.2.7"
     with pytest.raises(ConfigError):
-        checked_address("pi.local")
+        parse_mesh_host("pi.local")
 
 
-def opened(**options) -> OwnEndpoint:
+def opened(**options) -> MeshEndpoint:
     url = options.pop("url", BrokerUrl("127.0.0.1", 1883))
     config = AgentConfig(url, "home", "a", **options)
-    return OwnEndpoint(config, TOPICS, 1, Complaints(logging.getLogger("test")))
+    return MeshEndpoint(config, TOPICS, 1, ErrorLog(logging.getLogger("test")))
 
 
 def test_an_endpoint_is_told_where_it_listens() -> None:
     endpoint = opened()
     try:
-        told = endpoint.told()
+        told = endpoint.advertised()
         assert (told.host, told.fingerprint) == ("127.0.0.1", "")
         with pytest.raises(ConfigError):
             opened(mesh_port=told.port)
@@ -234,8 +242,8 @@ def test_an_endpoint_is_told_where_it_listens() -> None:
 def test_where_peers_are_not_to_connect_there_is_none(options: dict) -> None:
     endpoint = opened(**options)
     assert endpoint.links is None
-    assert endpoint.told() is None
-    assert endpoint.watch(lambda: None) is None
+    assert endpoint.advertised() is None
+    assert endpoint.peer_reports(lambda: None) is None
     endpoint.close()
 
 
@@ -264,7 +272,7 @@ def measured(d, large=True):
 def answer(prober, payloads, now, rate=RATE):
     for payload in payloads:
         frame = frames.decode(payload)
-        prober.received(frame, now + 0.001 + 2 * (len(frame.body) - SMALL_BYTES) / rate)
+        prober.on_answer(frame, now + 0.001 + 2 * (len(frame.body) - SMALL_BYTES) / rate)
 
 
 def test_a_large_probe_leaves_when_a_run_has_ended(device):
@@ -282,11 +290,11 @@ def test_without_peers_the_broker_alone_is_probed_no_more_often_than_when_idle(d
     d = device()
     d.join()
     measured(d)
-    pauses = Pauses(d.network, None)
+    pauses = IdleProbes(d.network, None)
     times = []
     for tenth in range(600):
         now = 100 + tenth / 10
-        pauses.take(now, 0.1)
+        pauses.on_idle(now, 0.1)
         if len(probes(d)) > len(times):
             times.append(now)
             answer(d.network.prober, probes(d)[-1:], now)
@@ -316,29 +324,29 @@ def test_ways_take_turns_and_all_are_measured_again_once_one_has_fallen(device, 
     pair.introduce()
     links = pair.a.links
     links.probe(time.perf_counter(), busy=True)
-    pair.until(lambda: "b" in links.probes.reports(), "a has measured its way to b")
+    pair.until(lambda: "b" in links.probes.link_reports(), "a has measured its way to b")
 
     def sent():
         """Return how many large ones have left by each way."""
-        return len(probes(d)), links.edges()["b"].bytes_out // LARGE_BYTES
+        return len(probes(d)), links.peer_stats()["b"].bytes_out // LARGE_BYTES
 
-    pauses, now, seen = Pauses(d.network, links), 1e6, []
+    pauses, now, seen = IdleProbes(d.network, links), 1e6, []
     for _ in range(4):
-        pauses.take(now, 0.1)
-        pauses.take(now + APART_S / 2, 0.1)  # too soon
+        pauses.on_idle(now, 0.1)
+        pauses.on_idle(now + APART_S / 2, 0.1)  # too soon
         seen.append(sent())
         now += APART_S
     assert seen == [(1, 0), (1, 1), (2, 1), (2, 2)]
-    pauses.take(now, 0.1)
+    pauses.on_idle(now, 0.1)
     for _ in range(2 * FIRST_LARGE):
-        pauses.take(now, 0.1)
+        pauses.on_idle(now, 0.1)
         now += APART_S
     before = sent()
-    pauses.take(now, 0.1)
+    pauses.on_idle(now, 0.1)
     assert sent() == before, "nothing is due"
-    d.network.prober.falls += 1
-    pauses.take(now, 0.1)
-    pauses.take(now + APART_S, 0.1)
+    d.network.prober.bandwidth_drops += 1
+    pauses.on_idle(now, 0.1)
+    pauses.on_idle(now + APART_S, 0.1)
     assert sent() == (before[0] + 1, before[1] + 1)
 
 
@@ -346,11 +354,11 @@ def test_a_link_is_measured_again_once_runs_wait_longer(device):
     d = device()
     d.join()
     measured(d)
-    pauses, now = Pauses(d.network, None), 1e6
-    pauses.take(now, 0.1)
+    pauses, now = IdleProbes(d.network, None), 1e6
+    pauses.on_idle(now, 0.1)
     before = len(probes(d))
-    for more, waited_s in enumerate([0.1] * RUNS + [0.11, 0.4, 0.1, 0.4]):  # one long wait is an accident
-        pauses.take(now + 1 + more / 10, waited_s)
+    for more, waited_s in enumerate([0.1] * REMEMBERED_RUNS + [0.11, 0.4, 0.1, 0.4]):  # one long wait is an accident
+        pauses.on_idle(now + 1 + more / 10, waited_s)
     assert len(probes(d)) == before, "nothing is due"
-    pauses.take(now + 5, 0.4)
+    pauses.on_idle(now + 5, 0.4)
     assert len(probes(d)) == before + 1

@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_agent.loader import (
-    AGAIN_S,
-    MISMATCHES,
+    MAX_MISMATCHES,
     PROGRESS_S,
+    RETRY_S,
     WINDOW,
-    AskAgain,
     LoaderThread,
+    RequestAgain,
     TileCache,
     TileIn,
     WeightLoader,
 )
-from hepti_mqtt.cost.memory import loading_total, weight_total
+from hepti_mqtt.cost.memory import loading_overhead_bytes, weights_bytes
 from hepti_mqtt.errors import ModelError, PlanError, WireError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import loading_bytes
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest
@@ -46,7 +46,7 @@ def test_weights_come_from_the_planner_at_first_and_from_disk_later(tmp_path):
     first.loader.load(MODEL.load(), first.now)
     first.serve(MODEL)
     (loaded,) = first.of(Loaded)
-    assert (loaded.model, loaded.epoch) == ("m", Epoch(1, 1))
+    assert (loaded.model, loaded.plan_version) == ("m", PlanVersion(1, 1))
     check_weights(MODEL, loaded.weights)
     assert first.counters["tiles_asked"] == 1 + len(MODEL.needed())
     again = Device(tmp_path)
@@ -73,7 +73,7 @@ def test_at_most_a_window_of_tiles_is_outstanding(device):
         device.settle()
         outstanding = len(device.asks)
         most = max(most, outstanding)
-        device.loader.tile(BIG.blobs[device.asks.popleft()], True, device.now)
+        device.loader.on_tile(BIG.blobs[device.asks.popleft()], True, device.now)
     assert most == WINDOW
     check_weights(BIG, device.of(Loaded)[0].weights, refs)
 
@@ -95,11 +95,11 @@ def test_epochs_share_weights_and_keep_them_until_the_last_is_gone(device):
     first, second = device.of(Loaded)
     assert all(first.weights[ref] is second.weights[ref] for ref in MODEL.refs)
     assert device.counters["tiles_asked"] <= asked + 2
-    device.loader.unload(Unload("m", Epoch(1, 1)), device.now)
+    device.loader.unload(Unload("m", PlanVersion(1, 1)), device.now)
     device.loader.load(MODEL.load(3), device.now)
     assert device.of(Loaded)[2].weights[MODEL.refs[0]] is first.weights[MODEL.refs[0]]
     for number in (2, 3):
-        device.loader.unload(Unload("m", Epoch(1, number)), device.now)
+        device.loader.unload(Unload("m", PlanVersion(1, number)), device.now)
     device.loader.load(MODEL.load(4), device.now)
     device.serve(MODEL)
     assert device.of(Loaded)[3].weights[MODEL.refs[0]] is not first.weights[MODEL.refs[0]]
@@ -110,11 +110,11 @@ def test_weights_that_nobody_uses_stay_while_there_is_room_the_last_used_longest
     for load in (old, new):
         device.loader.load(load, device.now)
         device.serve(MODEL)
-        device.loader.unload(Unload("m", load.epoch, spare_bytes=1 << 30), device.now)
+        device.loader.unload(Unload("m", load.plan_version, spare_bytes=1 << 30), device.now)
     first, second = (loaded.weights for loaded in device.of(Loaded))
-    room = weight_total(new.refs)
+    room = weights_bytes(new.refs)
     device.loader.load(replace(MODEL.load(3, ()), spare_bytes=room), device.now)
-    device.loader.unload(Unload("m", Epoch(1, 3), spare_bytes=room), device.now)
+    device.loader.unload(Unload("m", PlanVersion(1, 3), spare_bytes=room), device.now)
     device.loader.load(MODEL.load(4, (*old.refs, *new.refs)), device.now)
     device.serve(MODEL)
     last = device.of(Loaded)[-1].weights
@@ -127,10 +127,10 @@ def test_release_while_loading_cancels_and_the_next_load_begins(device):
     device.loader.load(MODEL.load(1), device.now)
     device.loader.load(MODEL.load(2), device.now)
     device.serve(MODEL, most=2)
-    device.loader.unload(Unload("m", Epoch(1, 1)), device.now)
+    device.loader.unload(Unload("m", PlanVersion(1, 1)), device.now)
     device.serve(MODEL)
     (loaded,) = device.of(Loaded)
-    assert loaded.epoch == Epoch(1, 2)
+    assert loaded.plan_version == PlanVersion(1, 2)
     check_weights(MODEL, loaded.weights)
 
 
@@ -142,7 +142,7 @@ def test_a_tile_on_disk_that_comes_by_air_for_somebody_else_has_not_travelled_ag
     again = Device(tmp_path)
     again.loader.load(model.load(), again.now)
     for digest in sorted(model.needed()):  # before it has read them
-        again.loader.tile(model.blobs[digest], False, again.now)
+        again.loader.on_tile(model.blobs[digest], False, again.now)
     again.settle()
     assert (again.counters["tiles_received"], again.counters["tile_bytes_received"]) == (0, 0)
     check_weights(model, again.of(Loaded)[0].weights)
@@ -150,12 +150,12 @@ def test_a_tile_on_disk_that_comes_by_air_for_somebody_else_has_not_travelled_ag
 
 def test_damaged_tiles_are_asked_again_and_in_the_end_give_the_load_up(device):
     device.loader.load(MODEL.load(), device.now)
-    for attempt in range(1, MISMATCHES):
+    for attempt in range(1, MAX_MISMATCHES):
         device.asks.clear()
-        device.loader.tile(b"damaged", True, device.now)
+        device.loader.on_tile(b"damaged", True, device.now)
         assert list(device.asks) == [MODEL.manifest.digest]
         assert device.counters["tiles_mismatched"] == attempt
-    device.loader.tile(b"damaged", True, device.now)
+    device.loader.on_tile(b"damaged", True, device.now)
     (failed,) = device.of(LoadFailed)
     assert isinstance(failed.error, WireError)
     assert device.loader.deadline() is None
@@ -165,11 +165,11 @@ def test_one_damaged_tile_does_no_harm(device):
     device.loader.load(MODEL.load(), device.now)
     device.serve(MODEL, most=2)
     digest = device.asks.popleft()
-    device.loader.tile(b"?" + MODEL.blobs[digest][1:], True, device.now)
+    device.loader.on_tile(b"?" + MODEL.blobs[digest][1:], True, device.now)
     device.serve(MODEL)
     assert not device.of(Loaded)
-    device.now += AGAIN_S
-    device.loader.tick(device.now)
+    device.now += RETRY_S
+    device.loader.retry_if_due(device.now)
     device.serve(MODEL)
     check_weights(MODEL, device.of(Loaded)[0].weights)
 
@@ -179,9 +179,9 @@ def test_unanswered_asks_are_repeated_after_a_while_and_on_reconnection(device):
     device.serve(MODEL, most=1)
     asked = set(device.asks)
     device.asks.clear()
-    device.loader.tick(device.loader.deadline() - 0.001)
+    device.loader.retry_if_due(device.loader.deadline() - 0.001)
     assert not device.asks
-    device.loader.tick(device.loader.deadline())
+    device.loader.retry_if_due(device.loader.deadline())
     assert set(device.asks) == asked
     device.asks.clear()
     device.loader.again(device.now)
@@ -194,10 +194,10 @@ def test_a_load_that_nobody_has_holds_no_other_up(device):
     for load in (forged, MODEL.load(1)):
         device.loader.load(load, device.now)
     device.asks.clear()
-    device.loader.tick(device.loader.deadline())
+    device.loader.retry_if_due(device.loader.deadline())
     device.serve(MODEL, most=1 + len(MODEL.needed()))
     (loaded,) = device.of(Loaded)
-    assert loaded.epoch == Epoch(1, 1)
+    assert loaded.plan_version == PlanVersion(1, 1)
     check_weights(MODEL, loaded.weights)
     assert set(device.asks) == {forged.manifest}, "it is asked for once more"
 
@@ -212,14 +212,14 @@ def test_two_loads_end_where_every_answer_takes_longer_than_a_turn(tmp_path, lim
         late = list(device.asks)
         device.asks.clear()
         device.now = device.loader.deadline() or device.now
-        device.loader.tick(device.now)
+        device.loader.retry_if_due(device.now)
         for digest in late:
-            device.loader.tile(blobs[digest], True, device.now)
+            device.loader.on_tile(blobs[digest], True, device.now)
         device.settle()
         if len(device.of(Loaded)) == 2:
             break
     for loaded in device.of(Loaded):
-        check_weights(MODEL if loaded.epoch == Epoch(1, 1) else other, loaded.weights)
+        check_weights(MODEL if loaded.plan_version == PlanVersion(1, 1) else other, loaded.weights)
     assert len(device.of(Loaded)) == 2
     assert not device.of(LoadFailed)
 
@@ -231,11 +231,11 @@ def test_progress_is_told_now_and_then_for_all_loads(device):
     for _ in range(10):
         device.serve(BIG, most=1)
         device.now += PROGRESS_S / 2
-    told = [e for e in device.of(LoadProgress) if e.epoch == Epoch(1, 1)]
+    told = [e for e in device.of(LoadProgress) if e.epoch == PlanVersion(1, 1)]
     assert len(told) in (5, 6), "at once, and every PROGRESS_S"
     assert [e.done_bytes for e in told] == sorted(e.done_bytes for e in told)
     assert told[-1].total_bytes == sum(t.nbytes for t in BIG.manifest.tiles(refs[0]))
-    waits = [e for e in device.of(LoadProgress) if e.epoch == Epoch(1, 2)]
+    waits = [e for e in device.of(LoadProgress) if e.epoch == PlanVersion(1, 2)]
     assert len(waits) == len(told)
     assert all(e.done_bytes == 0 < e.total_bytes for e in waits), "0 of 0 would say that nothing moves"
 
@@ -245,21 +245,21 @@ def test_a_load_that_does_not_move_tells_nothing_more(device):
     device.loader.load(MODEL.load(2), device.now)
     told = len(device.of(LoadProgress))
     for _ in range(10):
-        device.now += AGAIN_S
-        device.loader.tick(device.now)
+        device.now += RETRY_S
+        device.loader.retry_if_due(device.now)
     assert len(device.of(LoadProgress)) == told
 
 
 def test_tiles_that_wait_on_disk_for_older_ones_are_progress(device):
-    ref = WeightRef("up", (0, 4000), (0, 3000), storage="w8a8")
+    ref = WeightRef("up", (0, 4000), (0, 3000), weight_dtype="w8a8")
     device.loader.load(WIDE.load(refs=(ref,)), device.now)
-    device.loader.tile(WIDE.blobs[WIDE.manifest.digest], True, device.now)
+    device.loader.on_tile(WIDE.blobs[WIDE.manifest.digest], True, device.now)
     late = [tile.hash for tile in WIDE.manifest.tiles(ref)][::-1]
     told = []
     for digest in late[:10]:
         device.now += PROGRESS_S
         told.append(len(device.of(LoadProgress)))
-        device.loader.tile(WIDE.blobs[digest], False, device.now)
+        device.loader.on_tile(WIDE.blobs[digest], False, device.now)
     assert told == list(range(told[0], told[0] + 10)), "sent to another device, and of use here too"
 
 
@@ -297,14 +297,14 @@ def test_a_damaged_cache_is_made_good(tmp_path, damage):
 def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
     from hepti_mqtt.protocol.manifest import tile_hash
 
-    device.loader.load(Load(1, "m", Epoch(1, 1), tile_hash(blob), MODEL.refs), device.now)
+    device.loader.load(Load(1, "m", PlanVersion(1, 1), tile_hash(blob), MODEL.refs), device.now)
     device.loader.load(MODEL.load(2), device.now)
-    device.loader.tile(blob, True, device.now)
+    device.loader.on_tile(blob, True, device.now)
     (failed,) = device.of(LoadFailed)
     assert type(failed.error) is error
     device.asks.popleft()
     device.serve(MODEL)
-    assert [e.epoch for e in device.of(Loaded)] == [Epoch(1, 2)]
+    assert [e.epoch for e in device.of(Loaded)] == [PlanVersion(1, 2)]
 
 
 @given(data=st.data())
@@ -320,7 +320,7 @@ def test_any_order_with_losses_repeats_and_foreign_tiles_ends_with_the_right_wei
             break
         if not under_way:
             device.now = device.loader.deadline()
-            device.loader.tick(device.now)
+            device.loader.retry_if_due(device.now)
             continue
         what = data.draw(st.sampled_from(["answer", "answer", "answer", "late", "lose", "repeat", "overhear"]))
         if what == "late":
@@ -328,10 +328,10 @@ def test_any_order_with_losses_repeats_and_foreign_tiles_ends_with_the_right_wei
         elif what == "lose":
             under_way.popleft()
         elif what == "overhear":
-            device.loader.tile(data.draw(st.sampled_from(everything)), False, device.now)
+            device.loader.on_tile(data.draw(st.sampled_from(everything)), False, device.now)
         else:
             digest = under_way[0] if what == "repeat" else under_way.popleft()
-            device.loader.tile(MODEL.blobs[digest], True, device.now)
+            device.loader.on_tile(MODEL.blobs[digest], True, device.now)
     check_weights(MODEL, device.of(Loaded)[0].weights)
     assert not device.of(LoadFailed)
     assert device.counters["tiles_mismatched"] == 0
@@ -342,14 +342,14 @@ def test_any_order_with_losses_repeats_and_foreign_tiles_ends_with_the_right_wei
 def test_int8_weights_hold_no_more_in_f32_than_is_reckoned_with(device, storage, known):
     # Ranges that no block and no panel begins with: every tile leaves blocks of which a part is missing.
     ref = WeightRef("up", (10, 3990), (5, 2985), "packed", storage)
-    bound = loading_total([ref])
+    bound = loading_overhead_bytes([ref])
     assert bound < 0.4 * loading_bytes(ref)
     digests = [tile.hash for tile in WIDE.manifest.tiles(ref)]
     if known == "every second tile":
         for digest in digests[::2]:
             device.cache.put(digest, WIDE.blobs[digest], set(digests))
     device.loader.load(WIDE.load(refs=(ref,)), device.now)
-    device.loader.tile(WIDE.blobs[device.asks.popleft()], True, device.now)
+    device.loader.on_tile(WIDE.blobs[device.asks.popleft()], True, device.now)
     held = []
 
     def look():
@@ -358,12 +358,12 @@ def test_int8_weights_hold_no_more_in_f32_than_is_reckoned_with(device, storage,
 
     if known == "what others ask for":
         for digest in digests[::2]:
-            device.loader.tile(WIDE.blobs[digest], False, device.now)
+            device.loader.on_tile(WIDE.blobs[digest], False, device.now)
             look()
     while device.loader.step(device.now):
         look()
     while device.asks:
-        device.loader.tile(WIDE.blobs[device.asks.popleft()], True, device.now)
+        device.loader.on_tile(WIDE.blobs[device.asks.popleft()], True, device.now)
         look()
         while device.loader.step(device.now):
             look()
@@ -413,10 +413,10 @@ class Served:
 
 def test_the_thread_loads_and_ends(tmp_path):
     served = Served(tmp_path, MODEL)
-    served.thread.post(AskAgain())
+    served.thread.post(RequestAgain())
     served.thread.post(MODEL.load())
     served.wait()
-    served.thread.post(Unload("m", Epoch(1, 1)))
+    served.thread.post(Unload("m", PlanVersion(1, 1)))
     served.thread.post(MODEL.load(2))
     served.wait()
     served.thread.close()
@@ -462,7 +462,7 @@ def test_a_load_that_cannot_be_given_up_does_not_end_the_thread(tmp_path, monkey
         served.thread.post(MODEL.load(1))
         for _ in range(2):
             tried.get(timeout=30)
-    served.thread.post(Unload("m", Epoch(1, 1)))
+    served.thread.post(Unload("m", PlanVersion(1, 1)))
     served.thread.post(MODEL.load(2))
     check_weights(MODEL, served.wait().weights)
     served.thread.close()

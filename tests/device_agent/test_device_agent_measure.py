@@ -12,9 +12,9 @@ import pytest
 
 from device_agent import background
 from device_agent import measure as measuring
-from device_agent.background import AGAIN_S, WRONG, WRONG_FOR_S, Afterwards, Doubts
-from device_agent.machine import UNKNOWN_BYTES, last_level_bytes
-from device_agent.measure import measure, never_falling, self_measurement, written
+from device_agent.background import MISMATCH_RATIO, MISMATCH_S, REMEASURE_S, BackgroundTuning, RemeasurePolicy
+from device_agent.machine import UNKNOWN_BYTES, last_level_cache_bytes
+from device_agent.measure import file_stamps, load_or_measure, measure, monotone
 from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up
@@ -72,7 +72,7 @@ def test_little_memory_leaves_large_shapes_out(workers, monkeypatch):
 def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
     made, alive = [], WeakSet()
 
-    class Counted(measuring._Cold):
+    class Counted(measuring._ColdMatmul):
         def __init__(self, *what):
             assert not alive, f"weights of {what} beside others"
             super().__init__(*what)
@@ -83,14 +83,14 @@ def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
             alive.add(run)  # it holds the weights
             return run
 
-    monkeypatch.setattr(measuring, "_Cold", Counted)
+    monkeypatch.setattr(measuring, "_ColdMatmul", Counted)
     monkeypatch.setattr(measuring, "REPEATS", 1)
     measure(workers, 10 << 20)
     assert len(made) == 2 + 1 + len(measuring.STORAGES) - 1, "shapes, what fills the caches, narrower storages"
 
 
 def test_weights_are_read_from_memory_not_from_a_cache(workers, monkeypatch):
-    monkeypatch.setattr(measuring, "last_level_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(measuring, "last_level_cache_bytes", lambda: 1 << 20)
     used, real = [], measuring.KERNELS["linear"]
 
     class Seen:
@@ -99,7 +99,7 @@ def test_weights_are_read_from_memory_not_from_a_cache(workers, monkeypatch):
             return lambda reads, writes: used.append(id(weights)) or run(reads, writes)
 
     monkeypatch.setattr(measuring, "KERNELS", {"linear": Seen()})
-    run = measuring._Cold(384, 384, 1 << 30).run(1, workers)
+    run = measuring._ColdMatmul(384, 384, 1 << 30).run(1, workers)
     for _ in range(7):
         run()
     assert len(set(used)) * 4 * 384 * 384 > 3 << 19, "half more than the cache holds, at least"
@@ -110,9 +110,9 @@ def test_the_largest_cache_is_told(tmp_path):
     for i, size in enumerate(("32K", "1024K", "8M", "?")):
         (tmp_path / f"index{i}").mkdir()
         (tmp_path / f"index{i}" / "size").write_text(size + "\n")
-    assert last_level_bytes(tmp_path) == 8 << 20
-    assert last_level_bytes(tmp_path / "none") == UNKNOWN_BYTES
-    assert last_level_bytes() > 0
+    assert last_level_cache_bytes(tmp_path) == 8 << 20
+    assert last_level_cache_bytes(tmp_path / "none") == UNKNOWN_BYTES
+    assert last_level_cache_bytes() > 0
 
 
 def test_a_slow_device_leaves_large_shapes_out(workers, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_slow_device_leaves_large_shapes_out(workers, monkeypatch):
 
 
 class Cached:
-    """`self_measurement` in a directory, with a quick matmul that takes what the test says."""
+    """`load_or_measure` in a directory, with a quick matmul that takes what the test says."""
 
     def __init__(self, directory, workers, curves, monkeypatch):
         self.directory, self.workers, self.patch, self.measured = directory, workers, monkeypatch, 0
@@ -140,11 +140,11 @@ class Cached:
 
     def __call__(self, workers=None, own="measurement.json", **options):
         places = [self.directory / own, self.directory / "shared.json"]
-        return self_measurement(places, workers or self.workers, 1 << 30, **options)
+        return load_or_measure(places, workers or self.workers, 1 << 30, **options)
 
     def neighbour(self):
         """Let another agent measure; return what was written before it did."""
-        before = written([self.directory / "shared.json"])
+        before = file_stamps([self.directory / "shared.json"])
         self(own="neighbour.json", anew=True)
         return before
 
@@ -213,24 +213,24 @@ def test_a_directory_that_cannot_be_written_only_costs_time(cached):
 
 
 def test_what_others_did_while_a_curve_was_measured_is_taken_out():
-    assert never_falling([[1, 3.0], [2, 1.0], [4, 9.0], [8, 2.0]]) == [[1, 1.0], [2, 1.0], [4, 2.0], [8, 2.0]]
-    assert never_falling([]) == []
+    assert monotone([[1, 3.0], [2, 1.0], [4, 9.0], [8, 2.0]]) == [[1, 1.0], [2, 1.0], [4, 2.0], [8, 2.0]]
+    assert monotone([]) == []
 
 
 def test_narrow_weights_are_measured_when_their_kernels_are_there(workers, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "REPEATS", 1)
-    monkeypatch.setattr(measuring, "_still_true", lambda *_: True)
-    first, cached = self_measurement([tmp_path / "m.json"], workers, 1 << 30, narrow=False)
+    monkeypatch.setattr(measuring, "_still_accurate", lambda *_: True)
+    first, cached = load_or_measure([tmp_path / "m.json"], workers, 1 << 30, with_narrow_weights=False)
     assert not cached
-    assert not measuring.narrow_measured(first)
-    whole, cached = self_measurement([tmp_path / "m.json"], workers, 1 << 30)
+    assert not measuring.has_narrow_curves(first)
+    whole, cached = load_or_measure([tmp_path / "m.json"], workers, 1 << 30)
     assert not cached
-    assert measuring.narrow_measured(whole)
+    assert measuring.has_narrow_curves(whole)
     assert whole["linear"][: len(first["linear"])] == first["linear"], "only what is missing is measured"
-    assert self_measurement([tmp_path / "m.json"], workers, 1 << 30) == (whole, True)
-    again, cached = self_measurement([tmp_path / "m.json"], workers, 1 << 30, anew=True, keep=lambda: False)
+    assert load_or_measure([tmp_path / "m.json"], workers, 1 << 30) == (whole, True)
+    again, cached = load_or_measure([tmp_path / "m.json"], workers, 1 << 30, force=True, may_store=lambda: False)
     assert not cached
-    assert self_measurement([tmp_path / "m.json"], workers, 1 << 30) == (whole, True), "what was disturbed is not kept"
+    assert load_or_measure([tmp_path / "m.json"], workers, 1 << 30) == (whole, True), "what was disturbed is not kept"
     assert again != whole
 
 
@@ -316,37 +316,37 @@ def test_what_no_device_can_be_is_measured_once_more_and_then_an_error(workers, 
 
 def looks(doubts, slowdown, start, seconds):
     """Look every second; return the times at which the device is to be measured again."""
-    return [now for now in range(start, start + seconds) if doubts.look(slowdown, now)]
+    return [now for now in range(start, start + seconds) if doubts.should_remeasure(slowdown, now)]
 
 
 def test_requests_that_tell_otherwise_for_long_are_believed():
-    for slowdown in (WRONG * 1.1, 1 / WRONG / 1.1):
-        assert looks(Doubts(), slowdown, 0, 60)[0] == WRONG_FOR_S
+    for slowdown in (MISMATCH_RATIO * 1.1, 1 / MISMATCH_RATIO / 1.1):
+        assert looks(RemeasurePolicy(), slowdown, 0, 60)[0] == MISMATCH_S
 
 
 def test_what_is_nearly_right_or_short_is_no_reason():
-    doubts = Doubts()
-    assert not looks(doubts, WRONG * 0.9, 0, 200)
-    assert not looks(doubts, 2.0, 200, int(WRONG_FOR_S) - 5)
-    doubts.look(1.1, 300)
-    assert not looks(doubts, 2.0, 301, int(WRONG_FOR_S) - 5)
+    doubts = RemeasurePolicy()
+    assert not looks(doubts, MISMATCH_RATIO * 0.9, 0, 200)
+    assert not looks(doubts, 2.0, 200, int(MISMATCH_S) - 5)
+    doubts.should_remeasure(1.1, 300)
+    assert not looks(doubts, 2.0, 301, int(MISMATCH_S) - 5)
 
 
 def test_pauses_between_requests_do_not_make_it_right():
-    doubts = Doubts()
+    doubts = RemeasurePolicy()
     looks(doubts, 2.0, 0, 20)
     assert not looks(doubts, 1.0, 20, 100), "nothing runs"
     assert looks(doubts, 2.0, 120, 20)
 
 
 def test_what_stays_wrong_is_measured_more_and_more_rarely():
-    doubts = Doubts()
+    doubts = RemeasurePolicy()
     times = []
     for now in range(4000):
-        if doubts.look(2.0, now):
-            doubts.measured(now)
+        if doubts.should_remeasure(2.0, now):
+            doubts.record_measurement(now)
             times.append(now)
-    assert [b - a for a, b in pairwise(times)] == [AGAIN_S, 2 * AGAIN_S]
+    assert [b - a for a, b in pairwise(times)] == [REMEASURE_S, 2 * REMEASURE_S]
 
 
 @pytest.mark.parametrize(("free", "takes"), [(200, 100), (30, 30)])
@@ -360,9 +360,9 @@ def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back
         told.append(memory_bytes)
         return curves, False
 
-    monkeypatch.setattr(background, "self_measurement", measured)
+    monkeypatch.setattr(background, "load_or_measure", measured)
     meter = SimpleNamespace(measured=lambda new: told.append(new is curves))
     log = logging.getLogger("test")
-    after = Afterwards([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), log=log)
-    after._measure(anew=True)
+    after = BackgroundTuning([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), log=log)
+    after._measure(force=True)
     assert told == [takes, "given back", True, "told"]

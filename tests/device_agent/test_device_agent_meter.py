@@ -14,17 +14,25 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from device_agent import machine as monitoring
-from device_agent.heartbeat import FRAMES, IDLE_S, KEPT_S, METERED, SHORTEST_S, HeartbeatThread, Meter
-from device_agent.machine import WINDOW_S, CpuTimes, Health, HealthMonitor, cpu_other, is_local, local_brokers
-from device_agent.network import Complaints, Network
+from device_agent.heartbeat import FRAMES, IDLE_S, KEEP_SMALL_S, METERED, SHORTEST_S, HeartbeatThread, Meter
+from device_agent.machine import (
+    WINDOW_S,
+    CpuTimes,
+    HealthMonitor,
+    HealthSample,
+    cpu_other,
+    is_this_machine,
+    local_brokers,
+)
+from device_agent.network import ErrorLog, Network
 from device_agent.probes import LARGE_BYTES, Prober
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import works
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.program import Compute, Send, SlotSpec, WeightRef
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
@@ -63,12 +71,12 @@ def test_a_constant_slowdown_is_told_as_it_is(factor, counts):
     meter = Meter(CURVES)
     for now, count in enumerate(counts):
         meter.samples.extend([(OP, SLOTS, factor * (SECONDS + OVERHEAD))] * count)
-        assert meter.slowdown(float(now)) == pytest.approx(factor)
+        assert meter.update_slowdown(float(now)) == pytest.approx(factor)
 
 
 def second(meter, factor, now, count=10):
     meter.samples.extend([(OP, SLOTS, factor * (SECONDS + OVERHEAD))] * count)
-    return meter.slowdown(now)
+    return meter.update_slowdown(now)
 
 
 def test_a_change_shows_within_seconds_and_idleness_forgets_it(meter):
@@ -76,8 +84,8 @@ def test_a_change_shows_within_seconds_and_idleness_forgets_it(meter):
     assert second(meter, 3.0, 1.0) > 2.0
     told = second(meter, 3.0, 2.0)
     assert 2.5 < told < 3.0
-    assert meter.slowdown(2.0 + IDLE_S) == told
-    assert meter.slowdown(2.1 + IDLE_S) == 1.0
+    assert meter.update_slowdown(2.0 + IDLE_S) == told
+    assert meter.update_slowdown(2.1 + IDLE_S) == 1.0
     assert second(meter, 3.0, 20.0) == pytest.approx(3.0)
 
 
@@ -85,9 +93,9 @@ def test_a_change_shows_within_seconds_and_idleness_forgets_it(meter):
 def test_who_computes_about_as_fast_as_measured_is_known_for_it_for_minutes(meter, factor):
     told = second(meter, factor, 0.0)
     assert told == pytest.approx(factor)
-    assert meter.slowdown(10 * IDLE_S) == told
-    assert meter.slowdown(KEPT_S) == told
-    assert meter.slowdown(KEPT_S + 0.1) == 1.0
+    assert meter.update_slowdown(10 * IDLE_S) == told
+    assert meter.update_slowdown(KEEP_SMALL_S) == told
+    assert meter.update_slowdown(KEEP_SMALL_S + 0.1) == 1.0
 
 
 def test_a_few_ops_behind_many_say_little(meter):
@@ -99,7 +107,7 @@ def test_a_few_ops_behind_many_say_little(meter):
 def test_what_was_seen_against_another_measurement_does_not_count(meter):
     second(meter, 1.3, 0.0)
     meter.measured(CURVES)
-    assert meter.slowdown(0.1) == 1.0
+    assert meter.update_slowdown(0.1) == 1.0
     assert second(meter, 1.1, 0.2) == pytest.approx(1.1)
 
 
@@ -107,7 +115,7 @@ def test_long_ops_weigh_more_than_short_ones(meter):
     big, slots = linear(9 * ROWS)
     meter.samples.append((OP, SLOTS, 2 * SECONDS))
     meter.samples.append((big, slots, 9 * SECONDS))
-    assert meter.slowdown(0.0) == pytest.approx(11 / 10, rel=0.01)
+    assert meter.update_slowdown(0.0) == pytest.approx(11 / 10, rel=0.01)
 
 
 def test_ops_too_short_to_say_anything_do_not_count(meter):
@@ -115,13 +123,15 @@ def test_ops_too_short_to_say_anything_do_not_count(meter):
     assert OVERHEAD < SHORTEST_S
     meter.samples.append((op, slots, 1.0))
     meter.samples.append((Send(0, ("d2",), 1), SLOTS, 1.0))
-    assert meter.slowdown(0.0) == 1.0
+    assert meter.update_slowdown(0.0) == 1.0
 
 
 @pytest.mark.parametrize("kind", ["tiny-bert", "tiny-vgg", "tiny-resnet", "tiny-gpt2"])
 def test_all_that_is_priced_by_the_curves_of_matmuls_is_metered(kind):
     spec = spec_of_kind(kind)
-    (program,) = programs(spec, Plan("m", Epoch(1, 1), "single", ("d",), "d"), largest_shape(spec)).values()
+    (program,) = device_programs(
+        spec, Plan("m", PlanVersion(1, 1), "single", ("d",), "d"), largest_shape(spec)
+    ).values()
     ops = [op for op in program.ops if isinstance(op, Compute)]
     priced = {op.kernel for op in ops if any(work.kind == "linear" for work in works(op, program.slots))}
     assert priced
@@ -199,13 +209,13 @@ TOPICS = Topics("home")
 
 class Machine:
     def look(self):
-        return Health(0.25, 1000, 45.5, 2000)
+        return HealthSample(0.25, 1000, 45.5, 2000)
 
 
 class Device:
     def __init__(self):
         self.planes = {}
-        self.complaints = Complaints(logging.getLogger("test"))
+        self.complaints = ErrorLog(logging.getLogger("test"))
         self.prober = Prober("d1", 9)
         self.network = Network(TOPICS, "d1", Inbox(), self.prober, None, self.complaints, self.make)
         self.stepped_s, self.counts = float("-inf"), {"late": 3}
@@ -235,7 +245,7 @@ class Device:
 
     def echo(self, now):
         for frame in self.probes():
-            self.prober.received(frame, now)
+            self.prober.on_answer(frame, now)
 
 
 @pytest.fixture
@@ -245,7 +255,7 @@ def device():
 
 def test_a_beat_says_how_the_device_is(device):
     device.thread.beat(10.0)
-    device.echo(10.25)
+    device.round(10.25)
     device.thread.beat(11.0)
     assert device.beats() == [
         protocol_messages.Heartbeat(9, 1, 0.25, 1000, 45.5, None, None, 1.0, 2000, {"late": 3}),
@@ -261,16 +271,16 @@ def test_requests_of_before_are_no_more_of_late_while_the_device_is_offline(devi
     op = Compute("linear", (0,), (1,), (WeightRef("w", (0, 64), (0, 64)),), {"bias": False})
     meter.samples.append((op, (SlotSpec((128, 64)), SlotSpec((128, 64))), 1.0))
     device.thread.beat(10.0)
-    assert meter.slowdown_now > 2
+    assert meter.last_slowdown > 2
     device.planes["data"].connected = False
     device.thread.beat(10.0 + 2 * IDLE_S)
-    assert meter.slowdown_now == 1.0
+    assert meter.last_slowdown == 1.0
     assert len(device.beats()) == 1
 
 
 def test_no_large_probe_while_ops_run(device):
     device.thread.beat(10.0)
-    device.echo(10.01)
+    device.round(10.01)
     device.stepped_s = 10.9
     device.thread.beat(11.0)
     assert max(len(f.body) for f in device.probes()) < LARGE_BYTES
@@ -334,19 +344,19 @@ def test_a_look_just_after_another_repeats_it(monkeypatch):
     clock = Clock(monkeypatch)
     monitor = HealthMonitor(BrokerUrl.parse("mqtt://192.0.2.1"))
     clock.pass_by(WINDOW_S / 10, 2)
-    assert monitor.look().cpu_other == 0.0
+    assert monitor.sample().cpu_other == 0.0
     clock.pass_by(1.0, 1)
-    share = monitor.look().cpu_other
+    share = monitor.sample().cpu_other
     assert 0.5 <= share < 0.6
     clock.pass_by(WINDOW_S / 10, 2)
-    assert monitor.look().cpu_other == share
+    assert monitor.sample().cpu_other == share
     clock.pass_by(1.0, 0)
-    assert monitor.look().cpu_other < 0.1
+    assert monitor.sample().cpu_other < 0.1
 
 
 def test_a_look_at_this_machine():
     monitor = HealthMonitor(BrokerUrl.parse("mqtt://127.0.0.1"))
-    health = monitor.look()
+    health = monitor.sample()
     assert 0.0 <= health.cpu_other <= 1.0
     assert health.free_bytes > 0
     assert health.rss_bytes > 1 << 20
@@ -357,11 +367,11 @@ def test_a_look_at_this_machine():
     ("host", "local"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("192.0.2.1", False)]
 )
 def test_where_a_broker_is(host, local):
-    assert is_local(host) is local
+    assert is_this_machine(host) is local
 
 
 def test_an_unknown_host_is_not_here():
-    assert is_local("no such host") is False
+    assert is_this_machine("no such host") is False
 
 
 @pytest.mark.broker

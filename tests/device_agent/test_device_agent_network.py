@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from device_agent.background import CLOSE_S
 from device_agent.network import (
-    Acknowledged,
-    Complaints,
-    FiltersRefused,
+    ErrorLog,
     LinkDown,
     LinkUp,
     Network,
     OwnStatus,
     PlannerStatus,
+    RefusedByBroker,
+    SubscriptionAcknowledged,
 )
 from device_agent.probes import Prober
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.topics import Topics
@@ -33,7 +33,7 @@ from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscr
 from hepti_mqtt.transport.control import AWAY_S
 
 TOPICS = Topics("home")
-EPOCH = Epoch(3, 4)
+EPOCH = PlanVersion(3, 4)
 
 
 class Wired:
@@ -41,7 +41,7 @@ class Wired:
         self.inbox = Inbox(limit)
         self.tiles = []
         self.prober = Prober("d1", 9)
-        self.complaints = Complaints(logging.getLogger("test"))
+        self.complaints = ErrorLog(logging.getLogger("test"))
         self.planes = {}
         self.network = Network(TOPICS, "d1", self.inbox, self.prober, self.tiles.append, self.complaints, self.make)
 
@@ -71,7 +71,7 @@ def tensor(model=MODEL, layer=2, source="d2", kind="tensor"):
 
 
 def work(model=MODEL):
-    return frames.encode_work(model, EPOCH, 5, PackedTokens((2,)), np.array([1, 2], np.int32))
+    return frames.encode_work(model, EPOCH, 5, TokenBatch((2,)), np.array([1, 2], np.int32))
 
 
 def test_base_subscriptions_of_both_planes(wired):
@@ -80,7 +80,7 @@ def test_base_subscriptions_of_both_planes(wired):
     names = ("dev/d1/cmd", "weights/d1", "weights/all", "planner/status", "dev/d1/status")
     assert control == tuple((f"hepti/v1/home/{name}", 1) for name in names)
     assert data == (("hepti/v1/home/dev/d1/probe", 0),)
-    assert wired.network.base_tokens == {("control", 1), ("data", 1)}
+    assert wired.network.base_subscription_tokens == {("control", 1), ("data", 1)}
 
 
 def test_requests_and_activations_become_frames(wired):
@@ -89,7 +89,7 @@ def test_requests_and_activations_become_frames(wired):
     wired.hear(TOPICS.activation(MODEL, 2, "d2", "all"), tensor(), "data")
     request, one, to_all = wired.events()
     assert isinstance(request, FrameIn)
-    assert frames.decode_work(request.frame)[0] == PackedTokens((2,)).plain()
+    assert frames.decode_work(request.frame)[0] == TokenBatch((2,)).plain()
     for event in (one, to_all):
         assert event.frame.source == "d2"
         np.testing.assert_array_equal(event.frame.array(), [[0, 1, 2], [3, 4, 5]])
@@ -115,7 +115,7 @@ def test_probes_go_to_the_prober_and_trials_of_large_packets_nowhere(wired):
     ("topic", "payload"),
     [
         (TOPICS.command("d1"), b"junk"),
-        (TOPICS.command("d1"), messages.encode(messages.Drain(1))[:-1]),
+        (TOPICS.command("d1"), messages.encode(messages.ReleaseAll(1))[:-1]),
         (TOPICS.work(MODEL, "d0"), tensor()),
         (TOPICS.work(MODEL, "d0"), work("other")),
         (TOPICS.weights("d1"), tensor()),
@@ -157,7 +157,7 @@ def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
         messages.Activate(1, MODEL, EPOCH),
         messages.Release(2, MODEL, EPOCH),
         messages.Cancel(MODEL, EPOCH, 5),
-        messages.Drain(3),
+        messages.ReleaseAll(3),
     ]
     status = protocol_messages.Status("offline", 8)
     wired.hear(TOPICS.work(MODEL, "d0"), work())
@@ -178,8 +178,8 @@ def test_states_become_events_even_when_the_inbox_is_full():
     assert wired.events() == [
         LinkUp("data", 4, None, True),
         LinkDown("data", "gone"),
-        Acknowledged("data", 3),
-        FiltersRefused("data", 4, ("a",), "no"),
+        SubscriptionAcknowledged("data", 3),
+        RefusedByBroker("data", 4, ("a",), "no"),
     ]
 
 
@@ -196,9 +196,9 @@ def test_what_goes_out_takes_its_plane(wired):
 
 
 def test_complaints_are_logged_ever_more_rarely(caplog):
-    complaints = Complaints(logging.getLogger("test"))
+    complaints = ErrorLog(logging.getLogger("test"))
     for _ in range(100):
-        complaints.add("kind", "trouble", WireError("why"))
+        complaints.record("kind", "trouble", WireError("why"))
     assert complaints.counters["kind"] == 100
     assert len(caplog.records) == 7  # 1, 2, 4, ... 64
 

@@ -21,8 +21,8 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cost.profiles import profile_from_caps
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.protocol import frames, messages
@@ -66,7 +66,7 @@ class Planner:
         self.transport = PahoTransport(
             BrokerUrl.parse(url), "test-planner", on_message=self.hear, on_state=lambda state: None
         )
-        topics = (TOPICS.all_status(), TOPICS.all_caps(), TOPICS.all_heartbeats(), TOPICS.all_up())
+        topics = (TOPICS.all_status(), TOPICS.all_caps(), TOPICS.all_heartbeats(), TOPICS.all_reports())
         self.transport.subscribe([(t, 1) for t in topics])
         self.transport.connect(PATIENCE_S)
 
@@ -76,12 +76,12 @@ class Planner:
             "status": messages.decode_status,
             "caps": messages.decode_caps,
             "heartbeat": messages.decode_heartbeat,
-            "up": messages.decode_up,
+            "up": messages.decode_report,
         }[parsed.kind]
         if not payload:
             return
         value = decode(payload)
-        if isinstance(value, messages.TileAsk) and self.checkpoint is not None:
+        if isinstance(value, messages.RequestTiles) and self.checkpoint is not None:
             for digest in value.hashes:
                 self.send_tile(parsed.device, digest)
         self.heard.put((parsed.device, value))
@@ -89,7 +89,7 @@ class Planner:
     def send_tile(self, device, digest):
         manifest = self.checkpoint.manifest
         body = manifest.encode() if digest == manifest.digest else self.checkpoint.tile(digest)
-        frame = frames.Frame("tile", MODEL, Epoch(self.boot, 1), 0, shape=(len(body),), body=body)
+        frame = frames.Frame("tile", MODEL, PlanVersion(self.boot, 1), 0, shape=(len(body),), body=body)
         self.tiles_sent += 1
         self.transport.publish(TOPICS.weights(device), frames.encode(frame), 1)
 
@@ -114,7 +114,7 @@ class Planner:
         self.transport.publish(TOPICS.command(device), messages.encode(message), 1)
 
     def plan(self, devices, strategy="single", options=None, number=1):
-        template = Plan(MODEL, Epoch(self.boot, number), strategy, devices, devices[0])
+        template = Plan(MODEL, PlanVersion(self.boot, number), strategy, devices, devices[0])
         return make_plan(self.checkpoint.spec, template, strategy, options or {}, (1.0,) * len(devices))
 
     def prepare(self, plan, *shapes):
@@ -131,7 +131,7 @@ class Planner:
             self.wait(device, messages.Ready, lambda m: m.epoch == plan.epoch)
 
     def infer(self, plan, admission, lengths=(5, 9)):
-        shape = PackedTokens(lengths)
+        shape = TokenBatch(lengths)
         vocab = self.checkpoint.spec.text.vocab
         ids = np.random.default_rng(admission).integers(0, vocab, shape.tokens).astype(np.int32)
         self.transport.publish(
@@ -230,7 +230,7 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
     agents.start("two2")
     boot = planner.online("two1")
     planner.online("two2")
-    plan = planner.plan(("two1", "two2"), "row", {"variant": "kv"})
+    plan = planner.active_plan(("two1", "two2"), "row", {"variant": "kv"})
     planner.prepare(plan)
     planner.infer(plan, 1)
     planner.infer(plan, 2, (16,))
@@ -239,7 +239,7 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
     first.kill()
     agents.start("two1")
     planner.online("two1", after=boot)
-    again = planner.plan(("two1", "two2"), "row", {"variant": "kv"}, number=2)
+    again = planner.active_plan(("two1", "two2"), "row", {"variant": "kv"}, number=2)
     planner.prepare(again)
     planner.infer(again, 3)
     assert planner.tiles_sent == sent
@@ -252,7 +252,7 @@ def test_a_broker_that_restarts_is_met_again(planners, agents):
         planner = planners(broker.url)
         agents.start("again1", url=broker.url)
         planner.online("again1")
-        plan = planner.plan(("again1",))
+        plan = planner.active_plan(("again1",))
         planner.prepare(plan)
         broker.stop()
         broker.start()

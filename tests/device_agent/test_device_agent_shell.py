@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from shell_support import BOOT, PLAN, SPEC, TENSORS, TOPICS, TWO, devices, request, unloaded
 
 from device_agent import heartbeat as metering
-from device_agent.loader import AskAgain
-from device_agent.network import FiltersRefused, LinkDown, LinkUp, OwnStatus, PlannerStatus, Stop, Subscriptions
+from device_agent.loader import RequestAgain
+from device_agent.network import LinkDown, LinkUp, OwnStatus, PlannerStatus, RefusedByBroker, Stop, Subscriptions
 from hepti_mqtt import models
 from hepti_mqtt.errors import ConfigError, RefusedError, WireError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
-from hepti_mqtt.protocol.frames import Exchanges
+from hepti_mqtt.protocol.frames import ExchangeCache
 from hepti_mqtt.runtime.worker.executor import Step
-from hepti_mqtt.runtime.worker.interface import Complain, FrameIn, MessageIn, Unload
+from hepti_mqtt.runtime.worker.interface import FrameIn, LogTrouble, MessageIn, Unload
 
 
 def raising(error):
@@ -50,7 +50,7 @@ def test_announced_again_after_the_control_connection_was_lost(device):
     assert len(d.announced) == 1
     d.run(LinkDown("control", "x"), LinkUp("control", 4, None))
     assert d.announced == [LinkUp("control", 5, None), LinkUp("control", 4, None)]
-    assert d.loader.posted.count(AskAgain()) == 2
+    assert d.loader.posted.count(RequestAgain()) == 2
 
 
 def test_ready_after_weights_and_every_acknowledgement(device):
@@ -60,10 +60,10 @@ def test_ready_after_weights_and_every_acknowledgement(device):
     (load,) = d.loader.loads()
     assert load.refs == resident_weights(SPEC, PLAN, "d0")
     d.loaded()
-    assert [type(m) for m in d.ups()] == [messages.Progress], "it gets further"
+    assert [type(m) for m in d.ups()] == [messages.PrepareProgress], "it gets further"
     d.acknowledge()
     (ready,) = [m for m in d.ups() if isinstance(m, messages.Ready)]
-    assert (ready.txn, ready.epoch) == (1, PLAN.epoch)
+    assert (ready.transaction_id, ready.plan_version) == (1, PLAN.version)
 
 
 def test_filters_of_a_plan_and_its_end(device):
@@ -72,10 +72,10 @@ def test_filters_of_a_plan_and_its_end(device):
     x = TOPICS.activations_from(TWO.model, "d1", "d0")
     assert set(d.planes["data"].subscribed[2]) == {(f, 0) for f in x}
     assert d.planes["control"].subscribed[2] == ((TOPICS.work(TWO.model, TWO.devices[0]), 1),)
-    d.run(MessageIn(messages.Release(2, TWO.model, TWO.epoch)))
+    d.run(MessageIn(messages.Release(2, TWO.model, TWO.version)))
     assert set(d.planes["data"].left) == set(x)
     assert d.planes["control"].left == [TOPICS.work(TWO.model, TWO.devices[0])]
-    assert d.loader.posted[-1] == Unload(TWO.model, TWO.epoch, d.session.memory_bytes)
+    assert d.loader.posted[-1] == Unload(TWO.model, TWO.version, d.session.memory_bytes)
 
 
 def test_a_request_is_answered_right_and_its_matmuls_are_metered(device, monkeypatch):
@@ -92,7 +92,7 @@ def test_a_request_is_answered_right_and_its_matmuls_are_metered(device, monkeyp
     assert len(d.meter.samples) == sum(op.kernel == "linear" for op, _, _ in d.meter.samples) > SPEC.layers
     assert all(seconds > 0 for _, _, seconds in d.meter.samples)
     monkeypatch.setattr(metering, "SHORTEST_S", 0.0)
-    assert 0 < d.meter.slowdown(0.0) != 1.0
+    assert 0 < d.meter.update_slowdown(0.0) != 1.0
 
 
 def test_activations_leave_on_the_data_plane(device):
@@ -109,10 +109,10 @@ def test_activations_leave_on_the_data_plane(device):
 def test_an_op_that_fails_ends_its_request_only(device):
     d = device()
     d.ready()
-    shape = PackedTokens((2,))
-    bad = frames.encode_work(PLAN.model, PLAN.epoch, 1, shape, np.array([1, 10**6], np.int32))
+    shape = TokenBatch((2,))
+    bad = frames.encode_work(PLAN.model, PLAN.version, 1, shape, np.array([1, 10**6], np.int32))
     d.run(FrameIn(frames.decode(bad)), request(2)[2])
-    (failed,) = d.ups(messages.RequestFailed)
+    (failed,) = d.ups(messages.RunFailed)
     assert (failed.admission, failed.code) == (1, "device")
     assert d.complaints.counters["op_errors"] == 1
     assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
@@ -121,19 +121,19 @@ def test_an_op_that_fails_ends_its_request_only(device):
 def test_a_request_that_cannot_be_read_is_reported(device):
     d = device()
     d.ready()
-    frame = frames.decode(frames.encode(frames.Frame("work", PLAN.model, PLAN.epoch, 7, shape=(64,), body=bytes(64))))
+    frame = frames.decode(frames.encode(frames.Frame("work", PLAN.model, PLAN.version, 7, shape=(64,), body=bytes(64))))
     d.run(FrameIn(frame), request(8)[2])
-    (failed,) = d.ups(messages.RequestFailed)
-    assert (failed.admission, failed.code, failed.epoch) == (7, "wire", PLAN.epoch)
+    (failed,) = d.ups(messages.RunFailed)
+    assert (failed.admission, failed.code, failed.epoch) == (7, "wire", PLAN.version)
     assert [f.admission for f in d.ups(frames.Frame)] == [8, 8]
 
 
 def test_work_that_brings_what_the_model_does_not_read_is_refused_and_leaves_nothing_behind(device):
     d = device()
     d.ready()
-    picture = frames.encode_work(PLAN.model, PLAN.epoch, 1, PackedTokens((3,)), np.zeros((1, 1, 1, 5), np.uint8))
+    picture = frames.encode_work(PLAN.model, PLAN.version, 1, TokenBatch((3,)), np.zeros((1, 1, 1, 5), np.uint8))
     d.run(FrameIn(frames.decode(picture)), request(2)[2])
-    (failed,) = d.ups(messages.RequestFailed)
+    (failed,) = d.ups(messages.RunFailed)
     assert (failed.admission, failed.code) == (1, "wire")
     assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
     assert d.session.runs.idle
@@ -147,7 +147,7 @@ def test_a_plan_that_cannot_be_read_is_reported_where_it_says_whose_it_is(device
     d.run(MessageIn(messages.Prepare(4, {}, {}, bytes(32), 1)))
     d.run(MessageIn(messages.Prepare(5, {"model": 7, "epoch": "x"}, {}, bytes(32), 1)))
     (failed,) = d.ups()
-    assert (failed.txn, failed.model, failed.epoch, failed.code) == (3, PLAN.model, PLAN.epoch, "no_plan")
+    assert (failed.txn, failed.model, failed.epoch, failed.code) == (3, PLAN.model, PLAN.version, "no_plan")
     assert d.complaints.counters["event_errors"] == 3
 
 
@@ -160,9 +160,9 @@ def test_a_mistake_in_the_session_is_survived(device, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(d.session, "handle", mistaken)
-        d.run(request(1)[2], MessageIn(messages.Cancel(PLAN.model, PLAN.epoch, 1)))
+        d.run(request(1)[2], MessageIn(messages.Cancel(PLAN.model, PLAN.version, 1)))
     assert d.complaints.counters["event_errors"] == 2
-    assert [m.admission for m in d.ups(messages.RequestFailed)] == [1]
+    assert [m.admission for m in d.ups(messages.RunFailed)] == [1]
     d.run(request(2)[2])
     assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
 
@@ -174,7 +174,7 @@ def test_an_error_whose_text_cannot_be_written_is_told_all_the_same(device, monk
     with monkeypatch.context() as patch:
         patch.setattr(Step, "run", raising(RuntimeError("half a character: \ud800" + 100_000 * "x")))
         d.run(request(1)[2])
-    (failed,) = d.ups(messages.RequestFailed)
+    (failed,) = d.ups(messages.RunFailed)
     assert failed.text.encode(), "it can be written"
     d.run(request(2)[2])
     assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
@@ -203,11 +203,11 @@ def test_a_mistake_anywhere_on_the_session_thread_is_survived_and_does_not_take_
 def test_what_the_session_wants_besides_is_done_though_a_message_of_the_run_cannot_leave(device, monkeypatch):
     d = device(limit=1100)
     d.ready()
-    done = d.session.done
-    monkeypatch.setattr(d.session, "done", lambda *a: [*done(*a), Complain("wanted", "besides")])
+    done = d.session.finish_step
+    monkeypatch.setattr(d.session, "done", lambda *a: [*done(*a), LogTrouble("wanted", "besides")])
     shape, inputs = sites.request(SPEC, (7,), "hidden")
-    d.run(FrameIn(frames.decode(frames.encode_work(PLAN.model, PLAN.epoch, 1, shape, inputs))))
-    [_] = d.ups(messages.RequestFailed)
+    d.run(FrameIn(frames.decode(frames.encode_work(PLAN.model, PLAN.version, 1, shape, inputs))))
+    [_] = d.ups(messages.RunFailed)
     assert d.ups(frames.Frame) == [], "neither the answer nor that it is done"
     assert d.complaints.counters["wanted"] > 0
 
@@ -216,14 +216,14 @@ def test_a_refused_subscription_fails_the_plan(device):
     d = device()
     d.join()
     d.prepare(TWO)
-    d.run(FiltersRefused("data", 2, ("hepti/x",), "not authorised"))
+    d.run(RefusedByBroker("data", 2, ("hepti/x",), "not authorised"))
     (failed,) = d.ups()
-    assert (failed.code, failed.epoch) == ("refused", TWO.epoch)
+    assert (failed.code, failed.epoch) == ("refused", TWO.version)
 
 
 def test_a_refused_base_subscription_ends_the_agent(device):
     d = device()
-    d.inbox.post(FiltersRefused("control", 1, ("hepti/cmd",), "not authorised"))
+    d.inbox.post(RefusedByBroker("control", 1, ("hepti/cmd",), "not authorised"))
     with pytest.raises(RefusedError):
         d.shell.run()
     assert d.shell.farewell
@@ -231,7 +231,7 @@ def test_a_refused_base_subscription_ends_the_agent(device):
 
 def test_a_refused_publish_is_a_complaint(device):
     d = device()
-    d.run(FiltersRefused("control", None, ("t",), "no"))
+    d.run(RefusedByBroker("control", None, ("t",), "no"))
     assert d.complaints.counters["publish_refused"] == 1
 
 
@@ -239,7 +239,7 @@ def test_events_of_the_network_go_before_further_ops(device):
     d = device()
     d.ready()
     _, _, event = request(1)
-    cancel = MessageIn(messages.Cancel(PLAN.model, PLAN.epoch, 1))
+    cancel = MessageIn(messages.Cancel(PLAN.model, PLAN.version, 1))
     d.run(event, cancel)
     assert d.ups(frames.Frame) == []
 
@@ -247,8 +247,10 @@ def test_events_of_the_network_go_before_further_ops(device):
 def test_an_arrival_that_no_run_awaits_is_taken_as_its_frame_is(device):
     d = device()
     d.join()
-    frame = frames.Frame("tensor", "m", Epoch(1, 1), 7, 0, 3, "d1", 0, "f32", (2,), 0, (), np.zeros(2, np.float32))
-    payload, known = memoryview(frames.encode(frame)), Exchanges()
+    frame = frames.Frame(
+        "tensor", "m", PlanVersion(1, 1), 7, 0, 3, "d1", 0, "f32", (2,), 0, (), np.zeros(2, np.float32)
+    )
+    payload, known = memoryview(frames.encode(frame)), ExchangeCache()
     known.learn("d1", "topic", payload, frame)
     d.run(known.arrival("d1", "topic", payload), FrameIn(frames.decode(payload)))
     assert d.session.counters == {"dead_epoch": 2}
@@ -260,30 +262,30 @@ def test_an_arrival_that_no_run_awaits_is_taken_as_its_frame_is(device):
 
 def test_a_new_planner_voids_what_the_old_one_prepared(device):
     d = device()
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot)))
     d.ready()
-    asked = d.loader.posted.count(AskAgain())
-    d.run(PlannerStatus(protocol_messages.Status("offline", PLAN.epoch.boot)))
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot)))
+    asked = d.loader.posted.count(RequestAgain())
+    d.run(PlannerStatus(protocol_messages.Status("offline", PLAN.version.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot)))
     assert not [i for i in d.loader.posted if isinstance(i, Unload)]
-    assert d.loader.posted.count(AskAgain()) == asked + 1
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot + 1)))
-    assert Unload(PLAN.model, PLAN.epoch, d.session.memory_bytes) in d.loader.posted
+    assert d.loader.posted.count(RequestAgain()) == asked + 1
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot + 1)))
+    assert Unload(PLAN.model, PLAN.version, d.session.memory_bytes) in d.loader.posted
     d.run(request()[2])
     assert d.ups(frames.Frame) == []
 
 
 def test_a_planner_of_an_earlier_start_that_a_broker_still_retains_voids_nothing(device):
     d = device()
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot)))
     d.ready()
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.epoch.boot - 1)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot - 1)))
     assert unloaded(d) == []
     d.run(request()[2])
     assert [f.admission for f in d.ups(frames.Frame)] == [1, 1]
 
 
-NEXT = replace(PLAN, epoch=Epoch(1, 2))
+NEXT = replace(PLAN, version=PlanVersion(1, 2))
 AWAY = (LinkDown("control", "x"), LinkUp("control", 5, None))
 WILL = (OwnStatus(protocol_messages.Status("offline", BOOT)),)
 
@@ -295,8 +297,8 @@ def test_plans_from_before_a_reconnection_go_when_a_newer_one_is_activated(devic
     d.run(*away)
     d.prepare(NEXT)
     assert unloaded(d) == []
-    d.run(MessageIn(messages.Activate(2, NEXT.model, NEXT.epoch)))
-    assert unloaded(d) == [(PLAN.model, PLAN.epoch)]
+    d.run(MessageIn(messages.Activate(2, NEXT.model, NEXT.version)))
+    assert unloaded(d) == [(PLAN.model, PLAN.version)]
     assert d.complaints.counters["epochs_forgotten"] == 1
 
 
@@ -366,21 +368,21 @@ def subscriptions(broker):
 
 
 def test_ready_only_after_every_acknowledgement(broker, subscriptions):
-    assert not subscriptions.enter("m", Epoch(1, 1), ("a", "b"), WORK)
+    assert not subscriptions.subscribe("m", PlanVersion(1, 1), ("a", "b"), WORK)
     assert broker.tokens == [("control", (WORK,)), ("data", ("a", "b"))]
     assert subscriptions.acknowledged("data", 1) == []  # a token of the other plane
     assert subscriptions.acknowledged("control", 1) == []
-    assert subscriptions.acknowledged("data", 2) == [("m", Epoch(1, 1))]
+    assert subscriptions.acknowledged("data", 2) == [("m", PlanVersion(1, 1))]
     assert subscriptions.acknowledged("data", 2) == []  # after a reconnection
 
 
 def test_a_refusal_hits_the_epochs_that_wait_for_it(broker, subscriptions):
-    subscriptions.enter("m", Epoch(1, 1), ("a",), WORK)
+    subscriptions.subscribe("m", PlanVersion(1, 1), ("a",), WORK)
     subscriptions.acknowledged("control", 1)
-    subscriptions.enter("m", Epoch(1, 2), (), WORK)
-    assert subscriptions.refused("data", 2) == [("m", Epoch(1, 1))]
+    subscriptions.subscribe("m", PlanVersion(1, 2), (), WORK)
+    assert subscriptions.refused("data", 2) == [("m", PlanVersion(1, 1))]
     assert broker.held == [("control", WORK)]
-    assert not subscriptions.enter("m", Epoch(1, 3), ("a",), WORK)
+    assert not subscriptions.subscribe("m", PlanVersion(1, 3), ("a",), WORK)
 
 
 @given(
@@ -399,16 +401,16 @@ def test_what_is_held_is_what_the_epochs_need(operations):
     subscriptions = Subscriptions(broker)
     wanted, ready, acked = {}, set(), 0
     for what, model, number, filters in operations:
-        key = (model, Epoch(1, number))
+        key = (model, PlanVersion(1, number))
         if what == "enter" and key not in wanted:
             wanted[key] = {f"{model}{f}" for f in filters}
-            if subscriptions.enter(*key, tuple(sorted(wanted[key])), of(model)):
+            if subscriptions.subscribe(*key, tuple(sorted(wanted[key])), of(model)):
                 ready.add(key)
         elif what == "release" and key in wanted:
             gone = wanted.pop(key)
-            subscriptions.release(*key)
+            subscriptions.forget(*key)
             works = () if any(m == model for m, _ in wanted) else (of(model),)
-            subscriptions.leave(tuple(gone - {f for own in wanted.values() for f in own}), works)
+            subscriptions.unsubscribe(tuple(gone - {f for own in wanted.values() for f in own}), works)
             ready.discard(key)
         elif what == "ack":
             while acked < len(broker.tokens):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_agent import loader
-from device_agent.loader import TileCache, room_bytes
+from device_agent.loader import TileCache, free_cache_bytes
 
 
 def blob(i, size=100):
@@ -196,6 +196,6 @@ def test_tiles_go_where_others_fill_the_disk(tmp_path, counters):
 def test_a_small_disk_keeps_a_part_of_itself(tmp_path, monkeypatch):
     usage = SimpleNamespace(total=1000 << 20, free=60 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert room_bytes(tmp_path) == (60 - 50) << 20
+    assert free_cache_bytes(tmp_path) == (60 - 50) << 20
     usage.total = 100_000 << 20
-    assert room_bytes(tmp_path) == (60 - 64) << 20
+    assert free_cache_bytes(tmp_path) == (60 - 64) << 20

@@ -26,7 +26,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.requests import read_input
 
 START_S = 300.0
 DRAIN_S = 90.0
@@ -113,7 +113,7 @@ def questions(model: Path, count: int = 16) -> list[Question]:
         tensors = dict(checkpoint.tensors())
         for _ in range(count):
             ids = rng.integers(5, 50, int(rng.integers(3, 16))).tolist()
-            prepared = prepare(checkpoint, {"ids": ids})
+            prepared = read_input(checkpoint, {"ids": ids})
             _, output = models.reference(checkpoint.spec, tensors, prepared.inputs, prepared.shape)
             out.append(Question(tuple(ids), output[0]))
     return out

@@ -106,9 +106,9 @@ def told(kind: str, payload: bytes) -> str:
         return str(messages.decode_status(payload))
     if kind not in ("command", "up"):
         return ""
-    message = messages.decode_up(payload) if kind == "up" else messages.decode(payload)
+    message = messages.decode_report(payload) if kind == "up" else messages.decode(payload)
     if isinstance(message, Frame):
-        return f"{message.kind} of run {message.admission} under {message.epoch}"
+        return f"{message.kind} of run {message.run_id} under {message.plan_version}"
     return str(message)[:LETTERS]
 
 

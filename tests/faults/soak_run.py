@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from site_processes import SITE, Site, poll
 from soak_site import MIB, Flat, Held, edges_of, frames, missing, table, unequal, watch
 
-from device_agent.measure import measurement_places
+from device_agent.measure import measurement_files
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
@@ -205,7 +205,7 @@ def questions(places: Mapping[str, Path], seed: int, each: int = 3) -> list[Ques
                     body["max_new_tokens"], answer = 6, np.array(_tokens(spec, tensors, ids, 6, end))
                 else:
                     body["want"] = "hidden" if name == "bert" else "task"
-                    shape, inputs = models.packed(spec, np.array(ids, np.int32), body["want"])
+                    shape, inputs = models.single_sequence(spec, np.array(ids, np.int32), body["want"])
                     hidden, task = models.reference(spec, tensors, inputs, shape)
                     answer = hidden if name == "bert" else task[0]
                 for model, pins in PINS:
@@ -217,7 +217,7 @@ def questions(places: Mapping[str, Path], seed: int, each: int = 3) -> list[Ques
 def _tokens(spec: Any, tensors: Any, prompt: Sequence[int], most: int, end: int | None) -> list[int]:
     ids = list(prompt)
     while len(ids) < len(prompt) + most and (len(ids) == len(prompt) or ids[-1] != end):
-        shape, inputs = models.packed(spec, np.array(ids, np.int32))
+        shape, inputs = models.single_sequence(spec, np.array(ids, np.int32))
         ids.append(int(models.reference(spec, tensors, inputs, shape)[1].argmax()))
     return ids[len(prompt) :]
 
@@ -243,7 +243,7 @@ def run(what: Soak, directory: Path, say: bool = True) -> Report:
 
 def _start_agent(site: Site, hepti: Hepti, name: str) -> None:
     """Start one that measures itself, as one that does so only later loads what measuring needs later."""
-    for path in measurement_places(site.directory, jit.cache_directory(), 1)[1:]:
+    for path in measurement_files(site.directory, jit.cache_directory(), 1)[1:]:
         path.unlink(missing_ok=True)
     site.agent(name, f"{MEMORY_MIB}MiB")
     poll(lambda: name in edges_of(_online(hepti)), f"{name} online", START_S)

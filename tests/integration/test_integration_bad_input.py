@@ -24,7 +24,7 @@ from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.protocol.frames import HEADER_BYTES
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
 
 TOLERANCE = 5e-5
@@ -79,7 +79,7 @@ def run(site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 def expected(site: Site, ids: list[int]) -> np.ndarray:
     with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
-        prepared = prepare(checkpoint, {"ids": ids})
+        prepared = read_input(checkpoint, {"ids": ids})
         return models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)[1]
 
 

@@ -17,8 +17,8 @@ from hepti_mqtt.client.described import random_input
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service.answers import answer
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.answers import decode_output
+from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker, pytest.mark.wide]
@@ -46,7 +46,7 @@ class Watcher:
         self.transport = PahoTransport(
             BrokerUrl.parse(site.url), "watcher", on_message=self._heard, on_state=states.put
         )
-        self._by = {Topics(SITE).up(name): name for name in NAMES}
+        self._by = {Topics(SITE).reports(name): name for name in NAMES}
         self.transport.subscribe([(topic, 1) for topic in self._by])
         self.transport.connect(PATIENCE_S)
         while not isinstance(states.get(timeout=PATIENCE_S), Subscribed):
@@ -54,7 +54,7 @@ class Watcher:
 
     def _heard(self, topic: str, payload: bytes) -> None:
         try:
-            message = messages.decode_up(payload)
+            message = messages.decode_report(payload)
         except WireError:
             return
         if isinstance(message, messages.TaskDone):
@@ -65,7 +65,7 @@ class Watcher:
         while not holds(self.computed):
             device, message = self.heard.get(timeout=PATIENCE_S)
             self.computed[device].add(message.task)
-            self.runs.add(message.admission)
+            self.runs.add(message.run_id)
         return self.computed
 
 
@@ -73,9 +73,9 @@ def test_the_tiles_of_a_killed_agent_are_computed_by_the_others_within_the_run(s
     """The head device stands still meanwhile, so that no answer can be ready before the agent is dead."""
     with Checkpoint.open(site.models[KIND], KIND) as checkpoint:
         body = random_input(checkpoint.spec, 1, seed=5)
-        prepared = prepare(checkpoint, body)
+        prepared = read_input(checkpoint, body)
         output = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)[1]
-        want = answer(checkpoint, prepared, output)
+        want = decode_output(checkpoint, prepared, output)
     with Hepti.connect(site.url, site=SITE) as hepti:
 
         def online() -> set[str]:

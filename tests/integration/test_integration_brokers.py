@@ -16,7 +16,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import KINDS
 from hepti_mqtt.errors import RefusedError
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.requests import read_input
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
 
@@ -53,7 +53,7 @@ def hepti(site: Site) -> Iterator[Hepti]:
 def test_two_devices_answer_together(site: Site, hepti: Hepti, strategy: str, variant: str | None) -> None:
     ids = np.random.default_rng(4).integers(0, 200, 30).tolist()
     with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
-        prepared = prepare(checkpoint, {"ids": ids, "want": "hidden"})
+        prepared = read_input(checkpoint, {"ids": ids, "want": "hidden"})
         hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
     options = {"variant": variant} if variant else {}
     for _ in range(5):

@@ -48,7 +48,7 @@ def test_the_demo_compares_every_strategy_and_leaves_nothing_behind(tmp_path: Pa
     found = json.loads(out)
     spec = spec_of_kind("minilm")
     graph = models.graph(spec, models.largest_shape(spec))
-    able = [s for s in STRATEGIES.values() if s.offered and s.unsupported(graph) is None]
+    able = [s for s in STRATEGIES.values() if s.automatic and s.why_unsupported(graph) is None]
     names = {"/".join([s.name, *o.values()]) for s in able for o in s.options}
     assert {m["strategy"] for m in found["strategies"]} == names
     for measured in found["strategies"]:

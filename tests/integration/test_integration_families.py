@@ -15,9 +15,9 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import random_input
-from hepti_mqtt.models.shapes import Pictures
-from hepti_mqtt.service.answers import answer
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.models.shapes import ImageInput
+from hepti_mqtt.service.answers import decode_output
+from hepti_mqtt.service.requests import read_input
 
 # GPT-2, whose answer is a stream, is in test_service_generation; BERT, RoBERTa and ViT in test_service_pairwise.
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
@@ -63,9 +63,9 @@ def test_a_picture_in_and_labels_out(site: Site, hepti: Hepti) -> None:
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8)).save(file, "PNG")
     body = {"image": base64.b64encode(file.getvalue()).decode()}
     with Checkpoint.open(site.models["tiny-resnet"], "tiny-resnet") as checkpoint:
-        prepared = prepare(checkpoint, body)
+        prepared = read_input(checkpoint, body)
         spec, tensors = checkpoint.spec, checkpoint.tensors()
-        want = answer(checkpoint, prepared, models.reference(spec, tensors, prepared.inputs, prepared.shape)[1])
+        want = decode_output(checkpoint, prepared, models.reference(spec, tensors, prepared.inputs, prepared.shape)[1])
     got = hepti.infer("tiny-resnet", **body, strategy="map_rows", devices=list(AGENTS), timeout_s=PATIENCE_S)
     assert [found["label"] for found in got.labels] == [found["label"] for found in want["labels"]]
     scores = [[found["score"] for found in labels] for labels in (got.labels, want["labels"])]
@@ -78,8 +78,8 @@ def test_right_answer_same_bits_exact_bytes(
 ) -> None:
     with Checkpoint.open(site.models[kind], kind) as checkpoint:
         spec = checkpoint.spec
-        body = random_input(spec, 1 if isinstance(spec.reads, Pictures) else 11, seed=5)
-        prepared = prepare(checkpoint, {**body, "want": "hidden"})
+        body = random_input(spec, 1 if isinstance(spec.input_spec, ImageInput) else 11, seed=5)
+        prepared = read_input(checkpoint, {**body, "want": "hidden"})
         hidden, _ = models.reference(spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
     pins = {"strategy": strategy, "options": options, "devices": list(AGENTS)}
     first, second = (

@@ -17,7 +17,7 @@ from site_processes import PATIENCE_S, SITE, Site, foretold, poll, running_site
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.requests import read_input
 
 pytestmark = [pytest.mark.wide, pytest.mark.large, pytest.mark.processes, pytest.mark.broker]
 
@@ -70,7 +70,7 @@ def test_four_devices_answer_what_none_of_them_can_hold(large: Site, capsys: pyt
         caps = {d["device"]: d for d in hepti.devices(wait_s=2.0)}
         rss = {name: peak_rss_bytes(large.running[name].pid) for name in AGENTS}
         with Checkpoint.open(large.models["bert-large"], "bert-large") as checkpoint:
-            prepared = prepare(checkpoint, {"ids": ids, "want": "hidden"})
+            prepared = read_input(checkpoint, {"ids": ids, "want": "hidden"})
             hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
             model_bytes = sum(4 * int(np.prod(t.shape)) for t in models.tensor_sources(checkpoint.spec))
         error = float(np.abs(answer.hidden - hidden).max())

@@ -15,7 +15,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.transport.mesh import mesh_possible
 
 pytestmark = [
@@ -60,8 +60,8 @@ def heard(hepti: Hepti, device: str, sources: Collection[str] = ()) -> dict[str,
 def in_one_process(site: Site, plan: Plan) -> np.ndarray:
     """Return what the devices' Programs answer without any wire between them."""
     with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
-        shape, inputs = models.packed(checkpoint.spec, np.array(IDS, np.int32), "hidden")
-        parts = programs(checkpoint.spec, plan, shape)
+        shape, inputs = models.single_sequence(checkpoint.spec, np.array(IDS, np.int32), "hidden")
+        parts = device_programs(checkpoint.spec, plan, shape)
         return run_together(bound(parts, checkpoint.tensors()), inputs)
 
 
@@ -70,8 +70,8 @@ def test_the_bits_do_not_depend_on_the_way(site: Site, hepti: Hepti, route: str)
     """Shares follow from what devices measured, so each answer is held against its own plan in one process."""
     answer = hepti.infer("tiny", ids=IDS, **ROW, route=route, timeout_s=PATIENCE_S)
     plans = map(Plan.from_dict, hepti.plan("tiny")["pinned"])
-    plan = next(p for p in plans if list(p.epoch) == list(answer.plan["epoch"]))
-    assert (plan.route, plan.relayed, set(plan.devices)) == (route, (), set(NAMES))
+    plan = next(p for p in plans if list(p.version) == list(answer.plan["epoch"]))
+    assert (plan.route, plan.relayed_pairs, set(plan.devices)) == (route, (), set(NAMES))
     assert np.array_equal(answer.hidden, in_one_process(site, plan))
     if route == "mesh":
         for name in NAMES:
@@ -83,7 +83,7 @@ def test_the_bits_do_not_depend_on_the_way(site: Site, hepti: Hepti, route: str)
 def agrees(site: Site, answer: Answer) -> bool:
     """Return whether an answer is that of the model."""
     with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
-        shape, inputs = models.packed(checkpoint.spec, np.array(IDS, np.int32), "hidden")
+        shape, inputs = models.single_sequence(checkpoint.spec, np.array(IDS, np.int32), "hidden")
         want, _ = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
     return bool(np.allclose(answer.hidden, want, atol=TOLERANCE))
 
@@ -127,7 +127,7 @@ def test_a_device_that_nobody_can_connect_to_is_heard_over_the_broker(tmp_path: 
             plan = Plan.from_dict(hepti.plan("tiny")["pinned"][0])
             edges = poll(lambda hepti=hepti: heard(hepti, "b", {"a"}), "b has told of frames from a")
         assert agrees(site, answer)
-        assert set(plan.relayed) == {(d, "walled") for d in "ab"} | {("walled", d) for d in "ab"}
+        assert set(plan.relayed_pairs) == {(d, "walled") for d in "ab"} | {("walled", d) for d in "ab"}
         assert edges["a"]["joined"]
         assert not edges["walled"]["joined"]
         assert edges["walled"]["trouble"]

@@ -13,8 +13,8 @@ from device_agent.machine import LOADING_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.cost.memory import most_live_bytes, programs_bytes, weight_total
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.cost.memory import max_live_bytes, programs_bytes, weights_bytes
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, resident_weights
 
@@ -29,9 +29,9 @@ def needed_bytes(path: Path) -> int:
     """Return what a device needs that holds all of a model."""
     with Checkpoint.open(path, "tiny") as checkpoint:
         spec = checkpoint.spec
-    plan = make_plan(spec, Plan("tiny", Epoch(1, 1), "single", ("a",), "a"), "single", {}, (1.0,))
-    live = most_live_bytes(spec, plan, "a", in_flight=2)
-    return weight_total(resident_weights(spec, plan, "a")) + live + programs_bytes(spec, plan, "a")
+    plan = make_plan(spec, Plan("tiny", PlanVersion(1, 1), "single", ("a",), "a"), "single", {}, (1.0,))
+    live = max_live_bytes(spec, plan, "a", in_flight=2)
+    return weights_bytes(resident_weights(spec, plan, "a")) + live + programs_bytes(spec, plan, "a")
 
 
 @pytest.fixture(scope="module", params=["room for both", "room for one"])
@@ -51,7 +51,7 @@ def hepti(site: Site) -> Iterator[Hepti]:
 
 def test_pins_change_nobody_elses_answer(site: Site, hepti: Hepti, request: pytest.FixtureRequest) -> None:
     with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
-        shape, inputs = models.packed(checkpoint.spec, np.array(IDS, np.int32))
+        shape, inputs = models.single_sequence(checkpoint.spec, np.array(IDS, np.int32))
         want = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)[1][0]
     first = hepti.infer("tiny", ids=IDS, timeout_s=PATIENCE_S)
     for _ in range(2):

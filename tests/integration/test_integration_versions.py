@@ -85,8 +85,8 @@ def test_an_older_agent_is_refused_with_both_versions_and_the_others_serve(site:
     while not isinstance(prepare := messages.decode(voice.next(TOPICS.command("old"))), messages.Prepare):
         pass
     epoch = prepare.plan["epoch"]
-    ready = messages.Ready(prepare.txn, "tiny", tuple(epoch), 0, bytes(PROGRAMS_BYTES))
-    voice.say(TOPICS.up("old"), messages.encode(ready))
+    ready = messages.Ready(prepare.transaction_id, "tiny", tuple(epoch), 0, bytes(PROGRAMS_BYTES))
+    voice.say(TOPICS.reports("old"), messages.encode(ready))
     with pytest.raises(HeptiError) as refused:
         asked.result(PATIENCE_S)
     assert OLDER in str(refused.value)

@@ -13,7 +13,7 @@ import time
 from kernels_support import array, pool, spec
 
 from hepti_mqtt.kernels import KERNELS, Run, Workers, allocate, warm_up
-from hepti_mqtt.plan import Storage
+from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
 SIZES = (40, 56, 100, 500, 3000, 20_000, 40_000, 90_000)
@@ -22,7 +22,7 @@ KEPT = 60
 K, N = 520, 520  # two blocks, the last one and the last panel ragged
 
 
-def linear(storage: Storage, m: int, workers: Workers) -> Run:
+def linear(storage: WeightDtype, m: int, workers: Workers) -> Run:
     ref = WeightRef("w", (0, K), (0, N), "packed", storage)
     buffer = allocate(ref)
     buffer.put(array(K, N), 0, 0)

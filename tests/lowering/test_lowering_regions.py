@@ -18,7 +18,7 @@ sets = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), max_size=3).ma
 areas = st.tuples(sets, sets)
 
 
-def plain(s: rg.Set) -> set[int]:
+def plain(s: rg.IndexSet) -> set[int]:
     return set(rg.indices(s))
 
 
@@ -28,32 +28,32 @@ def cells(r: rg.Region) -> set[tuple[int, ...]]:
 
 @given(sets, sets, st.integers(1, 5))
 def test_sets_are_what_python_sets_are(s, t, unit):
-    assert plain(rg.both(s, t)) == plain(s) & plain(t)
-    assert plain(rg.without(s, t)) == plain(s) - plain(t)
+    assert plain(rg.intersect_sets(s, t)) == plain(s) & plain(t)
+    assert plain(rg.subtract_set(s, t)) == plain(s) - plain(t)
     assert plain(rg.union(s, t)) == plain(s) | plain(t)
-    assert rg.count(s) == len(plain(s))
+    assert rg.index_count(s) == len(plain(s))
     assert plain(rg.shift(s, 3)) == {i + 3 for i in plain(s)}
-    assert rg.to_set(sorted(plain(s), reverse=True)) == s
-    assert plain(rg.whole_units(s, unit)) == {i // unit * unit + n for i in plain(s) for n in range(unit)}
-    for result in (rg.both(s, t), rg.without(s, t), rg.union(s, t)):
+    assert rg.index_set(sorted(plain(s), reverse=True)) == s
+    assert plain(rg.round_to_units(s, unit)) == {i // unit * unit + n for i in plain(s) for n in range(unit)}
+    for result in (rg.intersect_sets(s, t), rg.subtract_set(s, t), rg.union(s, t)):
         assert all(a < z for a, z in result)
         assert all(z < a for (_, z), (a, _) in pairwise(result))
 
 
 @given(sets, sets)
 def test_place_says_where_indices_lie_in_an_array_of_others(s, t):
-    inner = rg.both(s, t)
+    inner = rg.intersect_sets(s, t)
     array = sorted(plain(t))
-    assert [array[i] for i in rg.indices(rg.place(inner, t))] == sorted(plain(inner))
+    assert [array[i] for i in rg.indices(rg.positions_in(inner, t))] == sorted(plain(inner))
 
 
 @given(areas, areas)
 def test_regions_are_sets_of_cells(r, q):
-    assert cells(rg.meet(r, q) or ((), ())) == cells(r) & cells(q)
-    rest = rg.minus(r, q)
+    assert cells(rg.intersect(r, q) or ((), ())) == cells(r) & cells(q)
+    rest = rg.subtract(r, q)
     assert set().union(*map(cells, rest), set()) == cells(r) - cells(q) or not all(r)
     assert sum(map(rg.volume, rest)) == len(cells(r) - cells(q)) or not all(r)
-    assert rg.inside(r, q) == (cells(r) <= cells(q)) or not cells(r)
+    assert rg.is_within(r, q) == (cells(r) <= cells(q)) or not cells(r)
 
 
 @given(st.lists(areas.filter(all), max_size=4))
@@ -85,7 +85,7 @@ def conv(size=3, stride=1, dilation=1, pad=1, rows=ROWS):
 
 
 def bands_of(op, rows):
-    return op.call((rows, COLUMNS, rg.span(0, 5)), ()).attrs["bands"]
+    return op.kernel_call((rows, COLUMNS, rg.span(0, 5)), ()).attrs["bands"]
 
 
 def test_what_two_bands_see_may_lie_apart_touch_or_overlap():
@@ -98,12 +98,12 @@ def test_what_two_bands_see_may_lie_apart_touch_or_overlap():
 
 def test_rows_stay_together_and_columns_and_channels_do_not():
     region = ((0, 2), (9, 11)), ((0, 1), (2, 3)), ((0, 2), (3, 5))
-    parts = conv().split(region)
+    parts = conv().kernel_regions(region)
     assert parts == tuple((region[0], (x,), (c,)) for x, c in product(region[1], region[2]))
 
 
 def test_one_range_has_no_bands():
-    attrs = conv().call((rg.span(0, 2), COLUMNS, rg.span(0, 5)), ()).attrs
+    attrs = conv().kernel_call((rg.span(0, 2), COLUMNS, rg.span(0, 5)), ()).attrs
     assert "bands" not in attrs
     assert attrs["pad"] == (1, 0, 0, 0)
 
@@ -117,11 +117,11 @@ def test_one_range_has_no_bands():
 )
 def test_every_row_sees_under_its_window_what_it_sees_of_the_whole_map(size, stride, dilation, pad, picked):
     op = conv(size, stride, dilation, pad)
-    rows = rg.to_set(r for r in picked if r < op.space[0])
+    rows = rg.index_set(r for r in picked if r < op.space[0])
     if len(rows) < 2:
         return
     region = (rows, COLUMNS, rg.span(0, 5))
-    held = list(rg.indices(op.need(region)[0][0]))
+    held = list(rg.indices(op.input_regions(region)[0][0]))
     for (first, stop, top, bottom, origin), (a, z) in zip(bands_of(op, rows), rows, strict=True):
         assert origin == a
         assert top + stop - first + bottom >= (z - a - 1) * stride + (size - 1) * dilation + 1

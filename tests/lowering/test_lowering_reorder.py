@@ -14,15 +14,15 @@ from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.kernels import KERNELS
-from hepti_mqtt.lowering import Net, product_order, roles, span
+from hepti_mqtt.lowering import GraphBuilder, choose_product_order, roles, span
 from hepti_mqtt.lowering.ops import ReorderedAttention
-from hepti_mqtt.lowering.regions import count
-from hepti_mqtt.lowering.rewrites import DEARER, multiplications, reordered
+from hepti_mqtt.lowering.regions import index_count
+from hepti_mqtt.lowering.rewrites import REORDERED_COST, multiplications, reorder_attention
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.models.shapes import Text
+from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import apportion
-from hepti_mqtt.plan_programs import lowered, programs, programs_digest, resident_weights
+from hepti_mqtt.plan_programs import device_programs, lower_plan, programs_digest, resident_weights
 from hepti_mqtt.program import Compute
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -41,7 +41,7 @@ def test_the_graph_has_the_same_tensors_and_weights(family):
     spec = ENCODERS[family]
     for skip in (False, True):
         net = graph(replace(spec, layers=11) if type(spec) is ModelSpec else spec, request(spec, (9,))[0], skip=skip)
-        other = reordered(net)
+        other = reorder_attention(net)
         assert len(over_x(other)) == sum(op.role == roles.ATTENTION for op in net.ops)
         assert (other.names, other.blocks, other.skipped) == (net.names, net.blocks, net.skipped)
         for a, b in zip(net.ops, other.ops, strict=True):
@@ -49,19 +49,19 @@ def test_the_graph_has_the_same_tensors_and_weights(family):
             assert a.rank == b.rank
             assert a.space[:2] == b.space[:2] or (a.role == roles.QKV and a.space[1] == 3 * b.space[1])
         assert {t for op in net.ops for t in op.tensors} == {t for op in other.ops for t in op.tensors}
-        assert (other.run is None) == (net.run is None)
+        assert (other.repeat is None) == (net.repeat is None)
 
 
 @pytest.mark.parametrize("family", ["tiny-gpt2", "tiny-convnet"])
 def test_a_model_without_such_products_stays_as_it_is(family):
     net = graph(EVERY_FAMILY[family], request(EVERY_FAMILY[family], (5,))[0])
-    assert reordered(net).ops == net.ops
-    assert not over_x(reordered(net))
+    assert reorder_attention(net).ops == net.ops
+    assert not over_x(reorder_attention(net))
 
 
 def block(**changes):
     """Return a graph of one attention, with what somebody may have made else of it."""
-    net = Net()
+    net = GraphBuilder()
     x = net.linear("x", net.input("given", (8, 4), "f32"), roles.STEM, {"w": 12}, bias=False)
     qkv = net.linear("qkv", x, roles.QKV, {"q": 8, "k": 8, "v": 8}, activation=changes.get("activation"))
     net.attention(
@@ -69,14 +69,14 @@ def block(**changes):
         causal=changes.get("causal", False),
     )  # fmt: skip
     if changes.get("read"):
-        net.add("both", "attention", net.columns("keys", qkv, roles.TASK, 8, 16), roles.TASK)
-    return net.graph()
+        net.sum("both", "attention", net.columns("keys", qkv, roles.TASK, 8, 16), roles.TASK)
+    return net.build()
 
 
 @pytest.mark.parametrize("changes", [{"causal": True}, {"read": True}, {"activation": "gelu"}], ids=str)
 def test_what_needs_keys_and_values_keeps_them(changes):
-    assert over_x(reordered(block()))
-    assert not over_x(reordered(block(**changes)))
+    assert over_x(reorder_attention(block()))
+    assert not over_x(reorder_attention(block(**changes)))
 
 
 @settings(deadline=None, max_examples=40)
@@ -96,15 +96,15 @@ def test_the_order_is_that_of_fewer_multiplications_on_the_busiest_device(tokens
     counted = []
     for order in ("kept", "reordered"):
         fixed = plan(spec, ("voltage", {"shares": "uneven", "order": order}), weights)
-        counted.append([around_attention(p) for p in programs(spec, fixed, shape).values()])
+        counted.append([around_attention(p) for p in device_programs(spec, fixed, shape).values()])
     fixed = plan(spec, ("voltage", {"shares": "uneven"}), weights)
-    rows = [span(*r) for r in apportion(shape.tokens, fixed.weights["rows"])]
+    rows = [span(*r) for r in apportion(shape.tokens, fixed.shares["rows"])]
     (pair,) = pairs(graph(spec, shape))
     # Those of queries are in both.
-    told = [[c - count(r) * spec.hidden**2 for c, r in zip(found, rows, strict=True)] for found in counted]
+    told = [[c - index_count(r) * spec.hidden**2 for c, r in zip(found, rows, strict=True)] for found in counted]
     assert told == [[multiplications(*pair, r)[i] for r in rows] for i in (0, 1)]
     usual, other = map(max, told)
-    assert is_reordered(spec, fixed, shape) == (DEARER * other < usual)
+    assert is_reordered(spec, fixed, shape) == (REORDERED_COST * other < usual)
     if len([r for r in rows if r]) == 1:
         assert not is_reordered(spec, fixed, shape) or heads == 1
 
@@ -122,7 +122,7 @@ def pairs(net):
 
 
 def is_reordered(spec, fixed, shape):
-    return bool(over_x(lowered(spec, fixed, shape).whole))
+    return bool(over_x(lower_plan(spec, fixed, shape).full_graph))
 
 
 def test_one_plan_has_both_orders_by_length_and_the_same_weights():
@@ -148,17 +148,17 @@ def test_narrow_weights_stay_in_their_order_whatever_is_asked_for():
     fixed = plan(spec, ("voltage", {"shares": "equal"}), (1.0,) * 4)
     shape, _ = request(spec, (8,))
     assert is_reordered(spec, fixed, shape)
-    assert not is_reordered(spec, replace(fixed, storage="f16"), shape)
+    assert not is_reordered(spec, replace(fixed, weight_dtype="f16"), shape)
     for storage in ("f16", "w8a8", "w8a32"):
-        assert product_order(graph(spec, shape), "reordered", [span(0, 8)], storage) is not reordered
+        assert choose_product_order(graph(spec, shape), "reordered", [span(0, 8)], storage) is not reorder_attention
 
 
 def test_only_voltage_rewrites_graphs_and_only_by_cost_is_searched():
     assert [name for name, method in STRATEGIES.items() if method.rewrite is not None] == ["voltage"]
     spec = FAMILIES["bert-embedding"]
-    searched = STRATEGIES["voltage"].choices(4, graph(spec, largest_shape(spec)))
+    searched = STRATEGIES["voltage"].variants_for(4, graph(spec, largest_shape(spec)))
     assert list(searched) == [{"shares": "equal"}, {"shares": "uneven"}]
-    assert {"equal/kept", "uneven/reordered"} <= set(STRATEGIES["voltage"].every())
+    assert {"equal/kept", "uneven/reordered"} <= set(STRATEGIES["voltage"].all_variants())
 
 
 SPECS = {**FAMILIES, "tiny-debert": EVERY_FAMILY["tiny-debert"], "tiny-devit": spec_of_kind("tiny-devit")}
@@ -177,13 +177,13 @@ def test_every_order_is_within_the_tolerance_of_the_reference_on_one_to_five_dev
     held = tensors(spec)
     for turn, weights in enumerate(SHARES):
         want = ("task", "hidden")[turn % 2]
-        lengths = ((13,), (5, 7, 3))[turn // 2 % 2] if isinstance(spec.reads, Text) else (1,)
+        lengths = ((13,), (5, 7, 3))[turn // 2 % 2] if isinstance(spec.input_spec, TextInput) else (1,)
         shape, inputs = request(spec, lengths, want)
         wanted = models.reference(spec, held, inputs, shape)[want == "task"]
         digests = set()
         for order in ({}, {"order": "kept"}, {"order": "reordered"}):
             fixed = plan(spec, ("voltage", {"shares": "uneven", **order}), weights)
-            parts = programs(spec, fixed, shape)
+            parts = device_programs(spec, fixed, shape)
             got = run_programs(parts, held, inputs)
             np.testing.assert_allclose(got, wanted, atol=TOLERANCE, rtol=1e-5)
             if order:

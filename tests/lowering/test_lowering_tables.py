@@ -14,30 +14,30 @@ from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering import (
-    PLANNER_PLACE,
+    PLANNER_INDEX,
+    GraphBuilder,
     Lowered,
-    Net,
+    NeedsWholeGraphError,
     Rule,
-    SkippedError,
     Table,
-    on,
+    on_device,
     roles,
     span,
-    split,
+    split_along,
 )
-from hepti_mqtt.lowering.ops import LayerNorm, Linear, Moments, Op, Whole
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.lowering.ops import LayerNorm, Linear, Moments, Op, OpaqueOp
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan, apportion
-from hepti_mqtt.plan_programs import frame, make_plan
-from hepti_mqtt.plan_programs import lowered as lowered_of
-from hepti_mqtt.plan_programs import program as program_of
-from hepti_mqtt.program import check
+from hepti_mqtt.plan_programs import base_table, make_plan
+from hepti_mqtt.plan_programs import device_program as program_of
+from hepti_mqtt.plan_programs import lower_plan as lowered_of
+from hepti_mqtt.program import validate
 from hepti_mqtt.strategies import STRATEGIES, Division
 
-FRAME = {roles.INPUT: on(PLANNER_PLACE), roles.STEM: on(0), roles.TASK: on(0)}
+FRAME = {roles.INPUT: on_device(PLANNER_INDEX), roles.STEM: on_device(0), roles.TASK: on_device(0)}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ByName(Table):
 
     def rule(self, op: Op) -> Rule | None:
         """Return the layout of an op."""
-        return self.names.get(op.name) or self.where_present.get(op.role)
+        return self.names.get(op.name) or self.optional_rules.get(op.role)
 
 
 def cut(rng: random.Random, op: Op, devices: int) -> tuple[int, list[tuple[tuple[int, int], ...]]]:
@@ -58,7 +58,7 @@ def cut(rng: random.Random, op: Op, devices: int) -> tuple[int, list[tuple[tuple
     weights = [rng.choice([0.0, 0.01, 1, 1, 2]) for _ in range(devices)]
     if not any(weights):
         weights[0] = 1.0
-    unit = min(op.grain()[dim], op.space[dim])
+    unit = min(op.granularity()[dim], op.space[dim])
     ranges = apportion(-(-op.space[dim] // unit), weights)
     return dim, [span(a * unit, min(z * unit, op.space[dim])) for a, z in ranges]
 
@@ -69,13 +69,13 @@ def layout(rng: random.Random, op: Op, devices: int) -> Rule:
     rows = [span(*r) for r in apportion(op.space[0], [rng.choice([0.5, 1, 2]) for _ in range(devices)])]
     kind = rng.choice(["one", "parts", "parts", "overlap", "reduced"])
     if kind == "one":
-        return on(rng.randrange(devices))
+        return on_device(rng.randrange(devices))
     if kind == "overlap" and dim < op.rank:
-        wide = [span(max(p[0][0] - 3, 0), p[0][1]) if p and op.grain()[dim] == 1 else p for p in parts]
-        return split(wide, dim)
+        wide = [span(max(p[0][0] - 3, 0), p[0][1]) if p and op.granularity()[dim] == 1 else p for p in parts]
+        return split_along(wide, dim)
     if kind == "reduced" and dim >= op.rank and isinstance(op, Linear):
-        return lambda op: split(parts, dim)(op) + split(rows, 0, relay=True)(op)
-    return split(parts, dim)
+        return lambda op: split_along(parts, dim)(op) + split_along(rows, 0, relay=True)(op)
+    return split_along(parts, dim)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,20 +90,20 @@ def test_random_tables_give_the_result_of_one_device(family):
         names = {
             op.name: layout(rng, op, devices)
             for op in graph.ops
-            if op.role not in FRAME and rng.random() < 0.6 and not isinstance(op, Whole | LayerNorm)
+            if op.role not in FRAME and rng.random() < 0.6 and not isinstance(op, OpaqueOp | LayerNorm)
         }
         made = Lowered(graph, ByName({}, FRAME, False, names), [f"d{i}" for i in range(devices)])
-        parts = {name: made.program(name) for name in made.names}
+        parts = {name: made.full_program(name) for name in made.names}
         for program in parts.values():
-            check(program)
+            validate(program)
         runs = [run_programs(parts, held, inputs, seed) for seed in range(2)]
         assert runs[0].tobytes() == runs[1].tobytes(), "the bits depend on the order of arrival"
         np.testing.assert_allclose(runs[0], hidden if shape.want == "hidden" else output, atol=TOLERANCE)
 
 
 def lowered(lines: dict[str, Rule], devices: int = 2) -> Lowered:
-    graph = models.graph(FAMILIES["bert-embedding"], PackedTokens((8,)))
-    return Lowered(graph, Table(lines).over(Table(where_present=FRAME)), [f"d{i}" for i in range(devices)])
+    graph = models.graph(FAMILIES["bert-embedding"], TokenBatch((8,)))
+    return Lowered(graph, Table(lines).with_defaults(Table(optional_rules=FRAME)), [f"d{i}" for i in range(devices)])
 
 
 DEEP = {name: replace(s, layers=11) for name, s in EVERY_FAMILY.items() if type(s) is ModelSpec}
@@ -114,8 +114,8 @@ OF_ALL_LAYERS = {"pipeline"}  # its table looks at the layer
 
 def methods(spec):
     whole = models.graph(spec, models.largest_shape(spec))
-    able = (m for m in STRATEGIES.values() if m.unsupported(whole) is None and m.groups is None)
-    return [(m.name, dict(o)) for m in able for o in m.choices(3)]
+    able = (m for m in STRATEGIES.values() if m.why_unsupported(whole) is None and m.groups is None)
+    return [(m.name, dict(o)) for m in able for o in m.variants_for(3)]
 
 
 @pytest.mark.parametrize("family", DEEP)
@@ -131,42 +131,42 @@ def test_the_same_programs_as_from_the_whole_graph(family):
         division = Division(models.graph(spec, shape), fixed)
         if (rewrite := STRATEGIES[method[0]].rewrite) is not None:
             division = division._replace(graph=rewrite(division)(division.graph))
-        table = STRATEGIES[method[0]].table(division).over(frame(division))
+        table = STRATEGIES[method[0]].table(division).with_defaults(base_table(division))
         whole, made = Lowered(division.graph, table, fixed.devices), lowered_of(spec, fixed, shape)
-        assert (made.whole is not whole.whole) == (method[0] not in OF_ALL_LAYERS)
+        assert (made.full_graph is not whole.full_graph) == (method[0] not in OF_ALL_LAYERS)
         for device in fixed.devices:
-            assert made.program(device) == whole.program(device), method
-            assert made.refs(device) == whole.refs(device)
-            assert set(made.refs(device)) == set(made.program(device).weights())
-            assert made.sources(device) == frozenset(whole.program(device).sources())
-        assert made.repeated == whole.repeated
+            assert made.full_program(device) == whole.full_program(device), method
+            assert made.weight_refs(device) == whole.weight_refs(device)
+            assert set(made.weight_refs(device)) == set(made.full_program(device).weights())
+            assert made.senders(device) == frozenset(whole.full_program(device).sources())
+        assert made.repeated_layer == whole.repeated_layer
 
 
 def doubling(net, layers, inner):
     """Add layers that each double their input, one of them of another kind."""
     x = net.input("x", (4, 8), "i32")
     for layer in net.layers(layers):
-        net.block()
+        net.begin_block()
         y = net.activation(f"{layer}.a", x, roles.MLP_HIDDEN, "relu" if layer == inner else "gelu")
-        x = net.add(f"{layer}.x", x, y, roles.AFTER_MLP)
-    net.block()
+        x = net.sum(f"{layer}.x", x, y, roles.AFTER_MLP)
+    net.begin_block()
     net.rows("out", x, roles.TASK)
-    return net.graph()
+    return net.build()
 
 
 @pytest.mark.parametrize("layers", range(1, 12))
 def test_few_layers_are_all_there(layers):
-    short, whole = doubling(Net(skip=True), layers, None), doubling(Net(), layers, None)
+    short, whole = doubling(GraphBuilder(skip=True), layers, None), doubling(GraphBuilder(), layers, None)
     assert bool(short.skipped.blocks) == (layers > 8)
     kept = {op.name: op.index for op in short.ops}
     assert kept == {op.name: op.index for op in whole.ops if op.name in kept}
-    assert short.like(whole) == (layers > 8)
+    assert short.same_repeat_as(whole) == (layers > 8)
 
 
 def test_a_layer_of_its_own_kind_among_those_left_out_needs_the_whole_graph():
-    short, whole = doubling(Net(skip=True), 12, 6), doubling(Net(), 12, 6)
+    short, whole = doubling(GraphBuilder(skip=True), 12, 6), doubling(GraphBuilder(), 12, 6)
     assert "6.a" not in short.by_name
-    assert not short.like(whole)
+    assert not short.same_repeat_as(whole)
 
 
 def test_layers_that_are_not_worked_out_alike_need_the_whole_graph():
@@ -175,8 +175,8 @@ def test_layers_that_are_not_worked_out_alike_need_the_whole_graph():
     short, whole = models.graph(spec, shape, skip=True), models.graph(spec, models.largest_shape(spec))
     fixed = plan(spec, ("pipeline", {}), (1.0, 1.0))
     division = Division(short, fixed)
-    table = replace(STRATEGIES["pipeline"].table(division).over(frame(division)), uniform=True)
-    with pytest.raises(SkippedError):
+    table = replace(STRATEGIES["pipeline"].table(division).with_defaults(base_table(division)), uniform=True)
+    with pytest.raises(NeedsWholeGraphError):
         Lowered(short, table, fixed.devices, whole)
 
 
@@ -195,9 +195,9 @@ def lower_many(rng: random.Random) -> None:
         names = ("a", "b", "c")[: rng.choice((2, 3))]
         name, options = rng.choice(WAYS)
         weights = tuple(rng.uniform(0.5, 2) for _ in names)
-        plan = make_plan(SPEC, Plan("m", Epoch(1, number), name, names, names[0]), name, options, weights)
+        plan = make_plan(SPEC, Plan("m", PlanVersion(1, number), name, names, names[0]), name, options, weights)
         for length in (5, 17, 40):
-            program_of(SPEC, plan, PackedTokens((length,)), "a")
+            program_of(SPEC, plan, TokenBatch((length,)), "a")
 
 
 def test_a_device_keeps_as_much_of_many_plans_as_of_few() -> None:
@@ -217,13 +217,13 @@ def test_a_device_keeps_as_much_of_many_plans_as_of_few() -> None:
 @pytest.mark.parametrize(
     ("lines", "named"),
     [
-        ({roles.AFTER_MLP: split([span(0, 4), ()], 0)}, r"2\.x.*d0"),
-        ({roles.MLP_DOWN: split([span(0, 24), span(16, 48)], 2)}, r"2\.down"),
-        ({roles.AFTER_MLP: split([span(0, 16), span(16, 32)], 2)}, r"0\.x.*2"),
-        ({roles.AFTER_MLP: split([span(0, 4), span(4, 9)], 0)}, r"0\.x.*d1"),
-        ({roles.AFTER_MLP: on(5)}, r"0\.x.*5"),
-        ({roles.ATTENTION: split([span(0, 12), span(12, 32)], 1)}, r"0\.attention.*d0"),
-        ({roles.BEFORE_MLP: on(0)}, "before_mlp"),
+        ({roles.AFTER_MLP: split_along([span(0, 4), ()], 0)}, r"2\.x.*d0"),
+        ({roles.MLP_DOWN: split_along([span(0, 24), span(16, 48)], 2)}, r"2\.down"),
+        ({roles.AFTER_MLP: split_along([span(0, 16), span(16, 32)], 2)}, r"0\.x.*2"),
+        ({roles.AFTER_MLP: split_along([span(0, 4), span(4, 9)], 0)}, r"0\.x.*d1"),
+        ({roles.AFTER_MLP: on_device(5)}, r"0\.x.*5"),
+        ({roles.ATTENTION: split_along([span(0, 12), span(12, 32)], 1)}, r"0\.attention.*d0"),
+        ({roles.BEFORE_MLP: on_device(0)}, "before_mlp"),
     ],
     ids=["nobody", "overlap", "dimension", "beyond", "device", "inside a head", "role"],
 )

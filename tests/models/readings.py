@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from hepti_mqtt.lowering import Net, roles
+from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, table
 from hepti_mqtt.models.transformer import Layer, post_norm
@@ -48,7 +48,7 @@ class Series:
         return 0
 
     @property
-    def marked(self) -> tuple[tuple[int, int], ...]:
+    def mask_positions(self) -> tuple[tuple[int, int], ...]:
         return tuple((item, place) for item, (_, place) in enumerate(self.series))
 
     @property
@@ -57,16 +57,16 @@ class Series:
         starts = accumulate(self.sizes, initial=0)
         return tuple(start + place for start, (_, place) in zip(starts, self.series, strict=False))
 
-    def asking(self, want: Want) -> Series:
+    def with_want(self, want: Want) -> Series:
         return replace(self, want=want)
 
-    def step(self, rows: int) -> Series:
+    def decode_step(self, rows: int) -> Series:
         raise ValueError("a series has no session")
 
-    def joined(self, others: Sequence[Series]) -> Series:
+    def concatenate(self, others: Sequence[Series]) -> Series:
         return replace(self, series=sum((other.series for other in others), self.series))
 
-    def part(self, first: int, stop: int) -> tuple[Series, slice]:
+    def slice_items(self, first: int, stop: int) -> tuple[Series, slice]:
         ends = (0, *accumulate(self.sizes))
         return replace(self, series=self.series[first:stop]), slice(ends[first], ends[stop])
 
@@ -78,22 +78,22 @@ class Series:
 class Reads:
     """A request brings i32 [m]: the readings of all series one behind the other."""
 
-    below: int = LEVELS
+    upper_bound: int = LEVELS
 
     def shape(self, size: int | None = None) -> Series:
         return Series(((min(size or LONGEST, LONGEST), 0),))
 
     def shape_of(self, plain: PlainShape) -> Series:
-        if len(plain.marks) != len(plain.sizes):
+        if len(plain.mask_rows) != len(plain.sizes):
             raise ValueError("one reading of each series is asked about")
         starts = accumulate(plain.sizes, initial=0)
-        places = (mark - start for start, mark in zip(starts, plain.marks, strict=False))
+        places = (mark - start for start, mark in zip(starts, plain.mask_rows, strict=False))
         made = Series(tuple(zip(plain.sizes, places, strict=True)), plain.want)
         if plain.session_rows or any(not 0 <= place < count for count, place in made.series):
             raise ValueError("one reading of each series is asked about, and nothing is kept")
         return made
 
-    def input(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
+    def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         return (shape.size,), "i32"
 
 
@@ -107,7 +107,7 @@ class ReadingsSpec:
     head: TaskHead = HEAD
 
     @property
-    def reads(self) -> Reads:
+    def input_spec(self) -> Reads:
         return Reads()
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
@@ -143,16 +143,16 @@ def _layer(shape: Series) -> Layer:
     return Layer(WIDTH, HEADS, MLP, "gelu", EPS, shape.sizes)
 
 
-def graph(net: Net, spec: ReadingsSpec, shape: Series, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: GraphBuilder, spec: ReadingsSpec, shape: Series, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph: readings i32 [m] -> the rows asked about [B, h], or all of them [m, h]."""
     ids = net.input("readings", (shape.size,), "i32")
     stem = [refs[f"stem.{part}"] for part in ("level", "place", "norm.weight", "norm.bias")]
     dims, what = (shape.size, WIDTH), {"lengths": shape.sizes, "position_offset": 0, "eps": EPS}
-    x = net.whole("embedded", (ids,), roles.STEM, "embed_tokens", dims, stem, **what)
+    x = net.opaque("embedded", (ids,), roles.STEM, "embed_tokens", dims, stem, **what)
     for i in net.layers(spec.layers):
-        net.block()
+        net.begin_block()
         x = post_norm(net, f"{i}.", f"layers.{i}.", x, _layer(shape))
-    net.block()
+    net.begin_block()
     net.rows("rows", x, roles.TASK, None if shape.want == "hidden" else shape.rows)
 
 
@@ -160,7 +160,7 @@ def reference(
     spec: ReadingsSpec, t: plain.Tensors, readings: plain.Array, shape: Series
 ) -> tuple[plain.Array, plain.Array]:
     """Return all rows [m, h] and the answer, in plain NumPy."""
-    x = plain.norm(t, "stem.norm", t["stem.level"][readings] + t["stem.place"][plain.places(shape.sizes)], EPS)
+    x = plain.norm(t, "stem.norm", t["stem.level"][readings] + t["stem.place"][plain.token_positions(shape.sizes)], EPS)
     for i in range(spec.layers):
         x = plain.post_norm(t, f"layers.{i}.", x, _layer(shape))
     return x, x if shape.want == "hidden" else np.asarray(x[list(shape.rows)])

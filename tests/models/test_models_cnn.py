@@ -15,8 +15,8 @@ from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import node_from_dict
-from hepti_mqtt.models.shapes import Images
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.models.shapes import ImageBatch
+from hepti_mqtt.plan_programs import device_programs
 
 NORM = dict.fromkeys(("weight", "bias", "mean", "variance"), "n")
 
@@ -80,7 +80,7 @@ def test_a_norm_is_folded_and_channels_come_last(tmp_path):
 def test_every_node_travels_as_plain_data():
     listed = {node.to_dict()["op"]: node for kind in KINDS for node in getattr(spec_of_kind(kind), "nodes", ())}
     listed["average_pool"] = nodes.AveragePool(name="a", inputs=("image",), kernel=(3, 2), pad=(1, 0, 1, 1))
-    assert set(listed) == set(nodes.KINDS)
+    assert set(listed) == set(nodes.NODE_TYPES)
     for node in listed.values():
         assert node_from_dict(node.to_dict()) == node
 
@@ -91,7 +91,7 @@ def test_layers_are_parted_where_one_map_alone_is_read():
     layers = {op.name: op.layer for op in graph.ops}
     assert layers["layer1.0.conv1"] == layers["layer1.0.conv2"] == layers["layer1.0.sum.relu"]
     assert layers["layer1.1.conv1"] == layers["layer1.0.sum.relu"] + 1
-    assert graph.layers() == 12  # two of the stem, eight blocks, mean and classifier
+    assert graph.layer_count() == 12  # two of the stem, eight blocks, mean and classifier
     assert [op.role for op in graph.ops if op.name.startswith("layer1.0.")] == [
         roles.MAP_SUM, roles.MAP, roles.MAP_SUM, roles.MAP_SUM, roles.MAP,
     ]  # fmt: skip
@@ -109,7 +109,7 @@ def test_layers_are_parted_where_one_map_alone_is_read():
 )
 def test_what_of_a_picture_is_seen_is_what_the_preprocessor_says(pre, size, shortest):
     spec = spec_of("tiny-resnet", pre)
-    assert (spec.reads.size, spec.reads.shortest) == (size, shortest)
+    assert (spec.input_spec.size, spec.input_spec.shortest) == (size, shortest)
 
 
 def test_without_a_size_of_its_own_the_preprocessor_says_how_large_pictures_are():
@@ -144,16 +144,16 @@ def test_weights_of_another_architecture_are_told(kind, given, tmp_path):
 
 def test_several_pictures_are_rows_of_the_answer():
     spec = spec_of_kind("tiny-yolo")
-    assert spec.output_shape(Images(2)) == (2 * 25, 14)
-    assert spec_of_kind("tiny-vgg").output_shape(Images(3)) == (3, 7)
+    assert spec.output_shape(ImageBatch(2)) == (2 * 25, 14)
+    assert spec_of_kind("tiny-vgg").output_shape(ImageBatch(3)) == (3, 7)
 
 
 def test_the_hidden_state_before_a_flattening_is_the_map():
     spec = cnn(6, conv(), pool(2, 2, 2))
     held, (shape, inputs) = tensors(spec), request(spec, (1,))
-    shape = shape.asking("hidden")
+    shape = shape.with_want("hidden")
     assert spec.output_shape(shape) == (9, 4)
-    got = run_programs(programs(spec, plan(spec, ("single", {}), (1.0,)), shape), held, inputs)
+    got = run_programs(device_programs(spec, plan(spec, ("single", {}), (1.0,)), shape), held, inputs)
     np.testing.assert_allclose(got, models.reference(spec, held, inputs, shape)[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -163,7 +163,7 @@ def test_the_hidden_state_before_a_flattening_is_the_map():
 def test_what_is_added_to_itself_is_there_twice(product, before):
     spec = cnn(6, *before, {"op": "add", "inputs": [product, product]})
     held, (shape, inputs) = tensors(spec), request(spec, (1,))
-    got = run_programs(programs(spec, plan(spec, ("single", {}), (1.0,)), shape), held, inputs)
+    got = run_programs(device_programs(spec, plan(spec, ("single", {}), (1.0,)), shape), held, inputs)
     np.testing.assert_allclose(got, models.reference(spec, held, inputs, shape)[1], rtol=TOLERANCE, atol=TOLERANCE)
 
 

@@ -9,9 +9,9 @@ import sites
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
-from hepti_mqtt.cost.memory import most_live_bytes, weight_total
+from hepti_mqtt.cost.memory import max_live_bytes, weights_bytes
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.plan_programs import program, resident_weights
+from hepti_mqtt.plan_programs import device_program, resident_weights
 from hepti_mqtt.program import WeightRef
 
 BERT = {
@@ -263,7 +263,7 @@ def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_name
     for source in sources:
         assert math.prod(source.shape) == math.prod(source.stored_shape)
         assert source.transposed == (source.layout == "packed" and spec.family != "gpt2") or "decoder" in source.name
-        ref = models.full(spec, source.name)
+        ref = models.full_ref(spec, source.name)
         assert (ref.rows[1], ref.columns[1]) == ((1, *source.shape)[-2:])
         assert ref.layout == source.layout
     # Different tensors never share a stored name, except the decoder and the word embeddings, which may be tied.
@@ -275,7 +275,7 @@ def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_name
         stored += [name for names in tied.values() for name in names]
     assert len(set(stored)) == len(stored)
     with pytest.raises(KeyError):
-        models.full(spec, "absent")
+        models.full_ref(spec, "absent")
 
 
 def test_references_name_ranges_in_the_layout_of_their_use():
@@ -312,7 +312,7 @@ def test_an_albert_of_any_depth_is_as_large_as_one_layer():
         plans[layers] = sites.plan(spec, ("single", {}), (1.0,))
         refs = resident_weights(spec, plans[layers], "d0")
         assert len(refs) == len(set(refs)) == len(models.tensor_sources(spec))
-        totals[layers] = weight_total(refs)
+        totals[layers] = weights_bytes(refs)
     assert len(set(totals.values())) == 1
 
 
@@ -335,14 +335,14 @@ def test_a_device_of_an_albert_holds_every_range_once(weights):
 def test_layers_of_an_albert_that_stand_for_many_name_the_shared_weights():
     spec = spec_of_kind("tiny-albert", 9)
     shape, _ = sites.request(spec, (9,))
-    made = program(spec, sites.plan(spec, ROW, (1.0, 1.0)), shape, "d0")
+    made = device_program(spec, sites.plan(spec, ROW, (1.0, 1.0)), shape, "d0")
     ups = [op for op in made.ops if "mlp_up" in str(getattr(op, "weights", ()))]
     assert len(ups) == 9
     assert {ref.tensor for op in ups for ref in op.weights} == {
         "layers.shared.mlp_up.weight",
         "layers.shared.mlp_up.bias",
     }
-    assert most_live_bytes(spec, sites.plan(spec, ROW, (1.0, 1.0)), "d0") > 0
+    assert max_live_bytes(spec, sites.plan(spec, ROW, (1.0, 1.0)), "d0") > 0
 
 
 def test_electra_projects_its_embeddings_where_they_have_other_columns():

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
-from hepti_mqtt.ids import PLANNER, Epoch
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.models.plain import activate, erf
-from hepti_mqtt.models.shapes import PackedTokens, Pictures, Text
+from hepti_mqtt.models.shapes import ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import program
+from hepti_mqtt.plan_programs import device_program
 from hepti_mqtt.program import Compute, Recv
 from hepti_mqtt.protocol.manifest import Manifest, check_tile, tile_array
 
@@ -41,10 +41,10 @@ def checkpoint(request, tmp_path_factory):
 def batch(spec, lengths, seed=0):
     """Return inputs and shape of a batch; for images the numbers of `lengths` do not matter."""
     reads = spec.reads
-    shape = reads.batch(len(lengths) if isinstance(reads, Pictures) else tuple(lengths))
-    if isinstance(reads, Text) and reads.masks:
+    shape = reads.batch(len(lengths) if isinstance(reads, ImageInput) else tuple(lengths))
+    if isinstance(reads, TextInput) and reads.masks:
         masks = tuple(start + length // 2 for start, length in zip(shape.starts, lengths, strict=True))
-        shape = PackedTokens(shape.lengths, mask_rows=masks)
+        shape = TokenBatch(shape.lengths, mask_rows=masks)
     return models.random_inputs(spec, shape, np.random.default_rng(seed)), shape
 
 
@@ -100,15 +100,15 @@ def test_sequences_of_a_batch_do_not_see_each_other(checkpoint):
     assert hidden.shape == (shape.tokens, spec.hidden)
     assert output.shape == spec.output_shape(shape)
     for i, (start, length) in enumerate(zip(shape.starts, shape.lengths, strict=True)):
-        piece = inputs[i : i + 1] if isinstance(spec.reads, Pictures) else inputs[start : start + length]
-        alone = models.reference(spec, tensors, piece, shape.part(i, i + 1)[0])
+        piece = inputs[i : i + 1] if isinstance(spec.input_spec, ImageInput) else inputs[start : start + length]
+        alone = models.reference(spec, tensors, piece, shape.slice_items(i, i + 1)[0])
         np.testing.assert_allclose(alone[0], hidden[start : start + length], atol=1e-12)
         np.testing.assert_allclose(alone[1], output[i : i + 1], atol=1e-12)
 
 
 def test_hidden_wanted_is_hidden_given(checkpoint):
     inputs, shape = batch(checkpoint.spec, (4, 3))
-    want = shape.asking("hidden")
+    want = shape.with_want("hidden")
     hidden, output = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, want)
     assert output.shape == checkpoint.spec.output_shape(want)
     np.testing.assert_array_equal(hidden, output)
@@ -245,10 +245,10 @@ def value(program, slots, slot):
 
 def batch_of(spec):
     reads = spec.reads
-    if isinstance(reads, Pictures):
+    if isinstance(reads, ImageInput):
         shape = reads.batch(3)
     else:
-        shape = PackedTokens((5, 1, 7), mask_rows=(2, 5, 6) if reads.masks else ())
+        shape = TokenBatch((5, 1, 7), mask_rows=(2, 5, 6) if reads.masks else ())
     return models.random_inputs(spec, shape, np.random.default_rng(0)), shape
 
 
@@ -269,13 +269,13 @@ def test_stem_and_head_are_the_oracle_without_layers(kind, want, tmp_path, monke
 
 
 def program_of(spec, shape):
-    return program(spec, Plan("m", Epoch(1, 1), "single", ("a",), "a"), shape, "a")
+    return device_program(spec, Plan("m", PlanVersion(1, 1), "single", ("a",), "a"), shape, "a")
 
 
 def test_the_masked_token_heads_of_the_families_differ_in_their_activation():
     size = {"hidden_size": 8, "intermediate_size": 9, "max_position_embeddings": 9, "vocab_size": 9}
     config = {**size, "hidden_act": "relu", "num_attention_heads": 1, "num_hidden_layers": 1}
-    shape = PackedTokens((3,), mask_rows=(1,))
+    shape = TokenBatch((3,), mask_rows=(1,))
     for architecture, activation in (("BertForMaskedLM", "relu"), ("RobertaForMaskedLM", "gelu")):
         spec = models.spec_from_config({**config, "architectures": [architecture]}, {})
         linears = [op for op in program_of(spec, shape).ops if isinstance(op, Compute) and op.kernel == "linear"]

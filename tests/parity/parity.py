@@ -24,8 +24,8 @@ from torch_oracle import known, outputs, scaled
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models import FAMILIES, reference
 from hepti_mqtt.models.config import ACTIVATIONS
-from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.service.requests import read_input
 
 TOLERANCE = 2e-4
 LAYERS = 2
@@ -211,12 +211,12 @@ def sentences():
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     texts = [*TEXTS, "Zażółć gęślą jaźń 東京 🙂", "don't  stop\tme now", "the " * 400]
     with Checkpoint.open(path, "minilm") as checkpoint:
-        prepared = prepare(checkpoint, {"texts": texts, "truncate": True})
+        prepared = read_input(checkpoint, {"texts": texts, "truncate": True})
     limit = checkpoint.spec.max_tokens
     ids = [token for t in texts for token in tokenizer(t, truncation=True, max_length=limit)["input_ids"]]
     if prepared.inputs.tolist() != ids:
         return report("MiniLM token ids", np.inf, "differ")
-    return compare("MiniLM, real", path, prepared.inputs, PackedTokens(prepared.shape.lengths))
+    return compare("MiniLM, real", path, prepared.inputs, TokenBatch(prepared.shape.lengths))
 
 
 def pictures(root):
@@ -226,7 +226,7 @@ def pictures(root):
     file = io.BytesIO()
     Image.fromarray(values).save(file, "PNG")
     with Checkpoint.open(path) as checkpoint:
-        ours = prepare(checkpoint, {"image": base64.b64encode(file.getvalue()).decode()}).inputs[0]
+        ours = read_input(checkpoint, {"image": base64.b64encode(file.getvalue()).decode()}).inputs[0]
     theirs = transformers.ViTImageProcessorPil.from_pretrained(path)(Image.fromarray(values))["pixel_values"][0]
     off = float(np.abs(ours - (np.asarray(theirs) * 0.5 + 0.5) * 255).max())
     return report("pictures", off, f"pixels {off:.1e}")

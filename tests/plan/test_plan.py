@@ -10,15 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan, apportion
 
 
 def test_round_trip_through_msgpack():
     plan = Plan(
-        "m", Epoch(7, 3), "block", ("a", "b"), "b", {"variant": "x"}, {"rows": (1.0, 2.5)}, {"heads": ((0, 3), (3, 4))}
+        "m",
+        PlanVersion(7, 3),
+        "block",
+        ("a", "b"),
+        "b",
+        {"variant": "x"},
+        {"rows": (1.0, 2.5)},
+        {"heads": ((0, 3), (3, 4))},
     )
-    plan = replace(plan, route="mesh", relayed=(("a", "b"),))
+    plan = replace(plan, route="mesh", relayed_pairs=(("a", "b"),))
     assert Plan.from_dict(msgpack.unpackb(msgpack.packb(plan.to_dict()))) == plan
 
 
@@ -40,7 +47,7 @@ def test_other_data_is_refused(data):
     ids=str,
 )
 def test_a_plan_with_a_field_of_another_kind_is_refused(wrong):
-    right = Plan("m", Epoch(1, 1), "row", ("a",), "a").to_dict()
+    right = Plan("m", PlanVersion(1, 1), "row", ("a",), "a").to_dict()
     with pytest.raises(ValueError):
         Plan.from_dict({**right, **wrong})
 

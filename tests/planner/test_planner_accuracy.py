@@ -10,13 +10,13 @@ from sites import EVERY_FAMILY, FAMILIES, METHODS, plan, request, served, tensor
 from test_planner_search import cluster, device
 from together import bound, run_together
 
-from hepti_mqtt.cost.simulator import Naming
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import shape_for
-from hepti_mqtt.plan import NARROW
-from hepti_mqtt.plan_programs import programs
-from hepti_mqtt.planner import Question, decide_within, wire_errors
-from hepti_mqtt.planner.candidates import FAR, MARGIN, narrowed, wires
+from hepti_mqtt.cost.simulator import TopicNames
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import representative_shape
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES
+from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.planner import Question, decide_within_accuracy, wire_errors
+from hepti_mqtt.planner.candidates import FAR, MARGIN, candidate_wires, wire_error_key
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = FAMILIES["bert-embedding"]
@@ -29,7 +29,7 @@ def asked(**pins) -> Question:
     """Ask for a division between two devices whose links are so slow that narrow numbers pay."""
     slow = cluster(device("d0", 20.0), device("d1", 20.0), mbit=1.0)
     pins = {"strategy": "row", "options": {"variant": "kv"}, "devices": ("d0", "d1")} | pins
-    return Question(Naming("home", "m"), SPEC, slow, shape_for(SPEC, 16), Epoch(1, 1), **pins)
+    return Question(TopicNames("home", "m"), SPEC, slow, representative_shape(SPEC, 16), PlanVersion(1, 1), **pins)
 
 
 def decided(known=None, **pins):
@@ -39,7 +39,7 @@ def decided(known=None, **pins):
         measured.append(plan)
         return wire_errors(SPEC, plan, TENSORS)
 
-    return decide_within(asked(**pins), {} if known is None else known, measure).chosen.plan, measured
+    return decide_within_accuracy(asked(**pins), {} if known is None else known, measure).chosen.plan, measured
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def decided(known=None, **pins):
         *(
             pytest.param("bert-mask", method, marks=pytest.mark.wide)
             for method in METHODS
-            if STRATEGIES[method[0]].groups is None and STRATEGIES[method[0]].most_devices is None
+            if STRATEGIES[method[0]].groups is None and STRATEGIES[method[0]].max_devices is None
         ),
     ],
     ids=str,
@@ -64,10 +64,10 @@ def test_what_devices_answer_is_within_a_budget_that_allows_the_wire(family, met
     for want in ("task", "hidden"):
         shape, inputs = request(spec, served(spec, (9, 7)), want, seed=99)
         exact, *others = (
-            run_together(bound(programs(spec, replace(fixed, wire=wire), shape), held), inputs)
-            for wire in ("f32", *NARROW)
+            run_together(bound(device_programs(spec, replace(fixed, wire=wire), shape), held), inputs)
+            for wire in ("f32", *NARROW_WIRE_DTYPES)
         )
-        for wire, answer in zip(NARROW, others, strict=True):
+        for wire, answer in zip(NARROW_WIRE_DTYPES, others, strict=True):
             error = np.linalg.norm(answer - exact) / np.linalg.norm(exact)
             assert 0 < error <= MARGIN * errors[wire], (want, wire)
 
@@ -86,7 +86,7 @@ def test_the_budget_chooses_the_dtype_and_the_plan_says_the_error():
 
 
 def test_without_a_budget_nothing_is_measured_and_what_is_pinned_is_kept():
-    for wire in ("f32", *NARROW):
+    for wire in ("f32", *NARROW_WIRE_DTYPES):
         found, measured = decided(wire=wire)
         assert (found.wire, found.wire_error, measured) == (wire, None, [])
 
@@ -97,7 +97,7 @@ def test_an_error_is_measured_once_for_all_searches():
     assert len(measured) == 1
     again, measured = decided(known, accuracy=1e-3)
     assert (again, measured) == (first, [])
-    assert {key[2] for key in known} == set(NARROW)
+    assert {key[2] for key in known} == set(NARROW_WIRE_DTYPES)
 
 
 def side_by_side(accuracy: float, *gflops: float):
@@ -111,7 +111,7 @@ def side_by_side(accuracy: float, *gflops: float):
         return wire_errors(SPEC, plan, TENSORS)
 
     question = replace(asked(accuracy=accuracy, **pins), cluster=slow)
-    return decide_within(question, known, measure).chosen.plan, known, measured
+    return decide_within_accuracy(question, known, measure).chosen.plan, known, measured
 
 
 def test_replicas_keep_the_budget_each_with_its_own_wire():
@@ -123,7 +123,7 @@ def test_replicas_keep_the_budget_each_with_its_own_wire():
     assert min(known.values()) > 0, "a narrow wire that was compared with itself would move nothing"
     narrow, known, measured = side_by_side(0.05, 0.02, 0.019, 0.018, 0.017)
     assert {part.wire for part in narrow.replicas} == {"i8"}
-    assert [part.wire_error for part in narrow.replicas] == [known[narrowed(part)] for part in narrow.replicas]
+    assert [part.wire_error for part in narrow.replicas] == [known[wire_error_key(part)] for part in narrow.replicas]
     assert 1e-3 < narrow.wire_error == max(part.wire_error for part in narrow.replicas)
 
 
@@ -146,11 +146,13 @@ def test_an_error_does_not_depend_on_a_device_that_has_next_to_nothing():
 def test_one_device_has_no_wire_and_what_is_far_off_is_not_measured_under_every_method():
     fixed = plan(SPEC, ("block", {}), (1.0, 1.0))
     question = asked(accuracy=1e-3)
-    assert wires(question, plan(SPEC, ("single", {}), (1.0,))) == ("f32",)
-    assert wires(question, fixed) == ("i8", "f16", "f32"), "nothing is known yet"
+    assert candidate_wires(question, plan(SPEC, ("single", {}), (1.0,))) == ("f32",)
+    assert candidate_wires(question, fixed) == ("i8", "f16", "f32"), "nothing is known yet"
     far = {("row/kv", 2, "i8"): 1.01 * FAR * 1e-3 / MARGIN, ("row/kv", 2, "f16"): 0.99 * FAR * 1e-3 / MARGIN}
-    assert wires(replace(question, errors=far), fixed) == ("f16", "f32")
-    assert wires(replace(question, errors=far), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))) == ("f32",)
+    assert candidate_wires(replace(question, errors=far), fixed) == ("f16", "f32")
+    assert candidate_wires(replace(question, errors=far), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))) == (
+        "f32",
+    )
 
 
 def test_a_decoders_prompt_is_measured():
@@ -164,5 +166,5 @@ def test_numbers_that_f16_cannot_say_leave_f32():
     huge["layers.1.value.bias"] = huge["layers.1.value.bias"] + np.float32(1e6)
     errors = wire_errors(SPEC, plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0)), huge)
     assert errors["f16"] == float("inf")
-    chosen = decide_within(asked(accuracy=1e-3), {}, lambda plan: wire_errors(SPEC, plan, huge)).chosen.plan
+    chosen = decide_within_accuracy(asked(accuracy=1e-3), {}, lambda plan: wire_errors(SPEC, plan, huge)).chosen.plan
     assert chosen.wire == "f32"

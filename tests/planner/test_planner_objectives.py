@@ -13,17 +13,17 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import Naming, simulate
+from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import largest_shape, shape_for
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.models.cnn.nodes import Activation, Flatten, Linear
-from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Decision, Question, decide
-from hepti_mqtt.planner.candidates import in_line
-from hepti_mqtt.planner.estimates import Learned
-from hepti_mqtt.planner.search import Guess, guessed, unit_by_unit
+from hepti_mqtt.planner.candidates import as_chain
+from hepti_mqtt.planner.estimates import Corrections
+from hepti_mqtt.planner.search import UnpricedPlan, hill_climb, price_guess
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 
@@ -38,7 +38,7 @@ def question(speeds, rooms=None, spec=SPEC, **asked):
         for n, s, room in zip(names, speeds, rooms or [ROOM] * len(names), strict=True)
     }
     cluster = Cluster(profiles, dict.fromkeys(names, Link(2e-4, 3e7, 3e7)))
-    return Question(Naming("home", "m"), spec, cluster, PackedTokens((20,)), Epoch(1, 1), in_flight=2, **asked)
+    return Question(TopicNames("home", "m"), spec, cluster, TokenBatch((20,)), PlanVersion(1, 1), in_flight=2, **asked)
 
 
 def per_s(speed):
@@ -68,7 +68,7 @@ def test_most_throughput_comes_near_the_sum_of_the_devices(speeds, least):
 
 def test_of_throughputs_that_are_alike_the_plan_that_sends_least_is_chosen():
     """A little experience with one device must not bring devices to wait for each other."""
-    slower = Learned({("single", 1, 0, "f32", "f32", "broker"): 1.03})
+    slower = Corrections({("single", 1, 0, "f32", "f32", "broker"): 1.03})
     asked = question((1, 1, 1, 1), objective="throughput", compare=False, learned=slower)
     fast = dict.fromkeys(asked.cluster.devices, Link(1e-5, 1e9, 1e9))
     found = decide(replace(asked, cluster=replace(asked.cluster, links=fast, endpoints=frozenset(fast))))
@@ -81,11 +81,11 @@ def test_replicas_are_priced_by_what_they_have_taught_themselves():
     price = decide(asked).chosen.price
     alone, side_by_side = ("single", 1, 0, "f32", "f32", "broker"), ("replicas", 2, 2, "f32", "f32", "broker")
     for factors, learned in (({alone: 1.5}, 1.5), ({alone: 1.5, side_by_side: 2.5}, 2.5), ({side_by_side: 0.9}, 0.9)):
-        found = decide(replace(asked, learned=Learned(factors))).chosen.price
-        assert found.learned == pytest.approx(learned)
-        assert found.between_s == pytest.approx(learned * price.between_s)
-    single = decide(replace(asked, strategy="single", devices=("d0",), learned=Learned({side_by_side: 2.5})))
-    assert single.chosen.price.learned == 1.0
+        found = decide(replace(asked, learned=Corrections(factors))).chosen.price
+        assert found.correction == pytest.approx(learned)
+        assert found.expected_period_s == pytest.approx(learned * price.expected_period_s)
+    single = decide(replace(asked, strategy="single", devices=("d0",), learned=Corrections({side_by_side: 2.5})))
+    assert single.chosen.price.correction == 1.0
 
 
 def test_replicas_and_pipeline_are_not_offered_for_the_latency_of_one_request():
@@ -106,8 +106,8 @@ def test_a_decoupled_model_is_divided_as_it_was_made_for_where_links_are_slow():
 def test_least_memory_is_the_least_share_of_any_budget():
     wide = replace(SPEC, hidden=256, mlp=1024)  # of which matrices are most, not Programs
     found = decide(question((1, 1), spec=wide, objective="memory"))
-    shares = [c.price.share for c in found.ranking]
-    assert shares[0] == min(shares) < next(c.price.share for c in found.ranking if c.name == "single")
+    shares = [c.price.memory_share for c in found.ranking]
+    assert shares[0] == min(shares) < next(c.price.memory_share for c in found.ranking if c.name == "single")
     assert "memory" in found.reason
 
 
@@ -156,10 +156,10 @@ def test_a_model_that_no_method_divides_has_replicas_of_one_device_each():
 def test_a_decision_has_the_simulation_of_the_very_plan_that_it_found(asked):
     wanted = question((1, 1, 1, 1), **asked)
     found = decide(wanted)
-    for run in found.chosen.plan.runs:
-        parts = programs(wanted.spec, run, wanted.shape)
+    for run in found.chosen.plan.executables:
+        parts = device_programs(wanted.spec, run, wanted.shape)
         alone = simulate(wanted.naming, wanted.spec, wanted.shape, parts, found.cluster)
-        assert found.played(run) == (wanted.shape, alone)
+        assert found.simulation_of(run) == (wanted.shape, alone)
 
 
 MIXED = Path(__file__).parents[2] / "configs" / "sites" / "mixed-four.yaml"
@@ -167,7 +167,7 @@ MIXED = Path(__file__).parents[2] / "configs" / "sites" / "mixed-four.yaml"
 
 def question_of(kind, cluster, **asked):
     spec = spec_of_kind(kind)
-    return Question(Naming("home", "m"), spec, cluster, largest_shape(spec), Epoch(1, 1), **asked)
+    return Question(TopicNames("home", "m"), spec, cluster, largest_shape(spec), PlanVersion(1, 1), **asked)
 
 
 def test_shares_begin_with_the_speed_at_the_rows_of_a_map_and_not_at_one():
@@ -193,11 +193,11 @@ def test_the_choice_on_a_mixed_site_is_faster_than_its_strongest_device(kind, ga
 
 
 def test_the_fastest_device_has_its_neighbours_on_both_sides():
-    assert [in_line("abcde"[:n]) for n in (1, 2, 3, 4, 5)] == [tuple(x) for x in ("a", "ba", "bac", "dbac", "dbace")]
+    assert [as_chain("abcde"[:n]) for n in (1, 2, 3, 4, 5)] == [tuple(x) for x in ("a", "ba", "bac", "dbac", "dbace")]
     named = ("hub", "pi1", "pi2", "zero")
     asked = question_of("tiny-vgg", load_site(MIXED), strategy="map_rows", options={"cut": "none"}, devices=named)
     plan = decide(asked).chosen.plan
-    assert plan.head in plan.devices[1:-1]
+    assert plan.root in plan.devices[1:-1]
 
 
 WATTS = """
@@ -230,7 +230,7 @@ def test_energy_under_a_deadline_is_kept_by_the_simulator_too(tmp_path):
 def test_however_often_shares_are_changed_a_plan_has_parts_of_a_whole():
     """A device checks that what a plan says of shares is no number without end."""
     chosen = decide(question_of("tiny-vgg", load_site(MIXED), strategy="modnn")).chosen
-    assert sum(chosen.plan.weights["speeds"]) == pytest.approx(1.0)
+    assert sum(chosen.plan.shares["speeds"]) == pytest.approx(1.0)
 
 
 def test_single_rows_of_small_maps_are_tried_at_other_devices():
@@ -240,9 +240,9 @@ def test_single_rows_of_small_maps_are_tried_at_other_devices():
     )
     chosen = decide(asked).chosen
     by_speed = replace(chosen.plan, ranges={**chosen.plan.ranges, "rows 32": ((0, 4), (4, 32))})
-    slow = guessed(asked, Guess(by_speed, chosen.weights))
-    assert unit_by_unit(asked, slow).price.seconds < slow.price.seconds
-    assert unit_by_unit(asked, chosen).price.seconds <= chosen.price.seconds
+    slow = price_guess(asked, UnpricedPlan(by_speed, chosen.shares))
+    assert hill_climb(asked, slow).price.seconds < slow.price.seconds
+    assert hill_climb(asked, chosen).price.seconds <= chosen.price.seconds
 
 
 MODEL = "bert-large"
@@ -253,7 +253,9 @@ def mixed_question(rate: float, **pins) -> Question:
     links = {n: replace(link, up_bytes_per_s=each, down_bytes_per_s=each) for n, link in site.links.items()}
     cluster = replace(site, links=links, broker_bytes_per_s=each, peer_links={})
     spec = spec_of_kind(MODEL)
-    return Question(Naming("home", MODEL), spec, cluster, shape_for(spec, 128), Epoch(1, 1), wire="f16", **pins)
+    return Question(
+        TopicNames("home", MODEL), spec, cluster, representative_shape(spec, 128), PlanVersion(1, 1), wire="f16", **pins
+    )
 
 
 @cache
@@ -265,13 +267,13 @@ def best(rate: float, strategy: str, variant: str = "") -> Decision:
 def test_rows_behind_one_devices_attention_gain_on_a_mixed_site(rate: float, gain: float) -> None:
     alone, split = best(rate, "single"), best(rate, "row", "mlp")
     assert alone.chosen.plan.devices == ("pc",)
-    assert split.chosen.plan.head == "pc"
+    assert split.chosen.plan.root == "pc"
     assert len(split.chosen.plan.devices) > 2
     assert alone.chosen.price.seconds / split.chosen.price.seconds >= gain
 
 
 def test_slower_links_leave_the_helpers_fewer_rows() -> None:
-    kept = [best(rate, "row", "mlp").chosen.plan.weights["rows"][0] for rate in (940, 100)]
+    kept = [best(rate, "row", "mlp").chosen.plan.shares["rows"][0] for rate in (940, 100)]
     assert kept[0] < kept[1]
 
 

@@ -16,19 +16,27 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.memory import live_bytes, programs_bytes, weight_total
+from hepti_mqtt.cost.memory import live_bytes, programs_bytes, weights_bytes
 from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link, PeerLink
-from hepti_mqtt.cost.simulator import Naming
+from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import largest_shape, shape_for
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import largest_shape, representative_shape
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
-from hepti_mqtt.plan_programs import program, resident_weights
-from hepti_mqtt.planner import Decision, Question, decide, decide_soon, price
-from hepti_mqtt.planner.candidates import on_route, reason_of, relayed, routes, subsets
+from hepti_mqtt.plan_programs import device_program, resident_weights
+from hepti_mqtt.planner import Decision, Question, decide, decide_hurried, price
+from hepti_mqtt.planner.candidates import candidate_routes, explain_choice, relayed, subsets, with_route
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
-from hepti_mqtt.planner.search import WORTH, Guess, _initial, _queue, _whole_bytes, fitting, guessed
+from hepti_mqtt.planner.search import (
+    MIN_SPEEDUP,
+    UnpricedPlan,
+    _initial_plans,
+    _queue,
+    _whole_bytes,
+    best_fitting,
+    price_guess,
+)
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -62,7 +70,7 @@ def cluster(*devices: DeviceProfile, mbit: float = 940.0) -> Cluster:
 
 
 def question(spec: ModelSpec, site: Cluster, tokens: int = 128, **pins) -> Question:
-    return Question(Naming("home", "m"), spec, site, PackedTokens((tokens,)), Epoch(1, 1), **pins)
+    return Question(TopicNames("home", "m"), spec, site, TokenBatch((tokens,)), PlanVersion(1, 1), **pins)
 
 
 def four_pis(mbit: float, memory: float = 8e9) -> Cluster:
@@ -95,20 +103,20 @@ def test_others_that_are_predicted_to_gain_next_to_nothing_are_left_out():
     found = decide(question(BASE, four_pis(54)))
     fastest = min(found.ranking, key=lambda c: c.price.seconds)
     assert (found.chosen.plan.strategy, found.ranking[0]) == ("single", found.single)
-    assert 1 < found.chosen.price.seconds / fastest.price.seconds <= WORTH
+    assert 1 < found.chosen.price.seconds / fastest.price.seconds <= MIN_SPEEDUP
 
 
 def test_a_slow_device_is_left_out_or_gets_little():
     site = cluster(device("fast", 70.6), device("slow", 2.0), mbit=240)
     plan = decide(question(BASE, site)).chosen.plan
-    rows = dict(zip(plan.devices, plan.weights.get("rows", (1.0,)), strict=True))
+    rows = dict(zip(plan.devices, plan.shares.get("rows", (1.0,)), strict=True))
     assert rows.get("slow", 0.0) < 0.2 * sum(rows.values())
 
 
 @no_cover
 def test_memory_tiers_choose_the_strategy():
     """Where no device holds a full copy, `row` and `single` do not fit and say how much is missing."""
-    whole = weight_total(resident_weights(BASE, _plan_of("single", four_pis(940)), "pi0"))
+    whole = weights_bytes(resident_weights(BASE, _plan_of("single", four_pis(940)), "pi0"))
     decision = decide(question(BASE, four_pis(940, memory=0.6 * whole)))
     assert decision.chosen.plan.strategy in {"block", "column", "galaxy"}
     assert decision.single is None
@@ -127,7 +135,7 @@ def test_one_tiny_memory_gets_a_small_share():
     decision = decide(question(BASE, site, devices=("a", "b", "tiny"), strategy="block"))
     assert decision.chosen.price.feasible
     assert decision.chosen.price.needs["tiny"] <= tiny
-    assert decision.chosen.plan.head != "tiny"
+    assert decision.chosen.plan.root != "tiny"
 
 
 @no_cover
@@ -139,7 +147,7 @@ def test_one_tiny_memory_gets_a_small_share():
     ],
 )
 def test_equal_budgets_that_hold_equal_shares_fit_whatever_the_speeds(speeds):
-    whole = weight_total(resident_weights(BASE, _plan_of("single", four_pis(940)), "pi0"))
+    whole = weights_bytes(resident_weights(BASE, _plan_of("single", four_pis(940)), "pi0"))
     site = cluster(*(device(f"d{i}", speed, 0.55 * whole) for i, speed in enumerate(speeds)))
     decision = decide(question(BASE, site, devices=("d0", "d1", "d2", "d3")))
     assert all(need <= 0.55 * whole for need in decision.chosen.price.needs.values())
@@ -148,7 +156,7 @@ def test_equal_budgets_that_hold_equal_shares_fit_whatever_the_speeds(speeds):
 @no_cover
 def test_pins_are_obeyed():
     whole = models.graph(BASE, models.largest_shape(BASE))
-    for name in (n for n, s in STRATEGIES.items() if s.unsupported(whole) is None):
+    for name in (n for n, s in STRATEGIES.items() if s.why_unsupported(whole) is None):
         decision = decide(question(BASE, four_pis(100), strategy=name))
         assert decision.chosen.plan.strategy == name
     decision = decide(question(BASE, four_pis(100), strategy="row", options={"variant": "heads"}))
@@ -176,11 +184,11 @@ def test_the_short_models_price_is_the_full_price(method):
     assert 0 <= full.nbytes - quick.nbytes < 400
     assert quick.seconds == pytest.approx(full.seconds, rel=0.01)
     for name in plan.devices:
-        exact = weight_total(resident_weights(BASE, plan, name))
+        exact = weights_bytes(resident_weights(BASE, plan, name))
         shape = largest_shape(BASE)
         live = max(
-            live_bytes(program(BASE, plan, shape, name)),
-            live_bytes(program(BASE, plan, replace(shape, want="hidden"), name)),
+            live_bytes(device_program(BASE, plan, shape, name)),
+            live_bytes(device_program(BASE, plan, replace(shape, want="hidden"), name)),
         )
         kept = programs_bytes(BASE, plan, name)
         assert needed_bytes(ask, plan, name) == pytest.approx(exact + live + kept, rel=0.02)
@@ -189,7 +197,7 @@ def test_the_short_models_price_is_the_full_price(method):
 def test_balancing_gives_the_stronger_device_more():
     site = cluster(device("strong", 70.6), device("weak", 24.6))
     plan = decide(question(BASE, site, strategy="row", devices=("strong", "weak"))).chosen.plan
-    share = dict(zip(plan.devices, plan.weights["rows"], strict=True))
+    share = dict(zip(plan.devices, plan.shares["rows"], strict=True))
     assert 1.5 < share["strong"] / share["weak"] < 5
 
 
@@ -212,7 +220,7 @@ def test_shares_are_not_moved_to_where_packets_do_not_get_through():
     slow = replace(device("b", 18.0), attention_flops_per_s=2e8, rowwise_bytes_per_s=1e8)
     asked = question(spec, cluster(device("a", 20.0), slow), devices=("a", "b"), strategy="row")
     asked = replace(asked, options={"variant": "kv"})
-    sizes = [plan_packet(asked, found) for found in (next(_initial(asked)).plan, decide(asked).chosen.plan)]
+    sizes = [plan_packet(asked, found) for found in (next(_initial_plans(asked)).plan, decide(asked).chosen.plan)]
     assert sizes[0] < sizes[1]
     limited = decide(replace(asked, packet_bytes=sum(sizes) // 2)).chosen.plan
     assert plan_packet(asked, limited) <= sum(sizes) // 2
@@ -237,12 +245,12 @@ def mesh_question(gflops: list[float], mbit: float, endpoints: bool, latency_s: 
     }
     links = {name: Link(latency_s, mbit * 125e3, mbit * 125e3) for name in devices}
     site = Cluster(devices, links, endpoints=frozenset(devices) if endpoints else frozenset())
-    return Question(Naming("home", "m"), SMALL, site, largest_shape(SMALL), Epoch(1, 1))
+    return Question(TopicNames("home", "m"), SMALL, site, largest_shape(SMALL), PlanVersion(1, 1))
 
 
 def both(asked: Question) -> tuple[Decision, Decision]:
     """Return what is found with and without comparing every method."""
-    return decide(asked), decide(replace(asked, compare=False))
+    return decide(asked), decide(replace(asked, is_exhaustive=False))
 
 
 def site_of(seed: int) -> Question:
@@ -265,12 +273,12 @@ def test_the_same_plan_is_chosen_without_comparing_every_method(seed):
 def test_methods_that_are_too_slow_are_told_by_name_and_why_is_said():
     whole, quick = both(mesh_question([30.0, 20.0], 10, endpoints=True))
     assert quick.chosen.plan.strategy == "single"
-    assert {c.name for c in quick.behind} >= {"row/kv", "block", "galaxy/ring"}
-    assert {c.name for c in quick.ranking} | {c.name for c in quick.behind} == {c.name for c in whole.ranking}
-    assert min(c.price.seconds for c in quick.behind) > quick.chosen.price.seconds
-    said = reason_of([quick.chosen], quick.chosen, quick.behind)
-    assert f"the next one, {quick.behind[0].name} on d0, d1 over mesh, is far behind" in said
-    assert not whole.behind
+    assert {c.name for c in quick.pruned} >= {"row/kv", "block", "galaxy/ring"}
+    assert {c.name for c in quick.ranking} | {c.name for c in quick.pruned} == {c.name for c in whole.ranking}
+    assert min(c.price.seconds for c in quick.pruned) > quick.chosen.price.seconds
+    said = explain_choice([quick.chosen], quick.chosen, quick.pruned)
+    assert f"the next one, {quick.pruned[0].name} on d0, d1 over mesh, is far behind" in said
+    assert not whole.pruned
 
 
 NAMES = ("pi0", "pi1", "pi2", "pi3")
@@ -337,16 +345,16 @@ def test_no_plan_takes_less_than_its_bound(family, mbit):
     site = cluster(device("a", 40), device("b", 20), device("c", 4), mbit=mbit)
     spec = EVERY_FAMILY[family]
     asked = question(spec, site, tokens=largest_shape(spec).tokens)
-    steps, _ = _queue(asked, list(_initial(asked)))
-    bounds = [(least, plan) for least, _, plan, _ in steps if isinstance(plan, Guess)]
+    steps, _ = _queue(asked, list(_initial_plans(asked)))
+    bounds = [(least, plan) for least, _, plan, _ in steps if isinstance(plan, UnpricedPlan)]
     assert len(bounds) > 10
-    assert all((0, 0) < least <= guessed(asked, plan).price.cost for least, plan in bounds)
+    assert all((0, 0) < least <= price_guess(asked, plan).price.cost for least, plan in bounds)
 
 
 def test_what_has_no_room_for_all_weights_together_is_told_once_for_each_method():
     asked = question(SMALL, four_pis(100, memory=0.2 * _whole_bytes(SMALL, "f32")))
-    guesses = list(_initial(asked))
-    found, short, _ = fitting(asked, guesses)
+    guesses = list(_initial_plans(asked))
+    found, short, _ = best_fitting(asked, guesses)
     assert not found
     assert sorted(draft.name for draft in short) == sorted({guess.name for guess in guesses})
     assert all(len(draft.plan.devices) == 4 or draft.name == "single" for draft in short), "what lacks the least"
@@ -355,10 +363,10 @@ def test_what_has_no_room_for_all_weights_together_is_told_once_for_each_method(
 def test_shares_are_not_moved_where_a_device_has_no_room_for_the_least():
     """`row` holds all weights on every device, whatever its share."""
     asked = question(SMALL, four_pis(100, memory=0.9 * _whole_bytes(SMALL, "f32")), strategy="row", devices=NAMES)
-    guesses = list(_initial(asked))
-    found, short, _ = fitting(asked, guesses)
+    guesses = list(_initial_plans(asked))
+    found, short, _ = best_fitting(asked, guesses)
     assert not found
-    assert {draft.weights for draft in short} == {guess.weights for guess in guesses}
+    assert {draft.shares for draft in short} == {guess.shares for guess in guesses}
 
 
 def meshed(site: Cluster) -> Cluster:
@@ -370,7 +378,7 @@ def test_mesh_makes_splitting_worth_it_on_a_network_on_which_a_broker_does_not()
     assert decide(question(BASE, four_pis(50))).chosen.plan.strategy == "single"
     found = decide(question(BASE, meshed(four_pis(50))))
     chosen = found.chosen
-    assert (chosen.plan.route, chosen.plan.relayed, len(chosen.plan.devices)) == ("mesh", (), 4)
+    assert (chosen.plan.route, chosen.plan.relayed_pairs, len(chosen.plan.devices)) == ("mesh", (), 4)
     assert "over mesh" in found.reason
 
 
@@ -400,20 +408,23 @@ def test_pairs_that_cannot_connect_are_relayed_and_so_is_who_has_no_endpoint():
     apart = frozenset({("pi2", "pi0"), ("elsewhere", "pi1")})
     asked = question(BASE, site, strategy="row", devices=NAMES, relayed=apart)
     chosen = decide(asked).chosen.plan
-    assert (chosen.route, chosen.relayed) == ("mesh", (("pi2", "pi0"),))
+    assert (chosen.route, chosen.relayed_pairs) == ("mesh", (("pi2", "pi0"),))
     some = question(BASE, replace(site, endpoints=frozenset(NAMES[:3])), route="mesh", devices=NAMES)
     assert relayed(some, NAMES) == tuple(pair for pair in permutations(NAMES, 2) if "pi3" in pair)
 
 
 def test_mesh_is_no_choice_where_somebody_cannot_or_nobody_connects():
     site = four_pis(940)
-    assert routes(question(BASE, meshed(site)), NAMES) == ("mesh", "broker")
-    assert routes(question(BASE, meshed(site)), NAMES[:1]) == ("broker",)
-    assert routes(question(BASE, meshed(site), route="mesh"), NAMES[:1]) == ("broker",)
-    assert routes(question(BASE, replace(site, endpoints=frozenset(NAMES[:3]))), NAMES) == ("broker",)
-    assert routes(question(BASE, replace(site, endpoints=frozenset(NAMES[:3]))), NAMES[:3]) == ("mesh", "broker")
+    assert candidate_routes(question(BASE, meshed(site)), NAMES) == ("mesh", "broker")
+    assert candidate_routes(question(BASE, meshed(site)), NAMES[:1]) == ("broker",)
+    assert candidate_routes(question(BASE, meshed(site), route="mesh"), NAMES[:1]) == ("broker",)
+    assert candidate_routes(question(BASE, replace(site, endpoints=frozenset(NAMES[:3]))), NAMES) == ("broker",)
+    assert candidate_routes(question(BASE, replace(site, endpoints=frozenset(NAMES[:3]))), NAMES[:3]) == (
+        "mesh",
+        "broker",
+    )
     nobody = question(BASE, meshed(site), relayed=frozenset(permutations(NAMES, 2)))
-    assert routes(nobody, NAMES) == ("broker",)
+    assert candidate_routes(nobody, NAMES) == ("broker",)
 
 
 def test_a_slow_pair_is_seen_in_the_price():
@@ -422,7 +433,7 @@ def test_a_slow_pair_is_seen_in_the_price():
     slow = {pair: PeerLink(5e-3, 2e6) for pair in (("pi0", "pi1"), ("pi1", "pi0"))}
     slowed = replace(asked, cluster=replace(asked.cluster, peer_links=slow))
     assert price(slowed, plan).seconds > 1.5 * price(asked, plan).seconds
-    over_broker = on_route(asked, plan, "broker")
+    over_broker = with_route(asked, plan, "broker")
     assert price(slowed, over_broker).seconds == price(asked, over_broker).seconds
 
 
@@ -430,7 +441,7 @@ def test_what_the_broker_does_not_carry_does_not_meet_its_packet_limit():
     """With f32 rows of 512 tokens a broker of small packets lets no exchange through, and mesh every one."""
     asked = question(BASE, meshed(four_pis(940)), strategy="row", devices=NAMES, tokens=512)
     plan = decide(asked).chosen.plan
-    by_broker = plan_packet(asked, on_route(asked, plan, "broker"))
+    by_broker = plan_packet(asked, with_route(asked, plan, "broker"))
     assert plan_packet(asked, plan) < by_broker
     limit = replace(asked, packet_bytes=by_broker - 1, options=plan.options)
     assert decide(limit).chosen.plan.route == "mesh"
@@ -455,7 +466,9 @@ def question_of_four(*names: str, mbit: float | None = None, memory_bytes: float
             n: replace(link, up_bytes_per_s=mbit * 125e3, down_bytes_per_s=mbit * 125e3) for n, link in links.items()
         }
     cluster = replace(FOUR, devices=devices, links=links)
-    return Question(Naming("home", "m"), SHALLOW, cluster, shape_for(SHALLOW, 128), Epoch(1, 1), **pins)
+    return Question(
+        TopicNames("home", "m"), SHALLOW, cluster, representative_shape(SHALLOW, 128), PlanVersion(1, 1), **pins
+    )
 
 
 def planned(strategy: str, **options: str):
@@ -464,29 +477,29 @@ def planned(strategy: str, **options: str):
 
 def test_the_devices_that_are_left_go_on_as_before_where_that_is_faster_than_one():
     last = planned("row", variant="kv")
-    found = decide_soon(question_of_four(*ALL[:3]), last)
+    found = decide_hurried(question_of_four(*ALL[:3]), last)
     assert found.chosen.plan.method == last.method
     assert set(found.chosen.plan.devices) == set(ALL[:3])
     assert {c.name for c in found.ranking} == {last.method, "single"}
-    assert found.chosen.price.seconds < decide_soon(question_of_four(*ALL[:3])).chosen.price.seconds
+    assert found.chosen.price.seconds < decide_hurried(question_of_four(*ALL[:3])).chosen.price.seconds
     assert found.chosen.plan.predicted_tokens == 128
 
 
 def test_devices_of_which_none_has_the_memory_alone_go_on_together():
     last = planned("megatron", reduce="direct")
-    single = decide_soon(question_of_four(*ALL[:3])).chosen.price.needs
+    single = decide_hurried(question_of_four(*ALL[:3])).chosen.price.needs
     asked = question_of_four(*ALL[:3], memory_bytes=max(single.values()) * 0.8)
     with pytest.raises(PlanError):
-        decide_soon(asked)
-    assert decide_soon(asked, last).chosen.plan.method == last.method
+        decide_hurried(asked)
+    assert decide_hurried(asked, last).chosen.plan.method == last.method
     with pytest.raises(PlanError):
-        decide_soon(question_of_four(*ALL[:3], memory_bytes=1e6), last)
+        decide_hurried(question_of_four(*ALL[:3], memory_bytes=1e6), last)
 
 
 def test_a_wire_that_nobody_has_measured_is_not_taken_in_a_hurry():
     last = replace(planned("row", variant="kv"), wire="f16")
-    assert decide_soon(question_of_four(*ALL[:3], wire="f16"), last).chosen.plan.wire == "f16"
-    assert decide_soon(question_of_four(*ALL[:3], accuracy=1e-2), last).chosen.plan.wire == "f32"
+    assert decide_hurried(question_of_four(*ALL[:3], wire="f16"), last).chosen.plan.wire == "f16"
+    assert decide_hurried(question_of_four(*ALL[:3], accuracy=1e-2), last).chosen.plan.wire == "f32"
 
 
 @pytest.mark.parametrize(
@@ -521,11 +534,11 @@ def test_where_memory_forbids_it_what_is_missing_is_named(pins):
 
 def test_one_device_answers_where_it_is_faster_or_the_others_cannot_go_on():
     last = planned("row", variant="kv")
-    assert decide_soon(question_of_four(*ALL[:3], mbit=5), last).chosen.name == "single"
-    assert decide_soon(question_of_four(*ALL[:1]), last).chosen.name == "single"
-    assert decide_soon(question_of_four(*ALL[:3])).chosen.name == "single", "nothing has been planned yet"
+    assert decide_hurried(question_of_four(*ALL[:3], mbit=5), last).chosen.name == "single"
+    assert decide_hurried(question_of_four(*ALL[:1]), last).chosen.name == "single"
+    assert decide_hurried(question_of_four(*ALL[:3])).chosen.name == "single", "nothing has been planned yet"
     for other in (
         planned("row", variant="heads"),
         planned("two_d", x="2"),
     ):  # loads weights; cannot be divided by three
-        assert decide_soon(question_of_four(*ALL[:3]), other).chosen.name == "single"
+        assert decide_hurried(question_of_four(*ALL[:3]), other).chosen.name == "single"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.program import Builder, Recv, written
-from hepti_mqtt.schedule import ProgramRun, RunMachine, template
+from hepti_mqtt.program import ProgramBuilder, Recv, slots_written
+from hepti_mqtt.schedule import ProgramRun, RunMachine, make_template
 
 
-def both(b: Builder) -> int:
+def both(b: ProgramBuilder) -> int:
     """Two inputs, an op on each, and their sum: ops 2, 3, 4 and the Send 5."""
     x, y = b.recv((1,), "planner", 0), b.recv((1,), "peer", 1)
     late, early = b.compute("add", (y,), (1,)), b.compute("add", (x,), (1,))
@@ -21,35 +21,35 @@ def both(b: Builder) -> int:
 
 
 def begun(machine: RunMachine[ProgramRun], admission: int) -> ProgramRun:
-    b = Builder("me")
+    b = ProgramBuilder("me")
     both(b)
-    run = ProgramRun(admission, template(b.build()))
+    run = ProgramRun(admission, make_template(b.build()))
     machine.admit(run)
     return run
 
 
 def fill(machine: RunMachine[ProgramRun], run: ProgramRun, *key: object) -> bool:
-    slot = machine.awaited(run, key)
+    slot = machine.slot_for(run, key)
     assert isinstance(slot, int)
-    return machine.fill(run, slot)
+    return machine.fill_slot(run, slot)
 
 
 def test_the_first_ready_op_of_the_first_admission_is_next():
     machine: RunMachine[ProgramRun] = RunMachine()
     second, first = begun(machine, 9), begun(machine, 4)
-    assert machine.next() is None
+    assert machine.next_op() is None
     fill(machine, second, 1, 0, "peer")
     fill(machine, second, 0, 0, "planner")
     fill(machine, first, 0, 0, "planner")
-    assert [machine.next() for _ in range(4)] == [(first, 3), (second, 2), (second, 3), None]
+    assert [machine.next_op() for _ in range(4)] == [(first, 3), (second, 2), (second, 3), None]
 
 
 def test_an_exchange_fills_its_slot_once():
     machine: RunMachine[ProgramRun] = RunMachine()
     run = begun(machine, 1)
-    assert machine.awaited(run, (0, 1, "planner")) == "unexpected"
+    assert machine.slot_for(run, (0, 1, "planner")) == "unexpected"
     assert fill(machine, run, 0, 0, "planner")
-    assert machine.awaited(run, (0, 0, "planner")) == "duplicate"
+    assert machine.slot_for(run, (0, 0, "planner")) == "duplicate"
 
 
 def test_a_run_that_was_dropped_is_never_next_and_none_begins_twice():
@@ -58,15 +58,15 @@ def test_a_run_that_was_dropped_is_never_next_and_none_begins_twice():
     with pytest.raises(ValueError):
         begun(machine, 1)
     fill(machine, run, 0, 0, "planner")
-    machine.drop(1)
-    assert machine.next() is None
+    machine.remove(1)
+    assert machine.next_op() is None
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
 def test_ops_begin_when_all_that_they_read_is_there_and_a_slot_is_over_after_its_last_reader(rng, ops):
     program = any_program(rng, ops)
     machine: RunMachine[ProgramRun] = RunMachine()
-    run = ProgramRun(1, template(program))
+    run = ProgramRun(1, make_template(program))
     machine.admit(run)
     inputs = [op for op in program.ops if isinstance(op, Recv)]
     rng.shuffle(inputs)
@@ -77,26 +77,26 @@ def test_ops_begin_when_all_that_they_read_is_there_and_a_slot_is_over_after_its
         if inputs and (not ready or rng.random() < 0.5):
             op = inputs.pop()
             filled.add(op.slot)
-            assert machine.fill(run, machine.awaited(run, op.key)) == any(
+            assert machine.fill_slot(run, machine.slot_for(run, op.key)) == any(
                 op.slot in program.reads(o) for o in program.ops
             )
             continue
-        assert machine.next() == (run, ready[0])
+        assert machine.next_op() == (run, ready[0])
         places.remove(ready[0])
         op = program.ops[ready[0]]
-        filled.update(written(op))
+        filled.update(slots_written(op))
         still = {slot for p in places for slot in program.reads(program.ops[p])}
-        found = machine.ran(run, ready[0])
-        assert sorted(found) == sorted({*written(op), *program.reads(op)} - still)
+        found = machine.finish_op(run, ready[0])
+        assert sorted(found) == sorted({*slots_written(op), *program.reads(op)} - still)
         over += found
-    assert machine.next() is None
-    assert not run.left
+    assert machine.next_op() is None
+    assert not run.ops_left
     assert len(set(over)) == len(over)
 
 
 def any_program(rng: random.Random, ops: int):
     """Return a Program whose ops read some slots before them, one or several times, and write one or two."""
-    b = Builder("me")
+    b = ProgramBuilder("me")
     slots = [b.recv((1,), "peer", n) for n in range(rng.randint(1, 4))]
     for _ in range(ops):
         reads = rng.choices(slots, k=rng.randint(1, 3))

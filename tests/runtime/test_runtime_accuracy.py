@@ -14,7 +14,7 @@ from hepti_mqtt.cost.profiles import Link
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.service.solver import Accuracy, solve
+from hepti_mqtt.service.solver import WireAccuracy, solve
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
@@ -22,7 +22,7 @@ DEVICES = {"a": (1e9, 1 << 30), "b": (1e9, 1 << 30)}
 SPLIT = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
 
 
-def searching(accuracy: Accuracy):
+def searching(accuracy: WireAccuracy):
     """Search as the planner process does, for links so slow that narrow numbers pay."""
 
     def decider(question: Question) -> Decision:
@@ -40,7 +40,7 @@ def test_answers_stay_within_the_budget_of_the_planner_or_the_request(budget, wi
     exact, _ = models.reference(SPEC, TENSORS, inputs, shape)
     within = replace(SPLIT, accuracy=budget)
     for own, pins in ((within, None), (Pins(), within)):
-        accuracy = Accuracy(SPEC, TENSORS)
+        accuracy = WireAccuracy(SPEC, TENSORS)
         swarm = Swarm(SPEC, TENSORS, DEVICES, decider=searching(accuracy), pins=own)
         swarm.submit("r", shape, inputs, pins=pins)
         swarm.run(30, until=lambda swarm=swarm: bool(swarm.answers or swarm.errors))
@@ -52,7 +52,7 @@ def test_answers_stay_within_the_budget_of_the_planner_or_the_request(budget, wi
 
 
 def test_what_cannot_be_measured_is_exact_and_not_without_a_plan():
-    accuracy = Accuracy(SPEC, {})
+    accuracy = WireAccuracy(SPEC, {})
     swarm = Swarm(SPEC, TENSORS, DEVICES, decider=searching(accuracy), pins=replace(SPLIT, accuracy=0.05))
     shape, inputs = request(SPEC, (9,))
     swarm.submit("r", shape, inputs)

@@ -9,7 +9,7 @@ import pytest
 from sites import FAMILIES, everyone, request, tensors
 from swarm import MODEL, Swarm, plan_of
 
-from hepti_mqtt.protocol.frames import Exchanges, Frame, decode, encode
+from hepti_mqtt.protocol.frames import ExchangeCache, Frame, decode, encode
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.worker.session import FrameIn
 
@@ -48,10 +48,10 @@ def test_a_site_that_remembers_exchanges_does_what_one_that_reads_every_frame_do
 
 def exchanges(swarm: Swarm) -> list[Frame]:
     """Return what d0 awaits of d1, as frames of a run, each with an array of the shape that d0 expects."""
-    epoch = plan_of(swarm).epoch
-    template = swarm.hosts["d0"].session.epochs.get(MODEL, epoch).bound[SHAPE].template
+    epoch = plan_of(swarm).version
+    template = swarm.hosts["d0"].session.plans.get(MODEL, epoch).programs[SHAPE].template
     found = []
-    for key, slot in template.recv.items():
+    for key, slot in template.slot_of_exchange.items():
         if key[2] == "d1":
             spec = template.program.slots[slot]
             body = np.zeros(spec.shape, np.float32)
@@ -91,7 +91,7 @@ def test_every_frame_has_the_effects_that_it_has_when_it_is_read(case) -> None:
         swarm.run(60, until=lambda session=session: not session.runs.idle)
         assert not session.runs.idle
         for frame in case(exchanges(swarm)[0]):
-            payload, remembered = memoryview(encode(frame)), Exchanges()
+            payload, remembered = memoryview(encode(frame)), ExchangeCache()
             remembered.learn("d1", "topic", payload, decode(payload))
             event = remembered.arrival("d1", "topic", payload) if known else FrameIn(decode(payload))
             assert event is not None

@@ -11,7 +11,7 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.worker import session
@@ -55,7 +55,9 @@ class Heard:
         hosts = self.swarm.hosts
         if self.packets == self.moment and hosts[self.victim].alive:
             self.in_bag = any(
-                r.bag and not r.bag.empty for slot in self.swarm.planner.slots for r in slot.runs.values()
+                r.task_queue and not r.task_queue.all_done
+                for slot in self.swarm.planner.groups
+                for r in slot.runs.values()
             )
             self.swarm.kill(self.victim)
         return bool(self.victim) and not hosts[self.victim].alive and target == self.victim
@@ -65,10 +67,10 @@ class Heard:
         self.swarm.submit("r", self.shape, self.inputs)
 
         def over() -> bool:
-            for run in (r for slot in self.swarm.planner.slots for r in slot.runs.values()):
-                self.admissions.add(run.admission)
-                if run.bag is not None:
-                    self.by = run.bag.counts()
+            for run in (r for slot in self.swarm.planner.groups for r in slot.runs.values()):
+                self.admissions.add(run.run_id)
+                if run.task_queue is not None:
+                    self.by = run.task_queue.tasks_done_by_device()
             return "r" in self.swarm.answers or "r" in self.swarm.errors
 
         self.swarm.run(60, until=over)
@@ -112,7 +114,7 @@ def test_a_lease_that_comes_again_or_too_late_changes_nothing() -> None:
     (admission,) = site.admissions
     plan, host = plan_of(site.swarm), site.swarm.hosts["d1"]
     assert plan is not None
-    late = messages.Lease(plan.model, plan.epoch, admission, (1,))
+    late = messages.LeaseTasks(plan.model, plan.version, admission, (1,))
     assert host.session.handle(session.MessageIn(late), site.swarm.now) == []
     assert host.session.counters["late"] >= 1
     assert want.size
@@ -148,8 +150,8 @@ def test_the_word_that_no_task_is_left_may_come_before_the_request() -> None:
 
 def test_leases_are_kept_for_their_requests_and_the_oldest_go_first() -> None:
     kept = EarlyLeases()
-    leases = [messages.Lease("m", Epoch(1, 1), n // 2, (n,)) for n in range(EARLY_LEASES + 1)]
-    assert [kept.keep(lease) for lease in leases] == [0] * EARLY_LEASES + [1]
+    leases = [messages.LeaseTasks("m", PlanVersion(1, 1), n // 2, (n,)) for n in range(EARLY_LEASES + 1)]
+    assert [kept.store(lease) for lease in leases] == [0] * EARLY_LEASES + [1]
     assert kept.take(0) == leases[1:2]
     assert kept.take(1) == leases[2:4]
     assert kept.take(1) == []

@@ -17,30 +17,38 @@ from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
-from hepti_mqtt.cost.simulator import Naming, Request, play, send_bytes
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.cost.simulator import SimulatedRequest, TopicNames, send_bytes, simulate_requests
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers, works
-from hepti_mqtt.models.shapes import Decoding, Pictures
-from hepti_mqtt.plan_programs import programs, resident_weights
+from hepti_mqtt.models.shapes import DecoderInput, ImageInput
+from hepti_mqtt.plan_programs import device_programs, resident_weights
 from hepti_mqtt.program import Compute
 from hepti_mqtt.protocol import frames, messages
-from hepti_mqtt.protocol.frames import Session, encode_work
+from hepti_mqtt.protocol.frames import DecoderSession, encode_work
 from hepti_mqtt.protocol.messages import Endpoint, Peer
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import pack
-from hepti_mqtt.runtime.worker.interface import Build, FrameIn, Loaded, MessageIn, PeerJoined, Study, Subscribed
-from hepti_mqtt.runtime.worker.programs import build, study
+from hepti_mqtt.runtime.worker.interface import (
+    AnalysePrepare,
+    BuildProgram,
+    FrameIn,
+    Loaded,
+    MessageIn,
+    PeerJoined,
+    Subscribed,
+)
+from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.strategies import STRATEGIES
 
-NAMING = Naming("home", "m")
-EPOCH = Epoch(1, 1)
+NAMING = TopicNames("home", "m")
+EPOCH = PlanVersion(1, 1)
 WORKERS = Workers(1)
 ABLE = [
     (family, name)
     for family, spec in EVERY_FAMILY.items()
     for name, method in STRATEGIES.items()
-    if method.unsupported(models.graph(spec, models.largest_shape(spec))) is None
+    if method.why_unsupported(models.graph(spec, models.largest_shape(spec))) is None
 ]
 
 
@@ -82,18 +90,22 @@ def questions(draw):
     family, name = draw(st.sampled_from(ABLE), label="family and method")
     spec, method = EVERY_FAMILY[family], STRATEGIES[name]
     devices = draw(st.integers(2, 4), label="devices")
-    devices = min(devices, method.most_devices or devices)
+    devices = min(devices, method.max_devices or devices)
     weights = draw(st.lists(st.sampled_from((0.5, 1.0, 2.0)), min_size=devices, max_size=devices), label="weights")
     # Tasks that are leased one by one take a planner, which is not here.
-    options = draw(st.sampled_from([o for o in method.choices(devices) if not method.bag(o)]), label="options")
+    options = draw(
+        st.sampled_from([o for o in method.variants_for(devices) if not method.task_count(o)]), label="options"
+    )
     # Of replicas a run is under one, which is all that its devices know.
-    fixed = replace(plan(spec, (name, options), weights).runs[0], epoch=EPOCH)
-    batches = ((1,),) if isinstance(spec.reads, Pictures) else ((5,), (4, 3), (1,), (2, 6, 1))  # a run has one picture
+    fixed = replace(plan(spec, (name, options), weights).executables[0], epoch=EPOCH)
+    batches = (
+        ((1,),) if isinstance(spec.input_spec, ImageInput) else ((5,), (4, 3), (1,), (2, 6, 1))
+    )  # a run has one picture
     lengths = draw(st.lists(st.sampled_from(batches), min_size=2, max_size=3), label="lengths")
     if draw(st.booleans(), label="over mesh"):
         pairs = tuple(permutations(fixed.devices, 2))
         relayed = draw(st.sets(st.sampled_from(pairs)), label="relayed") if pairs else ()
-        fixed = replace(fixed, route="mesh", relayed=tuple(sorted(relayed)))
+        fixed = replace(fixed, route="mesh", relayed_pairs=tuple(sorted(relayed)))
     return spec, fixed, [request(spec, one, seed=seed) for seed, one in enumerate(lengths)]
 
 
@@ -129,9 +141,9 @@ class Driven:
         """Hand an event to the session, and what it orders built at once; return what else it wants."""
         out = []
         for command in self.session.handle(event, self.now):
-            if isinstance(command, Study):
-                out += self.handle(study(command, self.name, self.session.topics))
-            elif isinstance(command, Build):
+            if isinstance(command, AnalysePrepare):
+                out += self.handle(analyse(command, self.name, self.session.topics))
+            elif isinstance(command, BuildProgram):
                 out += self.handle(build(command, self.name, WORKERS))
             else:
                 out.append(command)
@@ -147,10 +159,10 @@ class Driven:
                 self.arrivals.popleft()
                 self.now += self.profile.frame_seconds(1, frame.nbytes, frame.route)
                 self.publish(self.handle(FrameIn(frames.decode(payload))), sent)
-            elif (step := self.session.next()) is not None:
-                self.ran.append((step.admission, step.place))
+            elif (step := self.session.next_step()) is not None:
+                self.ran.append((step.run_id, step.place))
                 self.now += self.seconds(step)
-                self.publish(self.session.done(step, step.run(), 0.0, self.now), sent)
+                self.publish(self.session.finish_step(step, step.run(), 0.0, self.now), sent)
             elif self.arrivals:
                 self.now = self.arrivals[0].seconds
             else:
@@ -160,7 +172,7 @@ class Driven:
         if frame.key is not None:
             return sent.get((frame.admission, frame.key))
         shape, inputs, _ = self.asked[frame.admission - 1]
-        session = Session(frame.admission, final=True) if shape.session_rows else Session()
+        session = DecoderSession(frame.admission, final=True) if shape.session_rows else DecoderSession()
         return encode_work("m", EPOCH, frame.admission, shape, inputs, session)
 
     def seconds(self, step):
@@ -174,12 +186,12 @@ class Driven:
     def publish(self, commands, sent):
         for command in commands:
             assert isinstance(command, Publish), command
-            frame = frames.decode(command.whole)
+            frame = frames.decode(command.joined_payload)
             if frame.kind == "done":
                 self.now += self.profile.frame_seconds(1, 0)
             else:
                 assert frame.kind in {"tensor", "output"}
-                sent[frame.admission, (frame.node, frame.part, frame.source)] = command.whole
+                sent[frame.run_id, (frame.node, frame.part, frame.source)] = command.joined_payload
 
 
 def answers(sent, admissions):
@@ -188,7 +200,7 @@ def answers(sent, admissions):
     for payload in sent.values():
         frame = frames.decode(payload)
         if frame.kind == "output":
-            parts[frame.admission].append((frame.row_start, frame.array()))
+            parts[frame.run_id].append((frame.row_start, frame.array()))
     return [np.concatenate([a for _, a in sorted(parts[n], key=lambda part: part[0])]) for n in admissions]
 
 
@@ -197,12 +209,12 @@ def answers(sent, admissions):
 def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
     spec, fixed, requests = data.draw(questions())
     cluster = data.draw(sites(fixed.devices))
-    asked = [(shape, inputs, programs(spec, fixed, shape)) for shape, inputs in requests]
+    asked = [(shape, inputs, device_programs(spec, fixed, shape)) for shape, inputs in requests]
     times = data.draw(st.lists(st.floats(0, 0.05), min_size=len(asked), max_size=len(asked)), label="asked")
-    played = play(
+    played = simulate_requests(
         NAMING,
         spec,
-        [Request(shape, parts, at) for (shape, _, parts), at in zip(asked, sorted(times), strict=True)],
+        [SimulatedRequest(shape, parts, at) for (shape, _, parts), at in zip(asked, sorted(times), strict=True)],
         cluster,
         in_flight=data.draw(st.integers(1, 3), label="in flight"),
         record=True,
@@ -218,7 +230,7 @@ def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
             device.advance(sent)
         assert [len(d.arrivals) for d in driven.values()] != before, "a frame arrived that nobody has sent"
     for name, device in driven.items():
-        assert device.ran == [(admission, place) for n, admission, place in played.ran if n == name], name
+        assert device.ran == [(admission, place) for n, admission, place in played.op_order if n == name], name
         assert not device.session.counters["duplicate"], "one frame, one exchange"
         device.session.check()
     for (shape, inputs, _), got in zip(asked, answers(sent, range(1, len(asked) + 1)), strict=True):
@@ -228,5 +240,5 @@ def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
 
 def test_it_is_about_every_family_with_methods_that_divide_it():
     assert {family for family, _ in ABLE} == set(EVERY_FAMILY)
-    assert any(isinstance(EVERY_FAMILY[family].reads, Decoding) for family, _ in ABLE)
+    assert any(isinstance(EVERY_FAMILY[family].input_spec, DecoderInput) for family, _ in ABLE)
     assert {"single", "row", "pipeline", "two_d"} <= {name for _, name in ABLE}

@@ -9,16 +9,16 @@ from sites import FAMILIES, TOLERANCE, plan, request, tensors
 from hepti_mqtt import models
 from hepti_mqtt.cost.memory import live_bytes
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.plan_programs import program
-from hepti_mqtt.program import Builder
+from hepti_mqtt.plan_programs import device_program
+from hepti_mqtt.program import ProgramBuilder
 from hepti_mqtt.runtime.worker.executor import Executor, bind, run_local
 
 X = np.arange(4, dtype=np.float32).reshape(2, 2)
 
 
-def two_sources() -> Builder:
+def two_sources() -> ProgramBuilder:
     """d = (a + a) and (a + b); b comes from a peer, so the first sum can run before it."""
-    b = Builder("me")
+    b = ProgramBuilder("me")
     x = b.recv((2, 2), "planner", 0)
     y = b.recv((2, 2), "peer", 1)
     late = b.compute("add", (x, y), (2, 2), bias=False)
@@ -35,20 +35,20 @@ def started(admission: int = 1, executor: Executor | None = None) -> Executor:
 
 def test_what_is_ready_runs_while_an_exchange_is_outstanding():
     executor = started()
-    assert executor.next() is None
+    assert executor.next_step() is None
     executor.deliver(1, (0, 0, "planner"), X)
-    step = executor.next()
+    step = executor.next_step()
     assert step is not None
     assert step.place == 3
     step.run()
-    assert executor.next() is None
+    assert executor.next_step() is None
     assert executor.deliver(1, (1, 0, "peer"), 10 * X) == "filled"
     outgoing = None
-    while (step := executor.next()) is not None:
+    while (step := executor.next_step()) is not None:
         outgoing = step.run()
     np.testing.assert_array_equal(outgoing.array, 13 * X)
-    assert executor.finished(1)
-    assert executor.admissions == ()
+    assert executor.finish_if_done(1)
+    assert executor.run_ids == ()
 
 
 def test_duplicates_and_foreign_exchanges_change_nothing():
@@ -57,14 +57,14 @@ def test_duplicates_and_foreign_exchanges_change_nothing():
     assert executor.deliver(1, (1, 0, "peer"), 5 * X) == "duplicate"
     assert executor.deliver(1, (1, 0, "stranger"), X) == "unexpected"
     executor.deliver(1, (0, 0, "planner"), X)
-    while (step := executor.next()) is not None:
+    while (step := executor.next_step()) is not None:
         outgoing = step.run()
     np.testing.assert_array_equal(outgoing.array, 4 * X)
     assert executor.deliver(1, (1, 0, "peer"), X) == "duplicate"
 
 
 def test_buffers_are_kept_within_the_programs_own_accounting():
-    b = Builder("me")
+    b = ProgramBuilder("me")
     x = b.recv((2, 2), "planner", 0)
     for _ in range(50):
         x = b.compute("add", (x, x), (2, 2), bias=False)
@@ -74,10 +74,10 @@ def test_buffers_are_kept_within_the_programs_own_accounting():
     for admission in range(3):
         executor.admit(admission, bound)
         executor.deliver(admission, (0, 0, "planner"), np.zeros_like(X))
-        while (step := executor.next()) is not None:
+        while (step := executor.next_step()) is not None:
             step.run()
-        assert executor.finished(admission)
-    assert executor.held_bytes() <= live_bytes(program)
+        assert executor.finish_if_done(admission)
+    assert executor.cached_bytes() <= live_bytes(program)
 
 
 def test_a_run_has_one_step_that_becomes_its_next_op():
@@ -86,19 +86,19 @@ def test_a_run_has_one_step_that_becomes_its_next_op():
     for admission in (1, 2):
         executor.deliver(admission, (0, 0, "planner"), X)
         executor.deliver(admission, (1, 0, "peer"), X)
-    step, seen = executor.next(), []
+    step, seen = executor.next_step(), []
     while step is not None:
-        seen.append((step.admission, step.place, step.kernel))
+        seen.append((step.run_id, step.place, step.kernel))
         step.run()
-        step = step.following()
+        step = step.next_of_run()
     ops = [(2, "add"), (3, "add"), (4, "add"), (5, None)]
     assert seen == [(1, *op) for op in ops]
-    step = executor.next()
-    assert (step.admission, step.place) == (2, 2)
+    step = executor.next_step()
+    assert (step.run_id, step.place) == (2, 2)
 
 
 def test_one_slot_several_and_views_are_read_alike():
-    b = Builder("me")
+    b = ProgramBuilder("me")
     x = b.recv((3, 2), "planner", 0)
     whole, part = ((0, 3), (0, 2)), ((0, 2), (0, 2))
     last = b.compute("assemble", (b.view(x, 1, (2, 2)),), (2, 2), copies=((0, part, part),))
@@ -109,7 +109,7 @@ def test_one_slot_several_and_views_are_read_alike():
     executor.admit(1, bind(b.build(), {}, Workers(1)))
     given = np.arange(6, dtype=np.float32).reshape(3, 2)
     executor.deliver(1, (0, 0, "planner"), given)
-    while (step := executor.next()) is not None:
+    while (step := executor.next_step()) is not None:
         outgoing = step.run()
     np.testing.assert_array_equal(outgoing.array, [given[2] + 2 * given[1]])
 
@@ -117,10 +117,10 @@ def test_one_slot_several_and_views_are_read_alike():
 def test_dropping_a_request_gives_its_buffers_back():
     executor = started()
     executor.deliver(1, (0, 0, "planner"), X)
-    executor.next().run()
+    executor.next_step().run()
     executor.drop(1)
-    assert executor.next() is None
-    assert executor.held_bytes() == X.nbytes
+    assert executor.next_step() is None
+    assert executor.cached_bytes() == X.nbytes
     executor.drop(1)
 
 
@@ -135,7 +135,7 @@ def test_what_the_program_does_not_expect_is_refused():
 
 def test_a_weight_that_is_not_resident_is_an_error():
     spec = FAMILIES["bert-embedding"]
-    parts = program(spec, plan(spec, ("single", {}), (1.0,)), request(spec, (3,))[0], "d0")
+    parts = device_program(spec, plan(spec, ("single", {}), (1.0,)), request(spec, (3,))[0], "d0")
     with pytest.raises(KeyError):
         bind(parts, {}, Workers(1))
 
@@ -145,7 +145,7 @@ def test_a_weight_that_is_not_resident_is_an_error():
 def test_one_device_here_is_the_reference(family, threads):
     spec = FAMILIES[family]
     shape, inputs = request(spec, (7, 5))
-    alone = program(spec, plan(spec, ("single", {}), (1.0,)), shape, "d0")
+    alone = device_program(spec, plan(spec, ("single", {}), (1.0,)), shape, "d0")
     workers = Workers(threads)
     try:
         got = run_local(alone, tensors(spec), inputs, workers)
@@ -157,6 +157,6 @@ def test_one_device_here_is_the_reference(family, threads):
 def test_a_program_with_peers_cannot_run_alone():
     spec = FAMILIES["bert-embedding"]
     shape, inputs = request(spec, (7,))
-    half = program(spec, plan(spec, ("block", {}), (1.0, 1.0)), shape, "d0")
+    half = device_program(spec, plan(spec, ("block", {}), (1.0, 1.0)), shape, "d0")
     with pytest.raises(ValueError):
         run_local(half, tensors(spec), inputs)

@@ -12,7 +12,7 @@ from scripted_site import SPEC, Site, beside, settled
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, price
-from hepti_mqtt.planner.estimates import way
+from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol.frames import decode_work
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Pins
@@ -22,7 +22,7 @@ PREDICTED_S = {"row": 0.1, "single": 0.15}
 
 
 def candidate(question: Question, strategy: str, devices: tuple[str, ...]) -> Candidate:
-    template = Plan(question.naming.model, question.epoch, strategy, devices, "a")
+    template = Plan(question.naming.model, question.plan_version, strategy, devices, "a")
     options = {"variant": "kv"} if strategy == "row" else {}
     plan = make_plan(question.spec, template, strategy, options, (1.0,) * len(devices))
     plan = replace(plan, predicted_s=PREDICTED_S[strategy], predicted_tokens=TOKENS)
@@ -124,12 +124,12 @@ def test_runs_that_shared_the_devices_teach_nothing(site: Timed) -> None:
 
 def answer_alone(site: Site, plan: Plan, admission: int) -> None:
     """Let a device that is a replica by itself answer a run."""
-    frame, device = site.work[admission], plan.head
+    frame, device = site.work[admission], plan.root
     body = np.zeros((len(decode_work(frame)[0].sizes), SPEC.hidden), np.float32)
     out = replace(frame, kind="output", source=device, dtype="f32", shape=body.shape, body=body)
-    site.event(interface.UpFrame(device, out))
+    site.event(interface.DeviceFrame(device, out))
     done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=(2000, 500, 100, 1), body=b"")
-    site.event(interface.UpFrame(device, done))
+    site.event(interface.DeviceFrame(device, done))
 
 
 def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None:
@@ -138,15 +138,15 @@ def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None
     assert len(whole.replicas) == 2
     for number in range(1, 5):
         site.submit(f"r{number}", 16)
-        part = next(p for p in whole.replicas if p.epoch == site.work[number].epoch)
+        part = next(p for p in whole.replicas if p.version == site.work[number].plan_version)
         site.now += 3 * part.predicted_s
         answer_alone(site, part, number)
-    model = site.session.slots.own("m")
-    learned = model.experience.learned(site.now)
-    assert learned.factors == {way(whole): pytest.approx(3.0)}
+    model = site.session.groups.default("m")
+    learned = model.experience.corrections(site.now)
+    assert learned.factors == {strategy_key(whole): pytest.approx(3.0)}
     assert learned.factor(replace(whole.replicas[0])) == 1.0
-    assert model.learned(site.now, whole) == pytest.approx(3.0)
-    assert model.learned(site.now, whole.replicas[1]) == pytest.approx(3.0), "by which its next runs are expected"
+    assert model.correction(site.now, whole) == pytest.approx(3.0)
+    assert model.correction(site.now, whole.replicas[1]) == pytest.approx(3.0), "by which its next runs are expected"
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
@@ -160,10 +160,10 @@ def test_a_plan_that_takes_longer_than_the_next_best_was_to_take_is_looked_at(
 ) -> None:
     site = settled("a", "b", decider=beside(times))
     plan = site.plan
-    (model,) = site.session.slots.models()
-    other = model.latest.ranking[1].plan
+    (model,) = site.session.groups.defaults()
+    other = model.last_decision.ranking[1].plan
     for _ in range(8):  # it was tried, so hope has no part in this
-        model.experience.ran(other, other.predicted_tokens, other.predicted_s, site.now)
+        model.experience.record_run(other, other.predicted_tokens, other.predicted_s, site.now)
     site.submit("first")
     site.answer(1)
     site.drift({}, 20)  # whatever the first heartbeats said is planned for then
@@ -172,7 +172,7 @@ def test_a_plan_that_takes_longer_than_the_next_best_was_to_take_is_looked_at(
         site.submit(f"r{number}")
         site.answer(number)
         for _ in range(8):
-            model.ran(plan, plan.predicted_tokens, longer * plan.predicted_s, site.now)
+            model.record_run(plan, plan.predicted_tokens, longer * plan.predicted_s, site.now)
         site.drift({}, 10)
     assert (site.notes()["drift"] > searched) is looks
 
@@ -192,14 +192,14 @@ def trying(times: float) -> Site:
 
 def serve_for(site: Site, seconds: int, took: Mapping[str, float]) -> list[str]:
     """Let a site serve and return which methods ran; took: times what was predicted, by method."""
-    (model,) = site.session.slots.models()
+    (model,) = site.session.groups.defaults()
     ran = []
     for _ in range(seconds):
         assert model.active is not None
         site.submit(f"r{len(site.work) + 1}", 16)
         site.answer(len(site.work))
         for _ in range(8):
-            model.ran(model.active, 16, took[model.active.strategy] * model.active.predicted_s, site.now)
+            model.record_run(model.active, 16, took[model.active.strategy] * model.active.predicted_s, site.now)
         if not ran or ran[-1] != model.active.strategy:
             ran.append(model.active.strategy)
         site.drift({}, 1)

@@ -8,33 +8,33 @@ import pytest
 from scripted_site import LOST_S, Site, caps, everyone, heartbeat, settled
 
 from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fleet import (
-    AGAIN_S,
-    ASIDE_S,
-    BACK_S,
-    HELD_S,
-    MEMBERS,
-    PART,
+    BACKOFF_S,
+    CRASH_WINDOW_S,
+    DEBOUNCE_S,
+    MAX_MEMBERS,
+    MEMORY_FACTOR,
+    QUARANTINE_S,
     RELAYED_S,
-    REST_S,
+    REPEAT_WINDOW_S,
     RETURN_S,
     SILENT_S,
     STARTING_S,
-    YOUNG_S,
-    Falls,
-    Introductions,
-    Membership,
-    Wills,
+    WILL_RECONNECT_S,
+    CrashBackoff,
+    Fleet,
+    LastWillDebounce,
+    PeerTokens,
 )
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_MOST_S
-from hepti_mqtt.runtime.coordinator.session import COMING_S
+from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_MAX_S
+from hepti_mqtt.runtime.coordinator.session import RETRY_WHILE_EXPECTED_S
 
 
 def test_a_site_without_devices_refuses_requests_until_one_joins() -> None:
@@ -58,10 +58,10 @@ def test_lost_device_in_flight_is_issued_again_once_under_a_new_plan() -> None:
     assert set(first.devices) == {"a", "b"}
     site.submit("r1")
     site.leave("b")
-    assert ("a", messages.Cancel("m", first.epoch, 1)) in site.told
+    assert ("a", messages.Cancel("m", first.version, 1)) in site.told
     site.ready()
     assert list(site.work) == [1, 2]
-    assert site.work[2].epoch > first.epoch
+    assert site.work[2].plan_version > first.version
     site.answer(2)
     site.answer(1)  # what the survivors of the first run still send comes late
     assert site.answers["r1"].plan.devices == ("a",)
@@ -72,14 +72,14 @@ def test_nobody_is_silent_while_what_was_said_waits_to_be_read() -> None:
     site = Site()
     site.join("a")
     site.now += LOST_S
-    site.event(interface.Tick(behind=True))
-    assert "a" in site.session.membership.usable()
+    site.event(interface.Tick(has_backlog=True))
+    assert "a" in site.session.fleet.usable()
     site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
     site.event(interface.Tick())
-    assert "a" in site.session.membership.usable()
+    assert "a" in site.session.fleet.usable()
     site.now += LOST_S
     site.event(interface.Tick())
-    assert "a" not in site.session.membership.usable()
+    assert "a" not in site.session.fleet.usable()
 
 
 def test_silent_device_counts_as_lost_and_comes_back_with_a_heartbeat() -> None:
@@ -101,9 +101,9 @@ def test_silence_while_the_planner_is_offline_condemns_nobody() -> None:
     site = settled("a")
     plan = site.plan
     site.submit("r1")
-    site.event(interface.Connection(online=False))
+    site.event(interface.BrokerConnection(online=False))
     site.tick(100, alive=False)
-    site.event(interface.Connection(online=True))
+    site.event(interface.BrokerConnection(online=True))
     site.tick(3, alive=False)
     assert site.plan == plan
     assert "r1" in site.errors, "but deadlines hold"
@@ -117,8 +117,8 @@ def test_device_that_rejoins_drops_what_it_holds() -> None:
     site.leave("a")
     site.join("a")
     kinds = [type(m) for d, m in site.told if d == "a"]
-    assert messages.Drain in kinds
-    assert messages.Prepare not in kinds[: kinds.index(messages.Drain)]
+    assert messages.ReleaseAll in kinds
+    assert messages.Prepare not in kinds[: kinds.index(messages.ReleaseAll)]
 
 
 def test_restarted_agent_replaces_its_former_self_and_a_late_will_changes_nothing() -> None:
@@ -136,7 +136,7 @@ def test_restarted_agent_replaces_its_former_self_and_a_late_will_changes_nothin
 def test_no_prediction_stretches_the_time_after_which_a_run_is_overdue() -> None:
     site = settled("a", decider=lambda q: _slow(everyone(q)))
     site.submit("r1", within=1e9)
-    for _ in range(int(OVERDUE_MOST_S)):
+    for _ in range(int(OVERDUE_MAX_S)):
         assert not site.notes()["overdue"]
         site.tick(1)
     site.tick(1)
@@ -153,38 +153,38 @@ def test_a_run_that_is_lost_under_an_old_plan_ends_where_there_is_no_plan_any_mo
     site.join("a")
     site.tick(1.1)
     site.ready()  # r1 runs under the plan before, without a
-    site.event(interface.Pin("m", Pins(devices=("a",))))
+    site.event(interface.PinPlan("m", Pins(devices=("a",))))
     site.leave("a")
     for _ in range(int(RETURN_S)):
-        assert site.session.slots.own("m").plans.hopeful(), "a may come back"
+        assert site.session.groups.default("m").plans.may_serve(), "a may come back"
         assert "r1" not in site.errors, "it may yet be answered"
         site.tick(1)
     site.pass_by(20, 1)
-    assert not site.session.slots.own("m").plans.hopeful()
+    assert not site.session.groups.default("m").plans.may_serve()
     assert isinstance(site.errors["r1"], PlanError)
 
 
 def test_invented_devices_are_forgotten_for_those_that_are_there() -> None:
     site = settled("a", "b")
-    for number in range(MEMBERS + 50):
+    for number in range(MAX_MEMBERS + 50):
         name = f"invented{number}"
         site.event(interface.DeviceStatus(name, Status("online", 1)))
         site.event(interface.DeviceHeartbeat(name, heartbeat(1)))
-    assert len(site.session.membership.members) == MEMBERS
-    assert set(site.session.membership.usable()) == {"a", "b"}
+    assert len(site.session.fleet.members) == MAX_MEMBERS
+    assert set(site.session.fleet.usable()) == {"a", "b"}
     site.join("late")
-    assert "late" in site.session.membership.usable()
+    assert "late" in site.session.fleet.usable()
 
 
 def test_devices_beyond_what_is_remembered_are_counted() -> None:
     site = Site(searches=False)
-    site.join(*(f"d{number}" for number in range(MEMBERS)))
+    site.join(*(f"d{number}" for number in range(MAX_MEMBERS)))
     site.join("beyond")
-    assert "beyond" not in site.session.membership.members
+    assert "beyond" not in site.session.fleet.members
     assert site.session.counters["devices_beyond"] == 2
     site.leave("d7")
     site.join("beyond")
-    assert "beyond" in site.session.membership.usable()
+    assert "beyond" in site.session.fleet.usable()
 
 
 def test_a_device_that_beats_and_does_not_compute_is_put_aside_and_tried_again_later() -> None:
@@ -194,23 +194,23 @@ def test_a_device_that_beats_and_does_not_compute_is_put_aside_and_tried_again_l
     site.submit("r1")
     site.pass_by(12, 0.1)
     assert site.plan is None, "within a second"
-    assert list(site.session.membership.unused()) == ["b"]
+    assert list(site.session.fleet.unused_reasons()) == ["b"]
     site.ready("a")
     second = site.plan
     assert (set(first.devices), second.devices) == ({"a", "b"}, ("a",))
     site.answer(max(site.work))
     assert "r1" in site.answers
-    for _ in range(int(ASIDE_S)):
+    for _ in range(int(QUARANTINE_S)):
         assert site.plan == second, "its heartbeats say nothing of what computes"
         site.tick(1)
     site.tick(1)
     site.tick(1.1)
     site.ready()
     assert set(site.plan.devices) == {"a", "b"}
-    assert not site.session.membership.unused()
+    assert not site.session.fleet.unused_reasons()
     site.submit("r2")
     site.pass_by(12, 0.1)
-    assert site.session.membership.members["b"].aside_until_s - site.now > 1.5 * ASIDE_S, "longer each time"
+    assert site.session.fleet.members["b"].quarantined_until_s - site.now > 1.5 * QUARANTINE_S, "longer each time"
 
 
 def test_a_device_that_was_stopped_is_back_with_its_first_word() -> None:
@@ -219,9 +219,9 @@ def test_a_device_that_was_stopped_is_back_with_its_first_word() -> None:
     site.submit("r1")
     site.pass_by(12, 0.1)
     site.ready("a")
-    assert "b" not in site.session.membership.usable()
-    site.event(interface.UpMessage("b", messages.RequestFailed("m", Epoch(7, 1), 1, "wire", "late")))
-    assert "b" in site.session.membership.usable()
+    assert "b" not in site.session.fleet.usable()
+    site.event(interface.DeviceMessage("b", messages.RunFailed("m", PlanVersion(7, 1), 1, "wire", "late")))
+    assert "b" in site.session.fleet.usable()
 
 
 def test_nobody_is_put_aside_who_speaks_or_for_whom_nobody_else_can_serve() -> None:
@@ -234,7 +234,7 @@ def test_nobody_is_put_aside_who_speaks_or_for_whom_nobody_else_can_serve() -> N
     site.mute = {"a", "b"}
     site.submit("r2", within=1e9)
     site.pass_by(12, 0.1)
-    assert set(site.session.membership.usable()) == {"a", "b"}
+    assert set(site.session.fleet.usable()) == {"a", "b"}
 
 
 def test_nobody_is_put_aside_whom_pins_name() -> None:
@@ -244,7 +244,7 @@ def test_nobody_is_put_aside_whom_pins_name() -> None:
     site.mute = {"b"}
     site.submit("r1", within=1e9)
     site.pass_by(20, 0.1)
-    assert set(site.session.membership.usable()) == {"a", "b", "c"}, "c cannot serve what a and b are asked for"
+    assert set(site.session.fleet.usable()) == {"a", "b", "c"}, "c cannot serve what a and b are asked for"
     assert not site.errors
 
 
@@ -282,13 +282,13 @@ def test_a_plan_that_a_device_has_given_up_in_doubt_is_prepared_anew_and_its_run
     site = settled("a")
     first = site.plan
     site.submit("r1")
-    gone = messages.Failed(0, "m", first.epoch, "forgotten", "a has given it up", 0)
+    gone = messages.PrepareFailed(0, "m", first.version, "forgotten", "a has given it up", 0)
     for _ in range(2):
-        site.event(interface.UpMessage("a", gone))
+        site.event(interface.DeviceMessage("a", gone))
     site.submit("r2")
     assert list(site.work) == [1], "nothing more goes to a plan that is not there"
     site.ready()
-    assert [frame.epoch > first.epoch for frame in site.work.values()] == [False, True, True]
+    assert [frame.plan_version > first.version for frame in site.work.values()] == [False, True, True]
     site.answer(2)
     site.answer(3)
     assert set(site.answers) == {"r1", "r2"}
@@ -299,8 +299,8 @@ def test_a_device_that_gives_up_a_plan_that_is_not_in_use_changes_nothing(model:
     site = settled("a")
     plan = site.plan
     site.submit("r1")
-    other = plan.epoch._replace(number=plan.epoch.number + newer)
-    site.event(interface.UpMessage("a", messages.Failed(0, model, other, "forgotten", "gone", 0)))
+    other = plan.version._replace(number=plan.version.number + newer)
+    site.event(interface.DeviceMessage("a", messages.PrepareFailed(0, model, other, "forgotten", "gone", 0)))
     assert site.plan == plan
     site.answer(1)
     assert set(site.answers) == {"r1"}
@@ -310,14 +310,14 @@ def test_what_the_broker_took_with_it_is_issued_again_when_all_devices_are_back(
     site = settled("a", "b", decider=everyone)
     plan = site.plan
     site.submit("r1")
-    site.event(interface.Connection(online=False))
+    site.event(interface.BrokerConnection(online=False))
     site.now += 0.2
-    site.event(interface.Connection(online=True))
+    site.event(interface.BrokerConnection(online=True))
     site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
     assert list(site.work) == [1], "b is not there yet, and would miss it"
     site.event(interface.DeviceHeartbeat("b", heartbeat(1)))
     assert list(site.work) == [1, 2]
-    assert site.work[2].epoch == plan.epoch
+    assert site.work[2].plan_version == plan.version
     site.answer(2)
     assert "r1" in site.answers
     assert not site.notes()["overdue"]
@@ -325,7 +325,7 @@ def test_what_the_broker_took_with_it_is_issued_again_when_all_devices_are_back(
 
 def test_a_planner_that_meets_the_broker_just_now_gives_devices_a_moment_to_do_so_too() -> None:
     site = Site()
-    site.event(interface.Connection(online=True))
+    site.event(interface.BrokerConnection(online=True))
     site.submit("r1")
     site.pass_by(2, 1.0)
     assert not site.errors
@@ -416,7 +416,7 @@ def test_a_plan_that_fits_nobody_yet_is_looked_for_again_while_others_start() ->
     site.join("a")
     says_it_starts(site, "b")
     site.submit("r1")
-    passes(site, 3 * COMING_S, "b")
+    passes(site, 3 * RETRY_WHILE_EXPECTED_S, "b")
     assert not site.errors
     site.join("b")
     assert set(site.settle().devices) == {"a", "b"}
@@ -425,8 +425,8 @@ def test_a_plan_that_fits_nobody_yet_is_looked_for_again_while_others_start() ->
 def test_a_device_that_restarts_is_gone_and_coming() -> None:
     site = settled("a", decider=everyone)
     says_it_starts(site, "a", boot=2)
-    assert not site.session.membership.usable()
-    assert site.session.membership.coming(site.now) == {"a"}
+    assert not site.session.fleet.usable()
+    assert site.session.fleet.expected(site.now) == {"a"}
     site.submit("r1")
     site.boots.clear()
     for _ in range(30):
@@ -468,7 +468,7 @@ def test_a_device_that_dies_of_a_plan_again_gets_less_for_a_while() -> None:
     site.settle()
     assert memory(site, "b") < 1 << 30
     assert memory(site, "a") == 1 << 30
-    passes(site, REST_S + 1)
+    passes(site, BACKOFF_S + 1)
     assert memory(site, "b") == 1 << 30
 
 
@@ -488,10 +488,10 @@ def test_a_device_that_hangs_has_not_died() -> None:
     site.mute = {"b"}
     for number in range(2):
         site.submit(f"r{number}", within=1e9)
-        while "b" in site.session.membership.usable():
+        while "b" in site.session.fleet.usable():
             site.tick(0.1)
         site.ready("a")
-        site.event(interface.UpMessage("b", messages.RequestFailed("m", Epoch(7, 1), 1, "wire", "late")))
+        site.event(interface.DeviceMessage("b", messages.RunFailed("m", PlanVersion(7, 1), 1, "wire", "late")))
         for _ in range(3):
             site.tick(1.1)
             site.ready()
@@ -499,38 +499,38 @@ def test_a_device_that_hangs_has_not_died() -> None:
 
 
 def test_each_death_makes_the_rest_longer_and_a_long_life_ends_that() -> None:
-    falls = Falls()
+    falls = CrashBackoff()
     boots = iter(range(1, 100))
 
     def fell(needed_bytes: int, given_s: float, now: float) -> None:
-        falls.gone("a", next(boots), needed_bytes, given_s, now)
-        falls.back("a", next(boots), now)
+        falls.record_departure("a", next(boots), needed_bytes, given_s, now)
+        falls.record_return("a", next(boots), now)
 
-    fell(1000, 0.0, YOUNG_S + 1.0)
+    fell(1000, 0.0, CRASH_WINDOW_S + 1.0)
     fell(1000, 100.0, 108.0)
-    assert falls.most_bytes(108.0) == {}, "only one plan was young"
+    assert falls.memory_limits(108.0) == {}, "only one plan was young"
     fell(1000, 110.0, 116.0)
-    assert falls.most_bytes(116.0) == {"a": int(PART * 1000)}
-    assert falls.rested(117.0) == []
+    assert falls.memory_limits(116.0) == {"a": int(MEMORY_FACTOR * 1000)}
+    assert falls.lift_expired(117.0) == []
     fell(750, 120.0, 126.0)
-    assert falls.most_bytes(126.0 + 2 * REST_S - 1.0) == {"a": int(PART * 750)}
-    assert falls.rested(126.0 + 2 * REST_S) == ["a"]
-    assert falls.rested(127.0 + 2 * REST_S) == []
-    assert falls.most_bytes(126.0 + 2 * REST_S) == {}
-    falls.rested(127.0 + 2 * REST_S + AGAIN_S)
+    assert falls.memory_limits(126.0 + 2 * BACKOFF_S - 1.0) == {"a": int(MEMORY_FACTOR * 750)}
+    assert falls.lift_expired(126.0 + 2 * BACKOFF_S) == ["a"]
+    assert falls.lift_expired(127.0 + 2 * BACKOFF_S) == []
+    assert falls.memory_limits(126.0 + 2 * BACKOFF_S) == {}
+    falls.lift_expired(127.0 + 2 * BACKOFF_S + REPEAT_WINDOW_S)
     fell(1000, 900.0, 901.0)
-    assert falls.most_bytes(901.0) == {}, "it begins anew"
+    assert falls.memory_limits(901.0) == {}, "it begins anew"
 
 
 # -- last wills -------------------------------------------------------------------------------------------------------
 
 
 class Heard:
-    """A site of a and b whose events go through `Wills`, at seconds after the beginning."""
+    """A site of a and b whose events go through `LastWillDebounce`, at seconds after the beginning."""
 
     def __init__(self) -> None:
         self.site = settled("a", "b", decider=everyone)
-        self.wills = Wills(self.site.session)
+        self.wills = LastWillDebounce(self.site.session)
 
     def __call__(self, event: interface.CoordinatorEvent, at_s: float = 0.0) -> object:
         return self.wills.handle(event, self.site.now + at_s)
@@ -543,29 +543,29 @@ def test_a_broker_that_ends_takes_no_plan_with_it() -> None:
     heard = Heard()
     plan = heard.site.plan
     assert [heard.word(device) for device in "ab"] == [[], []]
-    heard(interface.Connection(online=False), HELD_S / 2)
-    heard(interface.Connection(online=True), 1)
+    heard(interface.BrokerConnection(online=False), DEBOUNCE_S / 2)
+    heard(interface.BrokerConnection(online=True), 1)
     for device in "ab":  # what the broker has retained
         heard.word(device, at_s=1.1)
-    heard(interface.Tick(), BACK_S)
+    heard(interface.Tick(), WILL_RECONNECT_S)
     for device in "ab":
-        heard.word(device, "online", at_s=BACK_S)
-    heard(interface.Tick(), 2 * BACK_S)
+        heard.word(device, "online", at_s=WILL_RECONNECT_S)
+    heard(interface.Tick(), 2 * WILL_RECONNECT_S)
     assert heard.site.plan == plan
 
 
-@pytest.mark.parametrize(("reconnected", "held_s"), [(False, HELD_S), (True, BACK_S)])
+@pytest.mark.parametrize(("reconnected", "held_s"), [(False, DEBOUNCE_S), (True, WILL_RECONNECT_S)])
 def test_a_device_that_is_gone_is_so_in_the_end(reconnected: bool, held_s: float) -> None:
     """Also by what a broker has retained."""
     heard = Heard()
     for online in (False, True) if reconnected else ():
-        heard(interface.Connection(online=online))
+        heard(interface.BrokerConnection(online=online))
     heard.word("b")
     heard(interface.Tick(), held_s - 0.1)
     assert heard.site.plan is not None
     heard(interface.Tick(), held_s)
     assert heard.site.plan is None
-    assert set(heard.site.session.membership.usable()) == {"a"}
+    assert set(heard.site.session.fleet.usable()) == {"a"}
 
 
 def test_a_device_that_starts_anew_is_a_new_one_at_once() -> None:
@@ -582,20 +582,20 @@ SECRET = bytes(range(32))
 SECURE = replace(THERE, fingerprint="0f" * 32)
 
 
-def membership(*, mesh: bool = True, **endpoints: Endpoint | None) -> Membership:
-    members = Membership(mesh=mesh)
+def membership(*, mesh: bool = True, **endpoints: Endpoint | None) -> Fleet:
+    members = Fleet(mesh=mesh)
     for name, endpoint in endpoints.items():
         start(members, name, 1, endpoint)
     return members
 
 
-def start(members: Membership, name: str, boot: int, endpoint: Endpoint | None) -> None:
-    members.caps(name, replace(caps(name, boot), endpoint=endpoint))
-    members.status(name, Status("online", boot), 0.0)
+def start(members: Fleet, name: str, boot: int, endpoint: Endpoint | None) -> None:
+    members.record_caps(name, replace(caps(name, boot), endpoint=endpoint))
+    members.record_status(name, Status("online", boot), 0.0)
 
 
 def mesh(**more) -> Plan:
-    return Plan("m", Epoch(1, 1), "row", ("a", "b", "c"), "a", route="mesh", **more)
+    return Plan("m", PlanVersion(1, 1), "row", ("a", "b", "c"), "a", route="mesh", **more)
 
 
 @pytest.mark.parametrize(
@@ -608,44 +608,44 @@ def mesh(**more) -> Plan:
 )
 def test_pairs_that_cannot_connect_are_reached_over_the_broker(places: tuple, relayed: str) -> None:
     members = membership(**dict(zip("abc", places, strict=True)))
-    assert members.relayed(0.0) == {tuple(pair) for pair in relayed.split()}
+    assert members.relayed_pairs(0.0) == {tuple(pair) for pair in relayed.split()}
     assert members.cluster({}).endpoints == {name for name, place in zip("abc", places, strict=True) if place}
 
 
 def test_a_pair_that_could_not_connect_is_tried_again_after_a_while_or_a_new_start():
     members = membership(a=THERE, b=THERE)
-    members.unheard("b", ("a", "nobody"), 10.0)
-    assert members.relayed(10.0) == {("a", "b")}
-    assert members.relayed(10.0 + RELAYED_S) == set()
-    members.unheard("b", ("a",), 10.0)
+    members.record_unreachable("b", ("a", "nobody"), 10.0)
+    assert members.relayed_pairs(10.0) == {("a", "b")}
+    assert members.relayed_pairs(10.0 + RELAYED_S) == set()
+    members.record_unreachable("b", ("a",), 10.0)
     start(members, "a", 2, THERE)
-    assert members.relayed(11.0) == set()
+    assert members.relayed_pairs(11.0) == set()
 
 
 def test_both_ends_of_a_pair_are_told_one_token_and_nobody_else_is():
     members = membership(a=THERE, b=THERE, c=THERE)
-    introductions = Introductions(SECRET, members)
-    told = {d: {p.device: p for p in introductions.of(mesh(), d)} for d in "abc"}
+    introductions = PeerTokens(SECRET, members)
+    told = {d: {p.device: p for p in introductions.peers_of(mesh(), d)} for d in "abc"}
     for one in "abc":
         for other in set("abc") - {one}:
             assert told[one][other].token_in == told[other][one].token_out != ""
     tokens = [p.token_in for peers in told.values() for p in peers.values()]
     assert len(set(tokens)) == len(tokens) == 6
-    assert introductions.of(mesh(), "a") == tuple(told["a"].values()), "a Prepare that is repeated says the same"
-    later = Introductions(SECRET, members).of(replace(mesh(), epoch=Epoch(1, 2)), "a")
+    assert introductions.peers_of(mesh(), "a") == tuple(told["a"].values()), "a Prepare that is repeated says the same"
+    later = PeerTokens(SECRET, members).peers_of(replace(mesh(), epoch=PlanVersion(1, 2)), "a")
     assert not {p.token_in for p in later} & set(tokens)
 
 
 def test_relayed_pairs_and_plans_over_the_broker_have_no_tokens():
     members = membership(a=THERE, b=THERE, c=None)
-    introductions = Introductions(SECRET, members)
-    (b,) = introductions.of(mesh(relayed=(("b", "a"), ("a", "c"), ("c", "a"))), "a")
+    introductions = PeerTokens(SECRET, members)
+    (b,) = introductions.peers_of(mesh(relayed=(("b", "a"), ("a", "c"), ("c", "a"))), "a")
     assert (b.device, b.token_out) == ("b", "")
     assert b.token_in
-    assert introductions.of(replace(mesh(), route="broker"), "a") == ()
+    assert introductions.peers_of(replace(mesh(), route="broker"), "a") == ()
 
 
 def test_without_a_secret_nobody_is_introduced():
     members = membership(mesh=False, a=THERE, b=THERE)
     assert members.cluster({}).endpoints == frozenset()
-    assert all(not p.token_in and not p.token_out for p in Introductions(None, members).of(mesh(), "a"))
+    assert all(not p.token_in and not p.token_out for p in PeerTokens(None, members).peers_of(mesh(), "a"))

@@ -21,8 +21,8 @@ from hepti_mqtt.errors import DeadlineError, PlanError, RemoteError
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.requests import UNREPORTED
-from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS
+from hepti_mqtt.runtime.coordinator.requests import MAX_UNREPORTED_RUNS
+from hepti_mqtt.runtime.coordinator.scheduler import MAX_ATTEMPTS
 
 GPT = spec_of_kind("tiny-gpt2")
 
@@ -40,7 +40,7 @@ def test_the_next_step_and_the_answer_leave_at_the_output_and_late_reports_are_c
         site.report(number)
     assert not site.running
     assert not site.session.counters["late"]
-    assert job.over
+    assert job.finished
 
 
 def test_devices_have_their_next_run_before_users_are_told():
@@ -90,8 +90,8 @@ def test_reports_that_never_come_keep_nobody_waiting(lost, whole):
     if lost == "a device":
         site.leave("b")
     elif lost == "a connection":
-        site.event(interface.Connection(online=False))
-        site.event(interface.Connection(online=True))
+        site.event(interface.BrokerConnection(online=False))
+        site.event(interface.BrokerConnection(online=True))
     for _ in range(40):
         site.tick(1.0)
         site.ready()
@@ -127,10 +127,10 @@ def test_steps_whose_reports_are_missing_are_few():
     job = site.ask(most=12)
     while max(site.work) not in site.computed:
         site.step(reported=False)
-    assert len(site.running) == UNREPORTED + site.session.in_flight
+    assert len(site.running) == MAX_UNREPORTED_RUNS + site.session.in_flight
     assert len(job.generation.tokens) == len(site.running)
     site.report(1)
-    assert max(site.work) == UNREPORTED + site.session.in_flight + 1
+    assert max(site.work) == MAX_UNREPORTED_RUNS + site.session.in_flight + 1
     while "r" not in site.answers:
         for run in sorted(site.running):
             site.compute(run)
@@ -157,7 +157,7 @@ def test_what_steps_take_is_learned_though_the_next_one_has_begun():
         assert max(site.work) == min(number + 1, 6)
         site.now += 0.05
         site.report(number)
-    learned = site.session.slots.own("m").experience.learned(site.now)
+    learned = site.session.groups.default("m").experience.corrections(site.now)
     assert learned.factor(site.plan) == pytest.approx(3.0), "from its dispatch to its last report"
 
 
@@ -171,7 +171,7 @@ def test_steps_beside_other_requests_teach_nothing():
             site.now += 0.2
             site.output(number)
             site.report(number)
-    assert not site.session.slots.own("m").experience.learned(site.now).factors
+    assert not site.session.groups.default("m").experience.corrections(site.now).factors
 
 
 @pytest.mark.parametrize("what", ["numbers", "row", "parts sent", "failure"])
@@ -186,15 +186,15 @@ def test_a_token_in_doubt_is_computed_again_with_all_that_followed_and_told_once
     elif what == "row":
         sent = np.zeros((1, SPEC.hidden), np.float32)
         frame = replace(site.work[2], kind="output", source="a", dtype="f32", shape=sent.shape, body=sent)
-        site.event(interface.UpFrame("a", replace(frame, row_start=1)))
+        site.event(interface.DeviceFrame("a", replace(frame, row_start=1)))
     elif what == "failure":
         site.run_failed("b", 2, "device")
     else:  # the head says that it has sent nothing, and the others say the same: the output was forged
         for device in ("a", "b"):
             done = replace(site.work[2], kind="done", source=device, dtype="u8", shape=(0,), numbers=(1, 1, 1, 0))
-            site.event(interface.UpFrame(device, replace(done, body=b"")))
+            site.event(interface.DeviceFrame(device, replace(done, body=b"")))
         done = replace(done, source="a", numbers=(1, 1, 1, 1))
-        site.event(interface.UpFrame("a", done))
+        site.event(interface.DeviceFrame("a", done))
     assert site.running == {4}, "the step behind it is taken back, too"
     assert site.asked(4) == (0, [*PROMPT, *expected(1)])
     assert frames.decode_session(site.work[4]).number == 2
@@ -234,7 +234,7 @@ def test_a_part_of_a_device_that_says_later_that_it_sent_none_is_no_token():
 def test_doubt_without_end_ends():
     site = running()
     site.ask(most=4)
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         last = max(site.work)
         site.compute(last)
         site.output(last)
@@ -250,7 +250,7 @@ def test_no_token_follows_from_numbers_that_are_none_before_the_reports_say_so(b
     site.ask(most=2)
     logits = np.full((1, SPEC.hidden), bad, np.float32)
     sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=logits.shape, body=logits)
-    site.event(interface.UpFrame("a", sent))
+    site.event(interface.DeviceFrame("a", sent))
     assert not site.errors
     site.report(1)
     assert isinstance(site.errors["r"], RemoteError)
@@ -285,7 +285,7 @@ def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st
             asked[f"r{len(asked)}"] = most
             site.ask(f"r{len(asked) - 1}", most, report)
         elif what == "offline":
-            site.event(interface.Connection(online=data.draw(st.booleans())))
+            site.event(interface.BrokerConnection(online=data.draw(st.booleans())))
         elif what == "broken" and runs and name in site.plan_of(runs[0]).devices:
             site.run_failed(
                 name, data.draw(st.sampled_from(runs)), data.draw(st.sampled_from(["link", "wire", "device"]))
@@ -300,7 +300,7 @@ def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st
             run = data.draw(st.sampled_from(able))
             if name in site.computed[run]:
                 site.report(run, name)
-    site.event(interface.Connection(online=True))
+    site.event(interface.BrokerConnection(online=True))
     for _ in range(60):
         for name in "ab":
             if name not in site.boots:
@@ -326,7 +326,7 @@ class LateReports(Swarm):
     """A site of real sessions where what devices report takes long."""
 
     def _host_publish(self, name, publish):
-        if publish.payload[:4] == frames.MAGIC and frames.decode(publish.whole).kind == "done":
+        if publish.payload[:4] == frames.MAGIC and frames.decode(publish.joined_payload).kind == "done":
             self.after(self.rng.random() * 0.5, lambda: super(LateReports, self)._host_publish(name, publish))
         else:
             super()._host_publish(name, publish)
@@ -340,7 +340,7 @@ def test_real_sessions_give_the_right_tokens_whenever_the_reports_come(seed, use
     swarm = LateReports(GPT, held, hosts, seed=seed, jitter_s=0.01, duplicates=0.2, decider=decider)
     rng = np.random.default_rng(seed)
     prompts = {f"r{n}": rng.integers(0, GPT.text.vocab, 3 + n).astype(np.int32) for n in range(users)}
-    swarm.run(20, until=lambda: swarm.planner.plan(MODEL) is not None)
+    swarm.run(20, until=lambda: swarm.planner.active_plan(MODEL) is not None)
     for name, prompt in prompts.items():
         swarm.generate(name, GPT, prompt, 6)
     if lost is not None:
@@ -352,7 +352,7 @@ def test_real_sessions_give_the_right_tokens_whenever_the_reports_come(seed, use
     for name, prompt in prompts.items():
         ids = prompt.tolist()
         for index, token in swarm.tokens[name]:
-            shape, inputs = models.packed(GPT, np.array(ids, np.int32))
+            shape, inputs = models.single_sequence(GPT, np.array(ids, np.int32))
             assert token == models.reference(GPT, held, inputs, shape)[1].argmax()
             assert index == len(ids) - len(prompt)
             ids.append(token)
@@ -360,5 +360,5 @@ def test_real_sessions_give_the_right_tokens_whenever_the_reports_come(seed, use
         assert tokens.tolist() == ids[len(prompt) :]
         assert all(s.reported for s in stats) or lost is not None
     swarm.run(2)
-    assert not swarm.planner.slots.own(MODEL).runs
+    assert not swarm.planner.groups.default(MODEL).runs
     assert not any(host.session.counters["session_given_up"] for host in swarm.hosts.values())

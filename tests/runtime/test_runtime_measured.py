@@ -8,15 +8,15 @@ from dataclasses import asdict, replace
 import pytest
 from scripted_site import CURVES, SPEC, Site, caps, everyone, heartbeat, settled
 
-from hepti_mqtt.client.described import cluster_described
-from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink, unseen
+from hepti_mqtt.client.described import cluster_of_devices
+from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink, default_frame_cost
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Decision, Question, price
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Endpoint, LinkReport, Status
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.fleet import CALM_S, SLOWDOWNS, Membership
+from hepti_mqtt.runtime.coordinator.fleet import LOAD_SETTLE_S, SLOWDOWNS, Fleet
 from hepti_mqtt.runtime.coordinator.requests import Pins
 
 
@@ -70,14 +70,14 @@ def test_a_device_that_slows_down_while_a_search_runs_is_no_part_of_what_its_pla
 def test_an_answer_knows_what_runs_before_it_had_taught() -> None:
     site = settled("a", "b")
     plan = site.plan
-    (model,) = site.session.slots.models()
+    (model,) = site.session.groups.defaults()
     site.submit("r1")
     for _ in range(8):
-        model.ran(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
+        model.record_run(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
     site.answer(1)
     site.submit("r2")
     site.answer(2)
-    taught = [stats.learned for name in ("r1", "r2") for stats in site.answers[name].stats]
+    taught = [stats.correction for name in ("r1", "r2") for stats in site.answers[name].stats]
     assert taught == pytest.approx([1.0, 3.0]), "as it was when each was dispatched"
 
 
@@ -86,13 +86,13 @@ def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -
     plan = site.plan
     site.submit("r1")
     site.answer(1)
-    (model,) = site.session.slots.models()
-    assert model.latest is not None
+    (model,) = site.session.groups.defaults()
+    assert model.last_decision is not None
 
     def slow_runs() -> float:
         for _ in range(8):
-            model.ran(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
-        return model.learned(site.now, plan)
+            model.record_run(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
+        return model.correction(site.now, plan)
 
     assert slow_runs() == pytest.approx(3.0)
     planned = dict(model.drift.planned)
@@ -102,10 +102,10 @@ def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -
     slow_runs()
     site.now += 6
     site.submit("r2")
-    assert model.drifted({rate: planned[rate] / 8}, site.now)
-    assert model.learned(site.now, plan) == 1.0, "what they took before it was noticed is forgotten"
+    assert model.detect_drift({rate: planned[rate] / 8}, site.now)
+    assert model.correction(site.now, plan) == 1.0, "what they took before it was noticed is forgotten"
     assert slow_runs() == 1.0, "nor does the plan teach that was made for the link as it was"
-    assert model.keeps(model.latest, is_better=False) == plan.epoch
+    assert model.keep_active(model.last_decision, is_better=False) == plan.version
     assert slow_runs() == pytest.approx(3.0), "its prediction is by the link of now"
 
 
@@ -118,15 +118,15 @@ def test_a_device_outside_of_the_plan_starts_a_search_by_what_has_become_better_
     site.answer(1)
     site.drift({outside: 0.95}, 20)  # whatever the first heartbeats told is planned for then
     searched = site.notes()["drift"]
-    membership, model = site.session.membership, site.session.slots.own("m")
+    membership, model = site.session.fleet, site.session.groups.default("m")
     now, then = membership.observed(), model.drift.planned
     site.drift({outside: 8.0}, 30)
     assert site.notes()["drift"] == searched
-    told = membership.telling(plan.devices, then)
+    told = membership.drift_values(plan.devices, then)
     assert told[f"slowdown of {outside}"] == then[f"slowdown of {outside}"], "a moment that is better begins anew"
     assert membership.observed()[f"slowdown of {outside}"] == 8.0
     faster = {**then, f"slowdown of {outside}": 9.0, f"bandwidth of {outside}": now[f"bandwidth of {outside}"] / 2}
-    better = membership.telling(plan.devices, faster)
+    better = membership.drift_values(plan.devices, faster)
     assert better[f"slowdown of {outside}"] == 8.0
     assert better[f"bandwidth of {outside}"] == now[f"bandwidth of {outside}"]
 
@@ -150,7 +150,11 @@ def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
     for device, message in [told for told in site.told if isinstance(told[1], messages.Prepare)]:
         plan = Plan.from_dict(message.plan)
         digest = programs_digest(SPEC, plan)
-        site.event(interface.UpMessage(device, messages.Ready(message.txn, plan.model, plan.epoch, 1000, digest)))
+        site.event(
+            interface.DeviceMessage(
+                device, messages.Ready(message.transaction_id, plan.model, plan.version, 1000, digest)
+            )
+        )
     site.submit("r1")
     site.answer(1)
     pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
@@ -158,7 +162,7 @@ def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
     site.tick(0.1)
     site.drift(dict.fromkeys(site.boots, 8.0), 20)  # the other model's plan is on its way all the time
     assert not site.notes()["drift"]
-    assert {m.profile(0).slowdown for m in site.session.membership.usable().values()} == {1.0}
+    assert {m.profile(0).slowdown for m in site.session.fleet.usable().values()} == {1.0}
     site.ready()
     site.drift(dict.fromkeys(site.boots, 1.0), 30)
     assert not site.notes()["drift"]
@@ -168,20 +172,20 @@ def test_a_device_that_starts_anew_while_weights_are_loaded_is_not_what_it_was()
     site = Site(searches=False)
     site.join("a", "b")
     site.drift({"a": 8.0}, 2)
-    membership = site.session.membership
-    membership.loading(site.now)
+    membership = site.session.fleet
+    membership.record_loading(site.now)
     site.join("a", boot=2)
     site.drift({"a": 9.0}, 1)
     assert membership.members["a"].profile(0).slowdown == 1.0
-    assert membership.members["b"].calm is not None
-    site.drift({"a": 9.0}, int(CALM_S))
+    assert membership.members["b"].idle_heartbeat is not None
+    site.drift({"a": 9.0}, int(LOAD_SETTLE_S))
     assert membership.members["a"].profile(0).slowdown == 9.0
 
 
 def test_a_moment_of_load_is_not_what_a_device_is() -> None:
     site = Site(searches=False)
     site.join("a")
-    member = site.session.membership.members["a"]
+    member = site.session.fleet.members["a"]
     site.drift({}, SLOWDOWNS)
     site.drift({"a": 6.0}, SLOWDOWNS // 2)
     assert member.profile(0).slowdown == 1.0
@@ -209,16 +213,16 @@ def test_devices_that_differ_by_noise_are_as_slow_as_is_usual_on_the_site(told, 
     site = Site(searches=False)
     site.join("a", "b", "c")
     site.drift(told, SLOWDOWNS)
-    found = {name: profile.slowdown for name, profile in site.session.membership.cluster({}).devices.items()}
+    found = {name: profile.slowdown for name, profile in site.session.fleet.cluster({}).devices.items()}
     assert found == expected
-    observed = site.session.membership.observed()
+    observed = site.session.fleet.observed()
     assert {name: observed[f"slowdown of {name}"] for name in expected} == expected
 
 
 def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
     site = Site(searches=False)
     site.join("a")
-    member = site.session.membership.members["a"]
+    member = site.session.fleet.members["a"]
 
     def told(round_trip_s: float | None, rate: float | None) -> tuple[float, float]:
         beat = replace(heartbeat(1), round_trip_s=round_trip_s, bandwidth_bytes_per_s=rate)
@@ -226,26 +230,26 @@ def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
         return 2 * member.link().latency_s, member.link().up_bytes_per_s
 
     assert told(17e-3, None) == (17e-3, Link().up_bytes_per_s), "it has just started"
-    site.session.membership.loading(site.now)
+    site.session.fleet.record_loading(site.now)
     assert told(1e-3, 1e8) == (1e-3, 1e8)
-    site.now += CALM_S
+    site.now += LOAD_SETTLE_S
     assert told(2e-3, 3e7) == (2e-3, 3e7), "calm again: the link is slower now"
-    site.session.membership.loading(site.now)
+    site.session.fleet.record_loading(site.now)
     assert told(9e-3, 1e7) == (2e-3, 3e7), "it is full of weights"
     assert told(None, None) == (2e-3, 3e7)
 
 
 def test_plans_are_made_with_what_devices_measured_of_their_peers() -> None:
-    found = Membership(mesh=True)
+    found = Fleet(mesh=True)
     for name in ("a", "b", "c"):
         endpoint = None if name == "c" else Endpoint("192.0.2.7", 1883)
-        found.caps(name, replace(caps(name, 1), endpoint=endpoint))
-        found.status(name, Status("online", 1), 0.0)
+        found.record_caps(name, replace(caps(name, 1), endpoint=endpoint))
+        found.record_status(name, Status("online", 1), 0.0)
     reports = {"b": LinkReport(4e-3, None), "c": LinkReport(2e-3, 3e7), "gone": LinkReport(1e-3, 1e6)}
-    found.heartbeat("a", replace(heartbeat(1), peers=reports), 0.0)
-    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(6e-3, 1e7)}), 0.0)
-    found.loading(0.0)
-    found.heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(5e-3, 5e6)}), 1.0)
+    found.record_heartbeat("a", replace(heartbeat(1), peers=reports), 0.0)
+    found.record_heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(6e-3, 1e7)}), 0.0)
+    found.record_loading(0.0)
+    found.record_heartbeat("b", replace(heartbeat(1), peers={"a": LinkReport(5e-3, 5e6)}), 1.0)
     links = found.cluster({}).peer_links
     assert links["a", "b"] == PeerLink(2e-3, None), "as a has measured it"
     assert links["b", "a"] == PeerLink(2.5e-3, 1e7), "the better of calm and late"
@@ -297,7 +301,7 @@ def test_memory_that_no_device_has_is_refused() -> None:
     site = Site()
     site.join("x", memory=1 << 60)
     assert site.notes()["refused"] == 1
-    assert not site.session.membership.usable()
+    assert not site.session.fleet.usable()
 
 
 @pytest.mark.parametrize(
@@ -315,14 +319,14 @@ def test_memory_that_no_device_has_is_refused() -> None:
 )
 def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str, float]) -> None:
     site = settled("a")
-    member = site.session.membership.members["a"]
+    member = site.session.fleet.members["a"]
     site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
     rate, slowdown = member.link().up_bytes_per_s, member.profile(0).slowdown
     for _ in range(2 * SLOWDOWNS):
         site.now += 1
         site.event(interface.DeviceHeartbeat("a", replace(heartbeat(1), **wrong)))
         site.event(interface.Tick())
-    assert "a" in site.session.membership.usable(), "it is there"
+    assert "a" in site.session.fleet.usable(), "it is there"
     assert member.profile(0).slowdown == slowdown
     assert 0 <= member.link().latency_s < 1
     assert member.link().up_bytes_per_s >= rate > 1
@@ -347,7 +351,7 @@ def test_a_plan_that_is_found_again_has_its_price_by_the_measurements_of_now() -
     site.drift(dict.fromkeys(site.boots, 2.0), 40)
     assert site.notes()["drift"] >= 1
     now = site.plan
-    assert now.epoch == plan.epoch, "the devices know of nothing"
+    assert now.version == plan.version, "the devices know of nothing"
     assert now.predicted_s / now.predicted_tokens > 1.5 * plan.predicted_s / plan.predicted_tokens
     (after,) = site.session.snapshot()
     assert after.cluster != before.cluster
@@ -366,22 +370,22 @@ def test_the_own_simulation_of_the_search_goes_with_the_plan_that_it_simulated()
 
     site = settled("a", "b", decider=simulated)
     (before,) = site.session.snapshot()
-    assert before.played == site.session.slots.own("m").plans.active.decision.chosen.price.played[0]
+    assert before.simulated == site.session.groups.default("m").plans.active.decision.chosen.price.simulated[0]
     site.submit("r1", 16)
     site.answer(1)
     site.drift(dict.fromkeys(site.boots, 2.0), 40)
     (slower,) = site.session.snapshot()
-    assert slower.plan.epoch == before.plan.epoch
-    assert slower.played.shape == before.played.shape
-    assert slower.played.simulation.seconds > before.played.simulation.seconds, "by the measurements of now"
+    assert slower.plan.version == before.plan.version
+    assert slower.simulated.shape == before.simulated.shape
+    assert slower.simulated.simulation.seconds > before.simulated.simulation.seconds, "by the measurements of now"
     shares[0] = 1.01
     site.submit("r2", 16)
     site.answer(2)
     site.drift(dict.fromkeys(site.boots, 1.0), 60)
     (other,) = site.session.snapshot()
-    assert other.plan.epoch == before.plan.epoch
+    assert other.plan.version == before.plan.version
     assert other.cluster != slower.cluster, "it was found again, with shares that are as good as the same"
-    assert other.played is None, "which is not what the devices have"
+    assert other.simulated is None, "which is not what the devices have"
 
 
 # -- what frames between peers cost -----------------------------------------------------------------------------------
@@ -393,11 +397,11 @@ Told = tuple[float | None, float | None]
 
 def as_the_planner_sees(endpoint: Endpoint | None, told: dict[str, tuple[Told, float]]) -> Cluster:
     """Return the cluster of devices that told what frames and bytes cost, and a slowdown."""
-    members = Membership(mesh=True)
+    members = Fleet(mesh=True)
     for name, ((frame_s, byte_s), slowdown) in told.items():
-        members.caps(name, replace(caps(name, 1), endpoint=endpoint))
-        members.status(name, Status("online", 1), 0.0)
-        members.heartbeat(name, replace(heartbeat(1, slowdown), peer_frame_s=frame_s, peer_byte_s=byte_s), 0.0)
+        members.record_caps(name, replace(caps(name, 1), endpoint=endpoint))
+        members.record_status(name, Status("online", 1), 0.0)
+        members.record_heartbeat(name, replace(heartbeat(1, slowdown), peer_frame_s=frame_s, peer_byte_s=byte_s), 0.0)
     return members.cluster({})
 
 
@@ -412,7 +416,7 @@ def as_a_client_sees(endpoint: Endpoint | None, told: dict[str, tuple[Told, floa
         }
         for name, ((frame_s, byte_s), slowdown) in told.items()
     ]
-    return cluster_described(found, [*told])
+    return cluster_of_devices(found, [*told])
 
 
 NONE = (None, None)
@@ -430,7 +434,7 @@ def test_frames_on_loopback_cost_what_was_measured_there(see, endpoint: Endpoint
 @SEE
 def test_before_anybody_has_met_tensors_bytes_cost_packets_off_loopback(see) -> None:
     for device in see(THERE, {"a": (NONE, 1.0), "b": (NONE, 3.0)}).devices.values():
-        frame_s, byte_s = unseen(device)
+        frame_s, byte_s = default_frame_cost(device)
         assert device.frame_seconds(2, 0, "mesh") == pytest.approx(2 * device.slowdown * frame_s)
         assert device.frame_seconds(0, MUCH, "mesh") == pytest.approx(device.slowdown * MUCH * byte_s)
         assert byte_s > 1.5 / device.mesh_copy_bytes_per_s
@@ -449,7 +453,7 @@ def test_who_has_met_none_is_priced_as_others_of_the_site_have_met_them(see) -> 
 )
 def test_half_a_word_and_an_implausible_one_count_as_none(told: Told) -> None:
     site = settled("a")
-    member = site.session.membership.members["a"]
+    member = site.session.fleet.members["a"]
     measured = member.profile(0).frame_seconds(2, MUCH, "mesh")
     site.event(interface.DeviceHeartbeat("a", replace(heartbeat(1), peer_frame_s=told[0], peer_byte_s=told[1])))
     assert member.profile(0).frame_seconds(2, MUCH, "mesh") == measured
@@ -470,7 +474,7 @@ def test_plans_are_made_again_when_frames_cost_other_than_was_foreseen(endpoint,
     site.settle()
     site.submit("r1")
     site.answer(1)
-    cost = unseen(site.session.membership.members["a"].profile(0))
+    cost = default_frame_cost(site.session.fleet.members["a"].profile(0))
     told = {"peer_frame_s": factor * cost.frame_s, "peer_byte_s": factor * cost.byte_s}
     for _ in range(40):
         site.now += 1

@@ -18,13 +18,20 @@ from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fleet import RETURN_S
-from hepti_mqtt.runtime.coordinator.models import COMES_BACK_S, PINNED
+from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, RESTORE_AFTER_S
 from hepti_mqtt.runtime.coordinator.plans import PLANS
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.coordinator.rollout import PREPARE_S, STORY
+from hepti_mqtt.runtime.coordinator.rollout import PREPARE_TIMEOUT_S, PUBLISHED_TRANSITIONS
 from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_S
-from hepti_mqtt.runtime.machinery import KEPT, IllegalStepError, Machine, Story, Table, Transition
-from hepti_mqtt.runtime.worker.residents import EPOCHS
+from hepti_mqtt.runtime.machinery import (
+    MAX_TRANSITIONS,
+    IllegalStepError,
+    StateMachine,
+    StateTable,
+    Transition,
+    TransitionLog,
+)
+from hepti_mqtt.runtime.worker.residents import RESIDENT_STATES
 
 
 def overdue(site: Site) -> None:
@@ -33,8 +40,8 @@ def overdue(site: Site) -> None:
     site.tick(OVERDUE_S)
 
 
-NARROW = Pins(storage="w8a8")
-OTHERS = (Pins(wire="f16"), Pins(wire="i8"), Pins(storage="f16"), Pins(storage="w8a32"))
+NARROW = Pins(weight_dtype="w8a8")
+OTHERS = (Pins(wire="f16"), Pins(wire="i8"), Pins(weight_dtype="f16"), Pins(weight_dtype="w8a32"))
 PINNABLE = (None, ROW, Pins(devices=("c",)), NARROW, *OTHERS)
 ACTIONS = ("join", "leave", "tick", "tick", "tick", "ready", "ready", "submit", "submit", "answer", "answer", "refuse")
 ACTIONS += ("refuse", "solve", "pin", "silence", "searches")
@@ -57,7 +64,7 @@ def walk(seed: int) -> Iterator[Transition]:
         elif what == "searches" and rng.random() < 0.5:
             site.searches = not site.searches
         elif what == "tick":
-            site.tick(rng.choice((0.1, 1.1, 1.1, OVERDUE_S, OVERDUE_S, LOST_S, PREPARE_S)))
+            site.tick(rng.choice((0.1, 1.1, 1.1, OVERDUE_S, OVERDUE_S, LOST_S, PREPARE_TIMEOUT_S)))
         elif what == "ready":
             site.ready(*rng.choice((("a",), ("b", "c"), ())))
         elif what == "submit":
@@ -69,7 +76,7 @@ def walk(seed: int) -> Iterator[Transition]:
         elif what == "solve" and site.solves and not site.searches:
             site.solve(rng.choice(site.solves[-2:]))
         elif what == "pin":
-            site.event(interface.Pin("m", rng.choice((Pins(), ROW, Pins(wire="f16")))))
+            site.event(interface.PinPlan("m", rng.choice((Pins(), ROW, Pins(wire="f16")))))
         for story in site.session.stories():
             yield from story.last()
 
@@ -116,7 +123,7 @@ def crowded(site: Site) -> Site:
     """Let others' pins take the place of those that nobody waits for."""
     for number, pins in enumerate(OTHERS):
         site.submit(f"other {number}", pins=pins)
-    assert NARROW not in [slot.plans.pins for slot in site.session.slots.pinned()]
+    assert NARROW not in [slot.plans.pins for slot in site.session.groups.pinned()]
     return site
 
 
@@ -144,9 +151,9 @@ def given_up_while_suspect() -> Site:
 def own_search_makes_room() -> Site:
     site = pinned()
     site.searches = False
-    site.event(interface.Pin("m", Pins()))
+    site.event(interface.PinPlan("m", Pins()))
     site.failed("a")
-    assert site.session.slots.own("m").displaced
+    assert site.session.groups.default("m").made_room
     return site
 
 
@@ -156,14 +163,16 @@ def pins_that_swap_make_room_for_another_model() -> Site:
     site.tick(1.1)
     (_, first), (_, other) = [told for told in site.told if isinstance(told[1], messages.Prepare)]
     plan = Plan.from_dict(first.plan)
-    ready = messages.Ready(first.txn, "m", plan.epoch, 1, programs_digest(SPEC, plan))
-    site.event(interface.UpMessage("a", ready))
+    ready = messages.Ready(first.transaction_id, "m", plan.version, 1, programs_digest(SPEC, plan))
+    site.event(interface.DeviceMessage("a", ready))
     site.submit("own")
     site.submit("r1", pins=NARROW)
     site.failed("a")
-    epoch = Plan.from_dict(other.plan).epoch
-    site.event(interface.UpMessage("a", messages.Failed(other.txn, "n", epoch, "memory", "too much", 10)))
-    assert [slot.displaced for slot in site.session.slots.pinned()] == [True]
+    epoch = Plan.from_dict(other.plan).version
+    site.event(
+        interface.DeviceMessage("a", messages.PrepareFailed(other.transaction_id, "n", epoch, "memory", "too much", 10))
+    )
+    assert [slot.made_room for slot in site.session.groups.pinned()] == [True]
     return site
 
 
@@ -186,34 +195,34 @@ def test_the_published_record_carries_the_story_and_follows_it_within_a_tick() -
     site.join("b")
     site.settle()
     site.tick(0.25)
-    shown = [c for c in site.seen if isinstance(c, interface.ShowPlan)]
-    assert shown[-1].story == site.session.stories()[0].last(STORY)
+    shown = [c for c in site.seen if isinstance(c, interface.PublishPlan)]
+    assert shown[-1].story == site.session.stories()[0].last(PUBLISHED_TRANSITIONS)
     assert [t.after for t in shown[-1].story][-1] == "gone", "also what happened since the plan became active"
     site.seen.clear()
     site.tick(0.25)
-    assert not [c for c in site.seen if isinstance(c, interface.ShowPlan)], "nothing new, nothing shown"
+    assert not [c for c in site.seen if isinstance(c, interface.PublishPlan)], "nothing new, nothing shown"
 
 
 def test_a_published_story_is_bounded() -> None:
     site = settled("a", decider=everyone)
-    for _ in range(3 * STORY):
-        site.event(interface.Pin("m", Pins()))
-    shown = [c for c in site.seen if isinstance(c, interface.ShowPlan)]
-    assert max(len(c.story) for c in shown) == STORY
+    for _ in range(3 * PUBLISHED_TRANSITIONS):
+        site.event(interface.PinPlan("m", Pins()))
+    shown = [c for c in site.seen if isinstance(c, interface.PublishPlan)]
+    assert max(len(c.story) for c in shown) == PUBLISHED_TRANSITIONS
 
 
 def illegal(site: Site) -> None:
-    plans = site.session.slots.own("m").plans
+    plans = site.session.groups.default("m").plans
     record = plans.active
     assert record is not None
-    plans.ready(record, site.now)
+    plans.activate(record, site.now)
 
 
 @pytest.mark.parametrize("running", [False, True])
 def test_in_service_a_plan_that_took_an_illegal_step_is_released_and_another_searched_for(
     monkeypatch: pytest.MonkeyPatch, running: bool
 ) -> None:
-    monkeypatch.setattr(Machine, "strict", False)
+    monkeypatch.setattr(StateMachine, "strict", False)
     site = settled("a", decider=everyone)
     first = site.plan
     assert first is not None
@@ -229,8 +238,8 @@ def test_in_service_a_plan_that_took_an_illegal_step_is_released_and_another_sea
     site.ready()
     second = site.plan
     assert second is not None
-    assert second.epoch > first.epoch
-    assert ("a", first.epoch) in [(d, m.epoch) for d, m in site.told if isinstance(m, messages.Release)]
+    assert second.version > first.version
+    assert ("a", first.version) in [(d, m.plan_version) for d, m in site.told if isinstance(m, messages.Release)]
     site.submit("r2")
     site.answer(max(site.work))
     assert "r2" in site.answers
@@ -242,10 +251,12 @@ def test_nobody_can_be_ready_for_a_plan_that_waits_for_the_old_one() -> None:
     site.join("b")
     site.tick(1.1)
     site.failed("a")
-    swapping = site.session.slots.own("m").plans.preparing
+    swapping = site.session.groups.default("m").plans.preparing
     assert swapping is not None
     for device in "ab":
-        site.event(interface.UpMessage(device, messages.Ready(swapping.txn, "m", swapping.epoch, 1, bytes(8))))
+        site.event(
+            interface.DeviceMessage(device, messages.Ready(swapping.transaction_id, "m", swapping.version, 1, bytes(8)))
+        )
     assert swapping.state == "swapping"
     site.answer(1)
     site.ready()
@@ -254,23 +265,23 @@ def test_nobody_can_be_ready_for_a_plan_that_waits_for_the_old_one() -> None:
 
 # -- tables of states -------------------------------------------------------------------------------------------------
 
-DOOR = Table(
+DOOR = StateTable(
     name="door",
     states=("closed", "open", "gone"),
     first=("build", "closed"),
     steps={"closed": {"push": "open", "burn": "gone"}, "open": {"pull": "closed"}, "gone": {}},
     safe={"closed": "closed", "open": "closed", "gone": "gone"},
 )
-TABLES = (PLANS, EPOCHS, DOOR)
+TABLES = (PLANS, RESIDENT_STATES, DOOR)
 
 
-def machine(table: Table = DOOR) -> tuple[Machine, Story, Counter[str]]:
-    story, counters = Story("tests"), Counter[str]()
-    return Machine(table, story, counters), story, counters
+def machine(table: StateTable = DOOR) -> tuple[StateMachine, TransitionLog, Counter[str]]:
+    story, counters = TransitionLog("tests"), Counter[str]()
+    return StateMachine(table, story, counters), story, counters
 
 
 @pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
-def test_a_step_is_in_the_table_or_illegal(table: Table) -> None:
+def test_a_step_is_in_the_table_or_illegal(table: StateTable) -> None:
     for state in table.states:
         for event in {event for steps in table.steps.values() for event in steps}:
             steps, story, counters = machine(table)
@@ -284,7 +295,7 @@ def test_a_step_is_in_the_table_or_illegal(table: Table) -> None:
 
 
 def test_in_service_an_illegal_step_is_counted_and_leads_to_the_safe_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "strict", False)
+    monkeypatch.setattr(StateMachine, "strict", False)
     steps, story, counters = machine()
     assert steps.step("front", "open", "push", 2.0, "wind") == "closed"
     assert counters["illegal_step"] == 1
@@ -310,19 +321,19 @@ def test_a_table_with_a_hole_is_refused(change: dict[str, object]) -> None:
 
 
 def test_every_safe_state_gives_up_what_devices_hold() -> None:
-    assert set(EPOCHS.safe.values()) == {"released"}
+    assert set(RESIDENT_STATES.safe.values()) == {"released"}
     held = {s for s in PLANS.states if s not in {"wanted", "searching", "gone"}}
     assert {PLANS.safe[s] for s in held} == {"retiring"}
 
 
-@given(st.integers(0, 3 * KEPT), st.integers(0, 2 * KEPT))
+@given(st.integers(0, 3 * MAX_TRANSITIONS), st.integers(0, 2 * MAX_TRANSITIONS))
 def test_a_story_is_bounded_and_says_how_much_there_was(count: int, asked: int) -> None:
-    story = Story("doors")
+    story = TransitionLog("doors")
     for i in range(count):
-        story.tell(Transition(float(i), f"door {i}", "closed", "push", "open"))
-    assert story.told == count
-    assert [t.now for t in story.last()] == list(range(max(count - KEPT, 0), count))
-    assert len(story.lines()) == min(count, KEPT)
+        story.append(Transition(float(i), f"door {i}", "closed", "push", "open"))
+    assert story.count == count
+    assert [t.now for t in story.last()] == list(range(max(count - MAX_TRANSITIONS, 0), count))
+    assert len(story.as_text()) == min(count, MAX_TRANSITIONS)
     assert story.last(asked) == story.last()[max(len(story.last()) - asked, 0) :]
 
 
@@ -349,7 +360,7 @@ def test_a_pinned_request_waits_for_its_plan_and_others_do_not() -> None:
 def test_pins_change_the_answers_of_their_own_request_alone() -> None:
     site = settled("a", "b", decider=everyone)
     first = site.plan
-    narrow = Pins(storage="w8a8")
+    narrow = Pins(weight_dtype="w8a8")
     site.submit("r1", pins=narrow)
     site.ready()
     site.answer(1)
@@ -357,7 +368,7 @@ def test_pins_change_the_answers_of_their_own_request_alone() -> None:
     for admission, (name, pins) in enumerate({"r2": None, "r3": narrow, "r4": Pins()}.items(), 2):
         site.submit(name, pins=pins)
         site.answer(admission)
-    assert {n: a.plan.storage for n, a in site.answers.items()} == {
+    assert {n: a.plan.weight_dtype for n, a in site.answers.items()} == {
         "r1": "w8a8",
         "r2": "f32",
         "r3": "w8a8",
@@ -384,30 +395,42 @@ def test_no_more_runs_at_once_whatever_their_pins() -> None:
 def test_few_pinned_plans_are_kept_those_asked_for_last() -> None:
     site = settled("a", "b", decider=everyone)
     first = site.plan
-    kinds = [Pins(wire="f16"), Pins(wire="i8"), Pins(storage="f16"), Pins(storage="w8a8"), Pins(storage="w8a32")]
-    assert len(kinds) == PINNED + 1
-    for number, pins in enumerate([*kinds[:PINNED], kinds[0], kinds[PINNED]], 1):
+    kinds = [
+        Pins(wire="f16"),
+        Pins(wire="i8"),
+        Pins(weight_dtype="f16"),
+        Pins(weight_dtype="w8a8"),
+        Pins(weight_dtype="w8a32"),
+    ]
+    assert len(kinds) == MAX_PINNED_GROUPS + 1
+    for number, pins in enumerate([*kinds[:MAX_PINNED_GROUPS], kinds[0], kinds[MAX_PINNED_GROUPS]], 1):
         site.tick(0.1)
         site.submit(f"r{number}", pins=pins)
         site.ready()
         site.answer(number)
-    assert max(len(c.pinned_preparing) for c in site.seen if isinstance(c, interface.ShowPlan)) == 1
-    assert len(site.answers) == PINNED + 2
-    gone = site.answers["r2"].plan.epoch
-    assert {m.epoch for _, m in site.told if isinstance(m, messages.Release)} == {gone}
+    assert max(len(c.pinned_preparing) for c in site.seen if isinstance(c, interface.PublishPlan)) == 1
+    assert len(site.answers) == MAX_PINNED_GROUPS + 2
+    gone = site.answers["r2"].plan.version
+    assert {m.plan_version for _, m in site.told if isinstance(m, messages.Release)} == {gone}
     assert [d for d, m in site.told if isinstance(m, messages.Release)] == ["a", "b"]
     assert site.plan == first
-    shown = [c for c in site.seen if isinstance(c, interface.ShowPlan)][-1]
-    assert (shown.active, len(shown.pinned)) == (first, PINNED)
+    shown = [c for c in site.seen if isinstance(c, interface.PublishPlan)][-1]
+    assert (shown.active, len(shown.pinned)) == (first, MAX_PINNED_GROUPS)
 
 
 def test_more_pins_than_there_is_room_for_are_refused_while_all_are_in_use() -> None:
     site = settled("a", "b", decider=everyone)
-    kinds = [Pins(wire="f16"), Pins(wire="i8"), Pins(storage="f16"), Pins(storage="w8a8"), Pins(storage="w8a32")]
+    kinds = [
+        Pins(wire="f16"),
+        Pins(wire="i8"),
+        Pins(weight_dtype="f16"),
+        Pins(weight_dtype="w8a8"),
+        Pins(weight_dtype="w8a32"),
+    ]
     for number, pins in enumerate(kinds):
         site.submit(f"r{number}", pins=pins)
-    assert list(site.errors) == [f"r{PINNED}"]
-    assert isinstance(site.errors[f"r{PINNED}"], OverloadedError)
+    assert list(site.errors) == [f"r{MAX_PINNED_GROUPS}"]
+    assert isinstance(site.errors[f"r{MAX_PINNED_GROUPS}"], OverloadedError)
     site.submit("own")
     site.answer(1)
     assert "own" in site.answers
@@ -418,13 +441,13 @@ def without_room() -> tuple[Site, Plan]:
     site = settled("a", in_flight=1, decider=everyone)
     first = site.plan
     site.submit("before")
-    site.submit("r1", pins=Pins(storage="w8a8"))
+    site.submit("r1", pins=Pins(weight_dtype="w8a8"))
     site.failed("a")
     assert site.plan is None, "it ends with its last run"
-    assert not site.session.slots.own("m").plans.preparing
+    assert not site.session.groups.default("m").plans.preparing
     site.answer(1)
     assert "before" in site.answers
-    assert ("a", first.epoch) in site.released()
+    assert ("a", first.version) in site.released()
     site.ready()
     return site, first
 
@@ -432,24 +455,24 @@ def without_room() -> tuple[Site, Plan]:
 def test_the_planners_own_plan_makes_room_for_pins_and_comes_back_by_itself() -> None:
     site, first = without_room()
     site.answer(2)
-    assert site.answers["r1"].plan.storage == "w8a8"
-    site.tick(COMES_BACK_S / 2)
+    assert site.answers["r1"].plan.weight_dtype == "w8a8"
+    site.tick(RESTORE_AFTER_S / 2)
     assert site.plan is None, "the next request may have the same pins"
-    site.pass_by(3, COMES_BACK_S / 2)
+    site.pass_by(3, RESTORE_AFTER_S / 2)
     site.failed("a")
-    pinned = site.answers["r1"].plan.epoch
-    assert ("a", pinned) in [(d, m.epoch) for d, m in site.told if isinstance(m, messages.Release)]
+    pinned = site.answers["r1"].plan.version
+    assert ("a", pinned) in [(d, m.plan_version) for d, m in site.told if isinstance(m, messages.Release)]
     site.tick(0.1)
     site.ready()
     back = site.plan
     assert back is not None
-    assert (back.storage, back.devices) == (first.storage, first.devices)
-    assert not site.session.slots.pinned()
+    assert (back.storage, back.devices) == (first.weight_dtype, first.devices)
+    assert not site.session.groups.pinned()
 
 
 def test_plans_that_do_not_fit_beside_each_other_take_turns_in_the_order_of_requests() -> None:
     site, _ = without_room()
-    narrow = Pins(storage="w8a8")
+    narrow = Pins(weight_dtype="w8a8")
     site.submit("r2", pins=narrow)
     site.submit("r3")
     site.submit("r4", pins=narrow)
@@ -467,7 +490,7 @@ def test_plans_that_do_not_fit_beside_each_other_take_turns_in_the_order_of_requ
     site.ready()
     site.answer(5)
     assert list(site.answers) == ["before", "r1", "r2", "r3", "r4"]
-    assert [a.plan.storage for a in site.answers.values()] == ["f32", "w8a8", "w8a8", "f32", "w8a8"]
+    assert [a.plan.weight_dtype for a in site.answers.values()] == ["f32", "w8a8", "w8a8", "f32", "w8a8"]
 
 
 def test_pins_that_nobody_waits_for_make_room_before_a_plan_that_serves() -> None:
@@ -476,15 +499,15 @@ def test_pins_that_nobody_waits_for_make_room_before_a_plan_that_serves() -> Non
     site.submit("r1", pins=Pins(wire="f16"))
     site.ready()
     site.answer(1)
-    site.submit("r2", pins=Pins(storage="w8a8"))
+    site.submit("r2", pins=Pins(weight_dtype="w8a8"))
     site.failed("a")
     assert site.plan == first
     site.tick(0.1)
     site.ready()
     site.answer(2)
-    assert site.answers["r2"].plan.storage == "w8a8"
+    assert site.answers["r2"].plan.weight_dtype == "w8a8"
     assert site.plan == first
-    assert len(site.session.slots.pinned()) == 1
+    assert len(site.session.groups.pinned()) == 1
 
 
 def test_an_older_plan_is_affirmed_before_a_newer_one_is_activated() -> None:
@@ -494,10 +517,10 @@ def test_an_older_plan_is_affirmed_before_a_newer_one_is_activated() -> None:
     site.submit("r1", pins=ROW)
     before = len(site.told)
     site.ready()
-    pinned = site.session.slots.pinned()[0].active
+    pinned = site.session.groups.pinned()[0].active
     assert pinned is not None
-    activated = [m.epoch for d, m in site.told[before:] if d == "a" and isinstance(m, messages.Activate)]
-    assert activated == [first.epoch, pinned.epoch]
+    activated = [m.plan_version for d, m in site.told[before:] if d == "a" and isinstance(m, messages.Activate)]
+    assert activated == [first.version, pinned.version]
 
 
 def test_pin_that_finds_no_plan_ends_its_requests_only() -> None:
@@ -510,7 +533,7 @@ def test_pin_that_finds_no_plan_ends_its_requests_only() -> None:
     assert site.answers["r2"].plan == plan
     site.submit("r3", pins=Pins(devices=("nobody",)))
     assert isinstance(site.errors["r3"], PlanError), "the same pin is tried again, not waited for"
-    assert not site.session.slots.pinned()
+    assert not site.session.groups.pinned()
 
 
 def test_pins_whose_device_leaves_end_and_the_planners_own_plan_is_made_anew() -> None:

@@ -14,16 +14,16 @@ from sites import FAMILIES, request, tensors
 from swarm import Swarm
 
 from hepti_mqtt.errors import DeadlineError, IdInUseError, PlanError, RemoteError
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import decide
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode_work
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.plans import Served
-from hepti_mqtt.runtime.coordinator.requests import Batching, Chunk, Generation, Job, Pins, RequestKey
-from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS, DISTURBED_S, OVERDUE_S
+from hepti_mqtt.runtime.coordinator.plans import ServedModel
+from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, Pins, Request, RequestKey
+from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS, OVERDUE_S
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.worker import session
 
@@ -42,7 +42,7 @@ def done(site: Site, admission: int = 1, source: str = "a", parts: int = 1) -> F
 
 def hear(site: Site, *frames: Frame) -> None:
     for frame in frames:
-        site.event(interface.UpFrame(frame.source, frame))
+        site.event(interface.DeviceFrame(frame.source, frame))
 
 
 def test_devices_that_join_together_get_one_plan() -> None:
@@ -67,7 +67,7 @@ def test_answer_carries_output_plan_and_counters() -> None:
     site.answer(1)
     answer = site.answers["r1"]
     assert answer.plan == plan
-    assert answer.job.output().tolist() == [[8.0] * SPEC.hidden]
+    assert answer.request.output().tolist() == [[8.0] * SPEC.hidden]
     (stats,) = answer.stats
     assert (stats.compute_us, stats.wait_us, stats.sent_bytes) == ({"a": 2000}, {"a": 500}, {"a": 100})
     assert stats.dispatch_bytes > len(site.work[1].body)
@@ -98,11 +98,11 @@ def test_a_request_that_computes_nothing_ends_without_a_plan_too() -> None:
 def test_overdue_run_is_issued_again_and_fails_after_several_attempts() -> None:
     site = settled("a")
     site.submit("r1", within=1e6)
-    for attempt in range(ATTEMPTS):
+    for attempt in range(MAX_ATTEMPTS):
         site.pass_by(2 + 2 ** (attempt + 1), 2)
         site.ready()
     assert isinstance(site.errors["r1"], RemoteError)
-    assert len(site.work) == ATTEMPTS
+    assert len(site.work) == MAX_ATTEMPTS
 
 
 def test_plan_under_which_a_run_is_overdue_is_prepared_anew() -> None:
@@ -118,8 +118,8 @@ def test_plan_under_which_a_run_is_overdue_is_prepared_anew() -> None:
     assert list(site.work) == [1, 2], "nothing more goes to a plan that lost a run"
     site.ready()
     second = site.plan
-    assert second.epoch > first.epoch
-    assert ("a", first.epoch) in [(d, m.epoch) for d, m in site.told if isinstance(m, messages.Release)]
+    assert second.version > first.version
+    assert ("a", first.version) in [(d, m.plan_version) for d, m in site.told if isinstance(m, messages.Release)]
     site.answer(3)
     assert set(site.answers) == {"r1", "r2"}
 
@@ -133,7 +133,7 @@ def test_deadline_ends_waiting_and_running_requests() -> None:
     site.tick(1.1)
     assert isinstance(site.errors["r1"], DeadlineError)
     assert isinstance(site.errors["r2"], DeadlineError)
-    assert ("a", messages.Cancel("m", plan.epoch, 1)) in site.told
+    assert ("a", messages.Cancel("m", plan.version, 1)) in site.told
     site.answer(2)
     assert "r3" in site.answers
 
@@ -156,11 +156,13 @@ def test_another_request_under_the_id_of_one_on_its_way_is_refused() -> None:
     job = site.submit("r1", 8)
     site.submit("r2", 8)
     for name, admission in (("r1", 1), ("r2", 2)):
-        other = Job(RequestKey("m", "c", name), job.chunks, "other", 60.0, digest=b"other")
+        other = Request(RequestKey("m", "c", name), job.batches, "other", 60.0, digest=b"other")
         (refused,) = (
-            c for c in site.session.handle(interface.Submit(other), site.now) if isinstance(c, interface.Refuse)
+            c
+            for c in site.session.handle(interface.RequestArrived(other), site.now)
+            if isinstance(c, interface.RefuseRequest)
         )
-        assert refused.job.token == "other"
+        assert refused.request.reply_context == "other"
         assert isinstance(refused.error, IdInUseError)
         site.answer(admission)
     assert set(site.answers) == {"r1", "r2"}
@@ -171,8 +173,8 @@ def test_a_request_that_a_device_cannot_compute_ends_with_what_the_device_said_a
     site.submit("r1")
     site.run_failed("a", 1, "device")
     assert not site.errors, "it is tried once more"
-    said = messages.RequestFailed("m", site.plan.epoch, 2, "device", "linear failed: nan")
-    site.event(interface.UpMessage("a", said))
+    said = messages.RunFailed("m", site.plan.version, 2, "device", "linear failed: nan")
+    site.event(interface.DeviceMessage("a", said))
     assert site.errors["r1"].code == RemoteError.code
     assert said.text in str(site.errors["r1"])
 
@@ -182,9 +184,9 @@ def test_a_failure_of_another_device_or_epoch_is_none_of_a_run(device: str, numb
     site = settled("a")
     plan = site.plan
     site.submit("r1")
-    epoch = plan.epoch._replace(number=plan.epoch.number + number)
+    epoch = plan.version._replace(number=plan.version.number + number)
     for code in ("device", "request", "wire"):
-        site.event(interface.UpMessage(device, messages.RequestFailed("m", epoch, 1, code, "no")))
+        site.event(interface.DeviceMessage(device, messages.RunFailed("m", epoch, 1, code, "no")))
     assert list(site.work) == [1]
     assert not site.errors
     site.answer(1)
@@ -210,18 +212,18 @@ def test_of_answers_that_contradict_each_other_none_is_taken_and_the_run_is_issu
     assert not site.answers
     assert not site.errors
     site.answer(2)
-    assert site.answers["r1"].job.output()[0, 0] == 8
+    assert site.answers["r1"].request.output()[0, 0] == 8
 
 
 def test_a_run_of_a_session_whose_parts_do_not_fit_is_issued_again() -> None:
     """A step of a decoder was forgotten then: its request had no end."""
     site = settled("a")
-    chunk = Chunk(PackedTokens((3,), cache=8), np.zeros(4, np.int32))
-    job = Job(RequestKey("m", "c", "r"), (chunk,), None, 60.0, generation=Generation((1, 2, 3), 2, chunk.shape))
-    site.event(interface.Submit(job))
+    chunk = Batch(TokenBatch((3,), cache=8), np.zeros(4, np.int32))
+    job = Request(RequestKey("m", "c", "r"), (chunk,), None, 60.0, generation=Generation((1, 2, 3), 2, chunk.shape))
+    site.event(interface.RequestArrived(job))
     hear(site, part(site), part(site, width=SPEC.hidden + 1, part=1), done(site))
     assert list(site.work) == [1, 2, 3], "the second began with the first part, which is in doubt then"
-    assert not site.session.slots.own("m").runs.keys() & {1, 2}
+    assert not site.session.groups.default("m").runs.keys() & {1, 2}
 
 
 def test_an_answer_that_comes_twice_is_taken_once() -> None:
@@ -238,12 +240,12 @@ def test_one_lost_connection_is_one_attempt_however_many_runs_it_costs() -> None
     """Both ends tell of its loss and both of its return; only one that is lost again and again ends the request."""
     site = settled("a")
     site.submit("r1", within=1e6)
-    for _ in range(3 * ATTEMPTS):
+    for _ in range(3 * MAX_ATTEMPTS):
         site.run_failed("a", max(site.work), "link")
     assert not site.errors
-    for _ in range(ATTEMPTS - 1):
-        site.tick(DISTURBED_S / 2)
-        site.tick(DISTURBED_S / 2 + 0.1)
+    for _ in range(MAX_ATTEMPTS - 1):
+        site.tick(LINK_LOSS_WINDOW_S / 2)
+        site.tick(LINK_LOSS_WINDOW_S / 2 + 0.1)
         site.run_failed("a", max(site.work), "link")
     assert isinstance(site.errors["r1"], RemoteError)
 
@@ -263,7 +265,7 @@ def test_two_models_do_not_plan_with_the_same_memory() -> None:
 def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
     batching = data.draw(st.sampled_from([Batching(1), Batching(16), Batching(4, 0.2)]))
     site = Site(decider=everyone, batching=batching)
-    pins = (None, ROW, Pins(devices=("b",)), Pins(storage="w8a8"), *(Pins(wire=wire) for wire in ("f16", "i8")))
+    pins = (None, ROW, Pins(devices=("b",)), Pins(weight_dtype="w8a8"), *(Pins(wire=wire) for wire in ("f16", "i8")))
     boot, submitted = Counter[str](), 0
     acts = ["join", "leave", "tick", "ready", "submit", "answer", "fail", "broken", "offline"]
     for _ in range(data.draw(st.integers(5, 40))):
@@ -290,26 +292,28 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
             run, code = data.draw(st.sampled_from(list(site.work))), data.draw(st.sampled_from(["wire", "x"]))
             site.run_failed(name, run, code)
         elif what == "offline":
-            site.event(interface.Connection(online=data.draw(st.booleans())))
+            site.event(interface.BrokerConnection(online=data.draw(st.booleans())))
     site.pass_by(8, 5)
     assert len(site.answers) + len(site.errors) == submitted
     for answer in site.answers.values():
-        wanted = answer.job.pins or Pins()
-        assert (answer.plan.wire, answer.plan.storage) == (wanted.wire, wanted.storage), "each under its own pins"
-        assert answer.job.output()[:, 0].tolist() == [c.shape.tokens for c in answer.job.chunks]
+        wanted = answer.request.pins or Pins()
+        assert (answer.plan.wire, answer.plan.weight_dtype) == (wanted.wire, wanted.weight_dtype), (
+            "each under its own pins"
+        )
+        assert answer.request.output()[:, 0].tolist() == [c.shape.tokens for c in answer.request.batches]
 
 
 def test_counters_and_foreign_frames_change_nothing() -> None:
     site = settled("a", "b", decider=everyone)
     site.submit("r1")
-    other = next(d for d in site.plan.devices if d != site.plan.head)
+    other = next(d for d in site.plan.devices if d != site.plan.root)
     stray = part(site, source=other)
     hear(site, stray)  # says later that it has sent none
-    site.event(interface.UpFrame("stranger", stray))
+    site.event(interface.DeviceFrame("stranger", stray))
     assert site.session.counters["late"] == 1
     site.answer(1)
     assert site.session.counters["foreign_frame"] == 1
-    assert site.answers["r1"].job.output()[0, 0] == 8
+    assert site.answers["r1"].request.output()[0, 0] == 8
 
 
 @pytest.mark.parametrize("shape", [(64,), (1,)])
@@ -328,10 +332,10 @@ def test_a_new_planner_counts_its_requests_from_the_beginning() -> None:
     swarm.submit("r", shape, inputs)
     swarm.run(10, until=lambda: "r" in swarm.answers)
     former = swarm.planner
-    swarm.planner = CoordinatorSession("home", former.boot + 1, (Served("m", spec, MANIFEST, 16),))
+    swarm.planner = CoordinatorSession("home", former.boot + 1, (ServedModel("m", spec, MANIFEST, 16),))
     host = swarm.hosts["d0"]
     swarm._host_commands("d0", host, host.session.handle(session.PlannerLost(former.boot + 1), swarm.now))
-    member = former.membership.members["d0"]
+    member = former.fleet.members["d0"]
     swarm.tell_planner(interface.DeviceCaps("d0", member.caps))
     swarm.tell_planner(interface.DeviceStatus("d0", Status("online", member.boot)))
     swarm.submit("s", shape, inputs)
@@ -347,10 +351,10 @@ def running(**options) -> tuple[Site, Plan]:
     return site, site.plan
 
 
-def ask(site: Site, name: str, *lengths: int, report: bool = False) -> Job:
-    chunks = tuple(Chunk(PackedTokens((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
-    job = Job(RequestKey("m", "c", name), chunks, None, site.now + 60, report=report)
-    site.event(interface.Submit(job))
+def ask(site: Site, name: str, *lengths: int, report: bool = False) -> Request:
+    chunks = tuple(Batch(TokenBatch((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
+    job = Request(RequestKey("m", "c", name), chunks, None, site.now + 60, wants_report=report)
+    site.event(interface.RequestArrived(job))
     return job
 
 
@@ -358,12 +362,12 @@ def output(site: Site, plan: Plan, admission: int, rows: slice = slice(None), pa
     """Send rows of the output, which are the lengths of the sequences."""
     whole = np.repeat(np.array(decode_work(site.work[admission])[0].sizes, np.float32)[:, None], SPEC.hidden, axis=1)
     body, first = whole[rows], rows.start or 0
-    sent = replace(site.work[admission], kind="output", source=source or plan.head, part=part, dtype="f32")
+    sent = replace(site.work[admission], kind="output", source=source or plan.root, part=part, dtype="f32")
     hear(site, replace(sent, shape=body.shape, row_start=first, body=body))
 
 
 def report(site: Site, plan: Plan, admission: int, *devices: str, parts: int = 1) -> None:
-    hear(site, *(done(site, admission, device, parts if device == plan.head else 0) for device in devices))
+    hear(site, *(done(site, admission, device, parts if device == plan.root else 0) for device in devices))
 
 
 def test_the_answer_leaves_at_the_output_and_late_reports_are_counted():
@@ -374,9 +378,9 @@ def test_the_answer_leaves_at_the_output_and_late_reports_are_counted():
     output(site, plan, 1)
     (stats,) = site.answers["r"].stats
     assert not stats.reported
-    assert site.session.slots.own("m").runs, "the devices are not through"
+    assert site.session.groups.default("m").runs, "the devices are not through"
     report(site, plan, 1, "a")
-    assert not site.session.slots.own("m").runs
+    assert not site.session.groups.default("m").runs
     assert not site.session.counters["late"]
     for n in range(2, 5):  # what is learned of runs is learned of these too
         ask(site, f"r{n}")
@@ -400,19 +404,19 @@ def test_who_asks_for_the_reports_waits_for_them_and_others_of_the_run_do_not():
     assert stats.reported
     assert set(stats.sent_bytes) == {"a", "b"}
     for name, length in (("soon", 3), ("whole", 5)):
-        np.testing.assert_array_equal(site.answers[name].job.output(), np.full((1, SPEC.hidden), length))
+        np.testing.assert_array_equal(site.answers[name].request.output(), np.full((1, SPEC.hidden), length))
 
 
 def test_parts_of_an_output_are_an_answer_once_they_are_all_there():
     site, plan = running()
-    chunk = Chunk(PackedTokens((4, 5)), np.zeros(9, np.int32))
-    site.event(interface.Submit(Job(RequestKey("m", "c", "two"), (chunk,), None, 60.0, report=False)))
+    chunk = Batch(TokenBatch((4, 5)), np.zeros(9, np.int32))
+    site.event(interface.RequestArrived(Request(RequestKey("m", "c", "two"), (chunk,), None, 60.0, wants_report=False)))
     output(site, plan, 1, slice(1, 2), part=1)
     output(site, plan, 1, slice(1, 2), part=2, source="b")  # of a device that will say that it sent none
     output(site, plan, 1, slice(0, 1))
     assert not site.answers, "rows that came twice: only the reports say whose are the answer"
     report(site, plan, 1, "a", "b", parts=2)
-    np.testing.assert_array_equal(site.answers["two"].job.output()[:, 0], [4, 5])
+    np.testing.assert_array_equal(site.answers["two"].request.output()[:, 0], [4, 5])
     assert site.session.counters["foreign_frame"] == 1
 
 
@@ -422,7 +426,9 @@ def test_an_output_of_another_shape_is_no_answer_before_the_reports(shape):
     ask(site, "r")
     frame = site.work[1]
     body = np.zeros(shape, np.float32)
-    site.event(interface.UpFrame("a", replace(frame, kind="output", source="a", dtype="f32", shape=shape, body=body)))
+    site.event(
+        interface.DeviceFrame("a", replace(frame, kind="output", source="a", dtype="f32", shape=shape, body=body))
+    )
     assert not site.answers
     assert not site.errors
 
@@ -440,9 +446,9 @@ def test_a_run_whose_reports_never_come_ends_and_is_not_issued_again(lost):
     else:
         for _ in range(400):
             site.tick(1.0)
-            if not site.session.slots.own("m").runs:
+            if not site.session.groups.default("m").runs:
                 break
-    assert not site.session.slots.own("m").runs
+    assert not site.session.groups.default("m").runs
     assert set(site.work) == {1}
     assert not site.errors
 
@@ -451,9 +457,9 @@ def test_a_chunk_whose_output_is_there_is_not_computed_again_when_its_run_is_los
     site, plan = running(in_flight=1)
     ask(site, "r", 3, 4)
     output(site, plan, 1)
-    site.event(interface.Connection(online=False))
-    site.event(interface.Connection(online=True))
+    site.event(interface.BrokerConnection(online=False))
+    site.event(interface.BrokerConnection(online=True))
     site.tick(0.5)
-    assert site.session.slots.own("m").runs.keys() == {2}
+    assert site.session.groups.default("m").runs.keys() == {2}
     output(site, plan, 2)
     assert [s.shape.lengths for s in site.answers["r"].stats] == [(3,), (4,)]

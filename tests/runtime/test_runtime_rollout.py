@@ -14,33 +14,40 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import ModelError, PlanError, RemoteError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import spec_from_dict
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.planner import Decision, Question, decide
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.models import FORESEEN, FORESEEN_NUMBERS, URGENT
+from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, MAX_SHAPE_NUMBERS, MAX_URGENT_SHAPES
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
-from hepti_mqtt.runtime.coordinator.rollout import ASK_AGAIN_S, CALM_S, ENDS_S, PREPARE_S, REFUSALS, RETRY_S
+from hepti_mqtt.runtime.coordinator.rollout import (
+    CALM_S,
+    ENDS_S,
+    MAX_FAILED_PREPARATIONS,
+    PREPARE_TIMEOUT_S,
+    REPEAT_PREPARE_S,
+    RETRY_S,
+)
 
 
-def asked(site: Site, device: str = "a") -> tuple[messages.Prepare, Epoch]:
+def asked(site: Site, device: str = "a") -> tuple[messages.Prepare, PlanVersion]:
     """Return what a device was asked to prepare last, and its epoch."""
     prepare = site.prepares()[device]
-    return prepare, Plan.from_dict(prepare.plan).epoch
+    return prepare, Plan.from_dict(prepare.plan).version
 
 
 def test_device_that_leaves_during_preparation_ends_it() -> None:
     site = Site(decider=everyone)
     site.join("a", "b")
     site.tick(1.1)
-    txn = site.prepares()["a"].txn
+    txn = site.prepares()["a"].transaction_id
     site.leave("b")
     assert any(isinstance(m, messages.Release) for d, m in site.told if d == "a")
-    assert site.prepares()["a"].txn > txn
+    assert site.prepares()["a"].transaction_id > txn
     site.ready()
     assert site.plan.devices == ("a",)
 
@@ -54,8 +61,8 @@ def test_memory_refusal_swaps_plans_when_old_and_new_do_not_fit_together() -> No
     refused = site.failed("a")
     assert site.prepares()["a"] == refused, "the run under the old plan comes first"
     site.answer(1)
-    assert ("a", old.epoch) in site.released()
-    assert site.prepares()["a"].txn > refused.txn
+    assert ("a", old.version) in site.released()
+    assert site.prepares()["a"].transaction_id > refused.transaction_id
     site.ready()
     assert set(site.plan.devices) == {"a", "b"}
     assert "r1" in site.answers
@@ -74,7 +81,7 @@ def test_preparation_that_keeps_failing_ends_the_requests_that_wait() -> None:
     site = Site()
     site.join("a")
     site.submit("r1", within=1000)
-    for _ in range(REFUSALS):
+    for _ in range(MAX_FAILED_PREPARATIONS):
         site.tick(1.1)
         site.failed("a", "wire")
     assert isinstance(site.errors["r1"], RemoteError)
@@ -90,9 +97,9 @@ def test_weights_that_cannot_be_read_end_the_requests_that_wait_at_once() -> Non
     site.tick(1.1)
     assert site.prepares()
     cut = ModelError("the file ends early")
-    site.event(interface.Unreadable("m", "b", cut))
+    site.event(interface.WeightsUnreadable("m", "b", cut))
     assert "r1" not in site.errors, "the plan is not for that device"
-    site.event(interface.Unreadable("m", "a", cut))
+    site.event(interface.WeightsUnreadable("m", "a", cut))
     assert site.errors["r1"] is cut
     site.tick(RETRY_S + 0.1)
     site.ready()
@@ -106,7 +113,7 @@ def test_prepare_that_was_lost_is_sent_again_to_those_who_are_not_ready() -> Non
     first = site.prepares()
     site.ready("a")
     site.told.clear()
-    site.tick(ASK_AGAIN_S - 0.5)
+    site.tick(REPEAT_PREPARE_S - 0.5)
     assert not site.prepares()
     site.tick(1)
     assert site.prepares() == {"b": first["b"]}
@@ -121,12 +128,14 @@ def test_preparation_without_progress_is_given_up() -> None:
     first, epoch = asked(site)
     site.pass_by(30, 5)
     second, second_epoch = asked(site)
-    assert second.txn > first.txn
+    assert second.transaction_id > first.transaction_id
     for _ in range(30):
         site.tick(5)
-        site.event(interface.UpMessage("a", messages.Progress(second.txn, "m", second_epoch, 1, 2)))
+        site.event(
+            interface.DeviceMessage("a", messages.PrepareProgress(second.transaction_id, "m", second_epoch, 1, 2))
+        )
     assert site.prepares()["a"] == second, "progress keeps it alive"
-    site.event(interface.UpMessage("a", messages.Ready(first.txn, "m", epoch, 0, bytes(8))))
+    site.event(interface.DeviceMessage("a", messages.Ready(first.transaction_id, "m", epoch, 0, bytes(8))))
     assert site.plan is None, "a Ready of the one given up activates nothing"
 
 
@@ -137,24 +146,26 @@ def test_progress_of_weights_is_shown_at_most_once_a_second() -> None:
     prepare, epoch = asked(site)
     shown = []
     for part in range(10):
-        out = site.event(interface.UpMessage("a", messages.Progress(prepare.txn, "m", epoch, part, 10)))
-        shown += [c.progress for c in out if isinstance(c, interface.ShowPlan)]
+        out = site.event(
+            interface.DeviceMessage("a", messages.PrepareProgress(prepare.transaction_id, "m", epoch, part, 10))
+        )
+        shown += [c.progress for c in out if isinstance(c, interface.PublishPlan)]
         site.now += 0.25
     assert shown == [{"a": (0, 10)}, {"a": (4, 10)}, {"a": (8, 10)}]
     site.ready()
-    last = [c for c in site.seen if isinstance(c, interface.ShowPlan)][-1]
+    last = [c for c in site.seen if isinstance(c, interface.PublishPlan)][-1]
     assert (last.preparing, last.progress) == (None, {})
 
 
 def told_until_lost(site: Site, device: str, *told: messages.Message, seconds: float = 60.0) -> float:
     """Let a device say the same again and again while all others are ready; return how long plans use it."""
     begun = site.now
-    while site.now - begun < seconds and device in site.session.membership.usable():
+    while site.now - begun < seconds and device in site.session.fleet.usable():
         site.tick(0.5)
         for other in sorted(set(site.boots) - {device}):
             site.ready(other)
         for message in told:
-            site.event(interface.UpMessage(device, message))
+            site.event(interface.DeviceMessage(device, message))
     return site.now - begun
 
 
@@ -165,7 +176,7 @@ def test_a_device_that_prepares_without_progress_holds_nobody_up(speaks: bool) -
     site.tick(1.1)
     prepare, epoch = asked(site, "b")
     site.submit("r1")
-    word = (messages.Progress(prepare.txn, "m", epoch, 0, 0),) if speaks else ()
+    word = (messages.PrepareProgress(prepare.transaction_id, "m", epoch, 0, 0),) if speaks else ()
     assert told_until_lost(site, "b", *word, seconds=30.0) < (25 if speaks else 8)
     site.ready("a")
     assert site.plan.devices == ("a",)
@@ -185,8 +196,8 @@ def test_a_device_that_loads_for_another_plan_first_is_not_taken_for_one_that_ha
     site.tick(1.1)
     second, second_epoch = asked(site, "b")
     assert first_epoch != second_epoch
-    moves = messages.Progress(first.txn, "m", first_epoch, there_bytes, 10 * there_bytes)
-    lasts = told_until_lost(site, "b", moves, messages.Progress(second.txn, "m", second_epoch, 0, 0))
+    moves = messages.PrepareProgress(first.transaction_id, "m", first_epoch, there_bytes, 10 * there_bytes)
+    lasts = told_until_lost(site, "b", moves, messages.PrepareProgress(second.transaction_id, "m", second_epoch, 0, 0))
     assert lasts >= 60 if there_bytes else lasts < 25
 
 
@@ -197,8 +208,10 @@ def test_what_a_device_still_loads_for_a_plan_that_was_given_up_is_progress(ther
     site.tick(1.1)
     given_up, epoch = asked(site, "b")
     site.leave("a")
-    assert site.prepares()["b"].txn > given_up.txn
-    lasts = told_until_lost(site, "b", messages.Progress(given_up.txn, "m", epoch, there_bytes, 10 * there_bytes))
+    assert site.prepares()["b"].transaction_id > given_up.transaction_id
+    lasts = told_until_lost(
+        site, "b", messages.PrepareProgress(given_up.transaction_id, "m", epoch, there_bytes, 10 * there_bytes)
+    )
     assert lasts >= 60 if there_bytes else lasts < 25
 
 
@@ -209,8 +222,8 @@ def test_what_was_ready_before_is_only_a_word() -> None:
     active = site.prepares()["b"]
     site.join("c")
     site.tick(1.1)
-    assert site.prepares()["b"].txn > active.txn
-    ready = messages.Ready(active.txn, "m", plan.epoch, 1000, programs_digest(SPEC, plan))
+    assert site.prepares()["b"].transaction_id > active.transaction_id
+    ready = messages.Ready(active.transaction_id, "m", plan.version, 1000, programs_digest(SPEC, plan))
     assert told_until_lost(site, "b", ready) < 25
 
 
@@ -220,10 +233,15 @@ def test_a_plan_is_not_given_up_while_its_devices_load_for_others() -> None:
     site.join("a")
     site.tick(1.1)
     prepare = site.prepares()["a"]
-    told_until_lost(site, "a", messages.Progress(prepare.txn - 1, "m", Epoch(7, 9), 1, 2), seconds=2 * PREPARE_S)
-    assert site.prepares()["a"].txn == prepare.txn
-    told_until_lost(site, "a", seconds=PREPARE_S + 10)
-    assert site.prepares()["a"].txn > prepare.txn
+    told_until_lost(
+        site,
+        "a",
+        messages.PrepareProgress(prepare.transaction_id - 1, "m", PlanVersion(7, 9), 1, 2),
+        seconds=2 * PREPARE_TIMEOUT_S,
+    )
+    assert site.prepares()["a"].transaction_id == prepare.transaction_id
+    told_until_lost(site, "a", seconds=PREPARE_TIMEOUT_S + 10)
+    assert site.prepares()["a"].transaction_id > prepare.transaction_id
 
 
 # -- weights loaded ahead ---------------------------------------------------------------------------------------------
@@ -240,7 +258,7 @@ def serving(*devices: str, asked: bool = True, **options: Any) -> tuple[Site, st
     if asked:
         site.submit("r")
         site.answer(max(site.work))
-    return site, site.plan.head, min(set(devices) - set(site.plan.devices))
+    return site, site.plan.root, min(set(devices) - set(site.plan.devices))
 
 
 def calm(made: Site, seconds: float = CALM_S) -> None:
@@ -260,7 +278,7 @@ def test_who_would_serve_next_has_the_weights_and_no_plan_before_the_device_is_l
     device = released[0]
     assert device != head
     assert made.plan == first, "nobody is to notice"
-    made.leave(first.head)
+    made.leave(first.root)
     made.submit("next")
     made.tick(0.1)
     made.ready()
@@ -293,8 +311,8 @@ def test_a_device_that_refuses_or_says_nothing_is_tried_again_much_later(refuses
     calm(made)
     assert len(sought(made)) == 1
     if refuses:
-        failed = messages.Failed(0, "m", sought(made)[0].question.epoch, "memory", "no room", 1)
-        made.event(interface.UpMessage(other, failed))
+        failed = messages.PrepareFailed(0, "m", sought(made)[0].question.plan_version, "memory", "no room", 1)
+        made.event(interface.DeviceMessage(other, failed))
     calm(made, ENDS_S / 2)
     assert len(sought(made)) == 1
     made.mute = set()
@@ -304,8 +322,10 @@ def test_a_device_that_refuses_or_says_nothing_is_tried_again_much_later(refuses
             made.submit(f"{n}", within=1e6)
             made.answer(max(made.work))
     assert len(sought(made)) > 1
-    assert made.released()[-1] == (other, sought(made)[-1].question.epoch), "it has loaded, and keeps the weights"
-    assert made.plan.head == head
+    assert made.released()[-1] == (other, sought(made)[-1].question.plan_version), (
+        "it has loaded, and keeps the weights"
+    )
+    assert made.plan.root == head
     made.leave(head)
     made.submit("next")
     made.tick(0.1)
@@ -324,7 +344,9 @@ def test_what_is_loaded_ahead_gives_way_to_a_plan_that_lacks_its_memory(again: b
     refused = made.failed(other, missing=1 << 30)
     release, asked_again = (m for device, m in made.told[before:] if device == other)
     assert isinstance(release, messages.Release)
-    assert release.epoch == sought(made)[0].question.epoch, "first, so that there is room when the plan comes again"
+    assert release.plan_version == sought(made)[0].question.plan_version, (
+        "first, so that there is room when the plan comes again"
+    )
     assert asked_again.plan == refused.plan, "the device is not thought to be smaller than it is"
     if again:  # though nothing is loaded ahead any more
         made.failed(other, missing=1 << 30)
@@ -339,14 +361,14 @@ def test_what_is_loaded_ahead_gives_way_to_a_plan_that_lacks_its_memory(again: b
 # -- what devices build ahead -----------------------------------------------------------------------------------------
 
 
-def shapes(*lengths: int) -> tuple[PackedTokens, ...]:
-    return tuple(PackedTokens((n,)) for n in lengths)
+def shapes(*lengths: int) -> tuple[TokenBatch, ...]:
+    return tuple(TokenBatch((n,)) for n in lengths)
 
 
-def foreseen(site: Site, device: str = "a") -> tuple[tuple[PackedTokens, ...], int]:
+def foreseen(site: Site, device: str = "a") -> tuple[tuple[TokenBatch, ...], int]:
     prepare = site.prepares()[device]
-    reads = spec_from_dict(prepare.spec).reads
-    return tuple(reads.shape_of(plain) for plain in prepare.shapes), prepare.needed
+    reads = spec_from_dict(prepare.spec).input_spec
+    return tuple(reads.shape_of(plain) for plain in prepare.shapes), prepare.build_first
 
 
 def site_of(*devices: str) -> Site:
@@ -403,22 +425,24 @@ def test_after_a_loss_shapes_of_late_hold_no_request_up() -> None:
 def test_no_more_is_foreseen_than_fits() -> None:
     site = site_of("a")
     site.settle()
-    for number in range(1, FORESEEN + 4):
+    for number in range(1, MAX_PREBUILT_SHAPES + 4):
         site.submit(f"r{number}", number)
         site.answer(number)
-    model = site.session.slots.own("m")
-    model.dispatched(PackedTokens((1,) * (FORESEEN_NUMBERS + 1)))
-    found, needed = model.foreseen()
-    assert found[: FORESEEN - 1] == shapes(*range(FORESEEN + 3, 4, -1))
-    assert needed == len(found) == FORESEEN - 1, "the large one would fill the message"
+    model = site.session.groups.default("m")
+    model.record_shape(TokenBatch((1,) * (MAX_SHAPE_NUMBERS + 1)))
+    found, needed = model.shapes_to_build()
+    assert found[: MAX_PREBUILT_SHAPES - 1] == shapes(*range(MAX_PREBUILT_SHAPES + 3, 4, -1))
+    assert needed == len(found) == MAX_PREBUILT_SHAPES - 1, "the large one would fill the message"
 
 
 def test_of_many_requests_that_wait_the_first_are_foreseen() -> None:
     site = site_of("a")
-    for number in range(1, FORESEEN + 4):
+    for number in range(1, MAX_PREBUILT_SHAPES + 4):
         site.submit(f"r{number}", number)
     site.tick(1.1)
-    assert foreseen(site) == (shapes(*range(1, FORESEEN + 1)), URGENT), "the others need not hold these up"
+    assert foreseen(site) == (shapes(*range(1, MAX_PREBUILT_SHAPES + 1)), MAX_URGENT_SHAPES), (
+        "the others need not hold these up"
+    )
 
 
 def built(swarm: Swarm) -> Mapping[str, tuple[int, int]]:
@@ -458,7 +482,7 @@ def test_devices_build_the_programs_of_the_runs_that_wait() -> None:
     site.tick(1.1)
     (prepare,) = site.prepares().values()
     assert [len(shape.sizes) for shape in prepare.shapes[:3]] == [16, 4, 1]
-    assert prepare.needed == URGENT, "the last one need not hold up the first"
+    assert prepare.build_first == MAX_URGENT_SHAPES, "the last one need not hold up the first"
 
 
 # -- of another version -----------------------------------------------------------------------------------------------
@@ -466,7 +490,7 @@ def test_devices_build_the_programs_of_the_runs_that_wait() -> None:
 
 def other_version(site: Site, device: str) -> None:
     prepare, epoch = asked(site, device)
-    site.event(interface.UpMessage(device, messages.Ready(prepare.txn, "m", epoch, 5, b"otherone")))
+    site.event(interface.DeviceMessage(device, messages.Ready(prepare.transaction_id, "m", epoch, 5, b"otherone")))
 
 
 def test_a_device_that_derives_other_programs_is_refused_until_it_starts_anew_and_the_others_serve() -> None:
@@ -477,7 +501,7 @@ def test_a_device_that_derives_other_programs_is_refused_until_it_starts_anew_an
     site.ready("a")
     active = site.plan
     assert active.devices == ("a",)
-    (note,) = [c.text for c in site.seen if isinstance(c, interface.Note) and c.kind == "refused"]
+    (note,) = [c.text for c in site.seen if isinstance(c, interface.LogEvent) and c.kind == "refused"]
     assert caps("b", 1).version in note
     assert __version__ in note
     site.tick(1.0)

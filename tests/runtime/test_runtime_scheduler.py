@@ -13,24 +13,31 @@ from sites import EVERY_FAMILY, FAMILIES, MODEL, TOLERANCE, request, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.errors import DeadlineError, OverloadedError, RemoteError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import decode_work
 from hepti_mqtt.runtime.coordinator import interface, scheduler
 from hepti_mqtt.runtime.coordinator.requests import (
+    Batch,
     Batching,
-    Chunk,
-    Item,
-    Job,
+    FairQueue,
+    Request,
     RequestKey,
-    Waiting,
-    micro_batches,
-    packed,
-    parted,
+    WorkItem,
+    concatenate,
+    split_into_micro_batches,
+    split_output,
 )
-from hepti_mqtt.runtime.coordinator.scheduler import ATTEMPTS, QUEUE, QUEUE_ALL, Hand, Lane, next_hand
-from hepti_mqtt.schedule import deal
+from hepti_mqtt.runtime.coordinator.scheduler import (
+    MAX_ATTEMPTS,
+    MAX_QUEUED,
+    MAX_QUEUED_PER_CLIENT,
+    Assignment,
+    ReplicaLoad,
+    next_assignment,
+)
+from hepti_mqtt.schedule import route_to_replicas
 
 TOGETHER = Batching(16)
 
@@ -63,7 +70,7 @@ def test_what_waits_runs_together_sorted_by_length_and_each_has_its_own_answer()
     site.answer(1)
     assert lengths(site, 2) == (4, 4, 7, 9)
     site.answer(2)
-    assert {n: a.job.output()[:, 0].tolist() for n, a in site.answers.items()} == {
+    assert {n: a.request.output()[:, 0].tolist() for n, a in site.answers.items()} == {
         "first": [3], "r0": [9], "r1": [4], "r2": [7], "r3": [4],
     }  # fmt: skip
     (stats,) = site.answers["r0"].stats
@@ -99,7 +106,7 @@ def test_chunks_of_one_request_run_apart_beside_those_of_others() -> None:
     for admission in (1, 2, 3, 4):
         site.answer(admission)
     assert [lengths(site, admission) for admission in (2, 3, 4)] == [(4, 7), (5,), (6,)]
-    assert site.answers["long"].job.output()[:, 0].tolist() == [4, 5, 6]
+    assert site.answers["long"].request.output()[:, 0].tolist() == [4, 5, 6]
     assert [s.requests for s in site.answers["long"].stats] == [2, 1, 1]
 
 
@@ -136,15 +143,15 @@ def test_a_client_that_was_away_saves_no_turns_up() -> None:
 
 def test_the_queue_is_bounded_for_a_client_and_for_all() -> None:
     site = busy()
-    for i in range(QUEUE + 1):
+    for i in range(MAX_QUEUED_PER_CLIENT + 1):
         site.submit(f"a{i}", 4, client="a")
-    assert list(site.errors) == [f"a{QUEUE}"]
+    assert list(site.errors) == [f"a{MAX_QUEUED_PER_CLIENT}"]
     site.submit("b", 4, client="b")
     assert "b" not in site.errors
-    for i in range(QUEUE_ALL):
-        site.submit(f"c{i}", 4, client=f"c{i // QUEUE}")
+    for i in range(MAX_QUEUED):
+        site.submit(f"c{i}", 4, client=f"c{i // MAX_QUEUED_PER_CLIENT}")
     refused = [e for e in site.errors.values() if isinstance(e, OverloadedError)]
-    assert len(refused) == 1 + QUEUE + 1
+    assert len(refused) == 1 + MAX_QUEUED_PER_CLIENT + 1
 
 
 def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +190,7 @@ def test_a_run_that_is_lost_is_run_again_and_one_that_is_lost_often_spoils_nobod
         assert len(lengths(site, admission)) == 1
         site.run_failed("a", admission, "wire") if lengths(site, admission) == (6,) else site.answer(admission)
     assert {name: type(error) for name, error in site.errors.items()} == {"r2": RemoteError}
-    assert max(site.work) == 3 + 3 + ATTEMPTS - 2, "the others once more, that one until it has had its attempts"
+    assert max(site.work) == 3 + 3 + MAX_ATTEMPTS - 2, "the others once more, that one until it has had its attempts"
 
 
 def test_a_deadline_ends_its_request_alone() -> None:
@@ -195,7 +202,7 @@ def test_a_deadline_ends_its_request_alone() -> None:
     assert isinstance(site.errors["short"], DeadlineError)
     assert not any(isinstance(m, messages.Cancel) for _, m in site.told), "somebody waits for the run"
     site.answer(2)
-    assert site.answers["long"].job.output()[:, 0].tolist() == [4]
+    assert site.answers["long"].request.output()[:, 0].tolist() == [4]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -206,7 +213,7 @@ def test_after_an_output_of_another_size_each_runs_by_itself_until_it_has_failed
     assert not site.errors
     site.answer(3)
     assert set(site.answers) == {"first", "r0"}
-    for admission in range(4, 4 + ATTEMPTS):
+    for admission in range(4, 4 + MAX_ATTEMPTS):
         assert not site.errors
         assert lengths(site, admission) == (4,)
         misfit(site, admission, rows)
@@ -219,7 +226,7 @@ def misfit(site: Site, admission: int, rows: int) -> None:
     output = replace(frame, kind="output", source="a", dtype="f32", shape=body.shape, body=body)
     done = replace(frame, kind="done", source="a", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")
     for sent in (output, done):
-        site.event(interface.UpFrame("a", sent))
+        site.event(interface.DeviceFrame("a", sent))
 
 
 # -- delay ------------------------------------------------------------------------------------------------------------
@@ -256,40 +263,43 @@ def test_a_delay_leaves_time_until_the_deadline() -> None:
 
 
 def test_each_request_goes_where_it_is_answered_first_behind_those_before_it():
-    assert list(deal(10.0, [(9.0, 4.0), (12.0, 1.0)], [1.0])) == [1]
-    assert list(deal(10.0, [(9.0, 2.0), (12.0, 1.0)], [1.0])) == [0]
-    assert list(deal(10.0, [(0.0, 1.0), (0.0, 1.0)], [1.0])) == [0]
+    assert list(route_to_replicas(10.0, [(9.0, 4.0), (12.0, 1.0)], [1.0])) == [1]
+    assert list(route_to_replicas(10.0, [(9.0, 2.0), (12.0, 1.0)], [1.0])) == [0]
+    assert list(route_to_replicas(10.0, [(0.0, 1.0), (0.0, 1.0)], [1.0])) == [0]
     unequal = [(0.0, 0.95), (0.0, 2.8), (0.0, 5.7)]
-    assert list(deal(0.0, unequal, [1.0] * 8)) == [0, 0, 1, 0, 0, 0, 1, 0], "the slowest would be last"
-    assert list(deal(0.0, unequal, [1.0] * 9))[-1] == 2
-    assert list(deal(0.0, unequal, [4.0, 1.0])) == [0, 1]
+    assert list(route_to_replicas(0.0, unequal, [1.0] * 8)) == [0, 0, 1, 0, 0, 0, 1, 0], "the slowest would be last"
+    assert list(route_to_replicas(0.0, unequal, [1.0] * 9))[-1] == 2
+    assert list(route_to_replicas(0.0, unequal, [4.0, 1.0])) == [0, 1]
 
 
 def test_what_a_busy_fast_replica_answers_sooner_waits_for_it():
     def plan(name, seconds):
-        return Plan(MODEL, Epoch(1, 1), "single", (name,), name, predicted_s=seconds, predicted_tokens=128)
+        return Plan(MODEL, PlanVersion(1, 1), "single", (name,), name, predicted_s=seconds, predicted_tokens=128)
 
     def lanes(fast_until_s, has_room):
-        return [Lane(plan("fast", 1.0), fast_until_s, 1 / 128, has_room), Lane(plan("slow", 6.0), 0.0, 6 / 128, True)]
+        return [
+            ReplicaLoad(plan("fast", 1.0), fast_until_s, 1 / 128, has_room),
+            ReplicaLoad(plan("slow", 6.0), 0.0, 6 / 128, True),
+        ]
 
     shape, inputs = request(SPEC, (12,))  # as long as one of 64 tokens, half of what plans are made for
-    queue = Waiting()
+    queue = FairQueue()
     for number in range(8):
-        job = Job(RequestKey(MODEL, "c", f"r{number}"), (Chunk(shape, inputs),), None, None)
-        queue.add([Item(job, 0)])
-        hand = next_hand(0.0, lanes(2.0, False), queue)
-        assert hand == (None if number < 2 else Hand(lanes(0, True)[1].plan, 1)), number
-    assert next_hand(0.0, lanes(0.0, True), queue) == Hand(lanes(0, True)[0].plan, 7)
-    assert next_hand(0.0, lanes(0.0, True)[1:], queue) == Hand(lanes(0, True)[1].plan)
+        job = Request(RequestKey(MODEL, "c", f"r{number}"), (Batch(shape, inputs),), None, None)
+        queue.append([WorkItem(job, 0)])
+        hand = next_assignment(0.0, lanes(2.0, False), queue)
+        assert hand == (None if number < 2 else Assignment(lanes(0, True)[1].plan, 1)), number
+    assert next_assignment(0.0, lanes(0.0, True), queue) == Assignment(lanes(0, True)[0].plan, 7)
+    assert next_assignment(0.0, lanes(0.0, True)[1:], queue) == Assignment(lanes(0, True)[1].plan)
 
 
 def test_a_batch_is_cut_into_micro_batches_in_its_order():
     spec = FAMILIES["bert-mask"]
     shape, inputs = request(spec, (40, 30, 20, 50, 3, 2))
-    parts = micro_batches([Chunk(shape, inputs)])
+    parts = split_into_micro_batches([Batch(shape, inputs)])
     assert [part.shape.lengths for part in parts] == [(40, 30), (20, 50, 3, 2)]
     assert all(len(part.inputs) == part.shape.tokens for part in parts)
-    again = packed(parts)
+    again = concatenate(parts)
     assert again.shape == shape
     assert again.inputs.tolist() == inputs.tolist()
 
@@ -307,9 +317,9 @@ def test_the_answer_of_a_batch_is_that_of_each_of_its_requests(family: str, data
     weights = tensors(spec)
     want = data.draw(st.sampled_from(["task", "hidden"]))
     batches = data.draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=5))
-    chunks = [Chunk(*request(spec, batch, want, seed=i)) for i, batch in enumerate(batches)]
-    whole = packed(chunks)
+    chunks = [Batch(*request(spec, batch, want, seed=i)) for i, batch in enumerate(batches)]
+    whole = concatenate(chunks)
     output = models.reference(spec, weights, whole.inputs, whole.shape)[1]
     assert output.shape == spec.output_shape(whole.shape)
-    for chunk, mine in zip(chunks, parted(spec, chunks, output), strict=True):
+    for chunk, mine in zip(chunks, split_output(spec, chunks, output), strict=True):
         np.testing.assert_allclose(mine, models.reference(spec, weights, chunk.inputs, chunk.shape)[1], atol=TOLERANCE)

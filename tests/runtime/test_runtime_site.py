@@ -18,7 +18,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.errors import DeadlineError, RemoteError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.planner import Question, price
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.messages import Endpoint, Peer, Prepare
@@ -34,7 +34,7 @@ SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
 PLENTY = 1 << 30
 ROOMY = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9, memory_bytes=PLENTY)
-SPLIT = [m for m in METHODS if STRATEGIES[m[0]].most_devices is None]
+SPLIT = [m for m in METHODS if STRATEGIES[m[0]].max_devices is None]
 IDS = ["-".join([m[0], *m[1].values()]) for m in SPLIT]
 # Every moment with some of the methods, and every method at a third of the moments; all of both are wide. Half of them
 # go over mesh.
@@ -131,7 +131,7 @@ def test_a_network_that_loses_every_exchange_ends_in_an_error_and_frees_the_devi
     swarm.run(3)
     assert [type(e) for e in swarm.errors["r"]] == [error]
     assert "r" not in swarm.answers
-    assert not swarm.planner.slots.own(MODEL).runs
+    assert not swarm.planner.groups.default(MODEL).runs
     assert all(h.session.runs.idle for h in swarm.hosts.values())
 
 
@@ -139,7 +139,7 @@ def needed(*plans) -> int:
     """Return the memory that the neediest device of some plans needs."""
     swarm = site(n=2)
     ask = replace(
-        swarm.planner._question(swarm.planner.slots.own(MODEL), 0.0),
+        swarm.planner._question(swarm.planner.groups.default(MODEL), 0.0),
         cluster=Cluster(dict.fromkeys(("d0", "d1"), ROOMY), {d: Link() for d in ("d0", "d1")}),
     )
     return max(need for each in plans for need in price(ask, each).needs.values())
@@ -155,17 +155,17 @@ def tight(memory: int, decider: Callable[[Question], object]) -> Swarm:
 def test_pins_hold_for_their_request_alone_whether_or_not_both_plans_fit(room):
     """Budgets as the devices keep them; the planner's own plan stays, or makes room and comes back by itself."""
     swarm = tight(int(needed(plan(SPEC, ROW, (1.0, 1.0))) * (2.5 if room == "for both" else 1.02)), divided(ROW))
-    first = plan_of(swarm).epoch
+    first = plan_of(swarm).version
     for i in range(6):
-        swarm.submit(i, SHAPE, INPUTS, pins=Pins(storage="f16") if i % 2 else None)
+        swarm.submit(i, SHAPE, INPUTS, pins=Pins(weight_dtype="f16") if i % 2 else None)
     swarm.run(60, until=lambda: len(swarm.answers) == 6)
     assert not swarm.errors
     for i in range(6):
         ((got, (stats,)),) = swarm.answers[i]
-        assert stats.plan.storage == ("f16" if i % 2 else "f32")
+        assert stats.plan.weight_dtype == ("f16" if i % 2 else "f32")
         np.testing.assert_allclose(got, expected(), atol=5e-3 if i % 2 else TOLERANCE)
     settle(swarm)
-    assert (plan_of(swarm).epoch == first) is (room == "for both")
+    assert (plan_of(swarm).version == first) is (room == "for both")
     assert np.array_equal(ask(swarm, "last"), swarm.answers[0][0][0]), "the same bits as before"
 
 
@@ -174,10 +174,10 @@ def test_an_old_and_a_new_plan_that_do_not_fit_together_are_swapped():
     first, second = plan(SPEC, ("block", {}), (1.0, 3.0)), plan(SPEC, ("block", {}), (3.0, 1.0))
     swarm = tight(int(1.02 * needed(first, second)), always(first))
     swarm.decider = always(second)
-    swarm.tell_planner(interface.Pin(MODEL, Pins()))
-    before = plan_of(swarm).epoch
+    swarm.tell_planner(interface.PinPlan(MODEL, Pins()))
+    before = plan_of(swarm).version
     swarm.submit("r", SHAPE, INPUTS)
-    swarm.run(20, until=lambda: plan_of(swarm) is not None and plan_of(swarm).epoch > before)
+    swarm.run(20, until=lambda: plan_of(swarm) is not None and plan_of(swarm).version > before)
     assert any(n.kind == "refused" for n in swarm.notes)
     answer(swarm, "r")
     ask(swarm, "s")
@@ -193,20 +193,20 @@ def test_a_joining_device_is_used_without_losing_a_request():
     assert all(len(a) == 1 for a in swarm.answers.values())
     assert "d9" in plan_of(swarm).devices
     swarm.run(5)
-    assert all(len(h.session.epochs) == 1 for n, h in swarm.hosts.items() if n in plan_of(swarm).devices)
+    assert all(len(h.session.plans) == 1 for n, h in swarm.hosts.items() if n in plan_of(swarm).devices)
 
 
 def stranger(swarm: Swarm, **changes) -> frames.Frame:
     """Return a frame of zeros in the name of d1."""
     body = np.zeros(4, np.float32).tobytes()
-    frame = frames.Frame("tensor", MODEL, plan_of(swarm).epoch, 1, 0, 1, "d1", 0, "f32", (2, 2), 0, (), body)
+    frame = frames.Frame("tensor", MODEL, plan_of(swarm).version, 1, 0, 1, "d1", 0, "f32", (2, 2), 0, (), body)
     return frames.decode(frames.encode(replace(frame, **changes)))
 
 
 def test_frames_of_dead_epochs_duplicates_and_lies_change_nothing():
     swarm = site(n=2)
     host = swarm.hosts["d0"].session
-    dead = stranger(swarm, epoch=plan_of(swarm).epoch._replace(number=9999))
+    dead = stranger(swarm, epoch=plan_of(swarm).version._replace(number=9999))
     assert host.handle(session.FrameIn(dead), swarm.now) == []
     assert host.counters["dead_epoch"] == 1
     lied = []
@@ -226,8 +226,8 @@ def test_early_frames_of_a_wrong_shape_cost_an_attempt_and_no_answer():
     swarm = site(n=2)
     ask(swarm, "first")
     host = swarm.hosts["d0"].session
-    template = host.epochs.get(MODEL, plan_of(swarm).epoch).bound[SHAPE].template
-    exchanges = [key for key in template.recv if key[2] == "d1"]
+    template = host.plans.get(MODEL, plan_of(swarm).version).programs[SHAPE].template
+    exchanges = [key for key in template.slot_of_exchange if key[2] == "d1"]
     assert len(exchanges) > 1
     for node, part, _ in exchanges:
         frame = stranger(swarm, admission=2, node=node, part=part)
@@ -340,18 +340,18 @@ def test_tokens_are_of_one_pair_and_one_epoch_and_end_with_it():
 
 def test_a_pair_that_cannot_connect_goes_over_the_broker_and_the_others_do_not():
     swarm = over(walls={("d0", "d2"), ("d2", "d0")})
-    assert set(plan_of(swarm).relayed) == swarm.walls
+    assert set(plan_of(swarm).relayed_pairs) == swarm.walls
     assert sum(note.kind == "relayed" for note in swarm.notes) == 2
     ask(swarm)
     assert swarm.direct
     swarm.join("d3", 1e9, PLENTY)
     swarm.run(30, until=lambda: len(plan_of(swarm).devices) == 4)
-    assert set(plan_of(swarm).relayed) == swarm.walls, "what could not connect is not tried again"
+    assert set(plan_of(swarm).relayed_pairs) == swarm.walls, "what could not connect is not tried again"
 
 
 def test_where_nobody_can_connect_the_broker_carries_all():
     swarm = over(walls=permutations(("d0", "d1", "d2"), 2))
-    assert set(plan_of(swarm).relayed) == swarm.walls
+    assert set(plan_of(swarm).relayed_pairs) == swarm.walls
     ask(swarm)
     assert not swarm.direct
     assert sum(step.after == "preparing" for step in swarm.planner.stories()[0].last(1000)) == 2
@@ -375,23 +375,23 @@ def test_a_pair_that_does_not_come_back_is_planned_round():
     swarm.run(0.005)
     swarm.cut("d0", "d1")
     answer(swarm)
-    assert plan_of(swarm).epoch > first.epoch
-    assert plan_of(swarm).relayed == (("d0", "d1"),)
+    assert plan_of(swarm).version > first.version
+    assert plan_of(swarm).relayed_pairs == (("d0", "d1"),)
     assert not any(note.kind == "overdue" for note in swarm.notes)
 
 
 def test_a_peer_that_is_only_sent_to_concerns_the_epochs_under_which_it_reads():
-    routes, first, second = MeshRoutes(), ("m", Epoch(1, 1)), ("m", Epoch(1, 2))
+    routes, first, second = MeshRoutes(), ("m", PlanVersion(1, 1)), ("m", PlanVersion(1, 2))
     place = Endpoint("10.0.0.2", 7)
     before, behind = Peer("d2", place, "out", ""), Peer("d1", place, "", "in")  # as in a ring: d1 is sent to, d2 heard
     for key in (first, second):
         routes.admit(key, Prepare(1, {}, {}, bytes(32), 1, peers=(behind, before)))
     routes.join(first, (before,), 0.0)
-    assert routes.sends_to("d1") == [first, second]
-    assert routes.sends_to("d2") == []
-    assert routes.part(second)
-    assert routes.sends_to("d1") == [first]
-    assert routes.part(second) == []
+    assert routes.plans_read_by("d1") == [first, second]
+    assert routes.plans_read_by("d2") == []
+    assert routes.leave(second)
+    assert routes.plans_read_by("d1") == [first]
+    assert routes.leave(second) == []
 
 
 # -- replicas ---------------------------------------------------------------------------------------------------------
@@ -423,9 +423,9 @@ def test_requests_that_wait_are_shared_among_all_replicas(options, devices, part
     runs = list(answered(swarm).values())
     assert len(set(runs)) == parts
     assert max(map(runs.count, runs)) < len(ASKED) / parts + 2  # nobody has much more than others
-    plan = swarm.planner.plan(MODEL)
+    plan = swarm.planner.active_plan(MODEL)
     assert plan is not None
-    assert {part.epoch for part in plan.replicas}.isdisjoint({plan.epoch})
+    assert {part.version for part in plan.replicas}.isdisjoint({plan.version})
     assert not any(host.session.counters["illegal_step"] for host in swarm.hosts.values())
 
 
@@ -436,10 +436,10 @@ def test_the_devices_of_other_replicas_are_not_told_of_a_run():
     swarm.run(1)
     counted = [host.session.counters for host in swarm.hosts.values()]
     assert not any(counter["dead_epoch"] for counter in counted)
-    topics = {swarm.planner.topics.work(MODEL, part.devices[0]) for part in swarm.planner.plan(MODEL).replicas}
+    topics = {swarm.planner.topics.work(MODEL, part.devices[0]) for part in swarm.planner.active_plan(MODEL).replicas}
     for name, host in swarm.hosts.items():
         [own] = host.works & topics
-        assert own == swarm.planner.topics.work(MODEL, swarm.planner.plan(MODEL).of(name).devices[0])
+        assert own == swarm.planner.topics.work(MODEL, swarm.planner.active_plan(MODEL).for_device(name).devices[0])
 
 
 def test_requests_that_could_run_together_are_shared_out_first():
@@ -450,44 +450,44 @@ def test_requests_that_could_run_together_are_shared_out_first():
 
 def test_a_lost_device_takes_its_replica_away_and_the_others_go_on_until_the_next_plan():
     swarm = replicas()
-    before = swarm.planner.plan(MODEL)
+    before = swarm.planner.active_plan(MODEL)
     submit(swarm)
     swarm.kill("d1")
     swarm.run(0.02)  # its will is there, and no search has ended
-    after = swarm.planner.plan(MODEL)
+    after = swarm.planner.active_plan(MODEL)
     assert after is not None
-    assert (after.epoch, after.devices) == (before.epoch, ("d0", "d2"))
-    assert {part.epoch for part in after.replicas} < {part.epoch for part in before.replicas}
+    assert (after.version, after.devices) == (before.version, ("d0", "d2"))
+    assert {part.version for part in after.replicas} < {part.version for part in before.replicas}
     assert set(answered(swarm).values()) <= {("d0",), ("d2",)}
     swarm.run(5)
-    last = swarm.planner.plan(MODEL)
+    last = swarm.planner.active_plan(MODEL)
     assert last is not None
     assert set(last.devices) == {"d0", "d2"}
 
 
 def test_a_replica_whose_run_never_ended_is_left_out_while_the_others_go_on():
     swarm = replicas()
-    before = swarm.planner.plan(MODEL)
+    before = swarm.planner.active_plan(MODEL)
     assert before is not None
     deaf = swarm.planner.topics.work(MODEL, "d1")
     swarm.lost_filter = lambda topic, _: topic == deaf  # it has lost that subscription, beats and answers probes
     submit(swarm)
     swarm.run(60, until=lambda: any(note.kind == "overdue" for note in swarm.notes))
-    during = swarm.planner.plan(MODEL)
+    during = swarm.planner.active_plan(MODEL)
     assert during is not None, "requests go on"
-    assert during.epoch == before.epoch
-    assert {run.devices for run in swarm.planner.slots.own(MODEL).able} == {("d0",), ("d2",)}
+    assert during.version == before.version
+    assert {run.devices for run in swarm.planner.groups.default(MODEL).usable_executables} == {("d0",), ("d2",)}
     assert set(answered(swarm).values()) == {("d0",), ("d2",)}
     swarm.lost_filter = lambda *_: False
-    swarm.run(20, until=lambda: swarm.planner.plan(MODEL).epoch != before.epoch)
-    assert swarm.planner.plan(MODEL).devices == before.devices, "all of it is prepared anew"
-    assert len(swarm.planner.slots.own(MODEL).able) == 3
+    swarm.run(20, until=lambda: swarm.planner.active_plan(MODEL).version != before.version)
+    assert swarm.planner.active_plan(MODEL).devices == before.devices, "all of it is prepared anew"
+    assert len(swarm.planner.groups.default(MODEL).usable_executables) == 3
     assert not any(note.kind == "left" for note in swarm.notes)
 
 
 def test_where_only_doubted_replicas_are_left_the_plan_serves_nobody_and_another_one_is_made():
     swarm = replicas(devices=2)
-    before = swarm.planner.plan(MODEL)
+    before = swarm.planner.active_plan(MODEL)
     assert before is not None
     deaf = swarm.planner.topics.work(MODEL, "d0")
     swarm.lost_filter = lambda topic, _: topic == deaf
@@ -495,20 +495,22 @@ def test_where_only_doubted_replicas_are_left_the_plan_serves_nobody_and_another
     swarm.run(60, until=lambda: any(note.kind == "overdue" for note in swarm.notes))
     swarm.kill("d1")
     swarm.run(0.02)  # its will is there, and no search has ended
-    assert swarm.planner.plan(MODEL) is None
+    assert swarm.planner.active_plan(MODEL) is None
     swarm.lost_filter = lambda *_: False
     assert set(answered(swarm).values()) <= {("d0",), ("d1",)}
-    assert swarm.planner.plan(MODEL).devices == ("d0",)
+    assert swarm.planner.active_plan(MODEL).devices == ("d0",)
 
 
 def test_a_group_that_loses_a_device_is_released_by_those_that_are_left_of_it():
     swarm = replicas({"groups": "2"}, 4)
-    lost = next(part for part in swarm.planner.plan(MODEL).replicas if "d1" in part.devices)
+    lost = next(part for part in swarm.planner.active_plan(MODEL).replicas if "d1" in part.devices)
     [left] = set(lost.devices) - {"d1"}
     swarm.kill("d1")
     swarm.run(0.05)
-    assert swarm.planner.plan(MODEL).devices == tuple(d for d in ("d0", "d1", "d2", "d3") if d not in lost.devices)
-    assert swarm.hosts[left].session.epochs.get(MODEL, lost.epoch) is None
+    assert swarm.planner.active_plan(MODEL).devices == tuple(
+        d for d in ("d0", "d1", "d2", "d3") if d not in lost.devices
+    )
+    assert swarm.hosts[left].session.plans.get(MODEL, lost.version) is None
     submit(swarm)
     answered(swarm)
 

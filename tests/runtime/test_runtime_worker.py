@@ -17,43 +17,43 @@ from sites import EVERY_FAMILY, FAMILIES, plan, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cost.memory import PROGRAMS, programs_bytes, weight_total
+from hepti_mqtt.cost.memory import KEPT_PROGRAMS, programs_bytes, weights_bytes
 from hepti_mqtt.errors import PlanError, WireError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import program, resident_weights
+from hepti_mqtt.plan_programs import device_program, resident_weights
 from hepti_mqtt.protocol import frames, messages
-from hepti_mqtt.protocol.frames import GRAIN, Frame
+from hepti_mqtt.protocol.frames import BUFFER_GRANULARITY, Frame
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.runtime.machinery import IllegalStepError, Machine, Publish
+from hepti_mqtt.runtime.machinery import IllegalStepError, Publish, StateMachine
 from hepti_mqtt.runtime.worker import residents, runs
 from hepti_mqtt.runtime.worker.executor import bind, pack
 from hepti_mqtt.runtime.worker.interface import (
-    Build,
-    Built,
+    AnalysePrepare,
+    BuildProgram,
     Command,
-    Complain,
-    Doubt,
     FrameIn,
     Load,
     Loaded,
     LoadFailed,
+    LogTrouble,
+    MayHaveMissedCommands,
     MessageIn,
     PlannerLost,
-    Study,
+    ProgramBuilt,
     Subscribe,
     Subscribed,
     Unload,
     Unsubscribe,
     WorkerEvent,
 )
-from hepti_mqtt.runtime.worker.programs import build, study
-from hepti_mqtt.runtime.worker.residents import EPOCHS, MAX_DEVICES, check_prepare, resident_of, shape_of
+from hepti_mqtt.runtime.worker.programs import analyse, build
+from hepti_mqtt.runtime.worker.residents import MAX_DEVICES, RESIDENT_STATES, analyse_prepare, check_prepare, shape_of
 from hepti_mqtt.runtime.worker.runs import EARLY_S, EarlyFrames
-from hepti_mqtt.runtime.worker.session import ASKED, WorkerSession
+from hepti_mqtt.runtime.worker.session import MAX_BEING_ANALYSED, WorkerSession
 from hepti_mqtt.spec import PlainShape, Spec
 
 SPEC = FAMILIES["bert-embedding"]
@@ -62,22 +62,22 @@ GPT2 = spec_of_kind("tiny-gpt2")
 WORKERS = Workers(1)
 SINGLE, HALVES = plan(SPEC, ("single", {}), (1.0,)), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
 WORK = Topics("home").work("m", "d0")
-ONE, TWO, OTHER = ("m", Epoch(1, 1)), ("m", Epoch(1, 2)), ("n", Epoch(1, 3))
+ONE, TWO, OTHER = ("m", PlanVersion(1, 1)), ("m", PlanVersion(1, 2)), ("n", PlanVersion(1, 3))
 
 
-def prepare(key: tuple[str, Epoch] = ONE, fixed: Plan = SINGLE, **more: object) -> messages.Prepare:
-    chosen = replace(fixed, model=key[0], epoch=key[1])
+def prepare(key: tuple[str, PlanVersion] = ONE, fixed: Plan = SINGLE, **more: object) -> messages.Prepare:
+    chosen = replace(fixed, model=key[0], version=key[1])
     shapes = tuple(shape.plain() for shape in more.pop("shapes", ()))
     needed = more.pop("needed", len(shapes))
     spec = more.pop("spec", SPEC)
     return messages.Prepare(key[1].number, chosen.to_dict(), spec.to_dict(), bytes(32), 2, shapes, needed, **more)
 
 
-WEIGHTS = pack(TENSORS, resident_of(prepare(), "d0", Topics("home")).refs)
+WEIGHTS = pack(TENSORS, analyse_prepare(prepare(), "d0", Topics("home")).refs)
 
 
-def shape(*lengths: int) -> PackedTokens:
-    return PackedTokens(lengths)
+def shape(*lengths: int) -> TokenBatch:
+    return TokenBatch(lengths)
 
 
 class Device:
@@ -87,9 +87,9 @@ class Device:
         self.session = WorkerSession("d0", "home", memory_bytes)
         self.spec, self.builds = spec, builds
         self.taken: set[tuple[str, str, str]] = set()
-        self.orders: list[Build] = []
+        self.orders: list[BuildProgram] = []
         self.sent: list[messages.Message | frames.Frame] = []
-        self.complaints: list[Complain] = []
+        self.complaints: list[LogTrouble] = []
         self.now = 0.0
         self.admission = 0
 
@@ -97,22 +97,22 @@ class Device:
         """Return what the session wants because of an event, but for studies and Programs."""
         self.now += 1.0
         out = self.follow(self.session.handle(event, self.now))
-        self.taken |= {(t.before, t.event, t.after) for t in self.session.epochs.story.last()}
+        self.taken |= {(t.before, t.event, t.after) for t in self.session.plans.story.last()}
         return out
 
     def follow(self, commands: Iterable[Command]) -> list[Command]:
         self.session.check()
         out: list[Command] = []
         for command in commands:
-            if isinstance(command, Study):
-                out += self(study(command, "d0", self.session.topics))
-            elif isinstance(command, Build):
+            if isinstance(command, AnalysePrepare):
+                out += self(analyse(command, "d0", self.session.topics))
+            elif isinstance(command, BuildProgram):
                 self.orders.append(command)
             else:
                 out.append(command)
             if isinstance(command, Publish):
-                self.sent.append(messages.decode_up(command.payload))
-            elif isinstance(command, Complain):
+                self.sent.append(messages.decode_report(command.payload))
+            elif isinstance(command, LogTrouble):
                 self.complaints.append(command)
         while self.builds and self.orders:
             out += self(build(self.orders.pop(0), "d0", WORKERS))
@@ -121,10 +121,10 @@ class Device:
     def tell(self, message: messages.Message) -> list[Command]:
         return self(MessageIn(message))
 
-    def loaded(self, key: tuple[str, Epoch]) -> list[Command]:
+    def loaded(self, key: tuple[str, PlanVersion]) -> list[Command]:
         return self(Loaded(*key, WEIGHTS))
 
-    def build(self, *, most: int = 100) -> list[PackedTokens]:
+    def build(self, *, most: int = 100) -> list[TokenBatch]:
         """Carry out orders, and return their shapes."""
         built = []
         while self.orders and len(built) < most:
@@ -132,18 +132,18 @@ class Device:
             self(build(self.orders.pop(0), "d0", WORKERS))
         return built
 
-    def ask(self, wanted: PackedTokens, session: frames.Session | None = None, seed: int = 0, key=ONE) -> int:
+    def ask(self, wanted: TokenBatch, session: frames.DecoderSession | None = None, seed: int = 0, key=ONE) -> int:
         """Let a request come, and return its number."""
         self.admission += 1
         inputs = models.random_inputs(self.spec, wanted, np.random.default_rng(seed))
-        payload = frames.encode_work(*key, self.admission, wanted, inputs, session or frames.Session())
+        payload = frames.encode_work(*key, self.admission, wanted, inputs, session or frames.DecoderSession())
         self.last = self(FrameIn(frames.decode(payload)))
         return self.admission
 
     def run(self) -> None:
         """Run ops, until nothing is ready."""
-        while (step := self.session.next()) is not None:
-            self.follow(self.session.done(step, step.run(), 1e-6, self.now))
+        while (step := self.session.next_step()) is not None:
+            self.follow(self.session.finish_step(step, step.run(), 1e-6, self.now))
 
     def said(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -157,7 +157,7 @@ class Device:
     def count(self, when: str) -> int:
         return self.session.counters[f"programs_built_{when}"]
 
-    def reach(self, key: tuple[str, Epoch], state: str) -> None:
+    def reach(self, key: tuple[str, PlanVersion], state: str) -> None:
         """Bring a new epoch into a state."""
         self.tell(prepare(key))
         if state in {"loading", "ready", "active"}:
@@ -167,11 +167,11 @@ class Device:
         if state == "active":
             self.tell(messages.Activate(1, *key))
         if state == "doubted":
-            self(Doubt("test"))
+            self(MayHaveMissedCommands("test"))
         assert self.state(key) == state
 
-    def state(self, key: tuple[str, Epoch]) -> str | None:
-        resident = self.session.epochs.get(*key)
+    def state(self, key: tuple[str, PlanVersion]) -> str | None:
+        resident = self.session.plans.get(*key)
         return None if resident is None else resident.state
 
 
@@ -179,7 +179,7 @@ def ups(out: list[Command]) -> list[messages.Message]:
     return [messages.decode(c.payload) for c in out if isinstance(c, Publish)]
 
 
-def prepared(*shapes: PackedTokens, needed: int | None = None, spec: Spec = SPEC) -> Device:
+def prepared(*shapes: TokenBatch, needed: int | None = None, spec: Spec = SPEC) -> Device:
     """Return a device whose plan for it alone is loaded, and that builds Programs when it is told to."""
     device = Device(spec=spec, builds=False)
     chosen = plan(spec, ("single", {}), (1.0,))
@@ -194,11 +194,11 @@ def prepared(*shapes: PackedTokens, needed: int | None = None, spec: Spec = SPEC
 
 ENDS = {
     "release": MessageIn(messages.Release(9, *ONE)),
-    "drain": MessageIn(messages.Drain(9)),
+    "drain": MessageIn(messages.ReleaseAll(9)),
     "failed": LoadFailed(*ONE, PlanError("no")),
     "planner lost": PlannerLost(2),
 }
-HERE = [s for s in EPOCHS.states if s != "released"]
+HERE = [s for s in RESIDENT_STATES.states if s != "released"]
 ACTS = ("prepare", "reach", "reach", "reach", "loaded", "subscribed", "activate", "activate", "request", "doubt")
 ACTS += ("release", "failed", "drain", "planner lost", "memory")
 
@@ -209,13 +209,13 @@ def walk(seed: int) -> set[tuple[str, str, str]]:
     device, acknowledged = Device(), set()
     for _ in range(rng.randrange(40)):
         what, key = rng.choice(ACTS), rng.choice((ONE, TWO, OTHER))
-        if what in {"prepare", "reach", "memory"} and key not in device.session.epochs:
+        if what in {"prepare", "reach", "memory"} and key not in device.session.plans:
             acknowledged.discard(key)
             if what == "reach":
                 device.reach(key, state := rng.choice(HERE))
                 acknowledged |= {key} if state in {"loading", "ready", "active"} else set()
             if what == "memory":
-                device.session.memory_bytes = max(device.session.epochs.needed_bytes(), 1)
+                device.session.memory_bytes = max(device.session.plans.needed_bytes(), 1)
             device.tell(prepare(key))
             device.session.memory_bytes = 1 << 30
         elif what == "loaded":
@@ -228,11 +228,11 @@ def walk(seed: int) -> set[tuple[str, str, str]]:
         elif what == "failed":
             device(LoadFailed(*key, PlanError("no")))
         elif what == "doubt":
-            device(Doubt("test"))
-            assert device.session.epochs.doubted() == sorted(device.session.epochs)
+            device(MayHaveMissedCommands("test"))
+            assert device.session.plans.unconfirmed() == sorted(device.session.plans)
         elif what in {"activate", "release", "drain"}:
             kinds = {"activate": messages.Activate, "release": messages.Release}
-            device.tell(kinds[what](1, *key) if what in kinds else messages.Drain(9))
+            device.tell(kinds[what](1, *key) if what in kinds else messages.ReleaseAll(9))
         elif what == "planner lost" and rng.random() < 0.3:
             device(PlannerLost(2))
     return device.taken
@@ -241,7 +241,7 @@ def walk(seed: int) -> set[tuple[str, str, str]]:
 def test_no_order_of_events_leads_to_an_illegal_step_and_every_step_of_the_table_is_taken_by_some() -> None:
     """An illegal step raises here (`Machine.strict`)."""
     taken = set().union(*map(walk, range(200)))
-    steps = {(s, e, after) for s, by_event in EPOCHS.steps.items() for e, after in by_event.items()}
+    steps = {(s, e, after) for s, by_event in RESIDENT_STATES.steps.items() for e, after in by_event.items()}
     assert steps - taken == set()
     assert taken - steps == {("-", "prepare", "asked")}
 
@@ -253,9 +253,9 @@ def test_an_epoch_that_ends_is_unloaded_whatever_its_state(state: str, event: st
     device.reach(ONE, state)
     out = device(ENDS[event])
     assert [c for c in out if isinstance(c, Unload)] == [Unload(*ONE, device.session.memory_bytes)]
-    assert [c.works for c in out if isinstance(c, Unsubscribe)] == [(WORK,)]
-    assert len(device.session.epochs) == 0
-    assert ONE not in device.session.epochs
+    assert [c.work_topics for c in out if isinstance(c, Unsubscribe)] == [(WORK,)]
+    assert len(device.session.plans) == 0
+    assert ONE not in device.session.plans
 
 
 def test_a_model_is_left_with_its_last_epoch() -> None:
@@ -264,7 +264,7 @@ def test_a_model_is_left_with_its_last_epoch() -> None:
     device.reach(TWO, "ready")
     assert not [c for c in device.tell(messages.Release(9, *ONE)) if isinstance(c, Unsubscribe)]
     (left,) = (c for c in device.tell(messages.Release(9, *TWO)) if isinstance(c, Unsubscribe))
-    assert left.works == (WORK,)
+    assert left.work_topics == (WORK,)
 
 
 def test_what_runs_have_left_is_kept_for_the_next_one_and_goes_with_the_epoch() -> None:
@@ -273,7 +273,7 @@ def test_what_runs_have_left_is_kept_for_the_next_one_and_goes_with_the_epoch() 
     device.ask(shape(3))
     device.run()
     assert device.session.runs.idle
-    held = device.session.runs._executor.held_bytes
+    held = device.session.runs._executor.cached_bytes
     assert held() > 0
     device.tell(messages.Release(9, *ONE))
     assert held() == 0
@@ -308,16 +308,16 @@ def test_an_epoch_in_doubt_goes_when_its_memory_is_needed_or_a_newer_one_is_acti
     device = Device()
     device.reach(ONE, "active")
     if why == "memory":
-        device.session.memory_bytes = device.session.epochs.needed_bytes()
-    device(Doubt("the control connection was lost"))
+        device.session.memory_bytes = device.session.plans.needed_bytes()
+    device(MayHaveMissedCommands("the control connection was lost"))
     if why == "outlived":
         device.reach(TWO, "ready")
     assert device.state(ONE) == "doubted"
     out = device.tell(prepare(OTHER) if why == "memory" else messages.Activate(2, *TWO))
-    assert [type(c) for c in out[:4]] == [Complain, Publish, Unload, Unsubscribe][: 3 if why == "outlived" else 4]
-    assert [(m.model, m.epoch, m.code) for m in ups(out)][:1] == [(*ONE, "forgotten")]
-    assert [(c.model, c.epoch) for c in out if isinstance(c, Load)] == ([OTHER] if why == "memory" else [])
-    assert list(device.session.epochs) == [OTHER if why == "memory" else TWO]
+    assert [type(c) for c in out[:4]] == [LogTrouble, Publish, Unload, Unsubscribe][: 3 if why == "outlived" else 4]
+    assert [(m.model, m.plan_version, m.code) for m in ups(out)][:1] == [(*ONE, "forgotten")]
+    assert [(c.model, c.plan_version) for c in out if isinstance(c, Load)] == ([OTHER] if why == "memory" else [])
+    assert list(device.session.plans) == [OTHER if why == "memory" else TWO]
     assert not ups(device.tell(messages.Release(9, *TWO))), "not of one that it was told to give up"
 
 
@@ -325,35 +325,35 @@ def test_an_epoch_in_doubt_goes_when_its_memory_is_needed_or_a_newer_one_is_acti
 def test_what_the_planner_goes_on_with_is_in_doubt_no_more(proof: str) -> None:
     device = Device()
     device.reach(ONE, "ready")
-    device.session.memory_bytes = device.session.epochs.needed_bytes()
-    device(Doubt("the control connection was lost"))
+    device.session.memory_bytes = device.session.plans.needed_bytes()
+    device(MayHaveMissedCommands("the control connection was lost"))
     device.ask(shape(3)) if proof == "request" else device.tell(messages.Activate(1, *ONE))
     (failed,) = ups(device.tell(prepare(OTHER)))
     assert failed.code == "memory"
-    assert list(device.session.epochs) == [ONE]
+    assert list(device.session.plans) == [ONE]
 
 
 def test_a_plan_that_was_refused_for_want_of_memory_fits_once_what_was_loading_is_released() -> None:
     device = Device()
     device.reach(ONE, "loading")
-    device.session.memory_bytes = device.session.epochs.needed_bytes()
+    device.session.memory_bytes = device.session.plans.needed_bytes()
     (failed,) = ups(device.tell(prepare(OTHER)))
-    assert isinstance(failed, messages.Failed)
+    assert isinstance(failed, messages.PrepareFailed)
     assert failed.code == "memory"
     device.tell(messages.Release(2, *ONE))
     again = device.tell(prepare(OTHER))
-    assert [(c.model, c.epoch) for c in again if isinstance(c, Load)] == [OTHER]
+    assert [(c.model, c.plan_version) for c in again if isinstance(c, Load)] == [OTHER]
     assert device.loaded(ONE) == [], "what was under way for the other one changes nothing"
     device.loaded(OTHER)
     (ready,) = ups(device(Subscribed(*OTHER)))
     assert isinstance(ready, messages.Ready)
-    assert ready.epoch == OTHER[1]
+    assert ready.plan_version == OTHER[1]
 
 
 def test_an_epoch_in_doubt_still_gets_ready() -> None:
     device = Device()
     device.reach(ONE, "doubted")
-    assert [type(m) for m in ups(device.loaded(ONE))] == [messages.Progress], "it gets further"
+    assert [type(m) for m in ups(device.loaded(ONE))] == [messages.PrepareProgress], "it gets further"
     (ready,) = ups(device(Subscribed(*ONE)))
     assert isinstance(ready, messages.Ready)
     assert device.state(ONE) == "doubted"
@@ -364,30 +364,30 @@ def test_an_illegal_step_fails_a_test_and_in_service_its_epoch_is_unloaded(monke
     device.reach(ONE, "ready")
     with pytest.raises(IllegalStepError):
         device(Subscribed(*ONE))
-    monkeypatch.setattr(Machine, "strict", False)
+    monkeypatch.setattr(StateMachine, "strict", False)
     device = Device()
     device.reach(ONE, "ready")
     device.ask(shape(3))
     out = device(Subscribed(*ONE))
-    assert [type(c) for c in out] == [Unload, Unsubscribe, Complain], "it does not say that it is ready"
+    assert [type(c) for c in out] == [Unload, Unsubscribe, LogTrouble], "it does not say that it is ready"
     assert device.session.counters["illegal_step"] == 1
-    assert len(device.session.epochs) == 0
-    assert device.session.next() is None, "its requests went with it"
+    assert len(device.session.plans) == 0
+    assert device.session.next_step() is None, "its requests went with it"
     device.reach(ONE, "ready")  # the planner asks again
 
 
 # -- plans that are studied -------------------------------------------------------------------------------------------
 
 
-def asked(message: messages.Prepare, memory: int = 1 << 30) -> tuple[WorkerSession, Study]:
+def asked(message: messages.Prepare, memory: int = 1 << 30) -> tuple[WorkerSession, AnalysePrepare]:
     """Return a session that was asked to prepare a plan, and what is to be studied."""
     device = WorkerSession("d0", "home", memory)
     (order,) = device.handle(MessageIn(message), 0.0)
     return device, order
 
 
-def studied(device: WorkerSession, order: Study) -> list[Command]:
-    return device.handle(study(order, device.device, device.topics), 0.0)
+def studied(device: WorkerSession, order: AnalysePrepare) -> list[Command]:
+    return device.handle(analyse(order, device.device, device.topics), 0.0)
 
 
 def answer(message: messages.Prepare, memory: int = 1 << 30) -> list[Command]:
@@ -415,14 +415,14 @@ def test_asks_for_exactly_the_weights_of_the_plan_that_was_asked_for_last() -> N
 
 
 def test_two_epochs_of_one_model_share_weights_two_models_do_not() -> None:
-    weights = weight_total(resident_weights(SPEC, HALVES, "d0"))
+    weights = weights_bytes(resident_weights(SPEC, HALVES, "d0"))
     beside = 2 * programs_bytes(SPEC, HALVES, "d0")
     device = Device()
     device.tell(prepare(ONE, HALVES))
     device.session.memory_bytes = tight = int(1.9 * weights) + beside
     assert any(isinstance(c, Load) for c in device.tell(prepare(TWO, HALVES)))
     device.tell(prepare(OTHER, HALVES))
-    (other,) = device.said(messages.Failed)
+    (other,) = device.said(messages.PrepareFailed)
     assert other.code == "memory"
     assert other.missing_bytes > 2 * weights + beside - tight - 1
 
@@ -436,18 +436,18 @@ def test_refuses_what_does_not_fit_with_the_missing_bytes() -> None:
 def test_a_plan_is_studied_once_however_often_it_is_asked_for() -> None:
     device, order = asked(prepare(fixed=HALVES))
     (said,) = device.handle(MessageIn(replace(prepare(fixed=HALVES), txn=7)), 0.0)
-    assert messages.decode(said.payload) == messages.Progress(7, *ONE, 0, 0), "it is at it"
+    assert messages.decode(said.payload) == messages.PrepareProgress(7, *ONE, 0, 0), "it is at it"
     assert [type(c) for c in studied(device, order)] == [Subscribe, Load]
     assert studied(device, order) == []
-    assert device.epochs.get(*ONE).txn == 7
+    assert device.plans.get(*ONE).transaction_id == 7
 
 
-@pytest.mark.parametrize("event", [*(e for name, e in ENDS.items() if name != "failed"), Doubt("away")])
+@pytest.mark.parametrize("event", [*(e for name, e in ENDS.items() if name != "failed"), MayHaveMissedCommands("away")])
 def test_a_plan_that_is_given_up_while_it_is_studied_does_not_come(event: WorkerEvent) -> None:
     device, order = asked(prepare(fixed=HALVES))
     assert device.handle(event, 0.0) == []
     assert studied(device, order) == []
-    assert len(device.epochs) == 0
+    assert len(device.plans) == 0
 
 
 def test_plans_that_cannot_be_read_or_lowered_are_refused() -> None:
@@ -455,7 +455,7 @@ def test_plans_that_cannot_be_read_or_lowered_are_refused() -> None:
         asked(messages.Prepare(1, {"epoch": [1, 1]}, SPEC.to_dict(), bytes(32), 1))
     odd = prepare(fixed=HALVES)
     (failed,) = ups(answer(replace(odd, plan={**odd.plan, "strategy": "magic"})))
-    assert (failed.txn, failed.code) == (1, "no_plan")
+    assert (failed.transaction_id, failed.code) == (1, "no_plan")
 
 
 def changed(data, path, value):
@@ -471,7 +471,7 @@ def changed(data, path, value):
 
 def found(made=None, spec=None, shapes=(), in_flight=1):
     message = messages.Prepare(1, made or HALVES.to_dict(), spec or SPEC.to_dict(), bytes(32), in_flight, shapes)
-    return study(Study(messages.decode(messages.encode(message))), "d0", Topics("home")).found
+    return analyse(AnalysePrepare(messages.decode(messages.encode(message))), "d0", Topics("home")).result
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
@@ -537,11 +537,11 @@ def test_so_are_shapes_and_numbers_of_runs_that_no_plan_was_made_for(nothing_bui
 
 def test_plans_wait_to_be_studied_in_a_bounded_number():
     device = WorkerSession("d0", "home", 1 << 30)
-    for number in range(ASKED + 1):
-        made = replace(HALVES, epoch=Epoch(1, number + 1)).to_dict()
+    for number in range(MAX_BEING_ANALYSED + 1):
+        made = replace(HALVES, version=PlanVersion(1, number + 1)).to_dict()
         (out,) = device.handle(MessageIn(messages.Prepare(number, made, SPEC.to_dict(), bytes(32), 1)), 0.0)
-        assert isinstance(out, Study) is (number < ASKED)
-    assert isinstance(messages.decode(out.payload), messages.Failed)
+        assert isinstance(out, AnalysePrepare) is (number < MAX_BEING_ANALYSED)
+    assert isinstance(messages.decode(out.payload), messages.PrepareFailed)
 
 
 # -- Programs ---------------------------------------------------------------------------------------------------------
@@ -567,7 +567,7 @@ def test_each_program_that_a_plan_waits_for_is_progress() -> None:
     device = prepared(*(shape(n) for n in (3, 4, 5)))
     for more in (1, 1, 1, 0):
         (told,) = device.sent
-        assert isinstance(told, messages.Progress) is bool(more)
+        assert isinstance(told, messages.PrepareProgress) is bool(more)
         assert device.ready() or told.done_bytes == told.total_bytes > 0, "0 of 0 would say that nothing moves"
         device.sent.clear()
         device.build(most=more)
@@ -613,12 +613,12 @@ def test_what_a_request_waits_for_is_built_first() -> None:
 
 
 def test_the_steps_of_a_session_are_foreseen() -> None:
-    prompt, step = PackedTokens((7,), cache=64), PackedTokens((1,), cache=64)
+    prompt, step = TokenBatch((7,), cache=64), TokenBatch((1,), cache=64)
     device = prepared(prompt, spec=GPT2)
     device.build()
-    device.ask(prompt, frames.Session(1))
+    device.ask(prompt, frames.DecoderSession(1))
     assert device.build() == [step], "while the prompt runs"
-    device.ask(prompt, frames.Session(2, final=True))
+    device.ask(prompt, frames.DecoderSession(2, final=True))
     assert (device.count("ahead"), device.count("late")) == (2, 0)
 
 
@@ -653,7 +653,7 @@ def test_of_two_requests_that_claim_one_number_neither_is_answered(built: bool) 
         device.build()
     device.admission -= 1
     admission = device.ask(shape(4), seed=1)
-    (failed,) = device.said(messages.RequestFailed)
+    (failed,) = device.said(messages.RunFailed)
     assert (failed.admission, failed.code) == (admission, "wire")
     device.build()
     device.run()
@@ -674,13 +674,13 @@ def test_what_was_built_for_an_epoch_that_is_gone_is_dropped() -> None:
 
 def test_a_program_that_cannot_be_built_ends_what_waits_for_it_and_nothing_else() -> None:
     device = prepared(shape(3), shape(4))
-    device(Built(device.orders.pop().number, ValueError("no")))
+    device(ProgramBuilt(device.orders.pop().number, ValueError("no")))
     assert device.build() == [shape(4)]
     assert device.ready(), "the plan serves other requests"
     assert [c.kind for c in device.complaints] == ["programs_failed"]
     waiting, other = device.ask(shape(3)), device.ask(shape(4))
-    device(Built(device.orders.pop().number, ValueError("no")))
-    (failed,) = device.said(messages.RequestFailed)
+    device(ProgramBuilt(device.orders.pop().number, ValueError("no")))
+    (failed,) = device.said(messages.RunFailed)
     assert (failed.admission, failed.code) == (waiting, "device")
     device.run()
     assert device.done() == [other]
@@ -688,13 +688,13 @@ def test_a_program_that_cannot_be_built_ends_what_waits_for_it_and_nothing_else(
 
 def test_no_more_programs_are_kept_than_the_account_says() -> None:
     device = prepared()
-    for length in range(1, PROGRAMS + 3):
+    for length in range(1, KEPT_PROGRAMS + 3):
         device.ask(shape(length))
         device.build()
         device.run()
-    resident = device.session.epochs.get(*ONE)
+    resident = device.session.plans.get(*ONE)
     assert resident is not None
-    assert list(resident.bound) == [shape(n) for n in range(3, PROGRAMS + 3)]
+    assert list(resident.programs) == [shape(n) for n in range(3, KEPT_PROGRAMS + 3)]
 
 
 @pytest.mark.parametrize("storage", ["f32", "w8a8"])
@@ -703,8 +703,8 @@ def test_the_account_of_programs_is_a_bound(kind: str, storage: str) -> None:
     spec = spec_of_kind(kind)
     single = replace(plan(spec, ("single", {}), (1.0,)), storage=storage)
     weights = pack(tensors(spec), resident_weights(spec, single, "d0"))
-    shapes = [replace(models.shape_for(spec, 30), lengths=(n,)) for n in range(3, 4 + PROGRAMS)]
-    made = [program(spec, single, each, "d0") for each in shapes]
+    shapes = [replace(models.representative_shape(spec, 30), lengths=(n,)) for n in range(3, 4 + KEPT_PROGRAMS)]
+    made = [device_program(spec, single, each, "d0") for each in shapes]
     bind(made[0], weights, WORKERS)  # what is shared is there
     tracemalloc.start()
     try:
@@ -712,7 +712,7 @@ def test_the_account_of_programs_is_a_bound(kind: str, storage: str) -> None:
         nbytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert len(kept) == PROGRAMS
+    assert len(kept) == KEPT_PROGRAMS
     account = programs_bytes(spec, single, "d0")
     assert 0.2 * account < nbytes < account
 
@@ -721,13 +721,13 @@ def test_the_account_of_programs_is_a_bound(kind: str, storage: str) -> None:
 
 
 def frame(admission: int, nbytes: int = 4, part: int = 0) -> Frame:
-    return Frame("tensor", "m", Epoch(1, 1), admission, 0, 1, "d1", part, "u8", (nbytes,), 0, (), bytes(nbytes))
+    return Frame("tensor", "m", PlanVersion(1, 1), admission, 0, 1, "d1", part, "u8", (nbytes,), 0, (), bytes(nbytes))
 
 
 def test_frames_of_a_request_come_out_in_their_order_and_once() -> None:
     kept = EarlyFrames()
     for part, admission in enumerate((7, 8, 7)):
-        assert kept.keep(frame(admission, part=part), 0.0) == 0
+        assert kept.store(frame(admission, part=part), 0.0) == 0
     assert [f.part for f in kept.take(7, 0.0)[0]] == [0, 2]
     assert kept.take(7, 0.0) == ([], 0)
     assert [f.part for f in kept.take(8, 0.0)[0]] == [1]
@@ -736,36 +736,36 @@ def test_frames_of_a_request_come_out_in_their_order_and_once() -> None:
 
 def test_what_has_waited_too_long_goes() -> None:
     kept = EarlyFrames()
-    kept.keep(frame(1), 0.0)
-    kept.keep(frame(2), EARLY_S)
-    assert kept.keep(frame(3), EARLY_S + 1) == 1
+    kept.store(frame(1), 0.0)
+    kept.store(frame(2), EARLY_S)
+    assert kept.store(frame(3), EARLY_S + 1) == 1
     assert [len(kept.take(n, EARLY_S + 1)[0]) for n in (1, 2, 3)] == [0, 1, 1]
 
 
 def test_what_has_waited_too_long_is_not_delivered_even_if_nothing_came_after_it() -> None:
     kept = EarlyFrames()
-    kept.keep(frame(1, part=0), 0.0)
-    kept.keep(frame(1, part=1), 5.0)
+    kept.store(frame(1, part=0), 0.0)
+    kept.store(frame(1, part=1), 5.0)
     frames, stale = kept.take(1, EARLY_S + 1)
     assert ([f.part for f in frames], stale) == ([1], 1)
     kept.check()
 
 
 def test_empty_frames_are_bounded_by_the_buffers_that_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "EARLY_BYTES", 10 * GRAIN)
+    monkeypatch.setattr(runs, "EARLY_BYTES", 10 * BUFFER_GRANULARITY)
     kept = EarlyFrames()
-    dropped = sum(kept.keep(frame(admission, 0), 0.0) for admission in range(100))
+    dropped = sum(kept.store(frame(admission, 0), 0.0) for admission in range(100))
     assert dropped == 90
-    assert kept.nbytes == 10 * GRAIN
+    assert kept.nbytes == 10 * BUFFER_GRANULARITY
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2 * GRAIN), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2 * BUFFER_GRANULARITY), st.booleans()), max_size=60))
 def test_bytes_are_bounded_and_every_frame_is_kept_or_counted(steps: list[tuple[int, int, bool]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "EARLY_BYTES", 5 * GRAIN)
+        patch.setattr(runs, "EARLY_BYTES", 5 * BUFFER_GRANULARITY)
         kept, inside = EarlyFrames(), 0
         for admission, nbytes, take in steps:
-            inside += 1 - kept.keep(frame(admission, nbytes), 0.0)
+            inside += 1 - kept.store(frame(admission, nbytes), 0.0)
             kept.check()
             if take:
                 inside -= kept.drop(admission)

@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 from hepti_mqtt import models
-from hepti_mqtt.service.answers import answer
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.answers import decode_output
+from hepti_mqtt.service.requests import read_input
 
 
 def encoded(image, kind="PNG", **options):
@@ -28,8 +28,8 @@ def noise(width, height, mode="RGB"):
 
 def run(checkpoint, request):
     """Answer a request with the oracle in the devices' place, through JSON on both sides."""
-    prepared = prepare(checkpoint, json.loads(json.dumps(request)))
+    prepared = read_input(checkpoint, json.loads(json.dumps(request)))
     _, output = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
-    reply = answer(checkpoint, prepared, output)
+    reply = decode_output(checkpoint, prepared, output)
     assert json.loads(json.dumps(reply, allow_nan=False)) == reply
     return reply

@@ -19,25 +19,34 @@ import pytest
 from swarm import profile_curve
 
 from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import Naming, sent_bytes, simulate
+from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
 from hepti_mqtt.errors import NetworkError, OverloadedError, PacketLimitError, RemoteError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs
-from hepti_mqtt.protocol.messages import answer_lacks
+from hepti_mqtt.plan_programs import device_programs, make_plan
+from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.runtime.coordinator.interface import Answer, Refuse
-from hepti_mqtt.runtime.coordinator.plans import Standing
-from hepti_mqtt.runtime.coordinator.requests import Chunk, Item, Job, Pins, RequestKey, Run, RunStats, packed
+from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
+from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
+from hepti_mqtt.runtime.coordinator.requests import (
+    Batch,
+    Pins,
+    Request,
+    RequestKey,
+    Run,
+    RunStats,
+    WorkItem,
+    concatenate,
+)
 from hepti_mqtt.service import channel as journal_module
 from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
-from hepti_mqtt.service.channel import KEPT, LIVES, UNHEARD, UNHEARD_BYTES, Journal, Post
-from hepti_mqtt.service.decoder import Asked, Decoder
+from hepti_mqtt.service.channel import MAX_DELIVERY_ATTEMPTS, MAX_MARKS, UNHEARD, UNHEARD_BYTES, Journal, RequestChannel
+from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.handler import Desk, Model, Reply
-from hepti_mqtt.service.requests import Room
+from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
+from hepti_mqtt.service.requests import MemoryQuota
 from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
 
 TOPICS = Topics("home")
@@ -61,13 +70,13 @@ def forecasts(checkpoints, clock):
 
 @pytest.fixture
 def desk(checkpoints, forecasts):
-    return Desk("home", {n: Model(n, c, Pins()) for n, c in checkpoints.items()}, forecasts)
+    return RequestHandler("home", {n: OpenModel(n, c, Pins()) for n, c in checkpoints.items()}, forecasts)
 
 
 def foreseen(forecasts, answer):
     """Return an Answer whose runs' forecasts are made."""
     made = []
-    forecasts.then(answer.stats, lambda: made.append(True))
+    forecasts.call_when_ready(answer.stats, lambda: made.append(True))
     assert forecasts.step()
     assert made
     return answer
@@ -75,7 +84,7 @@ def foreseen(forecasts, answer):
 
 def ask(desk, data, model="bert", client="me", now=100.0):
     payload = data if isinstance(data, bytes) else json.dumps(data).encode()
-    return desk.request(model, client, payload, now)
+    return desk.read_request(model, client, payload, now)
 
 
 def told(reply):
@@ -84,7 +93,7 @@ def told(reply):
 
 
 def plan_for(checkpoint, number=1):
-    template = Plan(checkpoint.model, Epoch(9, number), "row", ("a", "b"), "a")
+    template = Plan(checkpoint.model, PlanVersion(9, number), "row", ("a", "b"), "a")
     return replace(make_plan(checkpoint.spec, template, "row", {"variant": "kv"}, (3.0, 1.0)), predicted_s=0.004)
 
 
@@ -92,19 +101,19 @@ def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
     """Return the Answer of a job whose runs all ended."""
     for place, chunk in enumerate(job.chunks):
         plan = plans[place] if plans else plan_for(checkpoint)
-        run = Run(place + 1, (Item(job, place),), chunk.shape, plan, CLUSTER, begun_s, 0.0, 100, alone=True)
-        run.done = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
+        run = Run(place + 1, (WorkItem(job, place),), chunk.shape, plan, CLUSTER, begun_s, 0.0, 100, ran_alone=True)
+        run.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
         job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.lengths), 32), np.float32)
         job.stats.append(run.stats())
-    return Answer(job, job.stats[-1].plan, tuple(job.stats))
+    return AnswerRequest(job, job.stats[-1].plan, tuple(job.stats))
 
 
 def test_a_text_becomes_a_job(desk):
     job = ask(desk, {"text": "hello world", "id": "q1", "deadline_ms": 250})
-    assert isinstance(job, Job)
-    assert (job.key.model, job.key.client, job.key.request) == ("bert", "me", "q1")
+    assert isinstance(job, Request)
+    assert (job.key.model, job.key.client, job.key.id) == ("bert", "me", "q1")
     assert (job.deadline_s, job.pins) == (100.25, None)
-    assert job.chunks[0].inputs.dtype == np.int32
+    assert job.batches[0].inputs.dtype == np.int32
     again, other = (ask(desk, {"text": text, "id": "q1"}) for text in ("hello world", "other"))
     assert job.digest == again.digest != other.digest
     assert again.deadline_s == 100.0 + desk_module.DEADLINE_S, "every request has an end"
@@ -114,9 +123,9 @@ def test_a_name_is_made_only_where_it_is_needed(desk):
     def made():
         raise AssertionError("the request has a name")
 
-    assert desk.request("bert", "me", b'{"text": "a", "id": "q1"}', 0.0, made).key.request == "q1"
-    assert desk.request("bert", "me", b'{"text": "a"}', 0.0, lambda: "m1").key.request == "m1"
-    assert desk.request("bert", "me", b"{", 0.0, lambda: "m2").request == "m2"
+    assert desk.read_request("bert", "me", b'{"text": "a", "id": "q1"}', 0.0, made).key.request == "q1"
+    assert desk.read_request("bert", "me", b'{"text": "a"}', 0.0, lambda: "m1").key.request == "m1"
+    assert desk.read_request("bert", "me", b"{", 0.0, lambda: "m2").request == "m2"
 
 
 def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, checkpoints, forecasts):
@@ -138,15 +147,15 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     assert reply.topic == TOPICS.response("bert", "me", "q1")
     data = told(reply)
     plan, shape = plan_for(checkpoint), job.chunks[0].shape
-    assert answer_lacks(data) is None
+    assert missing_answer_key(data) is None
     assert data["ok"] is True
     assert data["id"] == "q1"
     assert data["result"]["results"][0]["embedding"] == [1.0] * 32
     assert data["plan"]["id"] == "9.1"
     assert data["plan"]["epoch"] == [9, 1]
     assert data["plan"]["predicted_ms"] == pytest.approx(4.0)
-    parts = programs(checkpoint.spec, plan_for(checkpoint), job.chunks[0].shape)
-    played = simulate(Naming("home", "bert"), checkpoint.spec, job.chunks[0].shape, parts, CLUSTER)
+    parts = device_programs(checkpoint.spec, plan_for(checkpoint), job.chunks[0].shape)
+    played = simulate(TopicNames("home", "bert"), checkpoint.spec, job.chunks[0].shape, parts, CLUSTER)
     assert data["predicted_ms"] == pytest.approx(played.seconds * 1e3)
     assert sum(data["plan"]["devices"].values()) == pytest.approx(1.0)
     assert data["plan"]["devices"]["a"] > data["plan"]["devices"]["b"] > 0
@@ -155,8 +164,8 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     assert data["compute_ms"] == {"a": 2.0, "b": 1.0}
     assert data["wait_ms"] == {"a": 0.5, "b": 1.5}
     assert data["bytes_on_wire"] == 100 + 70 + 30
-    parts = programs(checkpoint.spec, plan, shape)
-    assert data["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, shape, parts)
+    parts = device_programs(checkpoint.spec, plan, shape)
+    assert data["predicted_bytes"] == sent_bytes(TopicNames("home", "bert"), checkpoint.spec, shape, parts)
     assert data["forecast"] == "simulated"
     assert data["latency_ms"] == pytest.approx(500.0)
 
@@ -164,18 +173,18 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
 def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
     jobs = [ask(desk, {"text": text}) for text in ("hello world", "more")]
-    items = tuple(Item(job, 0) for job in jobs)
-    whole = packed([item.part for item in items])
-    run = Run(1, items, whole.shape, plan_for(checkpoint), CLUSTER, 0.0, 0.0, 100, alone=True)
-    run.done = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
+    items = tuple(WorkItem(job, 0) for job in jobs)
+    whole = concatenate([item.batch for item in items])
+    run = Run(1, items, whole.shape, plan_for(checkpoint), CLUSTER, 0.0, 0.0, 100, ran_alone=True)
+    run.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
     for job in jobs:
         job.outputs[0] = np.ones((1, 32), np.float32)
-        told_of = told(desk.answer(foreseen(forecasts, Answer(job, run.plan, (run.stats(),))), now=100.5))
+        told_of = told(desk.answer(foreseen(forecasts, AnswerRequest(job, run.plan, (run.stats(),))), now=100.5))
         assert told_of["batched_with"] == 1
         assert told_of["tokens"] == job.chunks[0].shape.tokens
         assert told_of["compute_ms"] == {"a": 2.0, "b": 1.0}
-        parts = programs(checkpoint.spec, run.plan, whole.shape)
-        assert told_of["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, whole.shape, parts)
+        parts = device_programs(checkpoint.spec, run.plan, whole.shape)
+        assert told_of["predicted_bytes"] == sent_bytes(TopicNames("home", "bert"), checkpoint.spec, whole.shape, parts)
 
 
 def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkpoints, forecasts):
@@ -186,7 +195,7 @@ def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkp
     plans = [plan_for(checkpoint, 1), replace(plan_for(checkpoint, 2), weights={"rows": (1.0, 1.0)})]
     data = told(desk.answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
     exact = sum(
-        sent_bytes(Naming("home", "bert"), checkpoint.spec, c.shape, programs(checkpoint.spec, p, c.shape))
+        sent_bytes(TopicNames("home", "bert"), checkpoint.spec, c.shape, device_programs(checkpoint.spec, p, c.shape))
         for p, c in zip(plans, job.chunks, strict=True)
     )
     assert data["predicted_bytes"] == exact
@@ -207,7 +216,7 @@ def test_a_prediction_has_what_the_planner_itself_took_of_late(desk, checkpoints
 def test_an_answer_tells_what_was_expected_after_what_runs_had_taught(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
     answer = foreseen(forecasts, finish(ask(desk, {"text": "hello"}), checkpoint, begun_s=100.02))
-    taught = replace(answer, stats=tuple(replace(stats, learned=1.5) for stats in answer.stats))
+    taught = replace(answer, stats=tuple(replace(stats, correction=1.5) for stats in answer.stats))
     data = told(desk.answer(taught, now=101.0))
     assert data["expected_ms"] - 20.0 == pytest.approx(1.5 * (data["predicted_ms"] - 20.0))
 
@@ -215,15 +224,16 @@ def test_an_answer_tells_what_was_expected_after_what_runs_had_taught(desk, chec
 def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
     job = ask(desk, {"texts": ["hello world", "more"], "want": "plan", "id": "q1"})
-    assert not job.computes
+    assert not job.wants_result
     plan, shape = plan_for(checkpoint), job.chunks[0].shape
-    answer = Answer(job, plan, (RunStats(plan, CLUSTER, shape, {}, {}, {}, 0),))
+    answer = AnswerRequest(job, plan, (RunStats(plan, CLUSTER, shape, {}, {}, {}, 0),))
     data = told(desk.answer(foreseen(forecasts, answer), now=100.5))
-    parts = programs(checkpoint.spec, plan, shape)
+    parts = device_programs(checkpoint.spec, plan, shape)
     assert (
-        data["predicted_ms"] == 1e3 * simulate(Naming("home", "bert"), checkpoint.spec, shape, parts, CLUSTER).seconds
+        data["predicted_ms"]
+        == 1e3 * simulate(TopicNames("home", "bert"), checkpoint.spec, shape, parts, CLUSTER).seconds
     )
-    assert data["predicted_bytes"] == sent_bytes(Naming("home", "bert"), checkpoint.spec, shape, parts)
+    assert data["predicted_bytes"] == sent_bytes(TopicNames("home", "bert"), checkpoint.spec, shape, parts)
     assert (data["result"], data["runs"], data["bytes_on_wire"], data["compute_ms"]) == (None, 0, 0, {})
     assert data["plan"]["id"] == "9.1"
 
@@ -232,7 +242,7 @@ def test_the_same_request_again_gets_the_same_answer(desk, checkpoints):
     job = ask(desk, {"text": "hello", "id": "q1"})
     first = desk.answer(finish(job, checkpoints["bert"]), now=101.0)
     assert ask(desk, {"text": "hello", "id": "q1"}, now=200.0) == first
-    assert isinstance(ask(desk, {"text": "hello", "id": "q1"}, client="other"), Job), "ids belong to a client"
+    assert isinstance(ask(desk, {"text": "hello", "id": "q1"}, client="other"), Request), "ids belong to a client"
 
 
 def test_a_request_nested_deeply_under_an_id_is_an_error(desk):
@@ -290,10 +300,10 @@ def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints, output
 
 def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, monkeypatch):
     checkpoint = checkpoints["bert"]
-    forecasts.stand((Standing(plan_for(checkpoint), CLUSTER),))
+    forecasts.set_plans((PlanSnapshot(plan_for(checkpoint), CLUSTER),))
     monkeypatch.setattr("hepti_mqtt.service.forecast.programs", None)
     job = ask(desk, {"text": "hello"})
-    desk.foresee(job)
+    desk.request_forecast(job)
     plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.chunks[0].shape.tokens)
     data = told(desk.answer(finish(job, checkpoint, plans=[plan]), now=101.0))
     assert data["forecast"] == "estimated"
@@ -305,7 +315,7 @@ def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, mo
 @pytest.mark.parametrize("request_of", ['{{"id": "q7", "text": "{}"}}', '{{"text": "{}", "id" :"q7"}}'])
 def test_a_request_that_is_too_large_to_be_read_is_refused_under_its_id(desk, request_of):
     # Quotes within a text are escaped: what stands there is no id.
-    reply = desk.request("bert", "me", request_of.format('\\"id\\": \\"no\\" ' * 1_500_000).encode(), 0.0)
+    reply = desk.read_request("bert", "me", request_of.format('\\"id\\": \\"no\\" ' * 1_500_000).encode(), 0.0)
     assert (told(reply)["id"], told(reply)["error"]["code"]) == ("q7", "bad_request")
     assert reply.topic.endswith("/q7")
 
@@ -323,21 +333,21 @@ def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same
 
 
 def test_what_waits_is_bounded_in_total_until_it_is_answered(desk, checkpoints, monkeypatch):
-    desk._room = Room(100)
+    desk._room = MemoryQuota(100)
     first = ask(desk, {"ids": [7] * 20})
     assert told(ask(desk, {"ids": [7] * 20}))["error"]["code"] == "overloaded"
-    assert isinstance(ask(desk, {"ids": [7] * 5}), Job)
+    assert isinstance(ask(desk, {"ids": [7] * 5}), Request)
     answer = finish(first, checkpoints["bert"])
     desk.answer(answer, 101.0)
     del first, answer
     gc.collect()  # a traceback of the refusal may hold the answer's frame
-    assert isinstance(ask(desk, {"ids": [7] * 20}), Job)
+    assert isinstance(ask(desk, {"ids": [7] * 20}), Request)
 
 
 @pytest.mark.parametrize("pin", [{"strategy": "auto"}, {"weights": "f16"}, {"devices": ["a"]}])
 def test_an_operator_may_forbid_pins(checkpoints, forecasts, pin):
-    desk = Desk("home", {"bert": Model("bert", checkpoints["bert"], Pins())}, forecasts, "none")
-    assert isinstance(ask(desk, {"text": "hello"}), Job)
+    desk = RequestHandler("home", {"bert": OpenModel("bert", checkpoints["bert"], Pins())}, forecasts, "none")
+    assert isinstance(ask(desk, {"text": "hello"}), Request)
     assert told(ask(desk, {"text": "hello", **pin}))["error"]["code"] == "bad_request"
 
 
@@ -373,15 +383,15 @@ class Site:
     def __init__(self, place, monkeypatch):
         self.answers, self.asked, self.settled = Answers(), [], []
         url, log = BrokerUrl.parse("mqtt://127.0.0.1:1"), logging.getLogger("hepti.planner")
-        decoder, nothing = Decoder("home"), lambda _state: None
-        self.post = Post(url, "p", place, self.answers, None, decoder, self.asked.append, nothing, log)
+        decoder, nothing = MessageDecoder("home"), lambda _state: None
+        self.post = RequestChannel(url, "p", place, self.answers, None, decoder, self.asked.append, nothing, log)
         self.counters = decoder.counters
         monkeypatch.setattr(self.post._requests, "acknowledge", lambda receipt: self.settled.append(receipt.packet))
 
     def answer(self, packet, payload=b"{}"):
         """Answer a request that the broker keeps."""
-        asked = Asked("m", "me", b"{}", Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
-        self.post.reply(asked, Reply("res", payload, f"q{packet}"))
+        asked = RawRequest("m", "me", b"{}", Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
+        self.post.send_reply(asked, Reply("res", payload, f"q{packet}"))
 
 
 @pytest.fixture
@@ -423,12 +433,12 @@ def test_a_request_that_the_broker_retains_is_acknowledged_and_not_computed(site
 
 def test_an_answer_that_nobody_hears_goes_out_again_for_a_while(site, post_clock):
     site.answer(1)
-    until = post_clock.now + post_module.UNHEARD_S
+    until = post_clock.now + post_module.RESEND_FOR_S
     while post_clock.now <= until:
         assert site.answers.taken(heard=False) == [b"{}"]
         assert not site.settled
-        post_clock.now += post_module.AGAIN_S
-        site.post.again(post_clock.now)
+        post_clock.now += post_module.RESEND_S
+        site.post.resend_due(post_clock.now)
     site.answers.taken(heard=False)
     assert site.settled == [1]
 
@@ -442,8 +452,8 @@ def test_requests_of_a_client_that_does_not_listen_do_not_fill_the_broker(site, 
         site.answer(packet)
     site.answers.taken(heard=False)
     assert site.settled == list(range(UNHEARD, UNHEARD + 100))
-    post_clock.now += post_module.AGAIN_S
-    site.post.again(post_clock.now)
+    post_clock.now += post_module.RESEND_S
+    site.post.resend_due(post_clock.now)
     site.answers.taken(heard=True)
     assert sorted(site.settled) == list(range(UNHEARD + 100)), "one that is heard makes room"
     del site.settled[:]
@@ -457,8 +467,8 @@ def test_answers_that_nobody_hears_fill_no_memory(site, post_clock):
         site.answer(packet, b"{%d" % packet + b" " * (UNHEARD_BYTES // 2))
     site.answers.taken(heard=False)
     assert site.settled == [1, 2]
-    post_clock.now += post_module.AGAIN_S
-    site.post.again(post_clock.now)
+    post_clock.now += post_module.RESEND_S
+    site.post.resend_due(post_clock.now)
     site.answers.taken(heard=True)
     site.answer(3, b" " * (2 * UNHEARD_BYTES))
     site.answers.taken(heard=False)
@@ -470,13 +480,13 @@ def test_an_answer_that_finds_no_room_goes_out_when_there_is_some(site, post_clo
     for packet in range(4):
         site.answer(packet, b"%d" % packet)
     assert site.answers.taken(heard=True) == [b"0"]
-    post_clock.now += post_module.AGAIN_S
-    site.post.again(post_clock.now)
+    post_clock.now += post_module.RESEND_S
+    site.post.resend_due(post_clock.now)
     assert site.counters["unpublished"] == 4, "who finds no room is the last that is tried"
     site.answers.room = 10
     while len(site.settled) < 4:
-        post_clock.now += post_module.AGAIN_S
-        site.post.again(post_clock.now)
+        post_clock.now += post_module.RESEND_S
+        site.post.resend_due(post_clock.now)
         site.answers.taken(heard=True)
     assert sorted(site.settled) == [0, 1, 2, 3]
     assert "it is full" in caplog.text
@@ -486,16 +496,16 @@ def test_an_answer_that_finds_no_room_goes_out_when_there_is_some(site, post_clo
 def test_an_answer_that_had_to_wait_for_room_waits_as_long_for_a_reader(site, post_clock):
     site.answers.room = 0
     site.answer(1)
-    post_clock.now += 2 * post_module.UNHEARD_S
+    post_clock.now += 2 * post_module.RESEND_FOR_S
     site.answers.room = 10
-    site.post.again(post_clock.now)
+    site.post.resend_due(post_clock.now)
     assert site.answers.taken(heard=False) == [b"{}"]
     assert not site.settled
 
 
 @pytest.mark.parametrize("limit", [1000, 10])
 def test_an_answer_that_the_broker_does_not_take_becomes_an_error_or_ends(site, limit):
-    site.post._desk = SimpleNamespace(too_large=partial(Desk.too_large, None))
+    site.post._desk = SimpleNamespace(too_large=partial(RequestHandler.encode_too_large, None))
     site.answers.limit = limit
     site.answer(1, b'{"id": "q1"}' + b" " * 2000)
     said = [json.loads(payload)["error"]["code"] for payload in site.answers.taken(heard=True)]
@@ -522,11 +532,11 @@ def live(tmp_path):
 
 
 def delivered(packet=1, repeated=False, payload=b"{}"):
-    return Asked("m", "me", payload, Delivery("t", payload, Receipt(1, packet), repeated))
+    return RawRequest("m", "me", payload, Delivery("t", payload, Receipt(1, packet), repeated))
 
 
 def job_of(key=KEY, digest=b"d"):
-    return Job(key, (Chunk(PackedTokens((1,)), np.zeros(1, np.int32)),), None, None, digest=digest)
+    return Request(key, (Batch(TokenBatch((1,)), np.zeros(1, np.int32)),), None, None, digest=digest)
 
 
 def test_a_request_that_came_twice_is_acknowledged_twice_when_its_answer_is(live):
@@ -557,18 +567,18 @@ def test_a_request_without_a_name_has_the_same_one_when_it_comes_again(live):
     second, _ = live()
     assert second.name(delivered(repeated=True)) == name
     assert second.name(delivered(packet=2, repeated=True)) != name
-    assert second.name(Asked("m", "me", b"{}")) != name
+    assert second.name(RawRequest("m", "me", b"{}")) != name
     second.answer(RequestKey("m", "me", name))
     assert second.name(delivered()) != name, "the broker has begun to count its packets anew"
 
 
 def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
-    for life in range(LIVES + 1):
+    for life in range(MAX_DELIVERY_ATTEMPTS + 1):
         journal, _ = live()
         assert (
             journal.lives(delivered(repeated=True))
             == journal.lives(delivered(repeated=True))
-            == min(life + 1, LIVES + 1)
+            == min(life + 1, MAX_DELIVERY_ATTEMPTS + 1)
         )
         assert journal.lives(delivered(payload=b"[]")) == 0
     journal.turned_away(delivered(repeated=True))()
@@ -608,18 +618,18 @@ def test_several_desk_threads_use_it_at_once(live, tmp_path):
     for taken in settle:
         taken()
     assert sorted(receipt.packet for receipt in acknowledged) == list(range(4 * len(keys)))
-    assert sorted(key.request for key in firsts) == sorted(key.request for key in keys)
+    assert sorted(key.request for key in firsts) == sorted(key.id for key in keys)
     assert (tmp_path / "requests").stat().st_size == 17 * len(keys)
 
 
 def test_what_is_kept_is_bounded(live, tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "FILE_BYTES", KEPT * 17 + 100)
+    monkeypatch.setattr(journal_module, "FILE_BYTES", MAX_MARKS * 17 + 100)
     journal, _ = live()
-    for n in range(KEPT + 50):
+    for n in range(MAX_MARKS + 50):
         journal.answer(RequestKey("m", "me", f"q{n}"))
     assert not journal.answered(RequestKey("m", "me", "q49"))
     assert journal.answered(RequestKey("m", "me", "q50"))
-    assert (tmp_path / "requests").stat().st_size <= KEPT * 17 + 117
+    assert (tmp_path / "requests").stat().st_size <= MAX_MARKS * 17 + 117
 
 
 def test_a_file_that_was_cut_short_or_cannot_be_written_stops_nothing(live, tmp_path, caplog):
@@ -632,8 +642,8 @@ def test_a_file_that_was_cut_short_or_cannot_be_written_stops_nothing(live, tmp_
     assert not second.answer(RequestKey("m", "me", "q2"))
     assert live()[0].answered(RequestKey("m", "me", "q2"))
     nowhere = Journal(tmp_path / "missing" / "requests", print)
-    assert not nowhere.answer(KEY)
-    assert nowhere.answer(KEY)
+    assert not nowhere.record_answer(KEY)
+    assert nowhere.record_answer(KEY)
     assert "make room" in caplog.text
 
 
@@ -650,14 +660,14 @@ def test_few_answers_are_kept_and_no_refusal(desk, checkpoints, monkeypatch):
     monkeypatch.setattr(desk_module, "KEPT", 2)
     for name in ("q1", "q2", "q3"):
         desk.answer(finish(ask(desk, {"text": "hello", "id": name}), checkpoints["bert"]), now=101.0)
-    assert isinstance(ask(desk, {"text": "hello", "id": "q1"}), Job)
+    assert isinstance(ask(desk, {"text": "hello", "id": "q1"}), Request)
     assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Reply)
     monkeypatch.setattr(desk_module, "KEPT_BYTES", 10)
     desk.answer(finish(ask(desk, {"text": "hello", "id": "q4"}), checkpoints["bert"]), now=101.0)
-    assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Job)
-    refused = told(desk.refuse(Refuse(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much"))))
+    assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Request)
+    refused = told(desk.refuse(RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much"))))
     assert refused == {"id": "q5", "ok": False, "error": {"code": "overloaded", "message": "too much"}}
-    assert isinstance(ask(desk, {"text": "hello", "id": "q5"}), Job)
+    assert isinstance(ask(desk, {"text": "hello", "id": "q5"}), Request)
 
 
 def test_what_has_no_id_or_no_model_is_answered_too(desk):
@@ -672,8 +682,8 @@ def test_what_has_no_id_or_no_model_is_answered_too(desk):
 def test_a_part_that_finds_no_room_and_what_comes_after_the_end_are_not_kept(site, post_clock):
     def tried_again():
         site.answers.room = 10
-        post_clock.now += post_module.AGAIN_S
-        site.post.again(post_clock.now)
+        post_clock.now += post_module.RESEND_S
+        site.post.resend_due(post_clock.now)
         return site.answers.sent
 
     site.answers.room = 0

@@ -55,12 +55,12 @@ def rival(mosquitto, request):
 def test_a_living_planner_is_noticed(mosquitto, rival):
     rival("taken").status("online")
     with pytest.raises(ConfigError):
-        broker_checks.require_alone(BrokerUrl.parse(str(mosquitto.url)), "taken")
+        broker_checks.ensure_single_planner(BrokerUrl.parse(str(mosquitto.url)), "taken")
 
 
 def test_a_broker_that_is_absent_is_named():
     with pytest.raises(NetworkError) as caught:
-        broker_checks.require_alone(BrokerUrl.parse("mqtt://127.0.0.1:1"), "s")
+        broker_checks.ensure_single_planner(BrokerUrl.parse("mqtt://127.0.0.1:1"), "s")
     assert "127.0.0.1:1" in str(caught.value)
 
 
@@ -119,4 +119,4 @@ def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):
             one.status(state)
         if name == "odd":
             one.transport.publish(one.topics.planner_status(), b"not a status", 1, retain=True)
-        broker_checks.require_alone(BrokerUrl.parse(str(mosquitto.url)), name)
+        broker_checks.ensure_single_planner(BrokerUrl.parse(str(mosquitto.url)), name)

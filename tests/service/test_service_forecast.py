@@ -10,13 +10,13 @@ import pytest
 from swarm import profile_curve
 
 from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import Naming, sent_bytes, simulate
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs
-from hepti_mqtt.planner import Played
-from hepti_mqtt.runtime.coordinator.plans import Standing
+from hepti_mqtt.plan_programs import device_programs, make_plan
+from hepti_mqtt.planner import SimulatedRequest
+from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import PAUSE_S, UNPAUSED_S, Forecast, Forecasts, shares
@@ -30,7 +30,7 @@ _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
 CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
 
 
-SHAPES = [PackedTokens((n,)) for n in (5, 6, 7)]
+SHAPES = [TokenBatch((n,)) for n in (5, 6, 7)]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +59,14 @@ def forecasts(spec, clock):
 def made(monkeypatch):
     """The (epoch, shape) of every forecast, in the order in which they are made."""
     keys = []
-    monkeypatch.setattr(module, "programs", lambda *a: keys.append((a[1].epoch.number, a[2])) or programs(*a))
+    monkeypatch.setattr(module, "programs", lambda *a: keys.append((a[1].epoch.number, a[2])) or device_programs(*a))
     return keys
 
 
 def standing(spec, number=1):
-    template = Plan("bert", Epoch(9, number), "row", ("a", "b"), "a")
+    template = Plan("bert", PlanVersion(9, number), "row", ("a", "b"), "a")
     plan = make_plan(spec, template, "row", {"variant": "kv"}, (3.0, 1.0))
-    return Standing(replace(plan, predicted_s=0.004, predicted_bytes=1000, predicted_tokens=10), CLUSTER)
+    return PlanSnapshot(replace(plan, predicted_s=0.004, predicted_bytes=1000, predicted_tokens=10), CLUSTER)
 
 
 def run_of(one, shape):
@@ -81,20 +81,20 @@ def make_all(forecasts):
 
 def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, made):
     one = standing(spec)
-    forecasts.stand((one,))
+    forecasts.set_plans((one,))
     for shape in SHAPES:
         forecasts.begin("bert", [shape])
     forecasts.begin("bert", SHAPES[:1])
     make_all(forecasts)
     assert made == [(1, SHAPES[0]), (1, SHAPES[2]), (1, SHAPES[1])]
-    exact = sent_bytes(Naming("home", "bert"), spec, SHAPES[1], programs(spec, one.plan, SHAPES[1]))
+    exact = sent_bytes(TopicNames("home", "bert"), spec, SHAPES[1], device_programs(spec, one.plan, SHAPES[1]))
     told = forecasts.told(one.plan, SHAPES[1])
     assert (told.nbytes, told.tokens, told.simulated) == (exact, 6, True)
 
 
 def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(forecasts, spec, made):
-    one, shape = standing(spec), PackedTokens((5, 6))
-    forecasts.stand((one,))
+    one, shape = standing(spec), TokenBatch((5, 6))
+    forecasts.set_plans((one,))
     first = run_of(one, shape)
     forecasts.met(first)
     forecasts.met(first)  # by another request of the same run
@@ -104,7 +104,7 @@ def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(foreca
     forecasts.met(run_of(one, shape))
     make_all(forecasts)
     assert made == [(1, shape)]
-    exact = sent_bytes(Naming("home", "bert"), spec, shape, programs(spec, one.plan, shape))
+    exact = sent_bytes(TopicNames("home", "bert"), spec, shape, device_programs(spec, one.plan, shape))
     assert (forecasts.told(one.plan, shape).nbytes, forecasts.told(one.plan, shape).simulated) == (exact, True)
 
 
@@ -112,67 +112,69 @@ def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, sp
     forecasts.begin("bert", SHAPES)
     make_all(forecasts)
     assert not made, "there is no plan yet"
-    forecasts.stand((standing(spec, 1),))
+    forecasts.set_plans((standing(spec, 1),))
     make_all(forecasts)
-    forecasts.stand((standing(spec, 1), standing(spec, 2)))
+    forecasts.set_plans((standing(spec, 1), standing(spec, 2)))
     make_all(forecasts)
     assert made == [(number, shape) for number in (1, 2) for shape in SHAPES]
 
 
 def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(forecasts, spec, made):
     one = standing(spec)
-    forecasts.stand((one,))
+    forecasts.set_plans((one,))
     forecasts.begin("bert", SHAPES[:1])
     make_all(forecasts)
     before = forecasts.told(one.plan, SHAPES[0])
     slow = DeviceProfile("any", profile_curve(2e8), 2e8, 1e9)
-    anew = Standing(replace(one.plan, predicted_s=0.008), replace(CLUSTER, devices={"a": slow, "b": slow}))
-    forecasts.stand((anew,))
+    anew = PlanSnapshot(replace(one.plan, predicted_s=0.008), replace(CLUSTER, devices={"a": slow, "b": slow}))
+    forecasts.set_plans((anew,))
     assert not forecasts.told(anew.plan, SHAPES[0]).simulated
     make_all(forecasts)
     assert made == [(1, SHAPES[0])] * 2
     assert forecasts.told(anew.plan, SHAPES[0]).seconds > before.seconds
-    forecasts.stand((anew,))
+    forecasts.set_plans((anew,))
     make_all(forecasts)
     assert len(made) == 2, "nothing has changed since"
 
 
 def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(forecasts, spec, made):
     one, other = standing(spec), standing(spec, 2)
-    simulation = simulate(Naming("home", "bert"), spec, SHAPES[0], programs(spec, one.plan, SHAPES[0]), CLUSTER)
+    simulation = simulate(
+        TopicNames("home", "bert"), spec, SHAPES[0], device_programs(spec, one.plan, SHAPES[0]), CLUSTER
+    )
     forecasts.begin("bert", SHAPES[:2])
-    forecasts.stand((replace(one, played=Played(SHAPES[0], simulation)), other))
+    forecasts.set_plans((replace(one, simulated=SimulatedRequest(SHAPES[0], simulation)), other))
     told = forecasts.told(one.plan, SHAPES[0])
     assert not forecasts.told(other.plan, SHAPES[0]).simulated, "the search has simulated it under one plan"
     make_all(forecasts)
     assert sorted(made, key=str) == [(1, SHAPES[1]), (2, SHAPES[0]), (2, SHAPES[1])]
     anew = replace(one, cluster=replace(CLUSTER))
-    forecasts.stand((anew,))
+    forecasts.set_plans((anew,))
     assert not forecasts.told(one.plan, SHAPES[0]).simulated, "by other measurements it takes another time"
     make_all(forecasts)
     assert forecasts.told(one.plan, SHAPES[0]) == told
 
 
 def test_what_is_only_foreseen_waits_for_a_pause_of_its_model(forecasts, spec, made, clock):
-    forecasts.stand((standing(spec),))
+    forecasts.set_plans((standing(spec),))
     for shape in SHAPES[:2]:
         forecasts.begin("bert", [shape])
-        forecasts.computing(frozenset({"bert"}))
+        forecasts.set_busy_models(frozenset({"bert"}))
         clock.now += 1
         assert not forecasts.step(), "the devices compute"
-        forecasts.computing(frozenset())
+        forecasts.set_busy_models(frozenset())
         clock.now += 0.9 * PAUSE_S
         assert not forecasts.step(), "the next request may be on its way"
     clock.now += 0.2 * PAUSE_S
     assert forecasts.step()
-    forecasts.computing(frozenset({"other"}))
+    forecasts.set_busy_models(frozenset({"other"}))
     assert forecasts.step()
     assert made == [(1, SHAPES[1]), (1, SHAPES[0])]
 
 
 def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, made, clock):
-    forecasts.stand((standing(spec),))
-    forecasts.computing(frozenset({"bert"}))
+    forecasts.set_plans((standing(spec),))
+    forecasts.set_busy_models(frozenset({"bert"}))
     for _ in range(round(2.5 * UNPAUSED_S)):
         forecasts.begin("bert", SHAPES)
         clock.now += 1
@@ -183,14 +185,14 @@ def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, made
 
 def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, made):
     one = standing(spec)
-    forecasts.stand((standing(spec, 2),))
+    forecasts.set_plans((standing(spec, 2),))
     forecasts.begin("bert", SHAPES)
-    forecasts.stand((one,))
-    forecasts.computing(frozenset({"bert"}))
-    forecasts.then([run_of(one, PackedTokens((9,)))], lambda: made.append("answered"))
+    forecasts.set_plans((one,))
+    forecasts.set_busy_models(frozenset({"bert"}))
+    forecasts.call_when_ready([run_of(one, TokenBatch((9,)))], lambda: made.append("answered"))
     assert forecasts.step()
-    assert made == [(1, PackedTokens((9,))), "answered"], "and comes before what is only foreseen"
-    forecasts.computing(frozenset())
+    assert made == [(1, TokenBatch((9,))), "answered"], "and comes before what is only foreseen"
+    forecasts.set_busy_models(frozenset())
     make_all(forecasts)
     assert {number for number, _ in made[2:]} == {1}, "the other plan is gone"
 
@@ -199,12 +201,12 @@ def test_the_thread_makes_what_waits_when_the_pause_comes(forecasts, spec):
     forecasts._clock = time.monotonic
     made, work = threading.Event(), forecasts._make
     forecasts._make = lambda one: (work(one), made.set())
-    forecasts.stand((standing(spec),))
-    forecasts.computing(frozenset({"bert"}))
+    forecasts.set_plans((standing(spec),))
+    forecasts.set_busy_models(frozenset({"bert"}))
     thread = threading.Thread(target=forecasts.run)
     thread.start()
     forecasts.begin("bert", SHAPES[:1])
-    forecasts.computing(frozenset())
+    forecasts.set_busy_models(frozenset())
     assert made.wait(PATIENCE_S)
     forecasts.close()
     thread.join(PATIENCE_S)
@@ -216,35 +218,35 @@ def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypat
     monkeypatch.setattr(module, "KEPT", 1)
     monkeypatch.setattr(module, "LATE", 1)
     one = standing(spec)
-    forecasts.stand((one,))
+    forecasts.set_plans((one,))
     forecasts.begin("bert", SHAPES)
     make_all(forecasts)
     assert made == [(1, SHAPES[2]), (1, SHAPES[1])], "the one that waited longest was given up"
     assert not forecasts.told(one.plan, SHAPES[2]).simulated
-    forecasts.stand((one, standing(spec, 2)))
+    forecasts.set_plans((one, standing(spec, 2)))
     make_all(forecasts)
     assert made[2:] == [(2, SHAPES[2])]
 
 
 def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, spec):
     one = standing(spec)
-    first = forecasts.told(one.plan, PackedTokens((5,)))
+    first = forecasts.told(one.plan, TokenBatch((5,)))
     assert (first.seconds, first.nbytes, first.simulated) == (pytest.approx(0.002), 500, False)
     assert shares([first]) == {"a": 0.75, "b": 0.25}
-    forecasts.then([run_of(one, PackedTokens((n,))) for n in (5, 20)], lambda: None)
+    forecasts.call_when_ready([run_of(one, TokenBatch((n,))) for n in (5, 20)], lambda: None)
     assert forecasts.step()
-    known = forecasts.told(one.plan, PackedTokens((5,)))
-    near = forecasts.told(one.plan, PackedTokens((6,)))
+    known = forecasts.told(one.plan, TokenBatch((5,)))
+    near = forecasts.told(one.plan, TokenBatch((6,)))
     assert (near.nbytes, near.seconds) == (pytest.approx(1.2 * known.nbytes), pytest.approx(1.2 * known.seconds))
     other = standing(spec, 2)
-    assert forecasts.told(other.plan, PackedTokens((5,))).nbytes == 500, "of another plan nothing is known"
+    assert forecasts.told(other.plan, TokenBatch((5,))).nbytes == 500, "of another plan nothing is known"
 
 
 def test_a_mistake_leaves_an_estimate_and_an_answer(forecasts, spec, monkeypatch, caplog):
     one = standing(spec)
     monkeypatch.setattr(module, "programs", None)
     answered = []
-    forecasts.then([run_of(one, SHAPES[0])], lambda: answered.append(True))
+    forecasts.call_when_ready([run_of(one, SHAPES[0])], lambda: answered.append(True))
     make_all(forecasts)
     assert answered
     assert not forecasts.told(one.plan, SHAPES[0]).simulated

@@ -18,8 +18,8 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError
 from hepti_mqtt.service import pictures
-from hepti_mqtt.service.answers import answer
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.answers import decode_output
+from hepti_mqtt.service.requests import read_input
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def vision(tmp_path_factory):
 
 def test_a_picture_is_scaled_to_the_models_size(vision):
     picture = noise(33, 57)
-    prepared = prepare(vision, {"image": encoded(picture)})
+    prepared = read_input(vision, {"image": encoded(picture)})
     want = np.asarray(picture.resize((20, 20), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
     np.testing.assert_array_equal(prepared.inputs, want[None])
     assert prepared.inputs.dtype == np.uint8
@@ -45,13 +45,13 @@ def test_a_picture_is_scaled_to_the_models_size(vision):
     [("RGB", "JPEG"), ("RGB", "WEBP"), ("RGB", "BMP"), ("RGB", "PPM"), ("RGBA", "PNG"), ("L", "PNG"), ("LA", "PNG")],
 )
 def test_pictures_of_other_formats_and_modes_are_read(vision, mode, kind):
-    assert prepare(vision, {"image": encoded(noise(21, 22, mode), kind)}).inputs.shape == (1, 3, 20, 20)
+    assert read_input(vision, {"image": encoded(noise(21, 22, mode), kind)}).inputs.shape == (1, 3, 20, 20)
 
 
 def test_a_palette_with_transparency_and_wrapped_base64_are_read(vision):
     picture = noise(20, 20).quantize(8)
     wrapped = "\n".join(encoded(picture, transparency=bytes(range(8)))[i : i + 76] for i in range(0, 2000, 76))
-    prepared = prepare(vision, {"image": wrapped})
+    prepared = read_input(vision, {"image": wrapped})
     np.testing.assert_array_equal(prepared.inputs[0], np.asarray(picture.convert("RGB")).transpose(2, 0, 1))
 
 
@@ -59,7 +59,7 @@ def test_a_picture_is_turned_as_its_camera_says(vision):
     picture = noise(20, 20)
     exif = Image.Exif()
     exif[0x0112] = 3
-    turned = prepare(vision, {"image": encoded(picture, exif=exif)}).inputs
+    turned = read_input(vision, {"image": encoded(picture, exif=exif)}).inputs
     np.testing.assert_array_equal(turned[0, :, ::-1, ::-1], np.asarray(picture).transpose(2, 0, 1))
 
 
@@ -91,7 +91,7 @@ def sixteen_bits():
 )
 def test_what_is_no_picture_is_refused(vision, value):
     with pytest.raises(RequestError) as caught:
-        prepare(vision, {"image": value})
+        read_input(vision, {"image": value})
     assert "image" in str(caught.value)
 
 
@@ -103,7 +103,7 @@ def test_damaged_pictures_are_read_or_refused(vision, kind):
         for at in rng.integers(0, len(data), 3):
             data[at] ^= 1 << int(rng.integers(8))
         with contextlib.suppress(RequestError):
-            assert prepare(vision, {"image": base64.b64encode(data).decode()}).inputs.shape == (1, 3, 20, 20)
+            assert read_input(vision, {"image": base64.b64encode(data).decode()}).inputs.shape == (1, 3, 20, 20)
 
 
 def test_a_resample_that_pillow_does_not_know_is_a_model_error(tmp_path):
@@ -111,38 +111,38 @@ def test_a_resample_that_pillow_does_not_know_is_a_model_error(tmp_path):
     file = path / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "resample": 9}))
     with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError):
-        prepare(checkpoint, {"image": encoded(noise(9, 9))})
+        read_input(checkpoint, {"image": encoded(noise(9, 9))})
 
 
 def test_pixels_are_bounded_over_all_pictures_of_a_request(vision, monkeypatch):
     monkeypatch.setattr(pictures, "MAX_PIXELS", 100)
-    assert prepare(vision, {"images": [encoded(noise(5, 5))] * 4}).several
+    assert read_input(vision, {"images": [encoded(noise(5, 5))] * 4}).is_list
     with pytest.raises(RequestError):
-        prepare(vision, {"images": [encoded(noise(5, 5))] * 5})
+        read_input(vision, {"images": [encoded(noise(5, 5))] * 5})
     with pytest.raises(RequestError):
-        prepare(vision, {"image": encoded(noise(9, 9), "WEBP")})
+        read_input(vision, {"image": encoded(noise(9, 9), "WEBP")})
 
 
 def test_no_picture_is_decoded_of_a_request_that_has_too_many_pixels(vision, monkeypatch):
     monkeypatch.setattr(pictures, "_pixels", lambda *_: pytest.fail("decoded"))
     with pytest.raises(RequestError):
-        prepare(vision, {"images": [encoded(Image.new("1", (3000, 3000)))] * 3})
+        read_input(vision, {"images": [encoded(Image.new("1", (3000, 3000)))] * 3})
 
 
 def test_pictures_that_take_long_to_read_are_refused(vision):
     for header, values in ((b"P6", b"\xc8" * 12), (b"P5", b"\xc8" * 4)):
-        assert prepare(vision, {"image": base64.b64encode(header + b" 2 2 255\n" + values).decode()})
+        assert read_input(vision, {"image": base64.b64encode(header + b" 2 2 255\n" + values).decode()})
         with pytest.raises(RequestError):
-            prepare(vision, {"image": base64.b64encode(header + b" 2 2 254\n" + values).decode()})
+            read_input(vision, {"image": base64.b64encode(header + b" 2 2 254\n" + values).decode()})
     plain = b"P3\n2 2\n255\n" + b"0 0 0 " * 4
     with pytest.raises(RequestError):
-        prepare(vision, {"image": base64.b64encode(plain).decode()})
+        read_input(vision, {"image": base64.b64encode(plain).decode()})
     bitmap = io.BytesIO()
     Image.new("P", (4, 4)).save(bitmap, "BMP")
     run_lengths = bytearray(bitmap.getvalue())
     run_lengths[30] = 1  # the kind of compression
     with pytest.raises(RequestError):
-        prepare(vision, {"image": base64.b64encode(run_lengths).decode()})
+        read_input(vision, {"image": base64.b64encode(run_lengths).decode()})
 
 
 @pytest.mark.parametrize(("kind", "more"), [("JPEG", {}), ("MPO", {"save_all": True, "append_images": [noise(8, 8)]})])
@@ -150,11 +150,11 @@ def test_scans_of_a_picture_are_bounded(kind, more, vision):
     """MPO is what phones write: several JPEG files behind each other, of which the first is read."""
     progressive = io.BytesIO()
     noise(8, 8).save(progressive, kind, progressive=True, **more)
-    assert prepare(vision, {"image": base64.b64encode(progressive.getvalue()).decode()})
+    assert read_input(vision, {"image": base64.b64encode(progressive.getvalue()).decode()})
     before, end, behind = progressive.getvalue().partition(b"\xff\xd9")
     scans = before + b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00" * 100 + end + behind
     with pytest.raises(RequestError):
-        prepare(vision, {"image": base64.b64encode(scans).decode()})
+        read_input(vision, {"image": base64.b64encode(scans).decode()})
 
 
 def encoded_values(values):
@@ -178,7 +178,7 @@ def opened(tmp_path_factory):
 def test_the_middle_is_that_of_the_whole_picture_scaled(opened, width, height):
     """Resized as a whole and then cut, as preprocessors do."""
     values = values_of(width, height)
-    got = prepare(opened["tiny-resnet"], {"image": encoded_values(values)}).inputs[0].transpose(1, 2, 0)
+    got = read_input(opened["tiny-resnet"], {"image": encoded_values(values)}).inputs[0].transpose(1, 2, 0)
     sides = [70 * side // min(width, height) for side in (width, height)]
     whole = Image.fromarray(values).resize(sides, Image.Resampling.BILINEAR)
     left, top = ((side - 61) // 2 for side in sides)
@@ -187,7 +187,7 @@ def test_the_middle_is_that_of_the_whole_picture_scaled(opened, width, height):
 
 
 def test_a_line_of_pixels_costs_no_more_than_any_picture(opened):
-    got = prepare(opened["tiny-resnet"], {"image": encoded_values(values_of(60000, 1))})
+    got = read_input(opened["tiny-resnet"], {"image": encoded_values(values_of(60000, 1))})
     assert got.inputs.shape == (1, 3, 61, 61)
 
 
@@ -198,20 +198,22 @@ def computed(checkpoint, prepared):
 def test_each_picture_gets_its_labels(opened):
     checkpoint = opened["tiny-resnet"]
     pictures = [encoded_values(values_of(90, 80)), encoded_values(values_of(61, 300))]
-    prepared = prepare(checkpoint, {"images": pictures, "top_k": 2})
-    results = answer(checkpoint, prepared, computed(checkpoint, prepared))["results"]
+    prepared = read_input(checkpoint, {"images": pictures, "top_k": 2})
+    results = decode_output(checkpoint, prepared, computed(checkpoint, prepared))["results"]
     for picture, result in zip(pictures, results, strict=True):
-        alone = prepare(checkpoint, {"image": picture, "top_k": 2})
-        assert answer(checkpoint, alone, computed(checkpoint, alone)) == result
+        alone = read_input(checkpoint, {"image": picture, "top_k": 2})
+        assert decode_output(checkpoint, alone, computed(checkpoint, alone)) == result
         assert len(result["labels"]) == 2
         assert result["labels"][0]["score"] >= result["labels"][1]["score"]
 
 
 def test_each_picture_gets_its_map(opened):
     checkpoint = opened["tiny-yolo"]
-    prepared = prepare(checkpoint, {"images": [encoded_values(values_of(90, 80)), encoded_values(values_of(50, 300))]})
+    prepared = read_input(
+        checkpoint, {"images": [encoded_values(values_of(90, 80)), encoded_values(values_of(50, 300))]}
+    )
     output = computed(checkpoint, prepared)
-    results = answer(checkpoint, prepared, output)["results"]
+    results = decode_output(checkpoint, prepared, output)["results"]
     for place, result in enumerate(results):
         assert (result["map"]["dtype"], result["map"]["shape"]) == ("f32", [25, 14])
         values = np.frombuffer(base64.b64decode(result["map"]["base64"]), "<f4").reshape(25, 14)

@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.errors import ConfigError, ModelError, NetworkError, OverloadedError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.interface import DeviceStatus, Tick, UpMessage
+from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus, Tick
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import PlannerConfig, planner, run_planner
 from hepti_mqtt.service.__main__ import main
-from hepti_mqtt.service.decoder import TOLD, Asked, Decoder, Implausible, PlannerSeen, PlanSeen
-from hepti_mqtt.service.handler import Model
+from hepti_mqtt.service.decoder import TOLD, ImplausibleBoot, MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
+from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.setup import next_boot, open_models
-from hepti_mqtt.service.threads import Crew
+from hepti_mqtt.service.threads import FairExecutor
 from hepti_mqtt.transport import BrokerUrl, Connected, Inbox, PahoTransport
 
 
@@ -71,7 +71,7 @@ def cnn(tmp_path, kept_hashes):
 
 
 def pinned(storage, **models):
-    return PlannerConfig(NOWHERE, "s", models, dict.fromkeys(models, Pins(storage=storage)))
+    return PlannerConfig(NOWHERE, "s", models, dict.fromkeys(models, Pins(weight_dtype=storage)))
 
 
 def test_weights_that_the_only_model_cannot_have_end_the_planner_at_the_start(cnn):
@@ -82,7 +82,7 @@ def test_weights_that_the_only_model_cannot_have_end_the_planner_at_the_start(cn
 def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, checkpoints, caplog):
     with contextlib.ExitStack() as stack:
         opened = open_models(pinned("w8a8", cnn=cnn, bert=checkpoints["bert"].path), stack)
-    assert {name: model.pins.storage for name, model in opened.items()} == {"cnn": "f32", "bert": "w8a8"}
+    assert {name: model.pins.weight_dtype for name, model in opened.items()} == {"cnn": "f32", "bert": "w8a8"}
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "model cnn" in said
 
@@ -100,7 +100,7 @@ EVERY_TOPIC = [
     HOME.status("a"),
     HOME.caps("a"),
     HOME.heartbeat("a"),
-    HOME.up("a"),
+    HOME.reports("a"),
     HOME.request("m", "c"),
     HOME.planner_status(),
     HOME.plan("m"),
@@ -110,29 +110,29 @@ EVERY_TOPIC = [
 
 
 def test_every_kind_becomes_its_event():
-    ready = messages.Ready(1, "m", Epoch(1, 1), 5, bytes(8))
-    frame = frames.Frame("done", "m", Epoch(1, 1), 3, source="a", numbers=(1, 2, 3))
+    ready = messages.Ready(1, "m", PlanVersion(1, 1), 5, bytes(8))
+    frame = frames.Frame("done", "m", PlanVersion(1, 1), 3, source="a", numbers=(1, 2, 3))
     status = protocol_messages.Status("online", 1)
     known = {
         (HOME.status("a"), messages.encode_status(status)): interface.DeviceStatus("a", status),
         (HOME.caps("a"), messages.encode_caps(CAPS)): interface.DeviceCaps("a", CAPS),
         (HOME.heartbeat("a"), messages.encode_heartbeat(BEAT)): interface.DeviceHeartbeat("a", BEAT),
-        (HOME.up("a"), messages.encode(ready)): interface.UpMessage("a", ready),
-        (HOME.request("m", "c"), b"{"): Asked("m", "c", b"{"),
-        (HOME.planner_status(), messages.encode_status(status)): PlannerSeen(status),
-        (HOME.plan("m"), b"x"): PlanSeen("m"),
+        (HOME.reports("a"), messages.encode(ready)): interface.DeviceMessage("a", ready),
+        (HOME.request("m", "c"), b"{"): RawRequest("m", "c", b"{"),
+        (HOME.planner_status(), messages.encode_status(status)): PlannerStatus(status),
+        (HOME.plan("m"), b"x"): RetainedPlan("m"),
     }
-    decoder = Decoder("home")
+    decoder = MessageDecoder("home")
     for (topic, payload), event in known.items():
         assert decoder.decode(topic, payload) == event
-    up = decoder.decode(HOME.up("a"), frames.encode(frame))
-    assert isinstance(up, interface.UpFrame)
+    up = decoder.decode(HOME.reports("a"), frames.encode(frame))
+    assert isinstance(up, interface.DeviceFrame)
     assert up.frame.numbers == (1, 2, 3)
     assert not decoder.counters
 
 
 def test_cleared_foreign_and_lying_messages_are_dropped():
-    decoder = Decoder("home")
+    decoder = MessageDecoder("home")
     assert decoder.decode(HOME.caps("b"), messages.encode_caps(CAPS)) is None, "caps under another device's name"
     assert decoder.decode(HOME.status("a"), b"") is None
     assert decoder.decode(HOME.work("m", "a"), b"x") is None
@@ -141,11 +141,11 @@ def test_cleared_foreign_and_lying_messages_are_dropped():
 
 @given(st.sampled_from(EVERY_TOPIC), st.binary(max_size=300) | st.binary(max_size=300).map(lambda b: frames.MAGIC + b))
 def test_no_bytes_raise(topic, payload):
-    Decoder("home").decode(topic, payload)
+    MessageDecoder("home").decode(topic, payload)
 
 
 def test_boot_counters_of_a_time_that_has_not_come_are_named_and_not_passed_on():
-    decoder = Decoder("home", lambda: 100)
+    decoder = MessageDecoder("home", lambda: 100)
     beat = protocol_messages.Heartbeat(101, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
     said = {
         ("status", HOME.status("a")): messages.encode_status(protocol_messages.Status("online", 101)),
@@ -154,14 +154,14 @@ def test_boot_counters_of_a_time_that_has_not_come_are_named_and_not_passed_on()
         ("planner_status", HOME.planner_status()): messages.encode_status(protocol_messages.Status("online", 101)),
     }
     for (kind, topic), payload in said.items():
-        assert decoder.decode(topic, payload) == Implausible(topic, kind, 101)
+        assert decoder.decode(topic, payload) == ImplausibleBoot(topic, kind, 101)
     assert decoder.counters == {"implausible_boot": 4}
     assert decoder.decode(HOME.status("a"), b'{"state": "online", "boot": 4611686018427387904}') is None
     assert decoder.counters["malformed"] == 1
 
 
 def test_a_device_whose_caps_cannot_be_read_is_told_of_once(caplog):
-    decoder = Decoder("home")
+    decoder = MessageDecoder("home")
     for _ in range(3):
         assert decoder.decode(HOME.caps("a"), b'{"device": "a", "boot": 1}') is None
         assert decoder.decode(HOME.heartbeat("a"), b"x") is None
@@ -363,7 +363,7 @@ def test_records_of_models_that_are_no_longer_served_are_cleared(run, listen):
 
 @pytest.mark.broker
 def test_too_many_unread_requests_are_refused_under_their_id(run, listen, monkeypatch):
-    monkeypatch.setattr(planner, "UNREAD", 0)
+    monkeypatch.setattr(planner, "MAX_UNREAD", 0)
     ear = listen("busy")
     run("busy")
     ear.status("online")
@@ -376,10 +376,10 @@ def unconnected(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "INBOX", 0)
     checkpoint = checkpoints["bert"]
     config = PlannerConfig(NOWHERE, "full", {"bert": checkpoint.path}, state_dir=tmp_path)
-    made = planner._Planner(config, 7, {"bert": Model("bert", checkpoint, Pins())})
+    made = planner._Planner(config, 7, {"bert": OpenModel("bert", checkpoint, Pins())})
     yield made
     made.control.close()
-    made.post.close()
+    made.channel.close()
     made.bulk.close()
 
 
@@ -391,28 +391,28 @@ def waiting(inbox):
 
 
 def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected):
-    epoch, topics = Epoch(7, 1), unconnected.topics
+    epoch, topics = PlanVersion(7, 1), unconnected.topics
     will = Status("offline", 3)
     output = frames.Frame("output", "bert", epoch, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32))
     done = frames.Frame("done", "bert", epoch, 5, source="a", numbers=(1, 2, 3))
     said = [
         messages.Ready(1, "bert", epoch, 5, bytes(8)),
-        messages.Failed(1, "bert", epoch, "memory", "no room", 5),
-        messages.RequestFailed("bert", epoch, 5, "device", "broken"),
-        messages.TileAsk("bert", (b"\0" * 32,)),
+        messages.PrepareFailed(1, "bert", epoch, "memory", "no room", 5),
+        messages.RunFailed("bert", epoch, 5, "device", "broken"),
+        messages.RequestTiles("bert", (b"\0" * 32,)),
     ]
     beat = protocol_messages.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
     unconnected.heard(topics.heartbeat("a"), messages.encode_heartbeat(beat))
-    unconnected.heard(topics.up("a"), messages.encode(messages.Progress(1, "bert", epoch, 1, 2)))
+    unconnected.heard(topics.reports("a"), messages.encode(messages.PrepareProgress(1, "bert", epoch, 1, 2)))
     unconnected.heard(topics.status("a"), encode_status(will))
     for message in said:
-        unconnected.heard(topics.up("a"), messages.encode(message))
+        unconnected.heard(topics.reports("a"), messages.encode(message))
     for frame in (output, done):
-        unconnected.heard(topics.up("a"), frames.encode(frame))
+        unconnected.heard(topics.reports("a"), frames.encode(frame))
     unconnected.connection(Connected(4, None))
     kept = waiting(unconnected.inbox)
     assert kept[0] == DeviceStatus("a", will)
-    assert kept[1:5] == [UpMessage("a", message) for message in said]
+    assert kept[1:5] == [DeviceMessage("a", message) for message in said]
     assert [event.frame.kind for event in kept[5:7]] == ["output", "done"]
     assert kept[7:] == [unconnected._connected]
     assert unconnected.decoder.counters == {"inbox_full": 2}, "the next heartbeat says the same"
@@ -466,9 +466,11 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
     assert unconnected.reading.step()
     assert unconnected.reading.step()
     assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
-    jobs = [unconnected.desk.request("bert", name, b'{"text": "a"}', 1.0) for name in ("greedy", "greedy", "small")]
+    jobs = [
+        unconnected.desk.read_request("bert", name, b'{"text": "a"}', 1.0) for name in ("greedy", "greedy", "small")
+    ]
     for job in jobs:
-        unconnected._carry_out(interface.Refuse(job, OverloadedError("no")))
+        unconnected._execute(interface.RefuseRequest(job, OverloadedError("no")))
     del said[:]
     while unconnected.telling.step():
         continue
@@ -476,7 +478,7 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
 
 
 def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
-    unconnected.reading = Crew("reader", 0, unconnected._guarded, limit=0)
+    unconnected.reading = FairExecutor("reader", 0, unconnected._guarded, limit=0)
     unconnected.refusals = Inbox(limit=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hepti_mqtt.service.handler.parse", None)
@@ -494,7 +496,7 @@ def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unco
     monkeypatch.setattr(type(unconnected.session), "due_s", 0.0)
     monkeypatch.setattr(unconnected, "_handle", lambda event: (handled.append(event), stop.set()))
     unconnected._serve(stop)
-    assert handled == [Tick(behind=True)], "what is in the inbox may be a heartbeat"
+    assert handled == [Tick(has_backlog=True)], "what is in the inbox may be a heartbeat"
 
 
 @pytest.mark.broker
@@ -522,7 +524,7 @@ def test_a_bad_model_a_bad_pin_and_an_absent_broker_end_it(checkpoints, tmp_path
 
 def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
     stood = []
-    monkeypatch.setattr(unconnected.forecasts, "stand", stood.append)
+    monkeypatch.setattr(unconnected.forecasts, "set_plans", stood.append)
     plans = [(), ("one",), ("one",), ("one", "two")]
     monkeypatch.setattr(unconnected.session, "snapshot", lambda: plans.pop(0))
     for _ in range(4):

@@ -22,13 +22,20 @@ from tokenizers import normalizers, pre_tokenizers
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError, WireError
-from hepti_mqtt.models.shapes import Images, PackedTokens
+from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import requests
 from hepti_mqtt.service import requests as env
 from hepti_mqtt.service import requests as service_requests
-from hepti_mqtt.service.answers import answer, piece
-from hepti_mqtt.service.requests import MAX_CHARACTERS, MAX_SEQUENCES, Characters, Prepared, cut, prepare
+from hepti_mqtt.service.answers import decode_output, token_text
+from hepti_mqtt.service.requests import (
+    MAX_CHARACTERS,
+    MAX_SEQUENCES,
+    CharacterBudget,
+    ModelInput,
+    read_input,
+    split_into_batches,
+)
 
 LIMIT = 20
 
@@ -72,35 +79,37 @@ OWN = Pins("row", {"variant": "kv"}, ("a", "b"), "f16")
 
 
 def test_the_rest_is_the_models_business():
-    parts = env.envelope({"id": "x1", "deadline_ms": 1500, "text": "hello", "top_k": 3, "reply_to": "t"}, OWN)
+    parts = env.split_envelope({"id": "x1", "deadline_ms": 1500, "text": "hello", "top_k": 3, "reply_to": "t"}, OWN)
     assert (parts.id, parts.deadline_s, parts.reply_to, parts.pins) == ("x1", 1.5, "t", None)
     assert parts.body == {"text": "hello", "top_k": 3}
 
 
 def test_pins_that_a_request_leaves_out_are_the_planners():
-    assert env.envelope({"strategy": "auto"}, OWN).pins == Pins(None, {}, ("a", "b"), "f16")
-    assert env.envelope({"devices": ["b"]}, OWN).pins == Pins("row", {"variant": "kv"}, ("b",), "f16")
-    assert env.envelope({"objective": "memory"}, OWN).pins == replace(OWN, objective="memory")
-    assert env.envelope({"wire": "i8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
-    assert env.envelope({"weights": "w8a8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "f16", "w8a8")
+    assert env.split_envelope({"strategy": "auto"}, OWN).pins == Pins(None, {}, ("a", "b"), "f16")
+    assert env.split_envelope({"devices": ["b"]}, OWN).pins == Pins("row", {"variant": "kv"}, ("b",), "f16")
+    assert env.split_envelope({"objective": "memory"}, OWN).pins == replace(OWN, objective="memory")
+    assert env.split_envelope({"wire": "i8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
+    assert env.split_envelope({"weights": "w8a8"}, OWN).pins == Pins(
+        "row", {"variant": "kv"}, ("a", "b"), "f16", "w8a8"
+    )
     budget = Pins("row", {"variant": "kv"}, ("a", "b"), accuracy=1e-3)
-    assert env.envelope({"accuracy": 1e-3}, OWN).pins == budget, "the wire is the planner's choice then"
-    assert env.envelope({"devices": ["a", "b"]}, budget).pins == budget
-    assert env.envelope({"wire": "i8"}, budget).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
-    block = env.envelope({"strategy": "block", "devices": ["b", "a", "b"]}, OWN)
+    assert env.split_envelope({"accuracy": 1e-3}, OWN).pins == budget, "the wire is the planner's choice then"
+    assert env.split_envelope({"devices": ["a", "b"]}, budget).pins == budget
+    assert env.split_envelope({"wire": "i8"}, budget).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
+    block = env.split_envelope({"strategy": "block", "devices": ["b", "a", "b"]}, OWN)
     assert block.pins == Pins("block", {}, ("a", "b"), "f16"), "names in one order, so that equal pins are equal"
     assert "devices" not in block.body
 
 
 def test_a_variant_alone_is_a_pin_that_no_hurried_plan_passes_over():
-    assert Pins(wire="f16").free
-    assert not env.envelope({"options": {"variant": "heads"}}, Pins()).pins.free
+    assert Pins(wire="f16").is_unpinned
+    assert not env.split_envelope({"options": {"variant": "heads"}}, Pins()).pins.is_unpinned
 
 
 def test_what_is_wrong_is_named():
     for wrong in (*({key: value} for key, values in WRONG.items() for value in values), *WRONG_TOGETHER):
         with pytest.raises(RequestError) as caught:
-            env.envelope({"text": "x", **wrong}, Pins())
+            env.split_envelope({"text": "x", **wrong}, Pins())
         assert any(key in str(caught.value) for key in (*wrong, "options")), wrong
 
 
@@ -126,7 +135,7 @@ JSON = st.recursive(
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "deadline_ms", "reply_to", *env.PINS), JSON)))
 def test_any_values_are_accepted_or_refused_in_words(data):
     try:
-        parts = env.envelope(env.parse(json.dumps(data).encode()), OWN)
+        parts = env.split_envelope(env.parse(json.dumps(data).encode()), OWN)
     except RequestError:
         return
     assert parts.body == {}
@@ -211,7 +220,7 @@ def test_several_texts_get_one_result_each_in_order(text):
 
 
 def test_tokens_are_packed_with_the_tokenizers_markers(text):
-    prepared = prepare(text, {"texts": ["the", "the the"], "id": "a", "deadline_ms": 5, "reply_to": "x"})
+    prepared = read_input(text, {"texts": ["the", "the the"], "id": "a", "deadline_ms": 5, "reply_to": "x"})
     start, end = (text.tokenizer.token_to_id(t) for t in ("[CLS]", "[SEP]"))
     the = text.tokenizer.token_to_id("the")
     assert prepared.inputs.tolist() == [start, the, end, start, the, the, end]
@@ -221,9 +230,9 @@ def test_tokens_are_packed_with_the_tokenizers_markers(text):
 
 def test_labels_come_with_softmax_scores_best_first(opened):
     checkpoint = opened["tiny-bert-classifier"]
-    prepared = prepare(checkpoint, {"texts": ["door", "window"], "top_k": 3})
+    prepared = read_input(checkpoint, {"texts": ["door", "window"], "top_k": 3})
     logits = np.array([[0, 1, 2, -1, 2], [5, 0, 0, 0, 0]], np.float32)
-    first, second = answer(checkpoint, prepared, logits)["results"]
+    first, second = decode_output(checkpoint, prepared, logits)["results"]
     assert [label["label"] for label in first["labels"]] == ["LABEL_2", "LABEL_4", "LABEL_1"]
     total = sum(math.exp(v) for v in logits[0])
     assert [label["score"] for label in first["labels"]] == pytest.approx([math.exp(v) / total for v in (2, 2, 1)])
@@ -241,9 +250,9 @@ def test_scores_follow_the_problem_that_the_model_was_trained_for(tmp_path, prob
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "problem_type": problem}))
     with Checkpoint.open(path) as checkpoint:
-        prepared = prepare(checkpoint, {"text": "door"})
+        prepared = read_input(checkpoint, {"text": "door"})
         logits = np.array([[3, -1, 2, 0, 1]], np.float32)
-        scores = [label["score"] for label in answer(checkpoint, prepared, logits)["labels"]]
+        scores = [label["score"] for label in decode_output(checkpoint, prepared, logits)["labels"]]
     assert scores == pytest.approx([score(v) for v in (3, 2, 1, 0, -1)])
 
 
@@ -276,7 +285,7 @@ def test_hidden_states_come_as_raw_floats(mlm):
     reply = run(mlm, {"texts": ["the door", "warm"], "want": "hidden"})
     assert (reply["dtype"], reply["shape"]) == ("f32", [7, 32])
     values = np.frombuffer(base64.b64decode(reply["base64"]), "<f4").reshape(7, 32)
-    prepared = prepare(mlm, {"texts": ["the door", "warm"], "want": "hidden"})
+    prepared = read_input(mlm, {"texts": ["the door", "warm"], "want": "hidden"})
     hidden, _ = models.reference(mlm.spec, mlm.tensors(), prepared.inputs, prepared.shape)
     np.testing.assert_array_equal(values, hidden)
 
@@ -285,15 +294,15 @@ def test_too_long_is_an_error_unless_truncated(text):
     long = "the " * 100
     for request_, named in (({"text": long}, "text"), ({"texts": ["a", long]}, "texts[1]"), ({"ids": [7] * 41}, "ids")):
         with pytest.raises(RequestError) as caught:
-            prepare(text, request_)
+            read_input(text, request_)
         assert named in str(caught.value)
         assert "40" in str(caught.value)
-    cut = prepare(text, {"text": long, "truncate": True})
+    cut = read_input(text, {"text": long, "truncate": True})
     assert cut.shape.lengths == (40,)
     ends = text.tokenizer.token_to_id("[CLS]"), text.tokenizer.token_to_id("[SEP]")
     assert (cut.inputs[0], cut.inputs[-1]) == ends
-    assert prepare(text, {"ids": [7] * 41, "truncate": True}).shape.lengths == (40,)
-    assert prepare(text, {"ids": [7] * 40}).shape.lengths == (40,)
+    assert read_input(text, {"ids": [7] * 41, "truncate": True}).shape.lengths == (40,)
+    assert read_input(text, {"ids": [7] * 40}).shape.lengths == (40,)
 
 
 JSON_VALUES = st.recursive(
@@ -312,7 +321,7 @@ def test_any_json_is_prepared_or_refused(opened, request_, model):
     names = {"text": "tiny-minilm", "mlm": "tiny-bert-mlm", "vision": "tiny-vit-classifier"}
     checkpoint = opened[names[model]]
     try:
-        prepared = prepare(checkpoint, request_)
+        prepared = read_input(checkpoint, request_)
     except RequestError:
         return
     assert prepared.shape.tokens == sum(prepared.shape.lengths) > 0
@@ -320,35 +329,35 @@ def test_any_json_is_prepared_or_refused(opened, request_, model):
 
 def test_a_masked_token_request_needs_a_mask(mlm):
     with pytest.raises(RequestError):
-        prepare(mlm, {"text": "the door"})
+        read_input(mlm, {"text": "the door"})
     with pytest.raises(RequestError):
-        prepare(mlm, {"text": "the " * 60 + "[MASK]", "truncate": True})
-    assert prepare(mlm, {"ids": [7, mlm.mask_id]}).shape.mask_rows == (1,)
+        read_input(mlm, {"text": "the " * 60 + "[MASK]", "truncate": True})
+    assert read_input(mlm, {"ids": [7, mlm.mask_id]}).shape.mask_rows == (1,)
 
 
 def test_texts_for_an_image_model_are_refused(vision):
     for request in ({"text": "a"}, {"texts": ["a"]}, {"ids": [1]}):
         with pytest.raises(RequestError):
-            prepare(vision, request)
+            read_input(vision, request)
     with pytest.raises(RequestError):
-        prepare(vision, {"image": encoded(noise(8, 8)), "truncate": True})
+        read_input(vision, {"image": encoded(noise(8, 8)), "truncate": True})
 
 
 def test_an_output_that_does_not_fit_is_refused(text):
-    prepared = prepare(text, {"text": "door"})
+    prepared = read_input(text, {"text": "door"})
     with pytest.raises(WireError):
-        answer(text, prepared, np.zeros((2, 32), np.float32))
+        decode_output(text, prepared, np.zeros((2, 32), np.float32))
     for bad in (np.nan, np.inf):
         with pytest.raises(ModelError):
-            answer(text, prepared, np.full((1, 32), bad, np.float32))
+            decode_output(text, prepared, np.full((1, 32), bad, np.float32))
 
 
 def test_empty_texts_may_be_zeros_in_their_places(text):
     texts = ["", "the door", " ", "warm", "\n"]
-    prepared = prepare(text, {"texts": texts, "empty": "zero"})
-    assert prepared.shape == prepare(text, {"texts": ["the door", "warm"]}).shape
+    prepared = read_input(text, {"texts": texts, "empty": "zero"})
+    assert prepared.shape == read_input(text, {"texts": ["the door", "warm"]}).shape
     output = np.arange(64, dtype=np.float32).reshape(2, 32)
-    results = [r["embedding"] for r in answer(text, prepared, output)["results"]]
+    results = [r["embedding"] for r in decode_output(text, prepared, output)["results"]]
     assert [results[1], results[3]] == output.tolist()
     assert results[0] == results[2] == results[4] == [0.0] * 32
 
@@ -359,7 +368,7 @@ def test_a_tokenizer_of_another_model_is_an_error(tmp_path):
 
     write_tokenizer(path / "tokenizer.json", 300)
     with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError):
-        prepare(checkpoint, {"text": checkpoint.tokenizer.id_to_token(250)})
+        read_input(checkpoint, {"text": checkpoint.tokenizer.id_to_token(250)})
 
 
 def test_a_tokenizer_that_adds_nothing_may_find_nothing(tmp_path):
@@ -367,18 +376,18 @@ def test_a_tokenizer_that_adds_nothing_may_find_nothing(tmp_path):
     data = json.loads((path / "tokenizer.json").read_text())
     (path / "tokenizer.json").write_text(json.dumps({**data, "post_processor": None}))
     with Checkpoint.open(path) as checkpoint:
-        assert prepare(checkpoint, {"text": "the door"}).shape.tokens == 2
+        assert read_input(checkpoint, {"text": "the door"}).shape.tokens == 2
         with pytest.raises(RequestError):
-            prepare(checkpoint, {"text": "\x01"})
+            read_input(checkpoint, {"text": "\x01"})
 
 
 def test_the_numbers_of_an_answer_are_bounded(mlm, monkeypatch):
     monkeypatch.setattr(requests, "MAX_OUTPUT", 32 * 10)
-    assert prepare(mlm, {"ids": [7] * 10, "want": "hidden"})
+    assert read_input(mlm, {"ids": [7] * 10, "want": "hidden"})
     with pytest.raises(RequestError):
-        prepare(mlm, {"ids": [7] * 11, "want": "hidden"})
+        read_input(mlm, {"ids": [7] * 11, "want": "hidden"})
     with pytest.raises(RequestError):
-        prepare(mlm, {"text": "[MASK] [MASK]"})
+        read_input(mlm, {"text": "[MASK] [MASK]"})
 
 
 WORDS = st.sampled_from(
@@ -402,7 +411,7 @@ def test_a_long_text_gives_the_first_tokens_of_the_whole(reader, text):
     ids = reader.tokenizer.post_process(whole).ids
     if not ids:
         return
-    assert prepare(reader, {"text": text, "truncate": True}).inputs.tolist() == ids
+    assert read_input(reader, {"text": text, "truncate": True}).inputs.tolist() == ids
 
 
 @pytest.mark.parametrize("shift", range(16))
@@ -414,7 +423,7 @@ def test_a_special_token_across_the_border_is_not_taken_apart(reader, shift, mon
     monkeypatch.setattr(service_requests, "CHARACTERS_PER_TOKEN", 2)
     text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
     ids = reader.tokenizer.encode(text, add_special_tokens=False).ids
-    found = service_requests._beginning(reader.tokenizer, "text", text, longest, Characters()).ids
+    found = service_requests._encode_prefix(reader.tokenizer, "text", text, longest, CharacterBudget()).ids
     assert len(found) > longest
     assert found[:longest] == ids[:longest]
 
@@ -422,8 +431,8 @@ def test_a_special_token_across_the_border_is_not_taken_apart(reader, shift, mon
 def read_of(reader, text, monkeypatch):
     """Return how many characters of a text the tokenizer is given."""
     given = []
-    monkeypatch.setattr(Characters, "take", lambda self, count: given.append(count))
-    prepare(reader, {"text": text, "truncate": True})
+    monkeypatch.setattr(CharacterBudget, "take", lambda self, count: given.append(count))
+    read_input(reader, {"text": text, "truncate": True})
     return sum(given)
 
 
@@ -434,26 +443,26 @@ def test_of_a_text_of_megabytes_little_is_read(reader, monkeypatch):
 
 def test_a_text_too_long_without_truncation_is_hardly_read(reader, monkeypatch):
     given = []
-    monkeypatch.setattr(Characters, "take", lambda self, count: given.append(count))
+    monkeypatch.setattr(CharacterBudget, "take", lambda self, count: given.append(count))
     with pytest.raises(RequestError):
-        prepare(reader, {"text": "the sensor is warm, " * 500_000})
+        read_input(reader, {"text": "the sensor is warm, " * 500_000})
     assert sum(given) < 100 * reader.spec.reads.longest
 
 
 def test_a_text_of_few_tokens_is_read_as_far_as_the_limit(reader):
     """One word without an end: it has no tokens until all of it is read."""
     fits = "x" * (service_requests.MAX_CHARACTERS // 4)
-    assert prepare(reader, {"text": fits, "truncate": True}).shape.tokens > 0
+    assert read_input(reader, {"text": fits, "truncate": True}).shape.tokens > 0
     with pytest.raises(RequestError):
-        prepare(reader, {"text": "x" * service_requests.MAX_CHARACTERS, "truncate": True})
+        read_input(reader, {"text": "x" * service_requests.MAX_CHARACTERS, "truncate": True})
 
 
 def test_the_limit_is_that_of_all_texts_together(reader):
     one = "x" * (service_requests.MAX_CHARACTERS // 8)
     assert service_requests.CHARACTERS_PER_TOKEN * reader.spec.reads.longest < len(one)
-    prepare(reader, {"text": one, "truncate": True})
+    read_input(reader, {"text": one, "truncate": True})
     with pytest.raises(RequestError):
-        prepare(reader, {"texts": [one] * 10, "truncate": True})
+        read_input(reader, {"texts": [one] * 10, "truncate": True})
 
 
 def ids_of(path, text, **request):
@@ -461,7 +470,7 @@ def ids_of(path, text, **request):
     with Checkpoint.open(path) as opened:
         opened.tokenizer.normalizer = normalizers.Sequence([])
         opened.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return prepare(opened, {"text": text, **request} if text else request).inputs.tolist()
+        return read_input(opened, {"text": text, **request} if text else request).inputs.tolist()
 
 
 def test_sentence_models_get_texts_as_sentence_transformers_hands_them_over(tmp_path):
@@ -502,7 +511,7 @@ def test_chunks_hold_the_whole_request_in_order(lengths, data):
     total = sum(lengths)
     rows = tuple(sorted(data.draw(st.sets(st.integers(0, total - 1), max_size=8))))
     inputs = np.arange(total, dtype=np.int32)
-    chunks = cut(Prepared(PackedTokens(tuple(lengths), "task", rows), inputs, True, 5), LIMIT)
+    chunks = split_into_batches(ModelInput(TokenBatch(tuple(lengths), "task", rows), inputs, True, 5), LIMIT)
     assert [n for c in chunks for n in c.shape.lengths] == lengths
     assert np.concatenate([c.inputs for c in chunks]).tolist() == list(range(total))
     assert all(c.shape.tokens == len(c.inputs) <= LIMIT and c.shape.want == "task" for c in chunks)
@@ -516,14 +525,14 @@ def test_chunks_hold_the_whole_request_in_order(lengths, data):
 @given(st.integers(1, 9), st.integers(1, 4))
 def test_pictures_are_cut_along_the_batch(count, fit):
     pixels = np.arange(count * 12, dtype=np.uint8).reshape(count, 3, 2, 2)
-    chunks = cut(Prepared(Images(count, 5), pixels, True, 5), 5 * fit)
+    chunks = split_into_batches(ModelInput(ImageBatch(count, 5), pixels, True, 5), 5 * fit)
     assert all(len(c.inputs) == len(c.shape.lengths) <= fit for c in chunks)
     np.testing.assert_array_equal(np.concatenate([c.inputs for c in chunks]), pixels)
 
 
 def test_a_sequence_that_fits_no_run_is_an_error():
     with pytest.raises(ValueError, match="item 1"):
-        cut(Prepared(PackedTokens((3, LIMIT + 1)), np.zeros(LIMIT + 4, np.int32), True, 5), LIMIT)
+        split_into_batches(ModelInput(TokenBatch((3, LIMIT + 1)), np.zeros(LIMIT + 4, np.int32), True, 5), LIMIT)
 
 
 MOST_MB = 256
@@ -567,7 +576,7 @@ BODIES_WRONG = (
 def test_wrong_requests_name_what_is_wrong(text):
     for request, named in BODIES_WRONG:
         with pytest.raises(RequestError) as caught:
-            prepare(text, request)
+            read_input(text, request)
         assert named in str(caught.value), request
 
 
@@ -578,13 +587,13 @@ def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(t
     with Checkpoint.open(masks) as checkpoint:
         for request in ({"text": "a [MASK]"}, {"ids": [1, 4]}):
             with pytest.raises(ModelError):
-                prepare(checkpoint, request)
+                read_input(checkpoint, request)
     for path in (decoder, plain):
         with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError):
-            prepare(checkpoint, {"text": "a"})
+            read_input(checkpoint, {"text": "a"})
     with Checkpoint.open(decoder) as checkpoint:
-        prepared = prepare(checkpoint, {"ids": [1, 2], "max_new_tokens": 2})
-        assert answer(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": ""}
-        assert piece(checkpoint, (7, 8)) == ""
+        prepared = read_input(checkpoint, {"ids": [1, 2], "max_new_tokens": 2})
+        assert decode_output(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": ""}
+        assert token_text(checkpoint, (7, 8)) == ""
     with Checkpoint.open(plain) as checkpoint:
-        assert prepare(checkpoint, {"ids": [1, 2]}).shape.tokens == 2
+        assert read_input(checkpoint, {"ids": [1, 2]}).shape.tokens == 2

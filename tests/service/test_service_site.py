@@ -18,7 +18,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import ConfigError, PlanError, RequestError, UnknownModelError
-from hepti_mqtt.service.requests import prepare
+from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker]
@@ -48,7 +48,7 @@ def expected_tokens(site: Site, prompt: list[int], most: int) -> list[int]:
         spec, tensors = checkpoint.spec, checkpoint.tensors()
         end = checkpoint.config["eos_token_id"]
         while len(ids) - len(prompt) < most and (len(ids) == len(prompt) or ids[-1] != end):
-            shape, inputs = models.packed(spec, np.array(ids, np.int32))
+            shape, inputs = models.single_sequence(spec, np.array(ids, np.int32))
             ids.append(int(models.reference(spec, tensors, inputs, shape)[1].argmax()))
     return ids[len(prompt) :]
 
@@ -102,7 +102,7 @@ def test_a_generation_over_plain_mqtt(site: Site, ready: Hepti) -> None:
 def test_hidden_states_of_a_decoder_equal_the_reference(site: Site, ready: Hepti) -> None:
     hidden = ready.infer("gpt", ids=PROMPT, want="hidden", timeout_s=PATIENCE_S).hidden
     with Checkpoint.open(site.models["gpt"], "gpt") as checkpoint:
-        shape, inputs = models.packed(checkpoint.spec, np.array(PROMPT, np.int32), "hidden")
+        shape, inputs = models.single_sequence(checkpoint.spec, np.array(PROMPT, np.int32), "hidden")
         expected_hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
     np.testing.assert_allclose(hidden, expected_hidden, atol=TOLERANCE)
 
@@ -204,7 +204,7 @@ def user(site: Site, ready: Hepti) -> Iterator[User]:
 def expected(site: Site, model: str, **request: object) -> tuple[np.ndarray, np.ndarray]:
     """Return hidden states and output of the NumPy reference."""
     with Checkpoint.open(site.models[model], model) as checkpoint:
-        prepared = prepare(checkpoint, request)
+        prepared = read_input(checkpoint, request)
         return models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
 
 

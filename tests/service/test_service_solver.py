@@ -16,23 +16,23 @@ from sites import FAMILIES, plan
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.show import print_plan
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
-from hepti_mqtt.cost.simulator import Naming
+from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.interface import ShowPlan, Solve
+from hepti_mqtt.runtime.coordinator.interface import PublishPlan, Solve
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.coordinator.rollout import SOON_S
-from hepti_mqtt.runtime.machinery import Story, Transition
+from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S
+from hepti_mqtt.runtime.machinery import Transition, TransitionLog
 from hepti_mqtt.service import solver
 from hepti_mqtt.service.planner import encode_record
-from hepti_mqtt.service.solver import Accuracy, begin_loading, solve
+from hepti_mqtt.service.solver import WireAccuracy, solve, start_preloading
 
 
 def settled(*names: str) -> Site:
@@ -65,12 +65,12 @@ def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_fol
     assert {len(c.plan.devices) for c in found.decision.ranking} == {1}
     site.event(found)
     site.ready()
-    assert site.session.plan("m") == found.decision.chosen.plan
+    assert site.session.active_plan("m") == found.decision.chosen.plan
     site.tick(1.1)
     whole = site.solves[-1]
     assert not whole.hurried
     decision = solve(whole).decision
-    assert {len(c.plan.devices) for c in (*decision.ranking, *decision.behind)} > {1}
+    assert {len(c.plan.devices) for c in (*decision.ranking, *decision.pruned)} > {1}
 
 
 def test_a_search_is_whole_where_nobody_waits_or_somebody_has_pinned_something() -> None:
@@ -96,10 +96,10 @@ def test_a_hurried_search_that_finds_nothing_is_followed_by_the_whole_one() -> N
 
 def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
     site = settled("a", "b")
-    site.event(interface.Pin("m", Pins()))
+    site.event(interface.PinPlan("m", Pins()))
     running = site.solves[-1]
     assert not running.hurried
-    used = site.session.plan("m").devices[0]
+    used = site.session.active_plan("m").devices[0]
     site.submit("r1")
     site.leave(used)
     hurried = site.solves[-1]
@@ -107,7 +107,7 @@ def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
     site.event(interface.DeviceStatus(used, Status("starting", 2)))  # it is back before the search has ended
     site.event(solve(hurried))
     site.ready()
-    assert used not in site.session.plan("m").devices
+    assert used not in site.session.active_plan("m").devices
     site.event(interface.Solved("m", running.ticket, None, None))
     assert not site.errors, "what the outdated one says changes nothing"
 
@@ -120,12 +120,12 @@ def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
     pinned = replace(first.question, strategy="row", options={"variant": "kv"}, devices=("a", "b", "c"))
     site.event(solve(replace(first, question=pinned)))
     site.ready()
-    plan = site.session.plan("m")
+    plan = site.session.active_plan("m")
     assert len(plan.devices) == 3
     site.submit("r1")
     site.leave(plan.devices[1])
     hurried = site.solves[-1]
-    assert (hurried.hurried, hurried.running, hurried.last.devices) == (True, None, plan.devices)
+    assert (hurried.hurried, hurried.running, hurried.last_plan.devices) == (True, None, plan.devices)
     found = solve(hurried).decision
     assert plan.devices[1] not in {d for c in found.ranking for d in c.plan.devices}
     assert plan.method in {c.name for c in found.ranking}
@@ -134,7 +134,7 @@ def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
 def test_requests_that_come_after_the_devices_wait_no_longer_than_those_before_them() -> None:
     site = Site(searches=False)
     site.join("a", "b")
-    site.tick(SOON_S * 2)
+    site.tick(SETTLE_UNSERVED_S * 2)
     assert not site.solves, "nobody asks yet: others may join"
     site.submit("r1")
     assert site.solves[-1].hurried
@@ -145,7 +145,7 @@ def test_a_device_that_starts_holds_nobody_up_whom_others_can_serve() -> None:
     site.join("a")
     site.event(interface.DeviceStatus("b", Status("starting", 1)))
     site.submit("r1")
-    site.tick(SOON_S * 2)
+    site.tick(SETTLE_UNSERVED_S * 2)
     assert site.solves[-1].hurried
 
 
@@ -153,13 +153,13 @@ def test_a_hurried_search_serves_although_a_device_joins_meanwhile() -> None:
     site = Site(searches=False)
     site.join("a")
     site.submit("r1")
-    site.tick(SOON_S * 2)
+    site.tick(SETTLE_UNSERVED_S * 2)
     (command,) = site.solves
     assert command.hurried
     site.join("b")
     site.event(solve(command))
     site.ready()
-    assert site.session.plan("m").devices == ("a",)
+    assert site.session.active_plan("m").devices == ("a",)
     site.tick(1.1)
     assert not site.solves[-1].hurried, "the whole search follows"
     assert set(site.solves[-1].question.cluster.devices) == {"a", "b"}
@@ -175,7 +175,7 @@ print(*(m for m in sys.modules if any(m == name or m.startswith(name + '.') for 
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
-    begin_loading()
+    start_preloading()
     (loads,) = [thread for thread in threading.enumerate() if thread.name == "planner-loads"] or [None]
     if loads is not None:
         loads.join()
@@ -188,43 +188,48 @@ def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch) -> None:
     found = {}
     for seed in (0, 1):
         with Checkpoint.open(make_model("tiny-bert", tmp_path / f"m{seed}", seed=seed)) as checkpoint:
-            assert Accuracy.of(checkpoint).known == {}, "another checkpoint's"
-            found[seed] = Accuracy.of(checkpoint).measure(split)
-            assert Accuracy.of(checkpoint).known == {("row/kv", 2, w): error for w, error in found[seed].items()}
+            assert WireAccuracy.of(checkpoint).known == {}, "another checkpoint's"
+            found[seed] = WireAccuracy.of(checkpoint).measure(split)
+            assert WireAccuracy.of(checkpoint).known == {("row/kv", 2, w): error for w, error in found[seed].items()}
     (first, _) = (tmp_path / "hepti" / "accuracy").iterdir()
     assert found[0] != found[1]
     for damaged in ("", "[[1, 2]]", '[["row/kv", 2, "f8", 0.1]]', "{}"):
         first.write_text(damaged)
         for seed in (0, 1):
             with Checkpoint.open(tmp_path / f"m{seed}") as checkpoint:
-                assert set(Accuracy.of(checkpoint).known.values()) in (set(), set(found[seed].values()))
+                assert set(WireAccuracy.of(checkpoint).known.values()) in (set(), set(found[seed].values()))
 
 
 def test_what_has_only_drifted_is_no_reason_for_a_whole_search_if_the_plan_costs_what_it_did() -> None:
     site = settled("a", "b")
-    running = site.session.plan("m")
-    assert site.solves[-1].kept is None, "there was nothing to keep"
+    running = site.session.active_plan("m")
+    assert site.solves[-1].active_decision is None, "there was nothing to keep"
     site.submit("r1")
     site.answer(1)
     site.drift(dict.fromkeys(running.devices, 1.4), 40)
     drifted = site.solves[-1]
-    assert drifted.kept.chosen.plan == running
-    then = {"cluster": drifted.kept.cluster, "shape": drifted.kept.chosen.price.played[0].shape}
+    assert drifted.active_decision.chosen.plan == running
+    then = {
+        "cluster": drifted.active_decision.cluster,
+        "shape": drifted.active_decision.chosen.price.simulated[0].shape,
+    }
     for changed in then:
         other = replace(drifted.question, **{name: value for name, value in then.items() if name != changed})
-        assert solve(replace(drifted, question=other)).decision.chosen.plan.epoch != running.epoch, "searched for again"
+        assert solve(replace(drifted, question=other)).decision.chosen.plan.version != running.version, (
+            "searched for again"
+        )
     found = solve(replace(drifted, question=replace(drifted.question, **then)))
-    assert found.decision.chosen.plan.epoch == running.epoch
-    assert not found.worth_it()
+    assert found.decision.chosen.plan.version == running.version
+    assert not found.is_worth_it()
     site.event(found)
-    assert site.session.plan("m").epoch == running.epoch
-    assert not site.session.slots.own("m").plans.busy()
+    assert site.session.active_plan("m").version == running.version
+    assert not site.session.groups.default("m").plans.in_transition()
     site.join("c")
     site.tick(1.1)
-    assert site.solves[-1].kept is None, "whatever else has changed is searched for as a whole"
+    assert site.solves[-1].active_decision is None, "whatever else has changed is searched for as a whole"
     site.event(solve(site.solves[-1]))
-    site.event(interface.Pin("m", Pins(strategy="single")))
-    assert site.solves[-1].kept is None
+    site.event(interface.PinPlan("m", Pins(strategy="single")))
+    assert site.solves[-1].active_decision is None
 
 
 def test_a_trial_is_ranked_beside_what_the_plan_before_it_was_compared_with() -> None:
@@ -232,14 +237,14 @@ def test_a_trial_is_ranked_beside_what_the_plan_before_it_was_compared_with() ->
     site.join("a", "b")
     site.tick(1.1)
     search = site.solves[-1]
-    last = solve(replace(search, question=replace(search.question, compare=True))).decision
+    last = solve(replace(search, question=replace(search.question, is_exhaustive=True))).decision
     tried = next(c.plan for c in last.ranking if c.name != last.chosen.name)
     asked = replace(search.question, strategy=tried.strategy, options=tried.options, devices=tried.devices)
-    trial = replace(search, question=asked, running=last.chosen.plan, kept=last, trial=True)
+    trial = replace(search, question=asked, running=last.chosen.plan, active_decision=last, trial=True)
     found = solve(trial).decision
     assert found.chosen.name == tried.method
     assert last.chosen.name in [c.name for c in found.ranking[1:]]
-    assert [c.name for c in solve(replace(trial, trial=False, kept=None)).decision.ranking] == [tried.method]
+    assert [c.name for c in solve(replace(trial, trial=False, active_decision=None)).decision.ranking] == [tried.method]
 
 
 SPEC = FAMILIES["bert-embedding"]
@@ -248,7 +253,11 @@ SPEC = FAMILIES["bert-embedding"]
 def question(*names: str, memory: float = 1e9) -> Question:
     profiles = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1e9, 1e-5, memory) for n in names}
     return Question(
-        Naming("home", "m"), SPEC, Cluster(profiles, {n: Link() for n in names}), PackedTokens((8,)), Epoch(1, 2)
+        TopicNames("home", "m"),
+        SPEC,
+        Cluster(profiles, {n: Link() for n in names}),
+        TokenBatch((8,)),
+        PlanVersion(1, 2),
     )
 
 
@@ -265,16 +274,16 @@ def test_a_search_is_answered_with_a_decision_and_the_running_plans_price():
 def test_no_plan_and_mistakes_are_errors_not_exceptions(monkeypatch):
     assert isinstance(solver.solve(Solve("m", 1, question(), None)).error, PlanError)
     assert isinstance(solver.solve(Solve("m", 1, question("a", memory=10), None)).error, PlanError)
-    monkeypatch.setattr(solver, "decide_within", None)
+    monkeypatch.setattr(solver, "decide_within_accuracy", None)
     assert isinstance(solver.solve(Solve("m", 1, question("a"), None)).error, HeptiError)
 
 
 def test_record_holds_what_people_and_programs_read():
     decision = solver.solve(Solve("m", 1, question("a", "b"), None)).decision
     plan = decision.chosen.plan
-    other = replace(plan, epoch=Epoch(1, 3), wire="f16")
-    coming = replace(plan, epoch=Epoch(1, 4), wire="i8")
-    shown = ShowPlan("m", plan, None, decision, pinned=(other,), pinned_preparing=(coming,), in_flight=3)
+    other = replace(plan, version=PlanVersion(1, 3), wire="f16")
+    coming = replace(plan, version=PlanVersion(1, 4), wire="i8")
+    shown = PublishPlan("m", plan, None, decision, pinned=(other,), pinned_preparing=(coming,), in_flight=3)
     record = msgpack.unpackb(encode_record((SPEC, Path("/models/m")), 9, shown))
     assert [Plan.from_dict(p) for p in record["pinned"]] == [other]
     assert [Plan.from_dict(p) for p in record["pinned_preparing"]] == [coming]
@@ -292,9 +301,9 @@ def test_record_holds_what_people_and_programs_read():
 def test_record_has_the_keys_that_its_readers_look_for():
     decision = solver.solve(Solve("m", 1, question("a", "b"), None)).decision
     plan, error = decision.chosen.plan, PlanError("too small")
-    story = Story("plans of m")
-    story.tell(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
-    shown = ShowPlan("m", plan, plan, decision, error, pinned=(plan,), story=story.last())
+    story = TransitionLog("plans of m")
+    story.append(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
+    shown = PublishPlan("m", plan, plan, decision, error, pinned=(plan,), story=story.last())
     directory = Path(os.fsdecode(b"/models/tiny\xff"))
     record = msgpack.unpackb(encode_record((SPEC, directory), 9, shown, unused={"a": "put aside"}))
     assert record["directory"] == "/models/tiny\ufffd", "a name that is not UTF-8"
@@ -307,28 +316,28 @@ def test_record_has_the_keys_that_its_readers_look_for():
         (plan.to_dict(), messages.PLAN),
     ):
         assert set(part) == set(keys)
-    assert messages.record_lacks(record) is None
+    assert messages.missing_record_key(record) is None
 
 
 def test_record_lists_what_was_too_slow_to_be_worked_out_as_such(capsys):
     asked = question("a", "b")
     slow = {pair: PeerLink(0.1, 1e4) for pair in (("a", "b"), ("b", "a"))}
     slow_site = replace(asked.cluster, links={n: Link(0.1, 1e4, 1e4) for n in ("a", "b")}, peer_links=slow)
-    decision = decide(replace(asked, cluster=slow_site, compare=False))
-    shown = ShowPlan("m", decision.chosen.plan, None, decision)
+    decision = decide(replace(asked, cluster=slow_site, is_exhaustive=False))
+    shown = PublishPlan("m", decision.chosen.plan, None, decision)
     record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown))
     fits = {c["name"]: c["feasible"] for c in record["candidates"]}
     assert fits["single"] is True
     assert fits["row/kv"] is fits["block"] is None
     print_plan("m", record)
-    assert capsys.readouterr().out.count("not worked out: too slow") == len(decision.behind)
+    assert capsys.readouterr().out.count("not worked out: too slow") == len(decision.pruned)
 
 
 def test_record_tells_the_story_in_unix_time():
-    story = Story("plans of m")
-    story.tell(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
-    story.tell(Transition(4.0, "m 9.1", "active", "lost", "retiring", "d1 went offline"))
-    shown = ShowPlan("m", None, None, None, story=story.last())
+    story = TransitionLog("plans of m")
+    story.append(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
+    story.append(Transition(4.0, "m 9.1", "active", "lost", "retiring", "d1 went offline"))
+    shown = PublishPlan("m", None, None, None, story=story.last())
     record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown, 1000.0))
     assert record["story"] == [
         {"time": 1002.5, "plan": "m 9.1", "from": "preparing", "to": "active", "cause": "ready"},

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from sites import FAMILIES
 
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import Naming
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import shape_for
+from hepti_mqtt.cost.simulator import TopicNames
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import representative_shape
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.runtime.coordinator.interface import Solve
-from hepti_mqtt.service.threads import AGAIN, IN_HAND_S, LOOKS_S, MOST_S, Crew, Pace, Turns
+from hepti_mqtt.service.threads import AGAIN, IN_HAND_S, LOOKS_S, MOST_S, FairExecutor, RoundRobin, SearchThrottle
 
 ROOM = 1 << 30
 
 
 def play(arrivals, workers, turns=None):
     """Return when each (time, client, seconds) was begun, in the order of arrival."""
-    turns = turns or Turns(ROOM, ROOM)
+    turns = turns or RoundRobin(ROOM, ROOM)
     begun, running, free, now = {}, [], workers, 0.0
     waiting = sorted(range(len(arrivals)), key=lambda i: arrivals[i][0])
     while waiting or running:
@@ -74,7 +74,7 @@ def test_nobody_waits_longer_than_one_turn_of_each_other(load, workers, at):
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40)), max_size=40))
 def test_what_waits_is_bounded_and_nothing_gets_lost(puts):
-    turns = Turns(8, 100)
+    turns = RoundRobin(8, 100)
     refused, waiting = [], {}
     for number, (client, nbytes) in enumerate(puts):
         waiting[number] = nbytes
@@ -91,7 +91,7 @@ def test_what_waits_is_bounded_and_nothing_gets_lost(puts):
 
 
 def test_where_there_is_no_room_the_newest_of_who_has_most_goes():
-    turns = Turns(4, ROOM)
+    turns = RoundRobin(4, ROOM)
     for number in range(4):
         assert turns.put("greedy", number, 1) == []
     assert turns.put("greedy", 4, 1) == [4]
@@ -102,7 +102,7 @@ def test_where_there_is_no_room_the_newest_of_who_has_most_goes():
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_client_of_whom_everything_was_dropped_is_forgotten(taken):
-    turns = Turns(1, 10)
+    turns = RoundRobin(1, 10)
     assert turns.put("a", 1, 5) == []
     if taken:
         assert turns.take() == ("a", 1)
@@ -125,7 +125,7 @@ def at_once(act):
 
 @pytest.fixture
 def crew():
-    made = Crew("crew", 2, at_once)
+    made = FairExecutor("crew", 2, at_once)
     made.start()
     yield made
     made.close()
@@ -134,45 +134,47 @@ def crew():
 def test_a_client_that_is_busy_holds_nobody_else_up(crew):
     release, small, ended = threading.Event(), threading.Event(), []
     for number in range(3):
-        crew.post("greedy", lambda number=number: (release.wait(PATIENCE_S), ended.append(number)))
-    crew.post("small", small.set)
+        crew.submit_or_run("greedy", lambda number=number: (release.wait(PATIENCE_S), ended.append(number)))
+    crew.submit_or_run("small", small.set)
     assert small.wait(PATIENCE_S)
     assert not ended
     over = threading.Event()
-    crew.post("greedy", over.set)
+    crew.submit_or_run("greedy", over.set)
     release.set()
     assert over.wait(PATIENCE_S)
     assert ended == [0, 1, 2]
 
 
 def test_what_there_is_no_room_for_is_refused():
-    crew, refused = Crew("crew", 0, at_once, limit=1), []
-    crew.offer("a", lambda: None, 5, lambda: refused.append("first"))
-    crew.offer("a", lambda: None, 5, lambda: refused.append("second"))
+    crew, refused = FairExecutor("crew", 0, at_once, limit=1), []
+    crew.submit("a", lambda: None, 5, lambda: refused.append("first"))
+    crew.submit("a", lambda: None, 5, lambda: refused.append("second"))
     assert refused == ["second"]
     assert crew.step()
     assert not crew.step()
 
 
 def test_after_the_end_nothing_is_begun():
-    crew = Crew("crew", 0, at_once)
-    crew.post("a", lambda: pytest.fail("begun"))
+    crew = FairExecutor("crew", 0, at_once)
+    crew.submit_or_run("a", lambda: pytest.fail("begun"))
     crew.close()
     assert not crew.step(wait=True)
 
 
 def test_a_small_thing_is_done_at_once_unless_others_wait_or_are_under_way():
     """Else it would come before what the same client had asked for earlier."""
-    crew, done = Crew("crew", 0, at_once), []
-    crew.post("a", lambda: done.append("here"), here=True)
+    crew, done = FairExecutor("crew", 0, at_once), []
+    crew.submit_or_run("a", lambda: done.append("here"), here=True)
     assert done == ["here"]
-    crew.post("a", lambda: done.append("first"))
-    crew.post("a", lambda: done.append("second"), here=True)
+    crew.submit_or_run("a", lambda: done.append("first"))
+    crew.submit_or_run("a", lambda: done.append("second"), here=True)
     assert done == ["here"]
     while crew.step():
         continue
     assert done == ["here", "first", "second"]
-    crew.post("b", lambda: (crew.post("b", lambda: done.append("within"), here=True), done.append("last")))
+    crew.submit_or_run(
+        "b", lambda: (crew.submit_or_run("b", lambda: done.append("within"), here=True), done.append("last"))
+    )
     assert crew.step()
     assert done[3:] == ["last"]
     assert crew.step()
@@ -188,7 +190,7 @@ DEVICES = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1
 CLUSTER = Cluster(DEVICES, {n: Link() for n in DEVICES})
 
 
-QUESTION = Question(Naming("home", "m"), SPEC, CLUSTER, shape_for(SPEC, 8), Epoch(1, 2))
+QUESTION = Question(TopicNames("home", "m"), SPEC, CLUSTER, representative_shape(SPEC, 8), PlanVersion(1, 2))
 
 
 PLAN = decide(QUESTION).chosen.plan
@@ -202,7 +204,7 @@ class Processor:
         self.waited: list[float] = []
         self.in_hand_until_s = 0.0
         clocks = (lambda: self.now_s, lambda: self.computed_s)
-        self.pace = Pace(lambda: self.now_s < self.in_hand_until_s, *clocks, self.sleep, self.wait)
+        self.pace = SearchThrottle(lambda: self.now_s < self.in_hand_until_s, *clocks, self.sleep, self.wait)
 
     def compute(self, seconds: float, part: float) -> None:
         self.now_s += seconds / part
@@ -217,13 +219,13 @@ class Processor:
 
 
 def searching(processor: Processor, **changes: Any) -> Solve:
-    return processor.pace.paced(replace(Solve("m", 1, QUESTION, PLAN), **changes))
+    return processor.pace.throttled(replace(Solve("m", 1, QUESTION, PLAN), **changes))
 
 
 @pytest.mark.parametrize(("part", "pause"), [(1.0, 0.0), (0.5, AGAIN * 0.1), (0.25, AGAIN * 0.3), (0.01, MOST_S)])
 def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part: float, pause: float) -> None:
     processor = Processor()
-    processor.pace.serving(True)
+    processor.pace.set_serving(True)
     pauses = searching(processor).question.pause
     processor.compute(5.0, 0.1)  # another search, long ago
     pauses()
@@ -244,10 +246,10 @@ def test_a_search_does_nothing_while_the_planner_has_something_in_hand(seconds: 
 def test_a_search_does_nothing_while_an_event_is_dealt_with() -> None:
     processor = Processor()
     pauses = searching(processor).question.pause
-    processor.pace.first(pauses)
+    processor.pace.run_before_searches(pauses)
     assert processor.now_s == pytest.approx(IN_HAND_S, abs=LOOKS_S)
     with pytest.raises(ZeroDivisionError):
-        processor.pace.first(lambda: print(1 / 0))
+        processor.pace.run_before_searches(lambda: print(1 / 0))
     pauses()
     assert processor.now_s == pytest.approx(IN_HAND_S, abs=LOOKS_S), "it is over"
 
@@ -264,7 +266,7 @@ def test_nobody_is_left_the_processor_who_does_not_ask() -> None:
 @pytest.mark.parametrize("changes", [{"hurried": True}, {"running": None}])
 def test_a_search_that_requests_wait_for_has_no_pauses(changes: dict[str, Any]) -> None:
     processor = Processor()
-    processor.pace.serving(True)
+    processor.pace.set_serving(True)
     assert searching(processor, **changes).question.pause is QUESTION.pause
 
 

@@ -17,7 +17,7 @@ from together import bound, run_together
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.models.cnn.nodes import CnnSpec
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES, Method
 
@@ -38,7 +38,7 @@ class Net:
 
     def answer(self, method: str, options: Mapping[str, str], weights: tuple[float, ...]) -> np.ndarray:
         """Return the answer under a method on as many devices as there are weights."""
-        parts = programs(self.spec, plan(self.spec, (method, options), weights), self.shape)
+        parts = device_programs(self.spec, plan(self.spec, (method, options), weights), self.shape)
         return run_together(bound(parts, self.held), self.inputs)
 
     def off(self, method: str, options: Mapping[str, str], weights: tuple[float, ...]) -> float:
@@ -49,8 +49,8 @@ class Net:
 
 def variants(net: Net, method: Method, devices: int) -> Iterator[Mapping[str, str]]:
     """Yield the variants that the planner prices for a net, and those with a bag."""
-    yield from method.choices(devices, models.graph(net.spec, net.shape))
-    yield from (options for options in method.options if method.bag(options))
+    yield from method.variants_for(devices, models.graph(net.spec, net.shape))
+    yield from (options for options in method.options if method.task_count(options))
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
                 for name in METHODS:
                     method = STRATEGIES[name]
                     cases = [(next(variants(net, method, len(weights))), weights) for weights in SHARES]
-                    cases += [(o, SHARES[3]) for o in method.options if method.bag(o)][:1]
+                    cases += [(o, SHARES[3]) for o in method.options if method.task_count(o)][:1]
                     off = max(net.off(name, options, weights) for options, weights in cases)
                     worst = max(worst, off)
                     print(f"| {kind} | `{name}` | {off:.1e} |", flush=True)

@@ -18,12 +18,12 @@ from together import bound, run_together
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cost.simulator import Naming, sent_bytes
+from hepti_mqtt.cost.simulator import TopicNames, sent_bytes
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.models.shapes import PackedTokens, Text
-from hepti_mqtt.plan_programs import peers, programs, resident_weights
-from hepti_mqtt.program import Compute, Program, Recv, Send, addresses, check, written
+from hepti_mqtt.models.shapes import TextInput, TokenBatch
+from hepti_mqtt.plan_programs import device_programs, resident_weights, sources_of
+from hepti_mqtt.program import Compute, Program, Recv, Send, publish_targets, slots_written, validate
 from hepti_mqtt.strategies import STRATEGIES
 
 SITES = {
@@ -44,7 +44,7 @@ BATCHES = {"one": (13,), "ragged": (5, 7, 3), "single token": (1,), "cut between
 
 
 def methods_for(n: int) -> list[tuple[str, dict[str, str]]]:
-    return [m for m in METHODS if STRATEGIES[m[0]].most_devices in {None, *range(n, 100)}]
+    return [m for m in METHODS if STRATEGIES[m[0]].max_devices in {None, *range(n, 100)}]
 
 
 def division(method, site):
@@ -55,7 +55,7 @@ def division(method, site):
 
 def sites_of(method):
     """Return sites that differ for a method: one of each number of devices where all shares are equal."""
-    equal = STRATEGIES[method[0]].equal
+    equal = STRATEGIES[method[0]].equal_shares
     return list({(len(d) if equal else d): site for site in SITES for d in [division(method, site)]}.values())
 
 
@@ -84,7 +84,7 @@ def test_equals_the_reference_and_the_predicted_bytes_on_a_faulty_network(method
         [(got, stats)] = swarm.answers[batch]
         np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
         counted = sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in stats)
-        assert counted == sent_bytes(Naming("home", "m"), spec, shape, programs(spec, active, shape))
+        assert counted == sent_bytes(TopicNames("home", "m"), spec, shape, device_programs(spec, active, shape))
 
 
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
@@ -92,7 +92,7 @@ def test_same_plan_and_batch_same_bits_whatever_the_order_of_arrival(method):
     spec, held = FAMILIES["bert-embedding"], tensors(FAMILIES["bert-embedding"])
     weights = (1.0, 2.0, 1.5) if method in methods_for(3) else (1.0,)
     shape, inputs = request(spec, (13, 4), "hidden")
-    parts = bound(programs(spec, plan(spec, method, weights), shape), held)
+    parts = bound(device_programs(spec, plan(spec, method, weights), shape), held)
     assert len({run_together(parts, inputs, seed).tobytes() for seed in range(8)}) == 1
 
 
@@ -115,10 +115,10 @@ def test_programs_fit_together(family, method, weights, lengths, want, head):
         weights = [1.0]
     chosen = plan(spec, method, weights, head % len(weights))
     shape, _ = request(spec, lengths, want)
-    parts = programs(spec, chosen, shape)
+    parts = device_programs(spec, chosen, shape)
     sent: dict[tuple[int, int, str, str], tuple[int, ...]] = {}
     for name, program in parts.items():
-        check(program)
+        validate(program)
         assert set(program.weights()) <= set(resident_weights(spec, chosen, name))
         for op in program.ops:
             assert isinstance(op, Compute | Send | Recv)
@@ -136,7 +136,7 @@ def test_programs_fit_together(family, method, weights, lengths, want, head):
     assert {k: v for k, v in sent.items() if k[3] != "planner"} == received
     outputs = [k for k in sent if k[3] == "planner"]
     assert len(outputs) == 1
-    assert outputs[0][2] == chosen.head
+    assert outputs[0][2] == chosen.root
 
 
 @pytest.mark.parametrize("method", methods_for(5), ids=lambda m: "-".join([m[0], *m[1].values()]))
@@ -145,16 +145,16 @@ def test_more_devices_than_the_longest_text_has_tokens_hold_and_hear_all_that_a_
     spec = replace(FAMILIES["bert-embedding"], max_tokens=3)
     chosen = plan(spec, method, weights, head=2)
     for length, want in itertools.product((1, 2, 3), ("task", "hidden")):
-        for device, made in programs(spec, chosen, request(spec, (length,), want)[0]).items():
+        for device, made in device_programs(spec, chosen, request(spec, (length,), want)[0]).items():
             assert set(made.weights()) <= set(resident_weights(spec, chosen, device))
-            assert set(made.sources()) - {"planner"} <= peers(spec, chosen, device)
+            assert set(made.sources()) - {"planner"} <= sources_of(spec, chosen, device)
 
 
 OTHERS = [
     (name, dict(options), devices)
     for name in dict.fromkeys(name for name, _ in METHODS)
     for devices in (4, 6)
-    for options in STRATEGIES[name].choices(devices)
+    for options in STRATEGIES[name].variants_for(devices)
     if (name, dict(options)) not in METHODS
 ]
 
@@ -164,7 +164,7 @@ def test_the_last_layer_computes_only_what_the_task_needs():
     shape, _ = request(spec, (13,))
     for method in METHODS:
         weights = (1.0, 1.0) if method in methods_for(2) else (1.0,)
-        for program in programs(spec, plan(spec, method, weights), shape).values():
+        for program in device_programs(spec, plan(spec, method, weights), shape).values():
             rows = [
                 program.slots[op.writes[0]].shape[0]
                 for op in program.ops
@@ -173,17 +173,17 @@ def test_the_last_layer_computes_only_what_the_task_needs():
             assert all(r == 1 for r in rows)
 
 
-@pytest.mark.parametrize("name", [n for n, s in STRATEGIES.items() if s.most_devices is None])
+@pytest.mark.parametrize("name", [n for n, s in STRATEGIES.items() if s.max_devices is None])
 def test_shares_of_many_devices_cover_everything_once(name):
-    graph = models.graph(FAMILIES["bert-embedding"], PackedTokens((20,)))
-    if STRATEGIES[name].unsupported(graph):
+    graph = models.graph(FAMILIES["bert-embedding"], TokenBatch((20,)))
+    if STRATEGIES[name].why_unsupported(graph):
         pytest.skip(f"{name} does not divide this family")
-    _, ranges = STRATEGIES[name].divide(graph, {}, (1.0, 0.0, 3.0, 0.2))
+    _, ranges = STRATEGIES[name].make_shares(graph, {}, (1.0, 0.0, 3.0, 0.2))
     for kind, owned in ranges.items():
         parts = sorted(part for part in owned if part[0] < part[1])  # stages may stand on the devices in any order
         assert parts[0][0] == 0, kind
         assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), kind
-        assert STRATEGIES[name].equal or owned[1][0] == owned[1][1], kind
+        assert STRATEGIES[name].equal_shares or owned[1][0] == owned[1][1], kind
 
 
 SPECS = {
@@ -199,7 +199,7 @@ ABLE = [
     pytest.param(kind, name, marks=[pytest.mark.wide] if kind in LONG else [])
     for kind, spec in SPECS.items()
     for name, method in STRATEGIES.items()
-    if method.unsupported(models.graph(spec, models.largest_shape(spec))) is None
+    if method.why_unsupported(models.graph(spec, models.largest_shape(spec))) is None
 ]
 
 
@@ -207,21 +207,21 @@ SHARES = ((1.0,), (1.0, 2.0), (0.0, 1.0, 3.0), (1.0, 0.5, 2.0, 1.0, 1.0))
 
 
 def batches(spec):
-    return ((13,), (5, 7, 3)) if isinstance(spec.reads, Text) else ((1,),)
+    return ((13,), (5, 7, 3)) if isinstance(spec.reads, TextInput) else ((1,),)
 
 
 @pytest.mark.parametrize(("kind", "name"), ABLE)
 def test_other_families_equal_the_reference(kind, name):
     spec, method = SPECS[kind], STRATEGIES[name]
     held = tensors(spec)
-    for turn, weights in enumerate(SHARES[: method.most_devices]):
-        for options in method.choices(len(weights), models.graph(spec, models.largest_shape(spec))):
+    for turn, weights in enumerate(SHARES[: method.max_devices]):
+        for options in method.variants_for(len(weights), models.graph(spec, models.largest_shape(spec))):
             want, lengths = ("task", "hidden")[turn % 2], batches(spec)[turn // 2 % len(batches(spec))]
             shape, inputs = request(spec, lengths, want)
             fixed = plan(spec, (name, options), weights)
-            parts = programs(spec, fixed, shape)
+            parts = device_programs(spec, fixed, shape)
             for device, program in parts.items():
-                check(program)
+                validate(program)
                 assert set(program.weights()) <= set(resident_weights(spec, fixed, device))
             hidden, output = models.reference(spec, held, inputs, shape)
             got = run_programs(parts, held, inputs)
@@ -241,18 +241,18 @@ def test_the_planner_chooses_for_a_site_with_faults_and_counts_its_bytes(kind):
     np.testing.assert_allclose(got, models.reference(spec, tensors(spec), inputs, shape)[1], atol=TOLERANCE, rtol=1e-5)
     counted = sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in stats)
     chosen = stats[0].plan
-    assert counted == sent_bytes(Naming("home", "m"), spec, shape, programs(spec, chosen, shape))
+    assert counted == sent_bytes(TopicNames("home", "m"), spec, shape, device_programs(spec, chosen, shape))
 
 
 GPT = spec_of_kind("tiny-gpt2")
 
 
-CACHING = [n for n, s in STRATEGIES.items() if s.unsupported(models.graph(GPT, PackedTokens((1,), cache=64))) is None]
+CACHING = [n for n, s in STRATEGIES.items() if s.why_unsupported(models.graph(GPT, TokenBatch((1,), cache=64))) is None]
 
 
 def unneeded(parts: Mapping[str, Program]) -> list[tuple[str, int]]:
     """Return (device, place) of the ops on which nothing depends that the planner is sent."""
-    makers = {(d, slot): (d, i) for d, p in parts.items() for i, op in enumerate(p.ops) for slot in written(op)}
+    makers = {(d, slot): (d, i) for d, p in parts.items() for i, op in enumerate(p.ops) for slot in slots_written(op)}
     sends = [(d, i, op) for d, p in parts.items() for i, op in enumerate(p.ops) if isinstance(op, Send)]
     senders = {(op.node, op.part, d): (d, i) for d, i, op in sends}
     waiting = [(d, i) for d, i, op in sends if op.to == (PLANNER,)]
@@ -278,9 +278,9 @@ def unneeded(parts: Mapping[str, Program]) -> list[tuple[str, int]]:
     tokens=st.integers(1, 20),
 )
 def test_all_of_a_step_is_needed_for_its_token(name, weights, head, tokens):
-    weights = weights if STRATEGIES[name].most_devices is None else [1.0]
+    weights = weights if STRATEGIES[name].max_devices is None else [1.0]
     chosen = plan(GPT, (name, {}), weights, head % len(weights))
-    parts = programs(GPT, chosen, PackedTokens((tokens,), cache=64))
+    parts = device_programs(GPT, chosen, TokenBatch((tokens,), cache=64))
     kept = [op for p in parts.values() for op in p.ops if isinstance(op, Compute) and op.kernel == "append_rows"]
     assert len(kept) >= GPT.layers
     assert not unneeded(parts)
@@ -290,10 +290,10 @@ def test_all_of_a_step_is_needed_for_its_token(name, weights, head, tokens):
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_all_of_a_run_is_needed_for_its_answer(family, method):
     spec = FAMILIES[family]
-    weights = (1.0, 3.0, 0.5) if STRATEGIES[method[0]].most_devices is None else (1.0,)
+    weights = (1.0, 3.0, 0.5) if STRATEGIES[method[0]].max_devices is None else (1.0,)
     for want in ("task", "hidden"):
         shape, _ = request(spec, (9, 4), want)
-        assert not unneeded(programs(spec, plan(spec, method, weights), shape))
+        assert not unneeded(device_programs(spec, plan(spec, method, weights), shape))
 
 
 def at_once(program: Program) -> Counter[str]:
@@ -305,8 +305,8 @@ def at_once(program: Program) -> Counter[str]:
         elif isinstance(op, Recv):
             came.add(program.base(op.slot))
         elif program.base(op.slot) not in came:  # what only passes through leaves when it comes
-            found.update(run.intersection(addresses(op)))
-            run.update(addresses(op))
+            found.update(run.intersection(publish_targets(op)))
+            run.update(publish_targets(op))
     return found
 
 
@@ -316,7 +316,7 @@ def test_keys_and_values_queries_and_parts_for_one_peer_are_one_frame(family: st
     shape, _ = request(spec, (13,))
     for method in METHODS:
         try:
-            parts = programs(spec, plan(spec, method, (1.0, 1.0, 1.0)), shape)
+            parts = device_programs(spec, plan(spec, method, (1.0, 1.0, 1.0)), shape)
         except PlanError:
             continue  # not on three devices, or not this family
         for device, program in parts.items():
@@ -337,7 +337,7 @@ def test_equals_the_reference_whatever_the_order_of_arrival(family, method):
         want = "hidden" if batch % 2 else "task"
         shape, inputs = request(spec, list(BATCHES.values())[batch], want)
         hidden, output = models.reference(spec, held, inputs, shape)
-        got = run_together(bound(programs(spec, chosen, shape), held), inputs, place, duplicates=0.2)
+        got = run_together(bound(device_programs(spec, chosen, shape), held), inputs, place, duplicates=0.2)
         np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE)
 
 
@@ -347,5 +347,5 @@ def test_variants_that_depend_on_the_number_of_devices_equal_the_reference(name,
     shape, inputs = request(spec, (5, 7, 3), "hidden")
     hidden, _ = models.reference(spec, held, inputs, shape)
     chosen = plan(spec, (name, options), [1.0 + i % 3 for i in range(devices)])
-    got = run_together(bound(programs(spec, chosen, shape), held), inputs)
+    got = run_together(bound(device_programs(spec, chosen, shape), held), inputs)
     np.testing.assert_allclose(got, hidden, atol=TOLERANCE)

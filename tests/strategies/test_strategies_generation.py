@@ -9,8 +9,8 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.models.shapes import PackedTokens
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = spec_of_kind("tiny-gpt2")
@@ -37,7 +37,7 @@ def greedy(prompt: np.ndarray, most: int) -> tuple[list[int], list[np.ndarray]]:
     """Return the tokens and the logits of each step by whole passes of the reference."""
     ids, logits = prompt.tolist(), []
     for _ in range(most):
-        shape, inputs = models.packed(SPEC, np.array(ids, np.int32))
+        shape, inputs = models.single_sequence(SPEC, np.array(ids, np.int32))
         logits.append(models.reference(SPEC, tensors(SPEC), inputs, shape)[1])
         ids.append(int(logits[-1].argmax()))
     return ids[len(prompt) :], logits
@@ -117,7 +117,7 @@ def test_a_lost_exchange_begins_a_new_session():
     assert any("overdue" in n.text for n in swarm.notes)
 
 
-GRAPH = models.graph(SPEC, PackedTokens((1,), cache=64))
+GRAPH = models.graph(SPEC, TokenBatch((1,), cache=64))
 
 
 # Pipeline places every tensor, the cache too, and could keep it layer by layer if it said so.
@@ -126,15 +126,15 @@ NO_CACHE = [n for n, s in STRATEGIES.items() if not s.keeps_cache and set(s.need
 
 @pytest.mark.parametrize("name", NO_CACHE)
 def test_methods_that_keep_no_cache_say_so(name):
-    assert "cache" in (STRATEGIES[name].unsupported(GRAPH) or "")
+    assert "cache" in (STRATEGIES[name].why_unsupported(GRAPH) or "")
     with pytest.raises(ValueError, match=r"kv: d1|attention: d0"):
-        programs(SPEC, plan(SPEC, (name, {}), (1.0, 1.0)), PackedTokens((3,), cache=64))
+        device_programs(SPEC, plan(SPEC, (name, {}), (1.0, 1.0)), TokenBatch((3,), cache=64))
 
 
 def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():
-    from hepti_mqtt.cost.memory import SESSIONS_BESIDE, most_live_bytes
+    from hepti_mqtt.cost.memory import EXTRA_SESSIONS, max_live_bytes
 
     chosen = plan(SPEC, ("decoder", {}), (1.0, 1.0))
-    one, two = (most_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))
+    one, two = (max_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))
     cache = SPEC.layers * SPEC.max_tokens * 2 * (SPEC.hidden // 2) * 4  # of the own half of the heads
-    assert 2 * one - two == SESSIONS_BESIDE * cache
+    assert 2 * one - two == EXTRA_SESSIONS * cache

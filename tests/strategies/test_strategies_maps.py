@@ -10,21 +10,21 @@ import pytest
 from nets import divided, net, run, tensors
 from nets_agree import BAR, SHARES, SMALL, variants
 from nets_agree import METHODS as EXPORTED
-from nets_agree import Net as Whole
+from nets_agree import Net as OpaqueOp
 from sites import tensors as seeded
 from small_cnns import cnn, conv, pool, relu
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cost.explain import work_factor
-from hepti_mqtt.ids import PLANNER, Epoch
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.lowering import Graph, roles
-from hepti_mqtt.models.cnn.torchvision import Stack
+from hepti_mqtt.models.cnn.torchvision import NodeBuilder
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import lowered, make_plan
+from hepti_mqtt.plan_programs import lower_plan, make_plan
 from hepti_mqtt.program import Compute, Recv
-from hepti_mqtt.shares import Lane
-from hepti_mqtt.shares.maps import alone, units
+from hepti_mqtt.shares import DeviceResources
+from hepti_mqtt.shares.maps import after_cut, execution_units
 from hepti_mqtt.strategies import STRATEGIES
 
 METHODS = ("map_rows", "modnn", "coedge", "edgeflow", "fused_tiles", "pipeline")
@@ -43,12 +43,12 @@ def test_one_to_five_devices_give_the_result_of_one(graph, method):
     held = tensors(graph)
     alone = run(divided(graph, "single", (1.0,)), held)
     most = np.abs(alone).max()
-    for options in STRATEGIES[method].choices(1, graph):
+    for options in STRATEGIES[method].variants_for(1, graph):
         for n, head, lanes in (
             (1, 0, ()),
-            (2, 1, [Lane(1e6, 1e-4, 1e9)] * 2),
+            (2, 1, [DeviceResources(1e6, 1e-4, 1e9)] * 2),
             (3, 0, ()),
-            (5, 2, [Lane(1e6, 1e-4, 1e9)] * 5),
+            (5, 2, [DeviceResources(1e6, 1e-4, 1e9)] * 5),
         ):
             speeds = (1e6, 3e6, 0.0, 2e6, 1e5)[:n]
             got = run(divided(graph, method, speeds, options, lanes, head), held)
@@ -58,9 +58,14 @@ def test_one_to_five_devices_give_the_result_of_one(graph, method):
 @pytest.mark.parametrize("method", ["map_rows", "modnn", "coedge", "fused_tiles"])
 def test_tiles_of_several_outputs_are_the_same_ones_wherever_a_map_is_cut(method):
     graph = net(15, [("conv", 32, 3), ("conv", 32, 3), ("conv", 32, 3)])
-    held, lanes = tensors(graph), [Lane(1e9, 1e-6, 1e9)] * 3
+    held, lanes = tensors(graph), [DeviceResources(1e9, 1e-6, 1e9)] * 3
     made = divided(graph, method, (1.0, 1.1, 0.9), lanes=lanes)
-    calls = [op for name in made.names for _, _, op in made.draft(name).ops if getattr(op, "kernel", "") == "conv2d"]
+    calls = [
+        op
+        for name in made.names
+        for _, _, op in made.compact_builder(name).ops
+        if getattr(op, "kernel", "") == "conv2d"
+    ]
     assert any(op.attrs["origin"][0] % 2 for op in calls)
     assert all(op.attrs["whole"] == (15, 15) for op in calls)
     np.testing.assert_array_equal(run(made, held), run(divided(graph, "single", (1.0,)), held))
@@ -95,10 +100,10 @@ def test_bytes_of_halo_and_of_whole_maps_are_counted():
 
 
 def test_cuts_are_where_few_bytes_come_together():
-    firsts = [next(unit.op.name for unit in units(VGG) if unit.op.name in alone(VGG, n)) for n in (1, 2)]
+    firsts = [next(unit.op.name for unit in execution_units(VGG) if unit.op.name in after_cut(VGG, n)) for n in (1, 2)]
     assert firsts == ["2.map", "6.map"]  # behind each pooling
     residual = net(16, [("conv", 4, 3), ("stride", 8, 3), ("conv", 8, 3), ("conv", 8, 3), "residual"])
-    block = alone(residual, 1)
+    block = after_cut(residual, 1)
     assert "1.map" not in block
     assert "4.map" in block or {"2.map", "3.map"} & block == set()  # not inside, where two maps are live
 
@@ -107,27 +112,29 @@ def test_a_map_that_is_larger_than_the_one_before_can_stand_behind_a_cut():
     spec = cnn(32, conv(), relu(), pool(2, 2, 2), conv(4, 2), relu())
     whole = models.graph(spec, models.largest_shape(spec))
     assert [op.space[0] for op in whole.ops if op.role == roles.MAP] == [32, 16, 17]
-    cuts = [options["cut"] for options in STRATEGIES["fused_tiles"].choices(3, whole)]
+    cuts = [options["cut"] for options in STRATEGIES["fused_tiles"].variants_for(3, whole)]
     assert cuts == ["none", "1"]
-    assert {"n2", "n3", "n4"} & alone(whole, 1) == {"n4"}
+    assert {"n2", "n3", "n4"} & after_cut(whole, 1) == {"n4"}
 
 
 def test_nets_that_differ_in_names_alone_have_units_of_their_own():
     other = Graph(
-        tuple(op.renamed(name=f"other.{op.name}", inputs=tuple(f"other.{x}" for x in op.inputs)) for op in VGG.ops),
+        tuple(op.relabelled(name=f"other.{op.name}", inputs=tuple(f"other.{x}" for x in op.inputs)) for op in VGG.ops),
         VGG.blocks,
     )
-    assert {unit.op.name for unit in units(other)} == {f"other.{unit.op.name}" for unit in units(VGG)}
-    assert alone(other, 1) == {f"other.{name}" for name in alone(VGG, 1)}
+    assert {unit.op.name for unit in execution_units(other)} == {
+        f"other.{unit.op.name}" for unit in execution_units(VGG)
+    }
+    assert after_cut(other, 1) == {f"other.{name}" for name in after_cut(VGG, 1)}
 
 
 def test_only_cuts_that_a_net_has_are_priced():
-    assert STRATEGIES["map_rows"].choices(3, VGG) == [
+    assert STRATEGIES["map_rows"].variants_for(3, VGG) == [
         {"cut": cut, **halo} for halo in ({}, {"halo": "ahead"}) for cut in ("none", "1", "2")
     ]
-    one = STRATEGIES["map_rows"].choices(3, net(9, [("conv", 4, 3)], dense=()))
+    one = STRATEGIES["map_rows"].variants_for(3, net(9, [("conv", 4, 3)], dense=()))
     assert [options["cut"] for options in one] == ["none", "none"]
-    assert not STRATEGIES["modnn"].knows({"cut": "1"})
+    assert not STRATEGIES["modnn"].accepts({"cut": "1"})
 
 
 def test_behind_a_cut_the_head_device_is_alone():
@@ -163,7 +170,7 @@ def test_both_ends_of_a_share_are_one_piece_where_somebody_waits(made):
 
 
 def test_ends_are_one_convolution_so_that_weights_are_read_twice_at_most(made):
-    program = made.program("d1")
+    program = made.full_program("d1")
     calls = defaultdict(list)
     for op in program.ops:
         if isinstance(op, Compute) and op.kernel == "conv2d":
@@ -184,7 +191,7 @@ def test_ends_and_middle_have_the_bits_of_the_whole(halo):
 
 
 def test_a_device_sends_before_it_computes_the_rest_and_that_needs_no_halo(made):
-    program = made.program("d1")
+    program = made.full_program("d1")
     first, second = ([op for op in program.ops if op.node == made.graph.by_name[n].index] for n in ("0.map", "1.map"))
     kinds = [op.kernel if isinstance(op, Compute) else type(op).__name__ for op in first]
     assert kinds == ["Recv", "assemble", "conv2d", "Send", "Send", "conv2d", "Recv"]
@@ -199,10 +206,10 @@ def test_everyone_adds_up_own_rows_of_a_mean_instead_of_sending_them():
     shape = models.largest_shape(spec)
 
     def whole_maps(options):
-        template = Plan("m", Epoch(1, 1), "map_rows", ("d0", "d1"), "d0")
+        template = Plan("m", PlanVersion(1, 1), "map_rows", ("d0", "d1"), "d0")
         plan = make_plan(spec, template, "map_rows", options, (1.0, 1.0))
-        alone = make_plan(spec, Plan("m", Epoch(1, 1), "single", ("d0",), "d0"), "single", {}, (1.0,))
-        found = work_factor(lowered(spec, plan, shape), lowered(spec, alone, shape)).maps
+        alone = make_plan(spec, Plan("m", PlanVersion(1, 1), "single", ("d0",), "d0"), "single", {}, (1.0,))
+        found = work_factor(lower_plan(spec, plan, shape), lower_plan(spec, alone, shape)).maps
         assert found is not None
         return found.gathered
 
@@ -218,7 +225,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "shares"), CASES)
 def test_answers_are_those_of_one_device(kind, shares):
-    net = Whole(spec_of_kind(kind), seeded(spec_of_kind(kind)))
+    net = OpaqueOp(spec_of_kind(kind), seeded(spec_of_kind(kind)))
     for name in EXPORTED:
         for weights in shares:
             for options in variants(net, STRATEGIES[name], len(weights)):
@@ -226,7 +233,7 @@ def test_answers_are_those_of_one_device(kind, shares):
 
 
 def test_residuals_between_dense_layers_are_no_maps():
-    stack = Stack(17)
+    stack = NodeBuilder(17)
     stack.conv("conv", 6, 3, 2, 1, function="relu")
     stack.conv("mix", 6, 3, pad=1)
     stack.classifier("up", 24)
@@ -237,7 +244,7 @@ def test_residuals_between_dense_layers_are_no_maps():
     stack.add("more sum", second)
     stack.linear("classifier", 5)
     spec = replace(spec_of_kind("tiny-convnet"), nodes=tuple(stack.nodes))
-    net = Whole(spec, seeded(spec))
+    net = OpaqueOp(spec, seeded(spec))
     for name in EXPORTED:
         for weights in (SHARES[1], SHARES[3]):
             for options in variants(net, STRATEGIES[name], len(weights)):

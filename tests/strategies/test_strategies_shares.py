@@ -16,28 +16,28 @@ from sites import FAMILIES, plan, request
 from swarm import profile_curve
 
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, Power
-from hepti_mqtt.cost.simulator import Naming
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.cost.simulator import TopicNames
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.program import Compute, Recv, Send
-from hepti_mqtt.shares import Lane
-from hepti_mqtt.shares.maps import Costs, costs_of, least, pixels, seconds_of, shares_of, units
-from hepti_mqtt.shares.share import consecutive, greedy
-from hepti_mqtt.shares.stages import PARTS, Chain, chain_of, of_units, stages
+from hepti_mqtt.shares import DeviceResources
+from hepti_mqtt.shares.maps import Costs, costs_of, execution_units, minimise, pixels, seconds_of, solve_shares
+from hepti_mqtt.shares.share import assign_greedily, partition_in_order
+from hepti_mqtt.shares.stages import PARTS, Chain, chain_of, stages, stages_of_units
 from hepti_mqtt.strategies import STRATEGIES
 
 # Pools, a residual, strides, and a window of seven rows on maps of six and three.
 VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
 
 
-SLOW = Lane(3e3, 1e-3)
+SLOW = DeviceResources(3e3, 1e-3)
 
 
 @given(st.integers(0, 12), st.lists(st.sampled_from((0.0, 0.5, 1.0, 1.7, 4.0)), min_size=1, max_size=4).filter(any))
 def test_greedy_rows_end_as_early_as_any(total, speeds):
-    ranges = greedy(total, speeds)
+    ranges = assign_greedily(total, speeds)
     counts = [z - a for a, z in ranges]
     assert ranges[0][0] == 0
     assert all(a[1] == b[0] for a, b in pairwise(ranges))
@@ -53,7 +53,7 @@ def test_greedy_rows_end_as_early_as_any(total, speeds):
 def test_consecutive_ranges_are_the_best_of_all(devices, points, seed):
     costs = np.random.default_rng(seed).random((devices, points + 1, points + 1))
     costs[:, np.tri(points + 1, k=-1, dtype=bool)] = np.inf
-    found = consecutive(costs)
+    found = partition_in_order(costs)
     every = [(0, *ends, points) for ends in product(range(points + 1), repeat=devices - 1)]
 
     def cost(ends):
@@ -76,7 +76,7 @@ def test_linear_programme_against_all_vertices(n, m, seed):
             x = np.linalg.solve(square, limits[list(chosen)])
             if (every @ x >= limits - 1e-9).all():
                 best = min(costs @ x, np.inf if best is None else best)
-    found = least(costs, rows, bounds)
+    found = minimise(costs, rows, bounds)
     assert (found is None) == (best is None)
     if found is not None:
         assert (every @ found >= limits - 1e-7).all()
@@ -90,51 +90,51 @@ def costs(*, compute, halo=0.0, gather=0.0, most=1.0, smallest=0.0, layers=3) ->
 
 
 def test_shares_are_by_speed_where_links_cost_nothing():
-    np.testing.assert_allclose(shares_of(costs(compute=(1.0, 2.0, 4.0))), np.array([4, 2, 1]) / 7)
+    np.testing.assert_allclose(solve_shares(costs(compute=(1.0, 2.0, 4.0))), np.array([4, 2, 1]) / 7)
 
 
 def test_shares_by_memory_and_by_the_link_to_the_head():
-    fitting = shares_of(costs(compute=(1.0, 9.0), most=0.6))
+    fitting = solve_shares(costs(compute=(1.0, 9.0), most=0.6))
     np.testing.assert_allclose(fitting, [0.6, 0.4])
-    assert shares_of(costs(compute=(1.0, 1.0), most=0.4)) is None
+    assert solve_shares(costs(compute=(1.0, 1.0), most=0.4)) is None
     # Bringing the second one's part to the head costs three times what computing it there does.
-    np.testing.assert_allclose(shares_of(costs(compute=(1.0, 1.0), gather=9.0)), [1.0, 0.0])
+    np.testing.assert_allclose(solve_shares(costs(compute=(1.0, 1.0), gather=9.0)), [1.0, 0.0])
 
 
 def test_a_share_is_nothing_or_at_least_the_halo():
-    np.testing.assert_allclose(shares_of(costs(compute=(1.0, 1.0, 30.0), smallest=0.1)), [0.5, 0.5, 0.0])
+    np.testing.assert_allclose(solve_shares(costs(compute=(1.0, 1.0, 30.0), smallest=0.1)), [0.5, 0.5, 0.0])
 
 
 def test_energy_under_a_deadline():
     asked = costs(compute=(1.0, 4.0))
     power = [Power(10.0, 0.0), Power(1.0, 0.0)]  # the slow one takes 4 J a layer, the fast one 10
-    np.testing.assert_allclose(shares_of(asked, power, deadline_s=100.0), [0.0, 1.0], atol=1e-9)
-    np.testing.assert_allclose(shares_of(asked, power, deadline_s=6.0), [0.5, 0.5])  # 3 layers of 2 s
-    assert shares_of(asked, power, deadline_s=2.0) is None  # 2.4 s is the least
+    np.testing.assert_allclose(solve_shares(asked, power, deadline_s=100.0), [0.0, 1.0], atol=1e-9)
+    np.testing.assert_allclose(solve_shares(asked, power, deadline_s=6.0), [0.5, 0.5])  # 3 layers of 2 s
+    assert solve_shares(asked, power, deadline_s=2.0) is None  # 2.4 s is the least
 
 
 def test_who_saves_energy_but_not_time_enough_alone_gets_help_of_at_least_the_halo():
     asked = costs(compute=(1.0, 4.0), smallest=0.3)
     power = [Power(10.0, 0.0), Power(1.0, 0.0)]
     # Alone it takes 12 s and would be a second late: 0.09 of the rows elsewhere would do, and 0.3 are the least.
-    np.testing.assert_allclose(shares_of(asked, power, deadline_s=11.0), [0.3, 0.7])
+    np.testing.assert_allclose(solve_shares(asked, power, deadline_s=11.0), [0.3, 0.7])
 
 
 def test_the_estimate_of_shares_is_what_the_programme_makes_least():
     asked = costs(compute=(1.0, 4.0), gather=2.0)
-    found = shares_of(asked)
+    found = solve_shares(asked)
     assert seconds_of(asked, found) == pytest.approx(
         min(seconds_of(asked, np.array([x, 1 - x])) for x in np.linspace(0.01, 1, 991)), rel=1e-3
     )
 
 
 def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
-    strong, weak = (Lane(1e9, 0.0, 1e9, None, Power(*watts), 1.0) for watts in ((40.0, 1.0), (2.0, 1.0)))
+    strong, weak = (DeviceResources(1e9, 0.0, 1e9, None, Power(*watts), 1.0) for watts in ((40.0, 1.0), (2.0, 1.0)))
 
     small = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3)])
 
     def shares(*lanes):
-        return STRATEGIES["coedge"].divide(small, {"goal": "energy"}, (2e7, 1e7), lanes)[0]["coedge_rows"]
+        return STRATEGIES["coedge"].make_shares(small, {"goal": "energy"}, (2e7, 1e7), lanes)[0]["coedge_rows"]
 
     assert shares(strong, weak) == pytest.approx((0.0, 1.0), abs=1e-6)
     alone = seconds_of(costs_of(small, (2e7, 1e7), [strong, weak]), np.array([0.0, 1.0]))
@@ -146,32 +146,36 @@ def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
 
 def test_costs_of_a_net_are_its_flops_its_halo_and_its_last_map():
     graph = net(8, [("conv", 4, 3), ("conv", 4, 3)], dense=(10,))
-    found = costs_of(graph, (2.0, 1.0), [Lane(100.0, 0.5), Lane(50.0, 0.25)])
+    found = costs_of(graph, (2.0, 1.0), [DeviceResources(100.0, 0.5), DeviceResources(50.0, 0.25)])
     first, second = (2 * 8 * 8 * (9 * c + 1) * 4 + 0 for c in (3, 4))
     np.testing.assert_allclose(found.compute_s[:, 1], [first, second], rtol=0.05)  # and the activations
     np.testing.assert_allclose(found.compute_s[:, 1], 2 * found.compute_s[:, 0])
     row = 8 * 4 * 4
     np.testing.assert_allclose(found.halo_s, [[0, 0], [0.5 + 2 * row / 100, 0.25 + 2 * row / 50]])
     np.testing.assert_allclose(found.gather_s, [0, 0.25 + 8 * row / 50])
-    assert found.least == 1 / 8
+    assert found.min_share == 1 / 8
 
 
 def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
-    _, free = STRATEGIES["edgeflow"].divide(VGG, {}, (1.0, 1.0, 2.0))
-    assert {unit.op.name for unit in units(VGG)} == set(free)
+    _, free = STRATEGIES["edgeflow"].make_shares(VGG, {}, (1.0, 1.0, 2.0))
+    assert {unit.op.name for unit in execution_units(VGG)} == set(free)
     assert all(len({r for r in ranges if r[0] < r[1]}) > 1 for name, ranges in free.items() if name != "6.map")
     assert free["0.map"] == ((0, 6), (6, 12), (12, 24))
-    _, slow = STRATEGIES["edgeflow"].divide(VGG, {}, (1e6, 1e6, 2e6), [SLOW] * 3)
+    _, slow = STRATEGIES["edgeflow"].make_shares(VGG, {}, (1e6, 1e6, 2e6), [SLOW] * 3)
     behind = slow["fc1"]
     assert len([r for r in behind if r[0] < r[1]]) == 1
 
 
 def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
-    lanes = [Lane(row_flops_per_s=1.0), Lane(row_flops_per_s=3.0), Lane(row_flops_per_s=1.0)]
+    lanes = [
+        DeviceResources(row_flops_per_s=1.0),
+        DeviceResources(row_flops_per_s=3.0),
+        DeviceResources(row_flops_per_s=1.0),
+    ]
     for method, first in (("map_rows", 96), ("modnn", 64)):  # in units of 32, of which there are ten
-        _, ranges = STRATEGIES[method].divide(VGG, {"cut": "none"}, (9.0, 3.0, 0.0), lanes)
+        _, ranges = STRATEGIES[method].make_shares(VGG, {"cut": "none"}, (9.0, 3.0, 0.0), lanes)
         assert ranges["dense 300"] == ((0, first), (first, 300), (300, 300)), method
-    _, ranges = STRATEGIES["edgeflow"].divide(VGG, {}, (9.0, 3.0, 0.0), lanes)
+    _, ranges = STRATEGIES["edgeflow"].make_shares(VGG, {}, (9.0, 3.0, 0.0), lanes)
     assert ranges["fc1"][1][1] - ranges["fc1"][1][0] > ranges["fc1"][0][1] - ranges["fc1"][0][0]
     assert ranges["0.map"][0][1] == 18
 
@@ -182,8 +186,8 @@ def test_pixels_of_a_net_are_those_of_half_its_work():
 
 
 def test_stages_of_a_pipeline_are_by_work():
-    found = of_units(VGG, (1.0, 1.0), [Lane()] * 2)
-    work = [unit.flops * unit.size for unit in units(VGG)]
+    found = stages_of_units(VGG, (1.0, 1.0), [DeviceResources()] * 2)
+    work = [unit.flops * unit.size for unit in execution_units(VGG)]
     slowest = max(sum(work[a:z]) for a, z in found)
     assert slowest == min(max(sum(work[:i]), sum(work[i:])) for i in range(len(work) + 1))
 
@@ -224,7 +228,9 @@ def test_no_other_cut_and_no_other_order_costs_less(data, goal):
     n, devices = data.draw(st.integers(3, 6)), data.draw(st.integers(1, 3))
     chain = Chain(*(data.draw(st.lists(numbers, min_size=size, max_size=size)) for size in (n, n, n + 1)))
     speeds = data.draw(st.lists(numbers, min_size=devices, max_size=devices))
-    lanes = [Lane(data.draw(numbers), data.draw(numbers) / 10, data.draw(st.floats(2.0, 60.0))) for _ in speeds]
+    lanes = [
+        DeviceResources(data.draw(numbers), data.draw(numbers) / 10, data.draw(st.floats(2.0, 60.0))) for _ in speeds
+    ]
     found = stages(chain, speeds, lanes, goal)
     order = sorted(((i, *parts) for i, parts in enumerate(found) if parts[0] < parts[1]), key=lambda s: s[1])
 
@@ -242,7 +248,7 @@ def test_no_other_cut_and_no_other_order_costs_less(data, goal):
 
 def test_more_than_eight_devices_keep_the_order_of_the_plan():
     chain = Chain([1.0] * 12, [1.0] * 12, [0.0] * 13)
-    found = stages(chain, [1.0] * 12, [Lane()] * 12, "throughput")
+    found = stages(chain, [1.0] * 12, [DeviceResources()] * 12, "throughput")
     assert found == tuple((i, i + 1) for i in range(12))
 
 
@@ -263,7 +269,7 @@ def test_what_is_sent_at_a_cut_inside_a_layer_is_what_the_programme_counts(famil
     shape, _ = request(spec, (10,), "hidden")
     ranges = {"stages": ((0, PARTS + part), (PARTS + part, PARTS * spec.layers))}
     cut = replace(plan(spec, ("pipeline", {}), (1.0, 1.0)), ranges=ranges)
-    made = programs(spec, cut, shape)["d0"]
+    made = device_programs(spec, cut, shape)["d0"]
     sent = sum(prod(made.slots[op.slot].shape) for op in made.ops if isinstance(op, Send) and "d1" in op.to)
     assert 4 * sent == chain_of(graph(spec, shape)).cuts[PARTS + part]
 
@@ -276,7 +282,9 @@ def site(devices, memory=float("inf")):
 
 
 def asked_of(cluster, **pins):
-    return decide(Question(Naming("home", "m"), ENCODER, cluster, largest_shape(ENCODER), Epoch(1, 1), **pins))
+    return decide(
+        Question(TopicNames("home", "m"), ENCODER, cluster, largest_shape(ENCODER), PlanVersion(1, 1), **pins)
+    )
 
 
 def test_least_latency_is_one_device_where_memory_does_not_forbid_it():
@@ -298,7 +306,7 @@ SHAPE, _ = request(SPEC, (TOKENS,), "hidden")
 
 def of_a_layer(kind, method=RING):
     """Return the ops of each device in the middle layer."""
-    found = programs(SPEC, plan(SPEC, method, (1.0,) * RING_DEVICES), SHAPE)
+    found = device_programs(SPEC, plan(SPEC, method, (1.0,) * RING_DEVICES), SHAPE)
     return {d: [op for op in p.ops if isinstance(op, kind) and op.layer == LAYER] for d, p in found.items()}, found
 
 
@@ -336,7 +344,7 @@ def cluster(*devices):
 def planned(site, options):
     names = tuple(site.devices)
     asked = Question(
-        Naming("home", "m"), SPEC, site, SHAPE, Epoch(1, 1), strategy="galaxy", options=options, devices=names
+        TopicNames("home", "m"), SPEC, site, SHAPE, PlanVersion(1, 1), strategy="galaxy", options=options, devices=names
     )
     return decide(asked).chosen
 

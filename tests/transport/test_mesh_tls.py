@@ -12,7 +12,7 @@ import subprocess
 import pytest
 from mesh_nodes import HOST, PATIENCE_S, Joined, Node, Refused, filters, joined, pump, subscribe, topic
 
-from hepti_mqtt.closed_site.certificates import make_own_certificate
+from hepti_mqtt.closed_site.certificates import make_self_signed
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.transport.mesh import Address, MeshTls
 from hepti_mqtt.transport.sockets import has_aes
@@ -25,7 +25,7 @@ def files(tmp_path_factory):
     """Return the paths of certificate and key of two devices."""
     folder, made = tmp_path_factory.mktemp("keys"), {}
     for name in ("a", "b"):
-        pair = make_own_certificate(name, datetime.datetime.now(datetime.UTC))
+        pair = make_self_signed(name, datetime.datetime.now(datetime.UTC))
         made[name] = folder / f"{name}.crt", folder / f"{name}.key"
         made[name][0].write_bytes(pair.certificate)
         made[name][1].write_bytes(pair.key)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import ALL, PLANNER, Epoch
+from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
 from hepti_mqtt.program import NUMPY_DTYPE
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol import frames as protocol_frames
@@ -21,9 +21,9 @@ from hepti_mqtt.protocol.frames import (
     DTYPES,
     HEADER_BYTES,
     KINDS,
-    Exchanges,
+    DecoderSession,
+    ExchangeCache,
     Frame,
-    Session,
     decode,
     decode_session,
     decode_work,
@@ -35,7 +35,7 @@ from hepti_mqtt.protocol.frames import (
 from hepti_mqtt.spec import PlainShape
 from hepti_mqtt.transport.buffers import Buffers
 
-NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL, PLANNER))
+NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL_DEVICES, PLANNER))
 U63 = st.integers(0, 2**63 - 1)
 U32 = st.integers(0, 2**32 - 1)
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -48,8 +48,8 @@ def any_frame(draw):
     return Frame(
         kind=draw(st.sampled_from(KINDS)),
         model=draw(NAMES),
-        epoch=Epoch(draw(U63), draw(U63)),
-        admission=draw(U63),
+        plan_version=PlanVersion(draw(U63), draw(U63)),
+        run_id=draw(U63),
         layer=draw(st.integers(0, 32_767)),
         node=draw(U32),
         source=draw(NAMES | st.just(PLANNER)),
@@ -79,7 +79,7 @@ def test_a_frame_comes_back_as_it_was_sent(frame):
 
 TOP = 2**63 - 1
 WIDEST = Frame(
-    "tensor", "m" * 64, Epoch(TOP, TOP), TOP, 32_767, 2**32 - 1, "s" * 64, 2**32 - 1, "i8",
+    "tensor", "m" * 64, PlanVersion(TOP, TOP), TOP, 32_767, 2**32 - 1, "s" * 64, 2**32 - 1, "i8",
     (0, 2**32 - 1, 2**32 - 1, 2**32 - 1), 2**32 - 1, (2**32 - 1,) * 8,
 )  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_the_longest_names_and_numbers_fit_the_header():
 
 
 def test_a_received_array_is_a_read_only_view_of_the_payload():
-    payload = encode(Frame("tensor", "m", Epoch(1, 2), 3, dtype="f32", shape=(2, 3), body=np.ones((2, 3), "<f4")))
+    payload = encode(Frame("tensor", "m", PlanVersion(1, 2), 3, dtype="f32", shape=(2, 3), body=np.ones((2, 3), "<f4")))
     array = decode(payload).array()
     assert np.shares_memory(array, np.frombuffer(payload, np.uint8))
     assert not array.flags.writeable
@@ -100,13 +100,13 @@ def test_a_received_array_is_a_read_only_view_of_the_payload():
 def test_an_array_of_any_layout_is_sent_in_c_order():
     array = np.arange(24, dtype="<f4").reshape(4, 6)
     for view in (array.T, array[::2], array[:, 1:3]):
-        back = decode(encode(Frame("tensor", "m", Epoch(1, 1), 1, dtype="f32", shape=view.shape, body=view)))
+        back = decode(encode(Frame("tensor", "m", PlanVersion(1, 1), 1, dtype="f32", shape=view.shape, body=view)))
         np.testing.assert_array_equal(back.array(), view)
 
 
 VALUES = np.arange(4, dtype="<f4").reshape(2, 2)
 GOLDEN = Frame(
-    "tensor", "bert-base", Epoch(1_750_000_000, 7), 42, 3, 2, "pi-2", 0, "f32", (2, 2), 16, (1500, 20), VALUES
+    "tensor", "bert-base", PlanVersion(1_750_000_000, 7), 42, 3, 2, "pi-2", 0, "f32", (2, 2), 16, (1500, 20), VALUES
 )
 GOLDEN_HEADER = b"HPT3\x24\0" + bytes.fromhex(
     "9c 00 a9 62657274 2d62617365 ce684ee180 07 03 02 a4 70692d32 00 00 92 02 02 10 92 cd05dc 14"
@@ -175,7 +175,7 @@ FORGERIES = {
     "node": [-1, 2**32],
     "dtype": [5, [0]],
     "model": ["", "All", b"bert", None],
-    "source": [ALL, 3],
+    "source": [ALL_DEVICES, 3],
     "boot": [-1, 1.5],
     "number": [2**63],
     "layer": [-1, 32_768, True],
@@ -207,17 +207,17 @@ def test_an_admission_number_beyond_63_bits_is_a_wire_error():
     with pytest.raises(WireError):
         decode(payload)
     with pytest.raises(WireError):
-        frames.head(frames.about(GOLDEN, 16), -1)
+        frames.frame_header(frames.header_prefix(GOLDEN, 16), -1)
 
 
 def test_a_header_that_was_read_before_is_no_leave_for_another_body():
     payload = encode(GOLDEN)
-    assert decode(payload).admission == 42
+    assert decode(payload).run_id == 42
     for wrong in (payload + b"x", b"HPT1" + payload[4:]):
         with pytest.raises(WireError):
             decode(wrong)
-    again = decode(frames.head(frames.about(GOLDEN, 16), 43) + payload[HEADER_BYTES:])
-    assert again.admission == 43
+    again = decode(frames.frame_header(frames.header_prefix(GOLDEN, 16), 43) + payload[HEADER_BYTES:])
+    assert again.run_id == 43
     np.testing.assert_array_equal(again.array(), GOLDEN.body)
 
 
@@ -229,7 +229,7 @@ WRONG = [
 
 
 def test_encode_refuses_what_decode_would():
-    right = Frame("tensor", "m", Epoch(1, 1), 1, shape=(0,), body=b"")
+    right = Frame("tensor", "m", PlanVersion(1, 1), 1, shape=(0,), body=b"")
     encode(right)
     for changes in WRONG:
         with pytest.raises(WireError):
@@ -237,7 +237,7 @@ def test_encode_refuses_what_decode_would():
 
 
 def test_only_a_probe_may_name_no_model():
-    frame = Frame("probe", "", Epoch(0, 0), 0, source="pi", shape=(3,), body=b"abc")
+    frame = Frame("probe", "", PlanVersion(0, 0), 0, source="pi", shape=(3,), body=b"abc")
     assert bytes(decode(encode(frame)).body) == b"abc"
 
 
@@ -254,10 +254,10 @@ def requests(draw):
 @given(requests(), U63)
 def test_a_request_comes_back_as_it_was_sent(request_, admission):
     shape, inputs = request_
-    payload = encode_work("vit", Epoch(5, 6), admission, shape, inputs)
+    payload = encode_work("vit", PlanVersion(5, 6), admission, shape, inputs)
     frame = decode(payload)
     back_shape, back = decode_work(frame)
-    assert (frame.kind, frame.admission, frame.source) == ("work", admission, PLANNER)
+    assert (frame.kind, frame.run_id, frame.source) == ("work", admission, PLANNER)
     assert back_shape == shape
     assert back.dtype == inputs.dtype
     np.testing.assert_array_equal(back, inputs)
@@ -267,7 +267,7 @@ def test_a_request_comes_back_as_it_was_sent(request_, admission):
 
 @given(requests(), st.data())
 def test_a_changed_request_is_another_request_or_a_wire_error(request_, data):
-    payload = bytearray(encode_work("m", Epoch(1, 1), 1, *request_))
+    payload = bytearray(encode_work("m", PlanVersion(1, 1), 1, *request_))
     byte = data.draw(st.integers(0, min(len(payload), HEADER_BYTES + 64) - 1))
     payload[byte] ^= 1 << data.draw(st.integers(0, 7))
     try:
@@ -278,7 +278,7 @@ def test_a_changed_request_is_another_request_or_a_wire_error(request_, data):
 
 
 def test_golden_request():
-    payload = encode_work("m", Epoch(1, 2), 3, PlainShape((2, 1), "hidden", (1,)), np.array([7, 8, 9], "<i4"))
+    payload = encode_work("m", PlanVersion(1, 2), 3, PlainShape((2, 1), "hidden", (1,)), np.array([7, 8, 9], "<i4"))
     assert payload[HEADER_BYTES:] == np.array([1, 2, 1, 0, 0, 0, 2, 1, 1, *[0] * 7, 7, 8, 9], "<i4").tobytes()
     assert decode(payload).numbers == (4, 3)
 
@@ -295,7 +295,7 @@ def test_golden_request():
 )
 def test_a_contradictory_request_is_refused(shape, inputs):
     with pytest.raises(WireError):
-        encode_work("m", Epoch(1, 1), 1, shape, inputs)
+        encode_work("m", PlanVersion(1, 1), 1, shape, inputs)
 
 
 BIG = 2**31 - 1
@@ -312,14 +312,14 @@ def test_a_forged_request_is_refused(head):
     body = np.zeros(16, "<i4")
     body[: len(head)] = head
     payload = body.tobytes() + np.zeros(3, "<i4").tobytes()
-    frame = Frame("work", "m", Epoch(1, 1), 1, shape=(len(payload),), numbers=(4, 3), body=payload)
+    frame = Frame("work", "m", PlanVersion(1, 1), 1, shape=(len(payload),), numbers=(4, 3), body=payload)
     with pytest.raises(WireError):
         decode_work(decode(encode(frame)))
 
 
 def test_what_is_no_request_is_refused():
-    body = encode_work("m", Epoch(1, 1), 1, PlainShape((3,)), np.zeros(3, "<i4"))[HEADER_BYTES:]
-    right = Frame("work", "m", Epoch(1, 1), 1, shape=(len(body),), numbers=(4, 3), body=body)
+    body = encode_work("m", PlanVersion(1, 1), 1, PlainShape((3,)), np.zeros(3, "<i4"))[HEADER_BYTES:]
+    right = Frame("work", "m", PlanVersion(1, 1), 1, shape=(len(body),), numbers=(4, 3), body=body)
     decode_work(right)
     changes = [{"kind": "tile"}, *({"numbers": n} for n in ((), (9, 3), (4, 4))), {"shape": (8,), "body": body[:8]}]
     for change in changes:
@@ -329,29 +329,29 @@ def test_what_is_no_request_is_refused():
 
 def test_a_run_of_a_session_comes_back_as_it_was_sent():
     shape, inputs = PlainShape((2,), session_rows=64), np.array([5, 7, 8], "<i4")
-    frame = decode(encode_work("m", Epoch(1, 2), 3, shape, inputs, Session(9, final=True)))
+    frame = decode(encode_work("m", PlanVersion(1, 2), 3, shape, inputs, DecoderSession(9, final=True)))
     back_shape, back = decode_work(frame)
-    assert (back_shape, decode_session(frame)) == (shape, Session(9, final=True))
+    assert (back_shape, decode_session(frame)) == (shape, DecoderSession(9, final=True))
     np.testing.assert_array_equal(back, inputs)
     for sizes, rows in (((3,), 64), ((2,), 1), ((1, 1), 64)):
         wrong = PlainShape(sizes, session_rows=rows)
         with pytest.raises(WireError):
-            encode_work("m", Epoch(1, 2), 3, wrong, inputs)
+            encode_work("m", PlanVersion(1, 2), 3, wrong, inputs)
 
 
 # -- arrivals ---------------------------------------------------------------------------------------------------------
 
 TOPIC = "hepti/v1/home/x/m/2/a/b"
 BODY = np.arange(12, dtype=np.float32).reshape(3, 4)
-FRAME = Frame("tensor", "m", Epoch(1, 1), 7, 2, 3, "a", 1, "f32", BODY.shape, 0, (), BODY)
+FRAME = Frame("tensor", "m", PlanVersion(1, 1), 7, 2, 3, "a", 1, "f32", BODY.shape, 0, (), BODY)
 
 
 def payload(frame: Frame = FRAME) -> memoryview:
     return memoryview(encode(frame))
 
 
-def learned(frame: Frame = FRAME) -> Exchanges:
-    known = Exchanges()
+def learned(frame: Frame = FRAME) -> ExchangeCache:
+    known = ExchangeCache()
     known.learn("a", TOPIC, payload(frame), decode(payload(frame)))
     return known
 
@@ -365,16 +365,16 @@ def learned(frame: Frame = FRAME) -> Exchanges:
 def test_an_arrival_says_what_its_frame_says(admission, dtype, shape, node):
     body = np.random.default_rng(node).integers(0, 100, shape).astype(NUMPY_DTYPE[dtype])
     first = replace(FRAME, dtype=dtype, shape=shape, node=node, body=body)
-    sent = payload(replace(first, admission=admission, body=body + body.dtype.type(1)))
+    sent = payload(replace(first, run_id=admission, body=body + body.dtype.type(1)))
     arrival, frame = learned(first).arrival("a", TOPIC, sent), decode(sent)
     assert arrival is not None
-    assert (arrival.admission, arrival.exchange.of) == (frame.admission, (frame.model, frame.epoch))
+    assert (arrival.run_id, arrival.exchange.plan_key) == (frame.run_id, (frame.model, frame.plan_version))
     assert arrival.exchange.key == (frame.node, frame.part, frame.source)
     got, read = arrival.array(), frame.array()
     assert (got.shape, got.dtype) == (read.shape, read.dtype)
     assert (got.flags.writeable, got.flags.owndata, got.flags.c_contiguous) == (False, False, True)
     assert got.ctypes.data == read.ctypes.data
-    assert arrival.frame().says(frame)
+    assert arrival.frame().equals(frame)
 
 
 def test_memory_of_a_payload_is_not_used_again_while_its_array_is_there():
@@ -421,7 +421,7 @@ def test_an_empty_array_is_always_read():
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(protocol_frames, "REMEMBERED", 4)
-    known = Exchanges()
+    known = ExchangeCache()
     for node in range(11):
         frame = replace(FRAME, node=node)
         known.learn("a", TOPIC, payload(frame), frame)

@@ -157,7 +157,7 @@ def test_a_flipped_bit_is_a_wire_error_or_a_valid_manifest(manifest, data):
     except WireError:
         return
     for entry in decoded.entries:
-        assert [place.hash for place in entry.places()] == list(entry.hashes)
+        assert [place.hash for place in entry.tiles()] == list(entry.hashes)
 
 
 GOOD = ["w", [300, 10], "f32", False, b"x" * 64]
@@ -193,7 +193,7 @@ def test_a_manifest_has_the_bytes_of_the_first_version():
 
 def test_a_damaged_or_short_tile_is_a_wire_error():
     entry, tiles = cut("w", np.ones((4, 4), "f4"))
-    place = entry.place(0, 0)
+    place = entry.tile_at(0, 0)
     data = tiles[place.hash]
     check_tile(place.hash, data)
     with pytest.raises(WireError):
@@ -204,7 +204,7 @@ def test_a_damaged_or_short_tile_is_a_wire_error():
 
 def test_a_tile_is_a_view_of_its_bytes():
     entry, tiles = cut("w", np.arange(6, dtype="f4").reshape(2, 3), transposed=True)
-    place = entry.place(0, 0)
+    place = entry.tile_at(0, 0)
     data = bytearray(tiles[place.hash])
     tile = tile_array(place, memoryview(data))
     np.frombuffer(data, NUMPY_DTYPE["f32"])[0] = 9

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import ALL, PLANNER, Epoch
+from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
 from hepti_mqtt.protocol import messages as wire
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.frames import encode as encode_frame
@@ -21,27 +21,27 @@ from hepti_mqtt.protocol.messages import (
     Activate,
     Cancel,
     Caps,
-    Drain,
-    Edge,
     Endpoint,
-    Failed,
     Heartbeat,
-    Lease,
+    LeaseTasks,
     LinkReport,
     Peer,
+    PeerStats,
     Prepare,
-    Progress,
+    PrepareFailed,
+    PrepareProgress,
     Ready,
     Release,
-    RequestFailed,
+    ReleaseAll,
+    RequestTiles,
+    RunFailed,
     Status,
     TaskDone,
-    TileAsk,
     decode,
     decode_caps,
     decode_heartbeat,
+    decode_report,
     decode_status,
-    decode_up,
     encode,
     encode_caps,
     encode_heartbeat,
@@ -51,8 +51,8 @@ from hepti_mqtt.protocol.plausible import MAX_TEXT
 from hepti_mqtt.spec import PlainShape
 
 COUNTS = st.integers(0, 2**63 - 1)
-NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL, PLANNER))
-EPOCHS = st.builds(Epoch, COUNTS, COUNTS)
+NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL_DEVICES, PLANNER))
+EPOCHS = st.builds(PlanVersion, COUNTS, COUNTS)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 HASHES = st.binary(min_size=32, max_size=32)
 FLOATS = st.floats(-1e15, 1e15)
@@ -78,13 +78,13 @@ MESSAGES = st.one_of(
     st.builds(Activate, COUNTS, NAMES, EPOCHS),
     st.builds(Release, COUNTS, NAMES, EPOCHS),
     st.builds(Cancel, NAMES, EPOCHS, COUNTS),
-    st.builds(Drain, COUNTS),
+    st.builds(ReleaseAll, COUNTS),
     st.builds(Ready, COUNTS, NAMES, EPOCHS, COUNTS, st.binary(min_size=8, max_size=8)),
-    st.builds(Progress, COUNTS, NAMES, EPOCHS, COUNTS, COUNTS),
-    st.builds(Failed, COUNTS, NAMES, EPOCHS, TEXTS, TEXTS, COUNTS, st.lists(NAMES, max_size=3).map(tuple)),
-    st.builds(TileAsk, NAMES, st.lists(HASHES, min_size=1, max_size=4).map(tuple)),
-    st.builds(RequestFailed, NAMES, EPOCHS, COUNTS, TEXTS, TEXTS),
-    st.builds(Lease, NAMES, EPOCHS, COUNTS, st.lists(COUNTS, max_size=9).map(tuple)),
+    st.builds(PrepareProgress, COUNTS, NAMES, EPOCHS, COUNTS, COUNTS),
+    st.builds(PrepareFailed, COUNTS, NAMES, EPOCHS, TEXTS, TEXTS, COUNTS, st.lists(NAMES, max_size=3).map(tuple)),
+    st.builds(RequestTiles, NAMES, st.lists(HASHES, min_size=1, max_size=4).map(tuple)),
+    st.builds(RunFailed, NAMES, EPOCHS, COUNTS, TEXTS, TEXTS),
+    st.builds(LeaseTasks, NAMES, EPOCHS, COUNTS, st.lists(COUNTS, max_size=9).map(tuple)),
     st.builds(TaskDone, NAMES, EPOCHS, COUNTS, COUNTS),
 )
 BOOTS = st.integers(0, 2**32 - 1)
@@ -104,7 +104,7 @@ HEARTBEATS = st.builds(
     Heartbeat, BOOTS, COUNTS, st.floats(0, 1), COUNTS, MEASURED, MEASURED, MEASURED, st.floats(0, 1e15), COUNTS,
     st.dictionaries(TEXTS, COUNTS, max_size=4),
     st.dictionaries(NAMES, st.builds(LinkReport, st.floats(0, 1e9), st.none() | st.floats(0, 1e15)), max_size=3),
-    st.dictionaries(NAMES, st.builds(Edge, *[COUNTS] * 8, TEXTS), max_size=3),
+    st.dictionaries(NAMES, st.builds(PeerStats, *[COUNTS] * 8, TEXTS), max_size=3),
 )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ HEARTBEATS = st.builds(
 def test_a_message_comes_back_as_it_was_sent(message):
     payload = encode(message)
     assert decode(payload) == message
-    assert decode_up(payload) == message
+    assert decode_report(payload) == message
 
 
 @given(STATUSES, CAPS, HEARTBEATS)
@@ -123,12 +123,12 @@ def test_what_a_device_says_of_itself_comes_back(status, caps, heartbeat):
 
 
 def test_a_frame_on_the_way_up_is_told_apart_by_its_magic():
-    frame = Frame("done", "m", Epoch(1, 2), 3, source="pi", numbers=(4, 5))
-    back = decode_up(encode_frame(frame))
+    frame = Frame("done", "m", PlanVersion(1, 2), 3, source="pi", numbers=(4, 5))
+    back = decode_report(encode_frame(frame))
     assert isinstance(back, Frame)
     assert back.numbers == (4, 5)
     with pytest.raises(WireError):
-        decode_up(b"HPT1")
+        decode_report(b"HPT1")
 
 
 @pytest.mark.parametrize(
@@ -143,18 +143,18 @@ def test_a_frame_on_the_way_up_is_told_apart_by_its_magic():
             Prepare(1, {}, {}, bytes(32), 2, (PlainShape((3, 4), "hidden"), PlainShape((5,), session_rows=64)), 1),
             "99 01 01 80 80 c420" + "00" * 32 + "02 92 9401009203 0490 9400409105 90 01 90",
         ),
-        (Activate(1, "m", Epoch(2, 3)), "94 02 01 a16d 92 02 03"),
-        (Release(1, "m", Epoch(2, 3)), "94 03 01 a16d 92 02 03"),
-        (Cancel("m", Epoch(2, 3), 4), "94 04 a16d 92 02 03 04"),
-        (Drain(255), "92 05 ccff"),
-        (Ready(1, "m", Epoch(2, 3), 256, b"12345678"), "96 64 01 a16d 92 02 03 cd0100 c408 3132333435363738"),
-        (Progress(1, "m", Epoch(2, 3), 4, 5), "96 65 01 a16d 92 02 03 04 05"),
-        (Failed(1, "m", Epoch(2, 3), "c", "t", 0), "98 66 01 a16d 92 02 03 a163 a174 00 90"),
-        (Failed(1, "m", Epoch(2, 3), "c", "t", 0, ("b",)), "98 66 01 a16d 92 02 03 a163 a174 00 91 a162"),
-        (TileAsk("m", (bytes(32),)), "93 67 a16d 91 c420" + "00" * 32),
-        (RequestFailed("m", Epoch(2, 3), 4, "c", "t"), "96 68 a16d 92 02 03 04 a163 a174"),
-        (Lease("m", Epoch(2, 3), 4, (5, 6)), "95 06 a16d 92 02 03 04 92 05 06"),
-        (TaskDone("m", Epoch(2, 3), 4, 5), "95 69 a16d 92 02 03 04 05"),
+        (Activate(1, "m", PlanVersion(2, 3)), "94 02 01 a16d 92 02 03"),
+        (Release(1, "m", PlanVersion(2, 3)), "94 03 01 a16d 92 02 03"),
+        (Cancel("m", PlanVersion(2, 3), 4), "94 04 a16d 92 02 03 04"),
+        (ReleaseAll(255), "92 05 ccff"),
+        (Ready(1, "m", PlanVersion(2, 3), 256, b"12345678"), "96 64 01 a16d 92 02 03 cd0100 c408 3132333435363738"),
+        (PrepareProgress(1, "m", PlanVersion(2, 3), 4, 5), "96 65 01 a16d 92 02 03 04 05"),
+        (PrepareFailed(1, "m", PlanVersion(2, 3), "c", "t", 0), "98 66 01 a16d 92 02 03 a163 a174 00 90"),
+        (PrepareFailed(1, "m", PlanVersion(2, 3), "c", "t", 0, ("b",)), "98 66 01 a16d 92 02 03 a163 a174 00 91 a162"),
+        (RequestTiles("m", (bytes(32),)), "93 67 a16d 91 c420" + "00" * 32),
+        (RunFailed("m", PlanVersion(2, 3), 4, "c", "t"), "96 68 a16d 92 02 03 04 a163 a174"),
+        (LeaseTasks("m", PlanVersion(2, 3), 4, (5, 6)), "95 06 a16d 92 02 03 04 92 05 06"),
+        (TaskDone("m", PlanVersion(2, 3), 4, 5), "95 69 a16d 92 02 03 04 05"),
     ],
 )
 def test_golden_bytes(message, golden):
@@ -166,7 +166,7 @@ def test_golden_heartbeat_and_status():
     assert (
         encode_heartbeat(heartbeat).hex() == "9e0102cb3fe000000000000003c0c0c0cb3ff000000000000004" + "81a161058080c0c0"
     )
-    told = replace(heartbeat, peers={"b": LinkReport(0.5, None)}, edges={"b": Edge(1, 2, 3, 4, 5, 6, 7, 1, "t")})
+    told = replace(heartbeat, peers={"b": LinkReport(0.5, None)}, edges={"b": PeerStats(1, 2, 3, 4, 5, 6, 7, 1, "t")})
     assert encode_heartbeat(told).hex().endswith("81a1610581a16292cb3fe0000000000000c081a162990102030405060701a174c0c0")
     assert encode_status(Status("online", 7)) == b'{"state": "online", "boot": 7}'
     starting = b'{"state": "starting", "boot": 7, "doing": "compiling", "done": 3, "total": 23}'
@@ -200,7 +200,7 @@ def test_a_changed_message_is_another_message_or_a_wire_error(message, data):
         bit = data.draw(st.integers(0, 8 * len(payload) - 1))
         payload[bit // 8] ^= 1 << bit % 8
     try:
-        back = decode_up(payload)
+        back = decode_report(payload)
     except WireError:
         return
     if not isinstance(back, Frame):
@@ -209,7 +209,7 @@ def test_a_changed_message_is_another_message_or_a_wire_error(message, data):
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_value_or_a_wire_error(data):
-    for parse in (decode, decode_up, decode_heartbeat, decode_status, decode_caps):
+    for parse in (decode, decode_report, decode_heartbeat, decode_status, decode_caps):
         try:
             parse(data)
         except WireError:
@@ -230,7 +230,9 @@ def test_a_field_of_another_type_is_a_wire_error_or_still_valid(message, data):
     assert decode(encode(back)) == back
 
 
-@pytest.mark.parametrize("message", [Ready(1, "m", Epoch(2, 3), 4, bytes(8)), Failed(1, "m", Epoch(2, 3), "c", "t", 0)])
+@pytest.mark.parametrize(
+    "message", [Ready(1, "m", PlanVersion(2, 3), 4, bytes(8)), PrepareFailed(1, "m", PlanVersion(2, 3), "c", "t", 0)]
+)
 def test_a_field_too_many_or_too_few_is_a_wire_error(message):
     values = msgpack.unpackb(encode(message))
     for wrong in (values[:-1], [*values, 0]):
@@ -264,7 +266,7 @@ def test_encode_refuses_what_decode_would(name, value):
 
 def test_whatever_an_error_says_can_be_told():
     for text, told in (("half a character: \ud800", "half a character: ?"), (70_000 * "\u00e4", MAX_TEXT * "\u00e4")):
-        message = RequestFailed("m", Epoch(1, 1), 7, "device", text)
+        message = RunFailed("m", PlanVersion(1, 1), 7, "device", text)
         assert decode(encode(message)) == replace(message, text=told)
 
 

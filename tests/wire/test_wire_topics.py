@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import ALL, PLANNER
-from hepti_mqtt.protocol.topics import MAX_LAYER, Kind, Parsed, Topics, publish_bytes
+from hepti_mqtt.ids import ALL_DEVICES, PLANNER
+from hepti_mqtt.protocol.topics import MAX_LAYER, Kind, ParsedTopic, Topics, publish_bytes
 
-NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL, PLANNER))
+NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL_DEVICES, PLANNER))
 LONGEST = "z" * 64
 HOME = Topics("home")
 
@@ -22,29 +22,29 @@ HOME = Topics("home")
 def test_every_built_topic_parses_to_what_it_was_built_from(site, device, model, other, layer):
     t = Topics(site)
     built = {
-        t.status(device): Parsed("status", device=device),
-        t.caps(device): Parsed("caps", device=device),
-        t.heartbeat(device): Parsed("heartbeat", device=device),
-        t.command(device): Parsed("command", device=device),
-        t.up(device): Parsed("up", device=device),
-        t.probe(device): Parsed("probe", device=device),
-        t.planner_status(): Parsed("planner_status"),
-        t.plan(model): Parsed("plan", model=model),
-        t.work(model, device): Parsed("work", model=model, to=device),
-        t.weights(device): Parsed("weights", to=device),
-        t.weights(ALL): Parsed("weights", to=ALL),
-        t.activation(model, layer, device, other): Parsed(
+        t.status(device): ParsedTopic("status", device=device),
+        t.caps(device): ParsedTopic("caps", device=device),
+        t.heartbeat(device): ParsedTopic("heartbeat", device=device),
+        t.command(device): ParsedTopic("command", device=device),
+        t.reports(device): ParsedTopic("up", device=device),
+        t.probe(device): ParsedTopic("probe", device=device),
+        t.planner_status(): ParsedTopic("planner_status"),
+        t.plan(model): ParsedTopic("plan", model=model),
+        t.work(model, device): ParsedTopic("work", model=model, to=device),
+        t.weights(device): ParsedTopic("weights", to=device),
+        t.weights(ALL_DEVICES): ParsedTopic("weights", to=ALL_DEVICES),
+        t.activation(model, layer, device, other): ParsedTopic(
             "activation", model=model, layer=layer, source=device, to=other
         ),
-        t.activation(model, layer, PLANNER, ALL): Parsed(
-            "activation", model=model, layer=layer, source=PLANNER, to=ALL
+        t.activation(model, layer, PLANNER, ALL_DEVICES): ParsedTopic(
+            "activation", model=model, layer=layer, source=PLANNER, to=ALL_DEVICES
         ),
-        t.activation(model, layer, device, PLANNER): Parsed(
+        t.activation(model, layer, device, PLANNER): ParsedTopic(
             "activation", model=model, layer=layer, source=device, to=PLANNER
         ),
-        t.request(model, other): Parsed("request", model=model, client=other),
-        t.response(model, other, device): Parsed("response", model=model, client=other, request=device),
-        t.event(other): Parsed("event", event=other),
+        t.request(model, other): ParsedTopic("request", model=model, client=other),
+        t.response(model, other, device): ParsedTopic("response", model=model, client=other, request=device),
+        t.event(other): ParsedTopic("event", event=other),
     }
     assert {topic: t.parse(topic) for topic in built} == built
     assert {parsed.kind for parsed in built.values()} == set(get_args(Kind))
@@ -63,11 +63,11 @@ def test_filters_match_their_own_topics_and_no_others():
         "caps": t.caps("a"),
         "hb": t.heartbeat("a"),
         "cmd": t.command("a"),
-        "up": t.up("a"),
+        "up": t.reports("a"),
         "planner": t.planner_status(),
         "plan": t.plan("m"),
         "x_me": t.activation("m", 3, "peer", "me"),
-        "x_all": t.activation("m", 7, "peer", ALL),
+        "x_all": t.activation("m", 7, "peer", ALL_DEVICES),
         "x_other": t.activation("m", 3, "peer", "other"),
         "x_stranger": t.activation("m", 3, "stranger", "me"),
         "req": t.request("m", "c"),
@@ -76,14 +76,14 @@ def test_filters_match_their_own_topics_and_no_others():
         "res_other": t.response("m", "other", "r1"),
         "evt": t.event("joined"),
         "w": t.weights("a"),
-        "w_all": t.weights(ALL),
+        "w_all": t.weights(ALL_DEVICES),
         "w_other": t.weights("b"),
     }
     expected = {
         (t.all_status(),): {"status"},
         (t.all_caps(),): {"caps"},
         (t.all_heartbeats(),): {"hb"},
-        (t.all_up(),): {"up"},
+        (t.all_reports(),): {"up"},
         (t.all_plans(),): {"plan"},
         (t.all_requests(),): {"req"},
         t.activations_from("m", "peer", "me"): {"x_me", "x_all"},
@@ -95,7 +95,7 @@ def test_filters_match_their_own_topics_and_no_others():
     assert found == expected
 
 
-@pytest.mark.parametrize("bad", ["", "A", "a/b", "a+", "#", "-a", "a" * 65, ALL, PLANNER, "ä", "a\n"])
+@pytest.mark.parametrize("bad", ["", "A", "a/b", "a+", "#", "-a", "a" * 65, ALL_DEVICES, PLANNER, "ä", "a\n"])
 def test_a_name_that_would_break_a_topic_is_refused(bad):
     for build in (
         lambda: Topics(bad),
@@ -107,7 +107,7 @@ def test_a_name_that_would_break_a_topic_is_refused(bad):
         lambda: HOME.event(bad),
         lambda: HOME.responses(bad),
         lambda: HOME.activations_from("m", "a", bad) if bad != PLANNER else HOME.status(bad),
-        lambda: HOME.activation("m", 0, bad if bad != PLANNER else ALL, "b"),
+        lambda: HOME.activation("m", 0, bad if bad != PLANNER else ALL_DEVICES, "b"),
     ):
         with pytest.raises(BadNameError):
             build()
@@ -117,7 +117,7 @@ def test_a_name_that_would_break_a_topic_is_refused(bad):
 def test_any_text_is_a_topic_of_ours_or_a_wire_error(tail):
     for topic in (tail, f"hepti/v1/home/{tail}"):
         with contextlib.suppress(WireError):
-            assert isinstance(HOME.parse(topic), Parsed)
+            assert isinstance(HOME.parse(topic), ParsedTopic)
 
 
 def test_a_reply_is_allowed_only_below_the_clients_own_response_topic():

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hepti_mqtt.errors import ModelError
-from hepti_mqtt.lowering import Net
+from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import pictures
 from hepti_mqtt.models.cnn import hugging_face, lower, nodes, plain, torchvision
-from hepti_mqtt.models.cnn.nodes import FUNCTIONS, Activation, CnnSpec, Node, node_from_dict
-from hepti_mqtt.models.cnn.torchvision import Stack
-from hepti_mqtt.models.config import Config
-from hepti_mqtt.models.kinds import Kind, kind
+from hepti_mqtt.models.cnn.nodes import ACTIVATIONS, Activation, CnnSpec, Node, node_from_dict
+from hepti_mqtt.models.cnn.torchvision import NodeBuilder
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import Kind, make_kind
 from hepti_mqtt.models.pictures import FILE, IMAGENET_MEAN, IMAGENET_STD
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.program import WeightRef
@@ -21,7 +21,7 @@ from hepti_mqtt.spec import RequestShape, TaskHead
 
 
 def _kind(architecture: str, model_type: str, size: int, labels: int, **more: Any) -> Kind:
-    made = kind(architecture, model_type, labels=labels, image_size=size, **more)
+    made = make_kind(architecture, model_type, labels=labels, image_size=size, **more)
     extras = {
         "crop_size": {"height": size, "width": size},
         "do_center_crop": True,
@@ -33,22 +33,22 @@ def _kind(architecture: str, model_type: str, size: int, labels: int, **more: An
     return replace(made, extras={FILE: extras})
 
 
-def _plain(stack: Stack) -> list[dict[str, Any]]:
+def _plain(stack: NodeBuilder) -> list[dict[str, Any]]:
     return [node.to_dict() for node in stack.nodes]
 
 
 def _convnet() -> list[dict[str, Any]]:
     """Return a small net with a residual and two dense layers."""
-    stack = Stack(17)
+    stack = NodeBuilder(17)
     stack.conv("conv1", 4, 3, pad=1, function="relu")
     x = stack.max_pool("pooled", 3, 2, 1)
     stack.conv("conv2", 6, 3, 2, 1, function="relu")
     y = stack.conv("conv3", 6, 3, pad=1)
-    stack.at = x
+    stack.current = x
     shortcut = stack.conv("shortcut", 6, 1, 2)
-    stack.at = y
+    stack.current = y
     stack.add("total", shortcut, "relu")
-    stack.put(nodes.Flatten(name="flat", inputs=(stack.at,)))
+    stack.add_node(nodes.Flatten(name="flat", inputs=(stack.current,)))
     stack.linear("dense", 24, "relu")
     stack.linear("classifier", 5)
     return _plain(stack)
@@ -56,13 +56,13 @@ def _convnet() -> list[dict[str, Any]]:
 
 def _yolo() -> list[dict[str, Any]]:
     """Return a stack as Redmon and Farhadi's YOLOv2 of 2017, tiny: its last map is the answer."""
-    stack = Stack(40)
+    stack = NodeBuilder(40)
     for i, n in enumerate((4, 8, 12)):
         stack.conv(f"conv{i}", n, 3, pad=1, function="leaky_relu")
         stack.max_pool(f"pool{i}", 2, 2)
-    early = stack.at
+    early = stack.current
     stack.conv("conv3", 10, 3, pad=1, function="leaky_relu")
-    stack.put(nodes.Concat(name="both", inputs=(early, stack.at)))
+    stack.add_node(nodes.Concat(name="both", inputs=(early, stack.current)))
     stack.conv("detect", 14, 1)
     return _plain(stack)
 
@@ -114,12 +114,12 @@ STORAGES: Final = ("f32",)  # convolutions read no other matrices
 reference = plain.reference
 
 
-def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> CnnSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> CnnSpec:
     """Return the spec of a config.json; raises ModelError, UnsupportedModelError."""
     pre = pictures.preprocessor(extras)
     own = None if architecture in hugging_face.ARCHITECTURES else config.square("image_size")
-    frame = pictures.frame(pre, own)
-    mean, std = pictures.scale(pre, pictures.IMAGENET_MEAN, pictures.IMAGENET_STD)
+    frame = pictures.find_crop(pre, own)
+    mean, std = pictures.pixel_scale(pre, pictures.IMAGENET_MEAN, pictures.IMAGENET_STD)
     labels = () if architecture == LISTED else config.labels()
     try:
         nodes = _nodes(architecture, config, frame.size, len(labels))
@@ -142,10 +142,10 @@ def spec(architecture: str, config: Config, extras: Mapping[str, Any]) -> CnnSpe
     return made
 
 
-def _nodes(architecture: str, config: Config, size: int, labels: int) -> tuple[Node, ...]:
+def _nodes(architecture: str, config: JsonConfig, size: int, labels: int) -> tuple[Node, ...]:
     if architecture in (LISTED, LISTED_CLASSIFIER):
         return _listed(config)
-    stack = Stack(size)
+    stack = NodeBuilder(size)
     if architecture in torchvision.ARCHITECTURES:
         torchvision.ARCHITECTURES[architecture](architecture, config, stack, labels)
     else:
@@ -153,19 +153,19 @@ def _nodes(architecture: str, config: Config, size: int, labels: int) -> tuple[N
     return tuple(stack.nodes)
 
 
-def _listed(config: Config) -> tuple[Node, ...]:
+def _listed(config: JsonConfig) -> tuple[Node, ...]:
     """Return the nodes that config.json lists."""
-    listed = config.need("nodes")
+    listed = config.require("nodes")
     if not isinstance(listed, list) or not listed:
-        raise config.wrong("nodes", "a list of nodes", listed)
+        raise config.bad_value("nodes", "a list of nodes", listed)
     found = []
     for place, data in enumerate(listed):
         try:
             node = node_from_dict(data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"config.json: node {place} of `nodes` is none that is known ({error}): {data}") from error
-        if isinstance(node, Activation) and node.function not in FUNCTIONS:
-            raise ModelError(f"config.json: function {node.function!r} is not supported; supported: {FUNCTIONS}")
+        if isinstance(node, Activation) and node.function not in ACTIVATIONS:
+            raise ModelError(f"config.json: function {node.function!r} is not supported; supported: {ACTIVATIONS}")
         found.append(node)
     return tuple(found)
 
@@ -175,7 +175,7 @@ def tensors(spec: CnnSpec) -> Iterator[TensorSource]:
     return lower.tensors(spec)
 
 
-def graph(net: Net, spec: CnnSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: GraphBuilder, spec: CnnSpec, shape: RequestShape, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one image."""
     del refs
-    lower.add(net, spec, shape)
+    lower.add_graph(net, spec, shape)

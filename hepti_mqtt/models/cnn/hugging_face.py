@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from hepti_mqtt.models.cnn.nodes import Pad
-from hepti_mqtt.models.cnn.torchvision import Stack, rounded
-from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.cnn.torchvision import NodeBuilder, round_channels
+from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import BatchNorm
 
 # MobileNetV2's inverted residual blocks behind the stem: channels and stride.
@@ -18,15 +18,15 @@ _BLOCKS: Final = (
 _STEM: Final = 16  # channels of the stem
 
 
-def resnet(config: Config, stack: Stack, labels: int) -> None:
+def resnet(config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
     """Add a ResNet, of basic blocks or of bottlenecks."""
-    config.only("layer_type", "bottleneck", "basic", "bottleneck")
-    config.only("hidden_act", "relu", "relu")
-    config.only("num_channels", 3, 3)
+    config.require_one_of("layer_type", "bottleneck", "basic", "bottleneck")
+    config.require_one_of("hidden_act", "relu", "relu")
+    config.require_one_of("num_channels", 3, 3)
     bottleneck = config.get("layer_type", "bottleneck") == "bottleneck"
     sizes, depths = (_counts(config, key) for key in ("hidden_sizes", "depths"))
     if len(sizes) != len(depths):
-        raise config.wrong("depths", f"{len(sizes)} integers, one for each of hidden_sizes", list(depths))
+        raise config.bad_value("depths", f"{len(sizes)} integers, one for each of hidden_sizes", list(depths))
     embedder = "resnet.embedder.embedder"
     width = config.positive("embedding_size", 64)
     _conv(stack, embedder, width, 7, 2, 3, "relu")
@@ -40,9 +40,9 @@ def resnet(config: Config, stack: Stack, labels: int) -> None:
     stack.classifier("classifier.1", labels)
 
 
-def _block(stack: Stack, here: str, n: int, stride: int, bottleneck: bool, early: bool) -> None:
+def _block(stack: NodeBuilder, here: str, n: int, stride: int, bottleneck: bool, early: bool) -> None:
     """Add a block; early: of a bottleneck the first convolution has the stride."""
-    x, source = stack.at, stack.dims
+    x, source = stack.current, stack.dims
     if bottleneck:
         _conv(stack, f"{here}.layer.0", n // 4, 1, stride if early else 1, 0, "relu")
         _conv(stack, f"{here}.layer.1", n // 4, 3, 1 if early else stride, 1, "relu")
@@ -51,30 +51,30 @@ def _block(stack: Stack, here: str, n: int, stride: int, bottleneck: bool, early
         _conv(stack, f"{here}.layer.0", n, 3, stride, 1, "relu")
         y = _conv(stack, f"{here}.layer.1", n, 3, 1, 1)
     if source[2] != n or stride != 1:
-        stack.at = x
+        stack.current = x
         x = _conv(stack, f"{here}.shortcut", n, 1, stride, 0)
-        stack.at = y
+        stack.current = y
     stack.add(f"{here}.sum", x, "relu")
 
 
-def _conv(stack: Stack, here: str, n: int, kernel: int, stride: int, pad: int, function: str = "") -> str:
+def _conv(stack: NodeBuilder, here: str, n: int, kernel: int, stride: int, pad: int, function: str = "") -> str:
     norm = BatchNorm.under(f"{here}.normalization")
     return stack.conv(f"{here}.convolution", n, kernel, stride, pad, norm=norm, function=function)
 
 
-def _counts(config: Config, key: str) -> tuple[int, ...]:
-    values = config.need(key)
+def _counts(config: JsonConfig, key: str) -> tuple[int, ...]:
+    values = config.require(key)
     if not isinstance(values, list) or not values or not all(type(n) is int and n > 0 for n in values):
-        raise config.wrong(key, "a list of integers >= 1", values)
+        raise config.bad_value(key, "a list of integers >= 1", values)
     return tuple(values)
 
 
 class _MobileNet:
     """A MobileNetV2's options, and its convolutions."""
 
-    def __init__(self, config: Config, stack: Stack) -> None:
-        config.only("hidden_act", "relu6", "relu", "relu6")
-        config.only("num_channels", 3, 3)
+    def __init__(self, config: JsonConfig, stack: NodeBuilder) -> None:
+        config.require_one_of("hidden_act", "relu6", "relu", "relu6")
+        config.require_one_of("num_channels", 3, 3)
         self.stack, self.function = stack, config.get("hidden_act", "relu6")
         self.eps = config.number("layer_norm_eps", 0.001)
         self.same = config.flag("tf_padding", True)
@@ -99,7 +99,7 @@ def _around(side: int, kernel: int, stride: int) -> int:
     return max(kernel - (side % stride or stride), 0)
 
 
-def mobilenet_v2(config: Config, stack: Stack, labels: int) -> None:
+def mobilenet_v2(config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
     """Add a MobileNetV2."""
     by, divisor = config.number("depth_multiplier", 1.0), config.positive("depth_divisible_by", 8)
     least, expand = config.positive("min_depth", 8), config.number("expand_ratio", 6.0)
@@ -107,7 +107,7 @@ def mobilenet_v2(config: Config, stack: Stack, labels: int) -> None:
     net = _MobileNet(config, stack)
 
     def depth(channels: float) -> int:
-        return rounded(round(channels), divisor, least)
+        return round_channels(round(channels), divisor, least)
 
     stem = "mobilenet_v2.conv_stem"
     first = depth(32 * by)
@@ -122,7 +122,7 @@ def mobilenet_v2(config: Config, stack: Stack, labels: int) -> None:
             stride, dilation, later = 1, later, later * by_stride
         else:
             stride, dilation, reached = by_stride, 1, reached * by_stride
-        x, source, n, here = stack.at, stack.dims, depth(channels * by), f"mobilenet_v2.layer.{i}"
+        x, source, n, here = stack.current, stack.dims, depth(channels * by), f"mobilenet_v2.layer.{i}"
         wide = depth(source[2] * expand)
         net.conv(f"{here}.expand_1x1", wide)
         net.conv(f"{here}.conv_3x3", wide, 3, stride, wide, dilation)
@@ -134,7 +134,7 @@ def mobilenet_v2(config: Config, stack: Stack, labels: int) -> None:
     stack.classifier("classifier", labels)
 
 
-ARCHITECTURES: Final[Mapping[str, Callable[[Config, Stack, int], None]]] = {
+ARCHITECTURES: Final[Mapping[str, Callable[[JsonConfig, NodeBuilder, int], None]]] = {
     "ResNetForImageClassification": resnet,
     "MobileNetV2ForImageClassification": mobilenet_v2,
 }

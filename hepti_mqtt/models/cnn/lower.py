@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, Final
 
-from hepti_mqtt.lowering import Net, roles
+from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, CnnSpec, Conv, Linear, Node
@@ -34,7 +34,7 @@ def _conv_tensors(node: Conv, channels: int) -> Iterator[TensorSource]:
     )
     if node.norm is not None:
         name = f"{node.name}.bias"
-        yield TensorSource(name, (n,), (node.norm.bias,), (n,), norm=node.norm, before=node.bias)
+        yield TensorSource(name, (n,), (node.norm.bias,), (n,), norm=node.norm, convolution_bias=node.bias)
     elif node.bias:
         yield TensorSource(f"{node.name}.bias", (n,), (node.bias,), (n,))
 
@@ -49,25 +49,25 @@ def _linear_tensors(spec: CnnSpec, node: Linear) -> Iterator[TensorSource]:
         yield TensorSource(f"{node.name}.bias", (n,), (node.bias,), (n,))
 
 
-def add(net: Net, spec: CnnSpec, shape: RequestShape) -> None:
+def add_graph(net: GraphBuilder, spec: CnnSpec, shape: RequestShape) -> None:
     """Add the graph of one picture: pixels u8 [1, 3, S, S] -> logits [1, n], or the pixels of a map [Y X, n]."""
     s = spec.size
     pixels = net.input("pixels", (1, 3, s, s), "u8")
-    rows = net.whole("rows", (pixels,), roles.STEM, "patchify", (s * s, 3), patch=1, mean=spec.mean, std=spec.std)
-    net.put(maps.Reshape(name=IMAGE, inputs=(rows,), role=roles.STEM, space=(s, s, 3), rank=3, source=(s * s, 3)))
+    rows = net.opaque("rows", (pixels,), roles.STEM, "patchify", (s * s, 3), patch=1, mean=spec.mean, std=spec.std)
+    net.add_op(maps.Reshape(name=IMAGE, inputs=(rows,), role=roles.STEM, space=(s, s, 3), rank=3, source=(s * s, 3)))
     last = spec.hidden if shape.want == "hidden" else spec.nodes[-1].name
     needed = _needed(spec, last)
-    layer, adder = 0, _Adder(net, spec, last)
+    layer, adder = 0, _NodeLowering(net, spec, last)
     for node, begins in zip(needed, _begins(needed), strict=True):
         if begins:
             layer += 1
-            net.layer(layer - 1)
-            net.block()
+            net.set_layer(layer - 1)
+            net.begin_block()
         adder.add(node)
-    net.block()
-    if len(net.dims(last)) == 3:
-        y, x, n = source = _map(net.dims(last))
-        net.put(maps.Pixels(name="answer", inputs=(last,), role=roles.TASK, space=(y * x, n), source=source))
+    net.begin_block()
+    if len(net.shape_of(last)) == 3:
+        y, x, n = source = _map(net.shape_of(last))
+        net.add_op(maps.MapAsRows(name="answer", inputs=(last,), role=roles.TASK, space=(y * x, n), source=source))
     elif shape.want == "hidden" or not isinstance(spec.nodes[-1], Linear):
         net.rows("answer", last, roles.TASK)
 
@@ -100,10 +100,10 @@ def _map(dims: tuple[int, ...]) -> tuple[int, int, int]:
     return y, x, c
 
 
-class _Adder:
+class _NodeLowering:
     """Adds nodes to a graph in the making; last: the one that is asked for."""
 
-    def __init__(self, net: Net, spec: CnnSpec, last: str) -> None:
+    def __init__(self, net: GraphBuilder, spec: CnnSpec, last: str) -> None:
         self.net, self.spec, self.last = net, spec, last
         self.order = {node.name: i for i, node in enumerate(spec.nodes)}
 
@@ -114,13 +114,13 @@ class _Adder:
     def conv(self, node: Conv) -> None:
         tensors = (f"{node.name}.weight", f"{node.name}.bias")[: 1 + node.has_bias]
         what: dict[str, Any] = {"tensors": tensors, "groups": node.groups, "bias": node.has_bias}
-        self.net.put(maps.Conv(**self.window(node), role=self.role(node), **what))
+        self.net.add_op(maps.Conv(**self.window(node), role=self.role(node), **what))
 
     def max_pool(self, node: nodes.MaxPool) -> None:
-        self.net.put(maps.MaxPool(**self.window(node), role=roles.MAP))
+        self.net.add_op(maps.MaxPool(**self.window(node), role=roles.MAP))
 
     def average_pool(self, node: nodes.AveragePool) -> None:
-        self.net.put(maps.AveragePool(**self.window(node), role=roles.MAP, count_pad=node.count_pad))
+        self.net.add_op(maps.AveragePool(**self.window(node), role=roles.MAP, count_pad=node.count_pad))
 
     def window(self, node: nodes.Window) -> dict[str, Any]:
         sides = {"kernel": node.kernel, "stride": node.stride, "pad": node.pad, "dilation": node.dilation}
@@ -128,28 +128,28 @@ class _Adder:
         return {"name": node.name, "inputs": node.inputs, "space": space, "source": source, **sides}
 
     def global_average(self, node: nodes.GlobalAverage) -> None:
-        y, _, c = source = self.net.dims(node.inputs[0])
+        y, _, c = source = self.net.shape_of(node.inputs[0])
         what: dict[str, Any] = {"role": roles.FLAT, "space": (1, c, y), "source": source}
-        self.net.put(maps.GlobalAverage(name=node.name, inputs=node.inputs, **what))
+        self.net.add_op(maps.GlobalAverage(name=node.name, inputs=node.inputs, **what))
 
     def sum(self, node: nodes.Add) -> None:
         """Add a sum: what is computed last comes last, so that its kernel adds the other."""
         first, second = sorted(node.inputs, key=lambda x: self.order.get(x, -1))
-        self.net.add(node.name, first, second, self.role(node))
+        self.net.sum(node.name, first, second, self.role(node))
 
     def concat(self, node: nodes.Concat) -> None:
-        *starts, _ = accumulate((self.net.dims(x)[2] for x in node.inputs), initial=0)
+        *starts, _ = accumulate((self.net.shape_of(x)[2] for x in node.inputs), initial=0)
         space = self.spec.shapes[node.name]
         what: dict[str, Any] = {"role": roles.MAP, "space": space, "starts": tuple(starts)}
-        self.net.put(maps.JoinMaps(name=node.name, inputs=node.inputs, **what))
+        self.net.add_op(maps.ConcatMaps(name=node.name, inputs=node.inputs, **what))
 
     def flatten(self, node: nodes.Flatten) -> None:
-        source = self.net.dims(node.inputs[0])
+        source = self.net.shape_of(node.inputs[0])
         if len(source) == 2:
             self.net.rows(node.name, node.inputs[0], roles.FLAT)
             return
         what: dict[str, Any] = {"role": roles.FLAT, "space": self.spec.shapes[node.name], "source": source}
-        self.net.put(maps.Flatten(name=node.name, inputs=node.inputs, **what))
+        self.net.add_op(maps.Flatten(name=node.name, inputs=node.inputs, **what))
 
     def linear(self, node: Linear) -> None:
         """Add a dense layer, with the activation behind it."""
@@ -184,14 +184,14 @@ class _Adder:
         return own
 
 
-_ADDS: Final[Mapping[type[Node], Callable[[_Adder, Any], None]]] = {
-    Conv: _Adder.conv,
-    nodes.MaxPool: _Adder.max_pool,
-    nodes.AveragePool: _Adder.average_pool,
-    nodes.GlobalAverage: _Adder.global_average,
-    nodes.Add: _Adder.sum,
-    nodes.Concat: _Adder.concat,
-    nodes.Flatten: _Adder.flatten,
-    Linear: _Adder.linear,
-    nodes.Activation: _Adder.activation,
+_ADDS: Final[Mapping[type[Node], Callable[[_NodeLowering, Any], None]]] = {
+    Conv: _NodeLowering.conv,
+    nodes.MaxPool: _NodeLowering.max_pool,
+    nodes.AveragePool: _NodeLowering.average_pool,
+    nodes.GlobalAverage: _NodeLowering.global_average,
+    nodes.Add: _NodeLowering.sum,
+    nodes.Concat: _NodeLowering.concat,
+    nodes.Flatten: _NodeLowering.flatten,
+    Linear: _NodeLowering.linear,
+    nodes.Activation: _NodeLowering.activation,
 }

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, ClassVar, Final
 
 from hepti_mqtt.errors import ModelError
-from hepti_mqtt.models.shapes import Pictures
+from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.models.tensors import BatchNorm
 from hepti_mqtt.spec import RequestShape, TaskHead
 
@@ -187,12 +187,12 @@ class Activation(Node):
     op = "activation"
 
 
-FUNCTIONS: Final = ("relu", "relu6", "leaky_relu")
-KINDS: Final[Mapping[str, type[Node]]] = {
+ACTIVATIONS: Final = ("relu", "relu6", "leaky_relu")
+NODE_TYPES: Final[Mapping[str, type[Node]]] = {
     kind.op: kind for kind in (Conv, MaxPool, AveragePool, GlobalAverage, Add, Concat, Flatten, Linear, Activation)
 }
 _DEFAULTS: Final = {
-    op: {name: f.default for name, f in kind.__dataclass_fields__.items()} for op, kind in KINDS.items()
+    op: {name: f.default for name, f in kind.__dataclass_fields__.items()} for op, kind in NODE_TYPES.items()
 }
 
 
@@ -201,7 +201,7 @@ def node_from_dict(data: Mapping[str, Any]) -> Node:
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "op"}
     if isinstance(given.get("norm"), Mapping):
         given["norm"] = BatchNorm(**given["norm"])
-    return KINDS[data["op"]](**given)
+    return NODE_TYPES[data["op"]](**given)
 
 
 def _check(node: Node) -> None:
@@ -235,12 +235,12 @@ _FIELDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
 }
 
 
-def shapes(nodes: Iterable[Node], image: Dims) -> dict[str, Dims]:
+def infer_shapes(nodes: Iterable[Node], image: Dims) -> dict[str, Dims]:
     """Return the shape of every tensor of a net; raises ModelError naming a node that does not fit what it reads."""
-    return more_shapes(nodes, {IMAGE: image})
+    return extend_shapes(nodes, {IMAGE: image})
 
 
-def more_shapes(nodes: Iterable[Node], known: Mapping[str, Dims]) -> dict[str, Dims]:
+def extend_shapes(nodes: Iterable[Node], known: Mapping[str, Dims]) -> dict[str, Dims]:
     """Return the known shapes and those of nodes that read them; raises ModelError as `shapes` does."""
     found = dict(known)
     for node in nodes:
@@ -285,14 +285,14 @@ class CnnSpec:
         return hash((self.architecture, self.size, self.shortest, self.mean, self.std, self.nodes, self.head))
 
     @property
-    def reads(self) -> Pictures:
+    def input_spec(self) -> ImageInput:
         """Return what a request brings: pictures."""
-        return Pictures(self.size, 3, shortest=self.shortest)
+        return ImageInput(self.size, 3, shortest=self.shortest)
 
     @cached_property
     def shapes(self) -> Mapping[str, Dims]:
         """Return the shape of every tensor."""
-        return shapes(self.nodes, (self.size, self.size, 3))
+        return infer_shapes(self.nodes, (self.size, self.size, 3))
 
     @cached_property
     def flattened(self) -> Mapping[str, Dims]:

@@ -88,5 +88,5 @@ _COMPUTES: Final[Mapping[type[Node], Callable[..., Array]]] = {
 }
 
 
-if {*_COMPUTES} != {*nodes.KINDS.values()} or {*_FUNCTIONS} != {*nodes.FUNCTIONS}:
+if {*_COMPUTES} != {*nodes.NODE_TYPES.values()} or {*_FUNCTIONS} != {*nodes.ACTIVATIONS}:
     raise ImportError("every node and every function needs its reference")

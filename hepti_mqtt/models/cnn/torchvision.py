@@ -8,25 +8,25 @@ from typing import Final
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Flatten, Node, Pad
-from hepti_mqtt.models.config import Config
+from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import BatchNorm
 
 
-class Stack:
-    """Nodes in the making; at: the tensor that the next one reads.
+class NodeBuilder:
+    """Nodes in the making; current: the tensor that the next one reads.
 
     Convolutions and dense layers are called as a checkpoint calls them: `name`.weight, `name`.bias.
     """
 
     def __init__(self, size: int) -> None:
         self.nodes: list[Node] = []
-        self.at = IMAGE
+        self.current = IMAGE
         self._shapes: dict[str, Dims] = {IMAGE: (size, size, 3)}
 
     @property
     def dims(self) -> Dims:
         """Return the shape of what was added last."""
-        return self._shapes[self.at]
+        return self._shapes[self.current]
 
     def shape_of(self, name: str) -> Dims:
         """Return the shape of a tensor."""
@@ -37,12 +37,12 @@ class Stack:
         """Return the rows of the map that was added last."""
         return self.dims[0]
 
-    def put(self, node: Node) -> str:
+    def add_node(self, node: Node) -> str:
         """Add a node; return its name."""
         self.nodes.append(node)
         self._shapes[node.name] = node.shape(*(self._shapes[x] for x in node.inputs))
-        self.at = node.name
-        return self.at
+        self.current = node.name
+        return self.current
 
     def conv(
         self,
@@ -58,9 +58,9 @@ class Stack:
         function: str = "",
     ) -> str:
         """Add a convolution: with a bias of its own, unless a norm is behind it; then an activation."""
-        self.put(
+        self.add_node(
             nodes.Conv(
-                name=name, inputs=(self.at,), kernel=(kernel, kernel), stride=(stride, stride),
+                name=name, inputs=(self.current,), kernel=(kernel, kernel), stride=(stride, stride),
                 pad=pad if isinstance(pad, tuple) else (pad, pad, pad, pad), dilation=(dilation, dilation),
                 channels=channels, groups=groups, weight=f"{name}.weight", bias="" if norm else f"{name}.bias",
                 norm=norm,
@@ -71,32 +71,34 @@ class Stack:
     def activation(self, function: str) -> str:
         """Add an activation, if there is one."""
         if function:
-            self.put(nodes.Activation(name=f"{self.at}.{function}", inputs=(self.at,), function=function))
-        return self.at
+            self.add_node(
+                nodes.Activation(name=f"{self.current}.{function}", inputs=(self.current,), function=function)
+            )
+        return self.current
 
     def max_pool(self, name: str, kernel: int, stride: int, pad: int = 0) -> str:
         """Add the largest values under a window."""
-        return self.put(
+        return self.add_node(
             nodes.MaxPool(
-                name=name, inputs=(self.at,), kernel=(kernel, kernel), stride=(stride, stride), pad=(pad,) * 4
+                name=name, inputs=(self.current,), kernel=(kernel, kernel), stride=(stride, stride), pad=(pad,) * 4
             )
         )  # fmt: skip
 
     def add(self, name: str, other: str, function: str = "") -> str:
         """Add another tensor to it; then an activation."""
-        self.put(nodes.Add(name=name, inputs=(other, self.at)))
+        self.add_node(nodes.Add(name=name, inputs=(other, self.current)))
         return self.activation(function)
 
     def classifier(self, name: str, labels: int) -> str:
         """Add the mean over the map, and a dense layer."""
-        self.put(nodes.GlobalAverage(name="pooled", inputs=(self.at,)))
+        self.add_node(nodes.GlobalAverage(name="pooled", inputs=(self.current,)))
         return self.linear(name, labels)
 
     def linear(self, name: str, columns: int, function: str = "") -> str:
         """Add a dense layer; then an activation."""
-        self.put(
+        self.add_node(
             nodes.Linear(
-                name=name, inputs=(self.at,), columns=columns, weight=f"{name}.weight", bias=f"{name}.bias"
+                name=name, inputs=(self.current,), columns=columns, weight=f"{name}.weight", bias=f"{name}.bias"
             )
         )  # fmt: skip
         return self.activation(function)
@@ -133,15 +135,15 @@ _INVERTED: Final = (
 )
 
 
-def _depths(config: Config, usual: tuple[int, ...]) -> tuple[int, ...]:
+def _depths(config: JsonConfig, usual: tuple[int, ...]) -> tuple[int, ...]:
     """Return the blocks of each stage: `depths` of config.json, by default those of the architecture."""
     given = config.get("depths", list(usual))
     if not isinstance(given, list) or not all(type(n) is int and n > 0 for n in given) or len(given) != len(usual):
-        raise config.wrong("depths", f"{len(usual)} integers >= 1", given)
+        raise config.bad_value("depths", f"{len(usual)} integers >= 1", given)
     return tuple(given)
 
 
-def vgg(name: str, config: Config, stack: Stack, labels: int) -> None:
+def vgg(name: str, config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
     """Add a VGG without batch norm: maps of `width` (64) channels and more, dense layers of `dense_size` (4096)."""
     width, dense, at = config.positive("width", 64), config.positive("dense_size", 4096), 0
     for stage, depth in enumerate(_depths(config, _VGG[name])):
@@ -156,13 +158,13 @@ def vgg(name: str, config: Config, stack: Stack, labels: int) -> None:
             f"config.json: {name} reads maps of {pooled} x {pooled} into its dense layers, and pictures of image_size "
             f"give {stack.side} x {stack.side}; use image_size {pooled * 32}"
         )
-    stack.put(Flatten(name="flat", inputs=(stack.at,)))
+    stack.add_node(Flatten(name="flat", inputs=(stack.current,)))
     stack.linear("classifier.0", dense, "relu")
     stack.linear("classifier.3", dense, "relu")
     stack.linear("classifier.6", labels)
 
 
-def resnet(name: str, config: Config, stack: Stack, labels: int) -> None:
+def resnet(name: str, config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
     """Add a ResNet of maps of `width` (64) channels and more."""
     width = config.positive("width", 64)
     usual = _BASIC.get(name) or _BOTTLENECK[name]
@@ -175,31 +177,31 @@ def resnet(name: str, config: Config, stack: Stack, labels: int) -> None:
     stack.classifier("fc", labels)
 
 
-def _basic(stack: Stack, here: str, n: int, stride: int) -> None:
-    x = stack.at
+def _basic(stack: NodeBuilder, here: str, n: int, stride: int) -> None:
+    x = stack.current
     stack.conv(f"{here}.conv1", n, 3, stride, 1, norm=BatchNorm.under(f"{here}.bn1"), function="relu")
     y = stack.conv(f"{here}.conv2", n, 3, 1, 1, norm=BatchNorm.under(f"{here}.bn2"))
     _joined(stack, here, x, y, n, stride)
 
 
-def _bottleneck(stack: Stack, here: str, n: int, stride: int) -> None:
-    x = stack.at
+def _bottleneck(stack: NodeBuilder, here: str, n: int, stride: int) -> None:
+    x = stack.current
     stack.conv(f"{here}.conv1", n, 1, norm=BatchNorm.under(f"{here}.bn1"), function="relu")
     stack.conv(f"{here}.conv2", n, 3, stride, 1, norm=BatchNorm.under(f"{here}.bn2"), function="relu")
     y = stack.conv(f"{here}.conv3", 4 * n, 1, norm=BatchNorm.under(f"{here}.bn3"))
     _joined(stack, here, x, y, 4 * n, stride)
 
 
-def _joined(stack: Stack, here: str, x: str, y: str, n: int, stride: int) -> None:
+def _joined(stack: NodeBuilder, here: str, x: str, y: str, n: int, stride: int) -> None:
     """Add what a block read to its result, through a convolution where their shapes differ."""
     if stack.shape_of(x) != stack.shape_of(y):
-        stack.at = x
+        stack.current = x
         x = stack.conv(f"{here}.downsample.0", n, 1, stride, norm=BatchNorm.under(f"{here}.downsample.1"))
-        stack.at = y
+        stack.current = y
     stack.add(f"{here}.sum", x, "relu")
 
 
-def mobilenet_v2(_name: str, config: Config, stack: Stack, labels: int) -> None:
+def mobilenet_v2(_name: str, config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
     """Add a MobileNetV2, all of whose channels are `width_mult` (1.0) times as many, `last_channel` (1280) at the end.
 
     What comes behind a depthwise convolution has no activation.
@@ -210,11 +212,11 @@ def mobilenet_v2(_name: str, config: Config, stack: Stack, labels: int) -> None:
         norm = BatchNorm.under(f"{name[:-1]}{int(name[-1]) + 1}")
         stack.conv(name, n, kernel, stride, kernel // 2, norm=norm, groups=groups, function=function)
 
-    conv("features.0.0", rounded(32 * by), 3, 2)
+    conv("features.0.0", round_channels(32 * by), 3, 2)
     at = 1
     for expansion, channels, count, first in _INVERTED:
         for block in range(count):
-            x, n, here, part = stack.at, rounded(channels * by), f"features.{at}.conv", 0
+            x, n, here, part = stack.current, round_channels(channels * by), f"features.{at}.conv", 0
             wide, stride = stack.dims[2] * expansion, 1 if block else first
             if expansion > 1:
                 conv(f"{here}.0.0", wide, 1)
@@ -224,17 +226,17 @@ def mobilenet_v2(_name: str, config: Config, stack: Stack, labels: int) -> None:
             if stack.dims == stack.shape_of(x):
                 stack.add(f"features.{at}.sum", x)
             at += 1
-    conv(f"features.{at}.0", config.positive("last_channel", rounded(1280 * max(1.0, by))), 1)
+    conv(f"features.{at}.0", config.positive("last_channel", round_channels(1280 * max(1.0, by))), 1)
     stack.classifier("classifier.1", labels)
 
 
-def rounded(channels: float, by: int = 8, least: int = 8) -> int:
+def round_channels(channels: float, by: int = 8, least: int = 8) -> int:
     """Return channels as a multiple, no less than nine tenths of what was asked for."""
     whole = max(least, int(channels + by / 2) // by * by)
     return whole + by if whole < 0.9 * channels else whole
 
 
-ARCHITECTURES: Final[Mapping[str, Callable[[str, Config, Stack, int], None]]] = {
+ARCHITECTURES: Final[Mapping[str, Callable[[str, JsonConfig, NodeBuilder, int], None]]] = {
     **dict.fromkeys(_VGG, vgg),
     **dict.fromkeys((*_BASIC, *_BOTTLENECK), resnet),
     "mobilenet_v2": mobilenet_v2,

@@ -11,35 +11,35 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hepti_mqtt.cost.profiles import (
-    FAST_BYTES_PER_S,
+    LOCAL_BYTES_PER_S,
     Cluster,
     DeviceProfile,
     FrameCost,
     Link,
     PeerLink,
-    cluster_of,
+    check_range,
+    default_frame_cost,
     frame_cost,
-    frames_foreseen,
-    peer_links_of,
-    plausible,
+    make_cluster,
     profile_from_caps,
-    unseen,
+    symmetric_peer_links,
+    with_frame_costs,
 )
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.plan import Pair, Plan
+from hepti_mqtt.plan import DevicePair, Plan
 from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, LinkReport, Peer, Status
 from hepti_mqtt.runtime.coordinator.interface import (
-    Connection,
+    BrokerConnection,
     CoordinatorCommand,
     CoordinatorEvent,
     DeviceStatus,
-    Note,
+    LogEvent,
     Tick,
 )
 from hepti_mqtt.runtime.coordinator.requests import Run
 
 if TYPE_CHECKING:
-    from hepti_mqtt.runtime.coordinator.models import ModelState, Slots
+    from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
     from hepti_mqtt.runtime.coordinator.plans import PlanRecord
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 
@@ -52,10 +52,10 @@ PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
     "round_trip_s": (0.0, 3600.0, None),
     "bandwidth_bytes_per_s": (1.0, 1e15, None),
 }
-MEMORY_BYTES: Final = 1 << 50  # no device has more
+MAX_MEMORY_BYTES: Final = 1 << 50  # no device has more
 
 
-def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
+def sanitize_heartbeat(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
     """Return a heartbeat without the numbers that no device can have, and what was wrong with the first of them."""
     wrong: str | None = None
     instead: dict[str, Any] = {}
@@ -64,19 +64,19 @@ def believed(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
         if value is None:
             continue
         try:
-            plausible(key, value, low, high)
+            check_range(key, value, low, high)
         except ValueError as error:
             wrong, instead[key] = wrong or str(error), taken
-    peers = {name: report for name, report in heartbeat.peers.items() if _link_believed(report)}
+    peers = {name: report for name, report in heartbeat.peers.items() if _is_plausible_link(report)}
     if len(peers) < len(heartbeat.peers):
         wrong, instead["peers"] = wrong or "a link to a peer is not one that can be", peers
     return replace(heartbeat, **instead), wrong
 
 
-def caps_refused(device: str, curves: Mapping[str, Any], memory_budget_bytes: int) -> str | None:
+def implausible_caps(device: str, curves: Mapping[str, Any], memory_budget_bytes: int) -> str | None:
     """Return what of a device's capabilities cannot be right, None if plans can be made with them."""
     try:
-        plausible("memory_budget_bytes", memory_budget_bytes, 0, MEMORY_BYTES)
+        check_range("memory_budget_bytes", memory_budget_bytes, 0, MAX_MEMORY_BYTES)
         profile_from_caps(device, curves, memory_budget_bytes, 1.0)
     except KeyError as error:
         return f"{error.args[0]} is missing"
@@ -85,7 +85,7 @@ def caps_refused(device: str, curves: Mapping[str, Any], memory_budget_bytes: in
     return None
 
 
-def _link_believed(report: LinkReport) -> bool:
+def _is_plausible_link(report: LinkReport) -> bool:
     told = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
     return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in told.items())
 
@@ -94,35 +94,36 @@ def _link_believed(report: LinkReport) -> bool:
 # Who is there: devices from their retained status and caps and their heartbeats.
 
 
-TRIED_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
-CALM_S: Final = 15.0  # after weights were loaded; as long as drift rests
+PROBED_PACKET_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
+LOAD_SETTLE_S: Final = 15.0  # after weights were loaded; as long as drift rests
 SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
 NOISE: Final = 0.1  # a device that is slower or faster by less is as measured
 # Nor is one believed to be faster than this part of what it measured: a host that was stopped or cooled down while it
 # waited is, for a short op, and all wait for it where it then gets more. One that always is measures itself again.
-FASTEST: Final = 0.9
+MIN_SLOWDOWN: Final = 0.9
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
-MET_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
-ASIDE_S: Final = 10.0  # a device that hangs is tried again then ...
-ASIDE_MOST_S: Final = 300.0  # ... and after twice as long each time, at most
-MISSED_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
+RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
+QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
+QUARANTINE_MAX_S: Final = 300.0  # ... and after twice as long each time, at most
+HEARTBEAT_TIMEOUT_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
-MIDDLING_BYTES: Final = 1 << 16  # of a frame whose cost drift is watched on
+TYPICAL_FRAME_BYTES: Final = 1 << 16  # of a frame whose cost drift is watched on
 RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
-MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
+MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
 
 @dataclass(slots=True)
 class Member:
-    """One device as it has described itself; `seen_s` is when its last heartbeat came.
+    """One device as it has described itself; `last_heartbeat_s` is when its last heartbeat came.
 
-    calm: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A device that
-    loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do not use it,
-    until it starts anew. starting_s: since when it says that it is starting, None if it does not. left_s: when it was
-    last lost. spoke_s: when it last said something of a run or a plan; heartbeats come from another thread.
-    aside_until_s: it hangs, and is tried again then, or (mute) when it speaks. asides: how often, since it last did its
-    part. boot_before: of the start that plans used, once a new one has shown itself before the end of the old.
+    idle_heartbeat: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A
+    device that loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do
+    not use it, until it starts anew. starting_s: since when it says that it is starting, None if it does not. left_s:
+    when it was last lost. last_message_s: when it last said something of a run or a plan; heartbeats come from
+    another thread. quarantined_until_s: it hangs, and is tried again then, or (mute) when it speaks. quarantines: how
+    often, since it last did its part. boot_before: of the start that plans used, once a new one has shown itself
+    before the end of the old.
     """
 
     name: str
@@ -130,32 +131,32 @@ class Member:
     boot_before: int = 0
     online: bool = False
     caps: Caps | None = None
-    calm: Heartbeat | None = None
+    idle_heartbeat: Heartbeat | None = None
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWDOWNS))
     heartbeat: Heartbeat | None = None
-    seen_s: float = 0.0
+    last_heartbeat_s: float = 0.0
     starting_s: float | None = None
     left_s: float = -inf
     refused: str = ""
-    spoke_s: float = -inf
-    aside_until_s: float | None = None
-    asides: int = 0
+    last_message_s: float = -inf
+    quarantined_until_s: float | None = None
+    quarantines: int = 0
     mute: bool = False
-    unheard: dict[str, float] = field(
+    unreachable_until_s: dict[str, float] = field(
         default_factory=dict
     )  # peers that it could not connect to, until when that counts
-    doubted: bool = False  # somebody was told of what it says that cannot be
+    implausible_reported: bool = False  # somebody was told of what it says that cannot be
 
     @property
     def usable(self) -> bool:
         """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
-        there = self.online and not self.refused and self.aside_until_s is None
+        there = self.online and not self.refused and self.quarantined_until_s is None
         return there and self.caps is not None and self.caps.boot == self.boot
 
-    def coming(self, now: float) -> bool:
+    def is_expected(self, now: float) -> bool:
         """Return whether it may be usable soon: it says so every other second, or has left a moment ago."""
         if self.starting_s is not None:
-            return now - self.starting_s <= STARTING_S and now - self.seen_s <= SILENT_S
+            return now - self.starting_s <= STARTING_S and now - self.last_heartbeat_s <= SILENT_S
         return not self.usable and not self.refused and now - self.left_s < RETURN_S
 
     @property
@@ -163,9 +164,9 @@ class Member:
         """Return where peers read from it directly, None where they cannot."""
         return None if self.caps is None else self.caps.endpoint
 
-    def hears(self, source: Member, now: float) -> bool:
+    def can_receive_from(self, source: Member, now: float) -> bool:
         """Return whether another device's frames may come to this one directly, as far as one knows."""
-        if self.endpoint is None or source.endpoint is None or self.unheard.get(source.name, -inf) > now:
+        if self.endpoint is None or source.endpoint is None or self.unreachable_until_s.get(source.name, -inf) > now:
             return False
         if bool(self.endpoint.fingerprint) is not bool(source.endpoint.fingerprint):
             return False  # one speaks TLS, the other does not
@@ -186,7 +187,7 @@ class Member:
         base = Link()
         # The better of what was told in calm and of late: what is loaded makes a link look slower, and so does a device
         # that has only just started, which may be the last calm for a long time.
-        told = [hb for hb in (self.calm, self.heartbeat) if hb is not None]
+        told = [hb for hb in (self.idle_heartbeat, self.heartbeat) if hb is not None]
         round_trip_s = min((hb.round_trip_s for hb in told if hb.round_trip_s), default=2 * base.latency_s)
         rates = (hb.bandwidth_bytes_per_s for hb in told if hb.bandwidth_bytes_per_s)
         rate = max(rates, default=base.up_bytes_per_s)
@@ -194,7 +195,7 @@ class Member:
 
     def peer_links(self) -> dict[str, PeerLink]:
         """Return the measured ways from this device straight to others, each the better of calm and of late."""
-        told = [hb.peers for hb in (self.calm, self.heartbeat) if hb is not None]
+        told = [hb.peers for hb in (self.idle_heartbeat, self.heartbeat) if hb is not None]
         found = {}
         for peer in {name for peers in told for name in peers}:
             reports = [peers[peer] for peers in told if peer in peers]
@@ -208,12 +209,16 @@ class Member:
         Nor is what comes and goes by itself: what differs little from what is usual on the site is that, or equal
         devices would get unequal shares.
         """
-        found = max(median(self.slowdowns), FASTEST) if self.slowdowns else 1.0
+        found = max(median(self.slowdowns), MIN_SLOWDOWN) if self.slowdowns else 1.0
         return found if abs(log(found / usual)) > NOISE else usual
 
     def _frame_cost(self) -> FrameCost | None:
         """Return what frames to and from peers cost in calm, or else of late; None where none were seen."""
-        told = (frame_cost(hb.peer_frame_s, hb.peer_byte_s) for hb in (self.calm, self.heartbeat) if hb is not None)
+        told = (
+            frame_cost(hb.peer_frame_s, hb.peer_byte_s)
+            for hb in (self.idle_heartbeat, self.heartbeat)
+            if hb is not None
+        )
         return next((cost for cost in told if cost is not None), None)
 
     def observed(self, usual: float, planned: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -225,13 +230,13 @@ class Member:
         name, found = f"bandwidth of {self.name}", {f"slowdown of {self.name}": self.slowdown(usual)}
         if self.endpoint is not None and not self.endpoint.loopback:
             profile = self.profile(0)
-            cost = profile.seen or unseen(profile)
-            found[f"cost of frames of {self.name}"] = cost.frame_s + MIDDLING_BYTES * cost.byte_s
-        rate = min(self.link().up_bytes_per_s, FAST_BYTES_PER_S)
+            cost = profile.mesh_frame_cost or default_frame_cost(profile)
+            found[f"cost of frames of {self.name}"] = cost.frame_s + TYPICAL_FRAME_BYTES * cost.byte_s
+        rate = min(self.link().up_bytes_per_s, LOCAL_BYTES_PER_S)
         return {name: max(rate, then.get(name, rate)), **{k: min(v, then.get(k, v)) for k, v in found.items()}}
 
 
-class Membership:
+class Fleet:
     """All devices of the site; a boot counter orders what was retained against what is new.
 
     broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
@@ -245,20 +250,20 @@ class Membership:
         self._met_s = -inf
         self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
 
-    def room(self, name: str) -> bool:
+    def make_room(self, name: str) -> bool:
         """Return whether a device is known, or can be: of too many one that is not there is forgotten for it."""
-        if name in self.members or len(self.members) < MEMBERS:
+        if name in self.members or len(self.members) < MAX_MEMBERS:
             return True
         absent = [m for m in self.members.values() if not m.usable]
         if absent:
-            del self.members[min(absent, key=lambda m: m.seen_s).name]
+            del self.members[min(absent, key=lambda m: m.last_heartbeat_s).name]
         return bool(absent)
 
     def member(self, name: str) -> Member:
         """Return a device; one that is new is remembered."""
         return self.members.setdefault(name, Member(name))
 
-    def status(self, name: str, status: Status, now: float) -> str | None:
+    def record_status(self, name: str, status: Status, now: float) -> str | None:
         """Take a status; return "joined", "left", "starting" or None.
 
         A late will of an earlier boot changes nothing.
@@ -269,20 +274,20 @@ class Membership:
         was, again = member.usable, status.boot > member.boot
         if was and again:
             member.boot_before = member.boot
-        member.boot, member.online, member.seen_s = status.boot, status.state == "online", now
+        member.boot, member.online, member.last_heartbeat_s = status.boot, status.state == "online", now
         if again or not member.online:
-            member.aside_until_s = None
+            member.quarantined_until_s = None
         since = None if again else member.starting_s
         member.starting_s = None if status.state != "starting" else now if since is None else since
         if again:  # it may have another endpoint, and another way to those of others
-            self._forget_unheard(member)
+            self._forget_unreachable(member)
         if was and (again or not member.online):
             return "left"
         if member.starting_s is not None and since is None:
             return "starting"
         return "joined" if member.usable and not was else None
 
-    def caps(self, name: str, caps: Caps) -> str | None:
+    def record_caps(self, name: str, caps: Caps) -> str | None:
         """Take caps; return "joined" if they make the device usable, "left" if they are those of a new start."""
         member = self.member(name)
         if caps.boot < member.boot:
@@ -295,89 +300,91 @@ class Membership:
             return "left"
         return "joined" if member.usable and not was else None
 
-    def heartbeat(self, name: str, heartbeat: Heartbeat, now: float) -> str | None:
+    def record_heartbeat(self, name: str, heartbeat: Heartbeat, now: float) -> str | None:
         """Take a heartbeat; a device that was only believed lost is back."""
         member = self.member(name)
         if heartbeat.boot < member.boot:
             return None
         if member.heartbeat is not None and member.heartbeat.boot != heartbeat.boot:
-            member.calm = None
+            member.idle_heartbeat = None
             member.slowdowns.clear()
         if now >= self._calm_from_s:
-            member.calm = heartbeat
+            member.idle_heartbeat = heartbeat
             member.slowdowns.append(heartbeat.slowdown)
-        member.heartbeat, member.seen_s = heartbeat, now
+        member.heartbeat, member.last_heartbeat_s = heartbeat, now
         self._silent.discard(name)
-        if member.aside_until_s is not None and now > member.aside_until_s:
-            member.aside_until_s = None
+        if member.quarantined_until_s is not None and now > member.quarantined_until_s:
+            member.quarantined_until_s = None
             return "joined" if member.usable else None
         if heartbeat.boot == member.boot and not member.online and member.caps is not None:
             member.online = True
             return "joined" if member.usable else None
         return None
 
-    def spoke(self, name: str, now: float, *, served: bool = False) -> str | None:
+    def record_message(self, name: str, now: float, *, served: bool = False) -> str | None:
         """A device said something of a run or a plan; return "joined" if it had been put aside. served: its part."""
         member = self.members.get(name)
         if member is None:
             return None
-        member.spoke_s = now
+        member.last_message_s = now
         if served:
-            member.asides = 0
+            member.quarantines = 0
         was = member.usable
         if member.mute:
-            member.aside_until_s = None
+            member.quarantined_until_s = None
         return "joined" if member.usable and not was else None
 
-    def put_aside(self, name: str, now: float, mute: bool) -> None:
+    def quarantine(self, name: str, now: float, mute: bool) -> None:
         """Use a device that hangs for no plan, each time longer; mute: until it speaks, at the most."""
         member = self.members[name]
         member.mute = mute
-        member.aside_until_s = now + min(ASIDE_S * 2**member.asides, ASIDE_MOST_S)
-        member.asides += 1
+        member.quarantined_until_s = now + min(QUARANTINE_S * 2**member.quarantines, QUARANTINE_MAX_S)
+        member.quarantines += 1
 
-    def left(self, name: str, now: float) -> int | None:
+    def record_loss(self, name: str, now: float) -> int | None:
         """A device that plans used is lost; return the boot counter that it had, None if it was put aside."""
         member = self.members[name]
         member.left_s = now
         boot, member.boot_before = member.boot_before or member.boot, 0
-        return boot if member.aside_until_s is None else None
+        return boot if member.quarantined_until_s is None else None
 
-    def loading(self, now: float) -> None:
+    def record_loading(self, now: float) -> None:
         """Take it that devices load weights: what they tell until CALM_S after says nothing of how they will be."""
-        self._calm_from_s = now + CALM_S
+        self._calm_from_s = now + LOAD_SETTLE_S
 
-    def seen(self, now: float) -> None:
+    def reset_silence(self, now: float) -> None:
         """Give every device the whole time to be heard again."""
         self._silent, self._met_s = set(self.members), now
         for member in self.members.values():
-            member.seen_s = now
+            member.last_heartbeat_s = now
 
-    def back(self, names: Collection[str]) -> bool:
+    def all_back(self, names: Collection[str]) -> bool:
         """Return whether a heartbeat of each of these devices has come since the broker was met again."""
         return not self._silent.intersection(names)
 
-    def overdue(self, now: float) -> list[str]:
+    def mark_silent_offline(self, now: float) -> list[str]:
         """Return the usable devices whose heartbeats have stopped, and mark them offline."""
-        lost = [m for m in self.members.values() if m.usable and now - m.seen_s > MISSED_S]
+        lost = [m for m in self.members.values() if m.usable and now - m.last_heartbeat_s > HEARTBEAT_TIMEOUT_S]
         for member in lost:
             member.online = False
         return [m.name for m in lost]
 
-    def unheard(self, name: str, sources: Iterable[str], now: float) -> None:
+    def record_unreachable(self, name: str, sources: Iterable[str], now: float) -> None:
         """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
         known = [source for source in sources if source in self.members]
-        self.member(name).unheard.update(dict.fromkeys(known, now + RELAYED_S))
+        self.member(name).unreachable_until_s.update(dict.fromkeys(known, now + RELAYED_S))
 
-    def relayed(self, now: float) -> frozenset[Pair]:
+    def relayed_pairs(self, now: float) -> frozenset[DevicePair]:
         """Return the (source, target) of usable devices whose frames only the broker can carry."""
         usable = self.usable().values()
-        return frozenset((s.name, t.name) for s in usable for t in usable if s is not t and not t.hears(s, now))
+        return frozenset(
+            (s.name, t.name) for s in usable for t in usable if s is not t and not t.can_receive_from(s, now)
+        )
 
-    def _forget_unheard(self, member: Member) -> None:
-        member.unheard.clear()
+    def _forget_unreachable(self, member: Member) -> None:
+        member.unreachable_until_s.clear()
         for other in self.members.values():
-            other.unheard.pop(member.name, None)
+            other.unreachable_until_s.pop(member.name, None)
 
     def refuse(self, name: str) -> str:
         """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
@@ -386,36 +393,36 @@ class Membership:
         member.refused = f"{name} derives other Programs from a plan; it runs version {version}"
         return member.refused
 
-    def unused(self) -> dict[str, str]:
+    def unused_reasons(self) -> dict[str, str]:
         """Return why plans do not use devices that are online, as far as it was the planner that decided so."""
         why = {}
         for member in self.members.values():
             if member.refused:
                 why[member.name] = f"{member.refused}; install the planner's version there"
-            elif member.aside_until_s is not None:
+            elif member.quarantined_until_s is not None:
                 silent = "said nothing" if member.mute else "got no further"
-                times = f", for the {member.asides}. time" if member.asides > 1 else ""
+                times = f", for the {member.quarantines}. time" if member.quarantines > 1 else ""
                 why[member.name] = f"it {silent} while others waited for it{times}; it is tried again later"
         return {name: words for name, words in why.items() if self.members[name].online}
 
-    def coming(self, now: float) -> set[str]:
+    def expected(self, now: float) -> set[str]:
         """Return the devices that are starting, or were there a moment ago and may be about to."""
-        return {m.name for m in self.members.values() if m.coming(now)}
+        return {m.name for m in self.members.values() if m.is_expected(now)}
 
-    def may_come(self, now: float) -> str:
+    def describe_expected(self, now: float) -> str:
         """Return in words whom requests may wait for, "" if for nobody."""
-        unmet = "devices that have not met the broker again yet" if now - self._met_s < MET_S else ""
-        return ", ".join(sorted(self.coming(now))) or unmet
+        unmet = "devices that have not met the broker again yet" if now - self._met_s < RECONNECT_S else ""
+        return ", ".join(sorted(self.expected(now))) or unmet
 
-    def awaited(self, names: Collection[str], now: float) -> bool:
+    def must_wait_for(self, names: Collection[str], now: float) -> bool:
         """Return whether there is no plan before others come: all of these devices, of none named the first one."""
         usable = set(self.usable())
-        if now - self._met_s < MET_S:
+        if now - self._met_s < RECONNECT_S:
             return not usable or not usable.issuperset(names)
-        coming = self.coming(now)
+        coming = self.expected(now)
         return bool(coming & (set(names) - usable)) if names else bool(coming) and not usable
 
-    def refused(self) -> list[str]:
+    def refusal_reasons(self) -> list[str]:
         """Return why devices that are there are not used."""
         return [m.refused for m in self.members.values() if m.refused and m.online]
 
@@ -428,7 +435,7 @@ class Membership:
         usable, usual = self.usable().values(), self._usual_slowdown()
         return {key: value for member in usable for key, value in member.observed(usual).items()}
 
-    def telling(self, used: Collection[str], planned: Mapping[str, float]) -> dict[str, float]:
+    def drift_values(self, used: Collection[str], planned: Mapping[str, float]) -> dict[str, float]:
         """Return what is observed, but nothing worse than planned of devices that a plan does not use: it stays."""
         usable, usual = self.usable().values(), self._usual_slowdown()
         seen = (member.observed(usual, None if member.name in used else planned) for member in usable)
@@ -437,10 +444,10 @@ class Membership:
     def _usual_slowdown(self) -> float:
         return median([m.slowdown() for m in self.usable().values()] or [1.0])
 
-    def packet_bytes(self) -> int | None:
+    def max_packet_bytes(self) -> int | None:
         """Return the largest packet that gets through to every usable device, None if no limit was met."""
         limits = [m.caps.largest_packet_bytes for m in self.usable().values() if m.caps is not None]
-        met = [limit for limit in limits if 0 < limit < TRIED_BYTES]
+        met = [limit for limit in limits if 0 < limit < PROBED_PACKET_BYTES]
         return min(met, default=None)
 
     def cluster(self, reserved: Mapping[str, int]) -> Cluster:
@@ -451,15 +458,15 @@ class Membership:
             for n, m in usable.items()
             if m.caps is not None
         }
-        cluster = cluster_of(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
+        cluster = make_cluster(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
         if not self._mesh:
             return cluster
         endpoints = {n: m.endpoint for n, m in usable.items() if m.endpoint is not None}
         return replace(
             cluster,
-            devices=frames_foreseen(devices, [n for n, endpoint in endpoints.items() if not endpoint.loopback]),
+            devices=with_frame_costs(devices, [n for n, endpoint in endpoints.items() if not endpoint.loopback]),
             endpoints=frozenset(endpoints),
-            peer_links=peer_links_of({n: m.peer_links() for n, m in usable.items()}),
+            peer_links=symmetric_peer_links({n: m.peer_links() for n, m in usable.items()}),
         )
 
 
@@ -467,16 +474,16 @@ class Membership:
 # Who may read from whom directly under a plan, and the tokens by which each lets the other in.
 
 
-class Introductions:
+class PeerTokens:
     """Tokens for every (source, target) of a plan that are no secret of anybody else's.
 
     They follow from the planner's secret, so that a Prepare which is repeated says the same, and end with their epoch.
     """
 
-    def __init__(self, secret: bytes | None, membership: Membership) -> None:
+    def __init__(self, secret: bytes | None, membership: Fleet) -> None:
         self._secret, self._membership = secret, membership
 
-    def of(self, plan: Plan, device: str) -> tuple[Peer, ...]:
+    def peers_of(self, plan: Plan, device: str) -> tuple[Peer, ...]:
         """Return what a device is to know of its peers under a plan."""
         if plan.route != "mesh":
             return ()
@@ -492,9 +499,9 @@ class Introductions:
 
     def _token(self, plan: Plan, source: str, target: str) -> str:
         """Return with what `target` comes to `source`, "" where the broker carries what goes that way."""
-        if self._secret is None or (source, target) in plan.relayed:
+        if self._secret is None or (source, target) in plan.relayed_pairs:
             return ""
-        said = "\0".join(map(str, (plan.model, *plan.epoch, source, target)))
+        said = "\0".join(map(str, (plan.model, *plan.version, source, target)))
         return hmac.digest(self._secret, said.encode(), "sha256").hex()
 
 
@@ -506,15 +513,15 @@ class Introductions:
 # counter it had was only away, for want of a connection or of a core, and has not died of anything.
 
 
-YOUNG_S: Final = 30.0  # a device that dies so long after a plan came may have died of it
-AGAIN_S: Final = 300.0  # the second time counts so long after the first
-REST_S: Final = 60.0  # it gets less for so long, and for twice as long after each further time
-MOST_S: Final = 3600.0
-PART: Final = 0.75  # of the memory that the plan needed
+CRASH_WINDOW_S: Final = 30.0  # a device that dies so long after a plan came may have died of it
+REPEAT_WINDOW_S: Final = 300.0  # the second time counts so long after the first
+BACKOFF_S: Final = 60.0  # it gets less for so long, and for twice as long after each further time
+BACKOFF_MAX_S: Final = 3600.0
+MEMORY_FACTOR: Final = 0.75  # of the memory that the plan needed
 
 
 @dataclass(slots=True)
-class _Fall:
+class _Crash:
     most_bytes: int
     rest_s: float
     until_s: float
@@ -522,42 +529,44 @@ class _Fall:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gone:
+class _Departure:
     boot: int
     needed_bytes: int
 
 
-class Falls:
+class CrashBackoff:
     """The devices that died under young plans of one model; time is an argument."""
 
     def __init__(self) -> None:
-        self._gone: dict[str, _Gone] = {}
-        self._falls: dict[str, _Fall] = {}
+        self._gone: dict[str, _Departure] = {}
+        self._falls: dict[str, _Crash] = {}
 
-    def gone(self, device: str, boot: int, needed_bytes: int, given_s: float, now: float) -> None:
+    def record_departure(self, device: str, boot: int, needed_bytes: int, given_s: float, now: float) -> None:
         """Take it that a device is gone that was given a plan at `given_s`, for which it needed so many bytes."""
-        if now - given_s <= YOUNG_S:
-            self._gone[device] = _Gone(boot, needed_bytes)
+        if now - given_s <= CRASH_WINDOW_S:
+            self._gone[device] = _Departure(boot, needed_bytes)
 
-    def back(self, device: str, boot: int, now: float) -> None:
+    def record_return(self, device: str, boot: int, now: float) -> None:
         """Take it that a device is here: it died if this is another start of it."""
         gone = self._gone.pop(device, None)
         if gone is not None and gone.boot != boot:
-            self._died(device, gone.needed_bytes, now)
+            self._record_crash(device, gone.needed_bytes, now)
 
-    def _died(self, device: str, needed_bytes: int, now: float) -> None:
+    def _record_crash(self, device: str, needed_bytes: int, now: float) -> None:
         before = self._falls.get(device)
         if before is None:
-            self._falls[device] = _Fall(0, REST_S / 2, now, now + AGAIN_S)
+            self._falls[device] = _Crash(0, BACKOFF_S / 2, now, now + REPEAT_WINDOW_S)
             return
-        rest_s = min(2 * before.rest_s, MOST_S)
-        self._falls[device] = _Fall(int(PART * needed_bytes), rest_s, now + rest_s, now + rest_s + AGAIN_S)
+        rest_s = min(2 * before.rest_s, BACKOFF_MAX_S)
+        self._falls[device] = _Crash(
+            int(MEMORY_FACTOR * needed_bytes), rest_s, now + rest_s, now + rest_s + REPEAT_WINDOW_S
+        )
 
-    def most_bytes(self, now: float) -> dict[str, int]:
+    def memory_limits(self, now: float) -> dict[str, int]:
         """Return the memory that plans may need now, of the devices that get less."""
         return {device: fall.most_bytes for device, fall in self._falls.items() if now < fall.until_s}
 
-    def rested(self, now: float) -> list[str]:
+    def lift_expired(self, now: float) -> list[str]:
         """Return the devices that may get everything again, once; who stays up for long is as good as new."""
         over = [device for device, fall in self._falls.items() if now >= fall.forgotten_s]
         for device in over:
@@ -577,75 +586,75 @@ class Falls:
 # later.
 
 
-WORD_S: Final = 0.5  # for an answer to a probe, or as long as the run was to take
-WORD_MOST_S: Final = 5.0
-PREPARES_S: Final = 6.0  # without a word, though asked for it twice
+PROBE_TIMEOUT_S: Final = 0.5  # for an answer to a probe, or as long as the run was to take
+PROBE_TIMEOUT_MAX_S: Final = 5.0
+PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
 PROGRESS_S: Final = 20.0  # with words, and without progress
 STALLED_S: Final = 0.5  # a tick that comes so late says that this process was held up, not others
 
-Probe = Callable[["ModelState", Plan, list[str]], list[CoordinatorCommand]]
+Probe = Callable[["PlanGroup", Plan, list[str]], list[CoordinatorCommand]]
 
 
-class Silent(NamedTuple):
-    """A device to be put aside, and what it did not do; mute: it says nothing, so that a word brings it back."""
+class HungDevice(NamedTuple):
+    """A device to be put aside, and what it did not do; is_silent: it says nothing, so that a word brings it back."""
 
     device: str
-    how: str
-    mute: bool = True
+    reason: str
+    is_silent: bool = True
 
 
-class Suspicion:
+class HangDetector:
     """Watches the runs and preparations of all slots. probe: returns what makes devices say that they have a plan."""
 
-    def __init__(self, slots: Slots, membership: Membership, probe: Probe) -> None:
+    def __init__(self, slots: PlanGroups, membership: Fleet, probe: Probe) -> None:
         self._slots, self._membership, self._probe = slots, membership, probe
         self._ticked_s = float("inf")
 
-    def tick(self, now: float) -> tuple[list[CoordinatorCommand], list[Silent]]:
+    def tick(self, now: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
         """Return what asks devices for a word, and those that have not said one though somebody else can serve."""
         stalled, self._ticked_s = now - self._ticked_s > STALLED_S, now
         out: list[CoordinatorCommand] = []
-        silent: dict[str, Silent] = {}
-        for model in self._slots:
-            late: dict[str, Silent] = {}
-            for run in model.runs.values():
-                if now <= run.doubt_s:
+        silent: dict[str, HungDevice] = {}
+        for group in self._slots:
+            late: dict[str, HungDevice] = {}
+            for run in group.runs.values():
+                if now <= run.probe_at_s:
                     continue
                 if run.probed_s is None or stalled:
-                    out += self._ask(model, run, now)
-                elif now > run.probed_s + min(max(run.expected_s, WORD_S), WORD_MOST_S):
+                    out += self._probe_run(group, run, now)
+                elif now > run.probed_s + min(max(run.expected_s, PROBE_TIMEOUT_S), PROBE_TIMEOUT_MAX_S):
                     how = "does not answer while a run is overdue"
-                    late |= {device: Silent(device, how) for device in self._mute(run)}
-            record = model.plans.preparing
+                    late |= {device: HungDevice(device, how) for device in self._silent_devices(run)}
+            record = group.plans.preparing
             if record is not None and record.state == "preparing":
                 late |= self._unprepared(record, now)
             # Nobody else can serve where pins name the devices.
-            named = model.plans.pins.devices or ()
+            named = group.plans.pins.devices or ()
             silent |= {device: word for device, word in late.items() if device not in named}
         can_serve = set(self._membership.usable()) - set(silent)
         return out, list(silent.values()) if can_serve else []
 
-    def _ask(self, model: ModelState, run: Run, now: float) -> list[CoordinatorCommand]:
+    def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now
-        late = [d for d in run.plan.devices if d not in run.done]
+        late = [d for d in run.plan.devices if d not in run.reports]
         text = f"a run of {run.plan.model} takes longer than predicted; asking {', '.join(late)}"
-        return [Note("doubt", text), *self._probe(model, run.plan, late)]
+        return [LogEvent("doubt", text), *self._probe(group, run.plan, late)]
 
-    def _mute(self, run: Run) -> list[str]:
+    def _silent_devices(self, run: Run) -> list[str]:
         assert run.probed_s is not None
         usable = self._membership.usable()
-        late = [usable[d] for d in run.plan.devices if d not in run.done and d in usable]
-        return [m.name for m in late if m.spoke_s < run.probed_s]
+        late = [usable[d] for d in run.plan.devices if d not in run.reports and d in usable]
+        return [m.name for m in late if m.last_message_s < run.probed_s]
 
-    def _unprepared(self, record: PlanRecord, now: float) -> dict[str, Silent]:
+    def _unprepared(self, record: PlanRecord, now: float) -> dict[str, HungDevice]:
         usable = self._membership.usable()
         late = {}
-        for device in record.waiting & set(usable):
-            begun_s = record.moved_s.get(device, record.begun_s)
-            if now - max(usable[device].spoke_s, record.begun_s) > PREPARES_S:
-                late[device] = Silent(device, "does not answer while it prepares a plan")
+        for device in record.unready_devices & set(usable):
+            begun_s = record.device_progress_s.get(device, record.begun_s)
+            if now - max(usable[device].last_message_s, record.begun_s) > PREPARE_SILENCE_S:
+                late[device] = HungDevice(device, "does not answer while it prepares a plan")
             elif now - begun_s > PROGRESS_S:
-                late[device] = Silent(device, "prepares a plan without progress", mute=False)
+                late[device] = HungDevice(device, "prepares a plan without progress", is_silent=False)
         return late
 
 
@@ -653,11 +662,11 @@ class Suspicion:
 # Devices' last words, held back for a moment: a broker that ends says them of everybody, and nobody is gone.
 
 
-HELD_S: Final = 0.2  # between a broker's last words and the end of our own connection, at the most
-BACK_S: Final = 3.0  # in which devices meet a broker again that has retained that they are gone
+DEBOUNCE_S: Final = 0.2  # between a broker's last words and the end of our own connection, at the most
+WILL_RECONNECT_S: Final = 3.0  # in which devices meet a broker again that has retained that they are gone
 
 
-class Wills:
+class LastWillDebounce:
     """Hands events to a session, last words of devices a little later.
 
     A device that says meanwhile that it is online was never away. What the broker said before our own connection ended
@@ -675,11 +684,11 @@ class Wills:
         if isinstance(event, DeviceStatus):
             self._held.pop(event.device, None)
             if event.status.state == "offline":
-                self._held[event.device] = (max(now + HELD_S, self._back_by_s), event)
+                self._held[event.device] = (max(now + DEBOUNCE_S, self._back_by_s), event)
                 return []
-        elif isinstance(event, Connection):
+        elif isinstance(event, BrokerConnection):
             self._held.clear()
-            self._back_by_s = now + BACK_S if event.online else self._back_by_s
+            self._back_by_s = now + WILL_RECONNECT_S if event.online else self._back_by_s
         elif isinstance(event, Tick):
             for will in [will for due_s, will in self._held.values() if due_s <= now]:
                 del self._held[will.device]

@@ -12,7 +12,7 @@ from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
-from hepti_mqtt.runtime.coordinator.requests import Job, Pins, RunStats
+from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RunStats
 from hepti_mqtt.runtime.machinery import Publish, Transition
 
 WORTH: Final = 0.93  # a new plan must cost less than this part of the running one, by the objective
@@ -43,7 +43,7 @@ class DeviceHeartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class UpMessage:
+class DeviceMessage:
     """A control message from a device."""
 
     device: str
@@ -51,7 +51,7 @@ class UpMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class UpFrame:
+class DeviceFrame:
     """An output, or the report that a device has finished a run."""
 
     device: str
@@ -59,10 +59,10 @@ class UpFrame:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class RequestArrived:
     """A user's request, already tokenised and cut into chunks."""
 
-    job: Job
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Solved:
     error: HeptiError | None = None
     hurried: bool = False
 
-    def worth_it(self, part: float = WORTH) -> bool:
+    def is_worth_it(self, part: float = WORTH) -> bool:
         """Return whether the plan that was found costs no more than this part of the running one."""
         if self.running_s is None or self.decision is None:
             return True
@@ -87,7 +87,7 @@ class Solved:
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class PinPlan:
     """The planner's user pins a model's plans, or frees them with pins that say nothing."""
 
     model: str
@@ -95,7 +95,7 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class WeightsUnreadable:
     """A device has asked for weights that the planner cannot read any more."""
 
     model: str
@@ -104,7 +104,7 @@ class Unreadable:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class BrokerConnection:
     """The planner's own connection to the broker was lost, or stands (again).
 
     While it is lost, silence says nothing of a device; afterwards the broker may have forgotten what it retained.
@@ -115,22 +115,22 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; behind: what has come still waits to be read, so nobody can be called silent."""
+    """Time has passed; has_backlog: what has come still waits to be read, so nobody can be called silent."""
 
-    behind: bool = False
+    has_backlog: bool = False
 
 
 CoordinatorEvent = (
     DeviceStatus
     | DeviceCaps
     | DeviceHeartbeat
-    | UpMessage
-    | UpFrame
-    | Submit
+    | DeviceMessage
+    | DeviceFrame
+    | RequestArrived
     | Solved
-    | Pin
-    | Unreadable
-    | Connection
+    | PinPlan
+    | WeightsUnreadable
+    | BrokerConnection
     | Tick
 )
 
@@ -147,9 +147,9 @@ class Solve:
     """Search for a plan, and price the running one under the same measurements; report `Solved`.
 
     hurried: requests wait and no plan serves them, so that the first one that will do is better than the best.
-    last: the one that was found before; it may have lost devices. kept: the decision for the running plan, which stands
-    unless its prices of now tell of a better one: nothing but measurements has changed. trial: the question is for one
-    way that is to be tried, and `kept` what that is compared with afterwards.
+    last_plan: the one that was found before; it may have lost devices. active_decision: the decision for the running
+    plan, which stands unless its prices of now tell of a better one: nothing but measurements has changed. trial: the
+    question is for one way that is to be tried, and `active_decision` what that is compared with afterwards.
     """
 
     model: str
@@ -157,8 +157,8 @@ class Solve:
     question: Question
     running: Plan | None
     hurried: bool = False
-    last: Plan | None = None
-    kept: Decision | None = None
+    last_plan: Plan | None = None
+    active_decision: Decision | None = None
     trial: bool = False
 
 
@@ -172,38 +172,38 @@ class SendTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerRequest:
     """Answer a user's request."""
 
-    job: Job
+    request: Request
     plan: Plan
     stats: tuple[RunStats, ...]
 
     @property
-    def small(self) -> bool:
+    def is_small(self) -> bool:
         """Return whether its JSON takes no longer to write than another thread takes to wake."""
-        return sum(output.nbytes for output in self.job.outputs.values()) <= SMALL_BYTES
+        return sum(output.nbytes for output in self.request.outputs.values()) <= SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenReady:
     """A token of a job that generates: its place among `tokens`, all that there are so far."""
 
-    job: Job
+    request: Request
     index: int
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseRequest:
     """End a user's request with an error."""
 
-    job: Job
+    request: Request
     error: HeptiError
 
 
 @dataclass(frozen=True, slots=True)
-class ShowPlan:
+class PublishPlan:
     """Publish the retained record of a model's plans.
 
     active, preparing: the planner's own. decision: of the last search for these, also if it changed nothing. progress:
@@ -225,19 +225,19 @@ class ShowPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogEvent:
     """Publish and log that something happened: joined, left, re-planned, overloaded ..."""
 
     kind: str
     text: str
 
 
-CoordinatorCommand = Publish | Solve | SendTiles | Answer | Token | Refuse | ShowPlan | Note
+CoordinatorCommand = Publish | Solve | SendTiles | AnswerRequest | TokenReady | RefuseRequest | PublishPlan | LogEvent
 
 
-def users_last(commands: Sequence[CoordinatorCommand]) -> list[CoordinatorCommand]:
+def devices_first(commands: Sequence[CoordinatorCommand]) -> list[CoordinatorCommand]:
     """Return commands with what users are told behind all else, in the same order otherwise.
 
     Devices wait for their next run, and writing an answer takes longer than to send it to them.
     """
-    return sorted(commands, key=lambda command: isinstance(command, Answer | Token | Refuse))
+    return sorted(commands, key=lambda command: isinstance(command, AnswerRequest | TokenReady | RefuseRequest))

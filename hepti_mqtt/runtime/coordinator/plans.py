@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
 from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, Played
+from hepti_mqtt.planner import Decision, SimulatedRequest
 from hepti_mqtt.protocol.messages import Ready
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
-from hepti_mqtt.runtime.machinery import Machine, Story, Table
+from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
 from hepti_mqtt.spec import Spec
 
 PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
@@ -45,7 +45,7 @@ PlanEvent = Literal[
     "unused",  # nobody asks for its pins, and others need the place
 ]
 
-PLANS: Final[Table[PlanState, PlanEvent]] = Table(
+PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
     name="plan",
     states=get_args(PlanState),
     first=("want", "wanted"),
@@ -104,32 +104,32 @@ PLANS: Final[Table[PlanState, PlanEvent]] = Table(
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """A model that the planner serves.
 
-    manifest: hash of the manifest of its weights. tokens: the length that plans are optimised for at first. pins:
-    what the planner's user fixed; a request may carry others, which hold for that request alone. batching: which
+    manifest: hash of the manifest of its weights. default_length: the length that plans are optimised for at first.
+    pins: what the planner's user fixed; a request may carry others, which hold for that request alone. batching: which
     requests run together.
     """
 
     name: str
     spec: Spec
     manifest: bytes
-    tokens: int = 128
+    default_length: int = 128
     pins: Pins = field(default_factory=Pins)
     batching: Batching = field(default_factory=Batching)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PlanSnapshot:
     """A plan that is active or being prepared, with the measurements it was chosen by.
 
-    played: the search's own simulation of this very plan by these measurements, None if it simulated another one.
+    simulated: the search's own simulation of this very plan by these measurements, None if it simulated another one.
     """
 
     plan: Plan
     cluster: Cluster
-    played: Played | None = None
+    simulated: SimulatedRequest | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ class Standing:
 
 
 _VARYING: Final[dict[str, Any]] = {
-    "epoch": Epoch(0, 0),
-    "weights": {},
+    "version": PlanVersion(0, 0),
+    "shares": {},
     "predicted_s": 0.0,
     "predicted_bytes": 0,
     "predicted_tokens": 0,
@@ -148,29 +148,29 @@ _VARYING: Final[dict[str, Any]] = {
 }
 
 
-def same_division(a: Plan, b: Plan) -> bool:
+def is_same_division(a: Plan, b: Plan) -> bool:
     """Return whether two plans divide the work alike; weights may differ by rounding."""
-    if len(a.replicas) != len(b.replicas) or not all(map(same_division, a.replicas, b.replicas)):
+    if len(a.replicas) != len(b.replicas) or not all(map(is_same_division, a.replicas, b.replicas)):
         return False
     if replace(a, **_VARYING) != replace(b, **_VARYING):
         return False
-    for kind, weights in a.weights.items():
-        whole_a, whole_b = sum(weights), sum(b.weights[kind])
-        if any(abs(x / whole_a - y / whole_b) > 0.02 for x, y in zip(weights, b.weights[kind], strict=True)):
+    for kind, weights in a.shares.items():
+        whole_a, whole_b = sum(weights), sum(b.shares[kind])
+        if any(abs(x / whole_a - y / whole_b) > 0.02 for x, y in zip(weights, b.shares[kind], strict=True)):
             return False
     return True
 
 
-def priced_as(plan: Plan, other: Plan) -> Plan:
+def with_price_of(plan: Plan, other: Plan) -> Plan:
     """Return a plan with the predictions of another one of the same division; its own ranges may differ by rounding."""
-    replicas = tuple(map(priced_as, plan.replicas, other.replicas))
+    replicas = tuple(map(with_price_of, plan.replicas, other.replicas))
     told = ("predicted_s", "predicted_bytes", "predicted_tokens", "reason")
     return replace(plan, **{name: getattr(other, name) for name in told}, replicas=replicas)
 
 
-def same_shares(a: Plan, b: Plan) -> bool:
+def has_same_shares(a: Plan, b: Plan) -> bool:
     """Return whether two plans of the same division have the same shares and ranges, to the last bit."""
-    return (a.devices, a.weights, a.ranges) == (b.devices, b.weights, b.ranges)
+    return (a.devices, a.shares, a.ranges) == (b.devices, b.shares, b.ranges)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -191,70 +191,76 @@ class Search:
     state: PlanState
     cause: Cause = "change"
     ticket: int = 0
-    epoch: Epoch | None = None
+    plan_version: PlanVersion | None = None
 
 
 @dataclass(slots=True, eq=False)
 class PlanRecord:
-    """A plan that was found, from its preparation on; asked_s, progress_s: when its devices were last asked, and heard.
+    """A plan that was found, from its preparation on; prepare_sent_s, progress_s: when its devices were last asked,
+    and heard.
 
-    begun_s: when it began to be prepared. moved_s: when each device last got further. decision: the search's, from
-    which it came. txn: of its Prepare. waiting: devices that are not ready. progress: (bytes there, bytes in all) of
-    weights by device; shown_s: when that was last published. behind: of a plan that is swapping, the epochs that make
-    room for it. doubted: replicas under which a run never ended; nothing else runs there.
+    begun_s: when it began to be prepared. device_progress_s: when each device last got further. decision: the
+    search's, from which it came. transaction_id: of its Prepare. unready_devices: devices that are not ready.
+    progress_bytes: (bytes there, bytes in all) of weights by device; published_s: when that was last published.
+    waits_for: of a plan that is swapping, the epochs that make room for it. suspect_versions: replicas under which a
+    run never ended; nothing else runs there.
     """
 
     plan: Plan
     decision: Decision
-    txn: int
+    transaction_id: int
     progress_s: float
     state: PlanState
-    waiting: set[str] = field(default_factory=set)
-    asked_s: float = float("-inf")
-    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
-    shown_s: float = float("-inf")
-    behind: frozenset[Epoch] = frozenset()
+    unready_devices: set[str] = field(default_factory=set)
+    prepare_sent_s: float = float("-inf")
+    progress_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    published_s: float = float("-inf")
+    waits_for: frozenset[PlanVersion] = frozenset()
     begun_s: float = 0.0
-    moved_s: dict[str, float] = field(default_factory=dict)
-    doubted: set[Epoch] = field(default_factory=set)
+    device_progress_s: dict[str, float] = field(default_factory=dict)
+    suspect_versions: set[PlanVersion] = field(default_factory=set)
 
     @property
-    def epoch(self) -> Epoch:
+    def version(self) -> PlanVersion:
         """Return the epoch under which its requests run."""
-        return self.plan.epoch
+        return self.plan.version
 
     @property
-    def epochs(self) -> set[Epoch]:
+    def versions(self) -> set[PlanVersion]:
         """Return the epochs that devices may hold of it."""
-        return {self.plan.epoch, *(run.epoch for run in self.plan.runs)}
+        return {self.plan.version, *(run.version for run in self.plan.executables)}
 
-    def heard_s(self) -> float:
+    def last_exchange_s(self) -> float:
         """Return when there was last an exchange with the devices."""
-        return max(self.asked_s, self.progress_s)
+        return max(self.prepare_sent_s, self.progress_s)
 
-    def standing(self) -> Iterator[Standing]:
+    def snapshots(self) -> Iterator[PlanSnapshot]:
         """Yield what its requests run under, by replica."""
-        return (Standing(run, self.decision.cluster, self.decision.played(run)) for run in self.plan.runs)
+        return (
+            PlanSnapshot(run, self.decision.cluster, self.decision.simulation_of(run)) for run in self.plan.executables
+        )
 
-    def price_anew(self, decision: Decision) -> None:
+    def reprice(self, decision: Decision) -> None:
         """Take a later search's price of this plan, which it has found again, and what it was priced by."""
         found = decision.chosen
-        self.plan = priced_as(self.plan, found.plan)
-        played = found.price.played if all(map(same_shares, self.plan.runs, found.plan.runs)) else ()
-        chosen = replace(found, plan=self.plan, price=replace(found.price, played=played))
+        self.plan = with_price_of(self.plan, found.plan)
+        played = (
+            found.price.simulated if all(map(has_same_shares, self.plan.executables, found.plan.executables)) else ()
+        )
+        chosen = replace(found, plan=self.plan, price=replace(found.price, simulated=played))
         self.decision = replace(decision, chosen=chosen, digest=self.decision.digest)
 
-    def derived_by(self, device: str, ready: Ready) -> bool:
+    def has_same_programs(self, device: str, ready: Ready) -> bool:
         """Return whether a device that is ready for this plan derives the same Programs from it as the planner."""
-        asked = self.state == "preparing" and ready.txn == self.txn
-        digests, runs = self.decision.digest, self.plan.runs
-        if not asked or self.plan.of(device) not in runs:
+        asked = self.state == "preparing" and ready.transaction_id == self.transaction_id
+        digests, runs = self.decision.digest, self.plan.executables
+        if not asked or self.plan.for_device(device) not in runs:
             return True
-        each, place = len(digests) // len(runs), runs.index(self.plan.of(device))
+        each, place = len(digests) // len(runs), runs.index(self.plan.for_device(device))
         return ready.digest == digests[place * each : (place + 1) * each]
 
 
-class Plans:
+class PlanLifecycle:
     """All plans of one model under one set of pins, and the only place where their states change.
 
     pins: what searches keep to. story: of all plans of the model; label: what these are called there, by default the
@@ -262,10 +268,10 @@ class Plans:
     suspect).
     """
 
-    def __init__(self, model: str, pins: Pins, counters: Counter[str], story: Story, label: str = "") -> None:
+    def __init__(self, model: str, pins: Pins, counters: Counter[str], story: TransitionLog, label: str = "") -> None:
         self.model, self.pins, self._label = model, pins, label or model
         self.story = story
-        self._machine = Machine(PLANS, self.story, counters)
+        self._machine = StateMachine(PLANS, self.story, counters)
         self._searches: list[Search] = []
         self._records: list[PlanRecord] = []
 
@@ -284,17 +290,17 @@ class Plans:
     @property
     def preparing(self) -> PlanRecord | None:
         """Return the plan on its way, also one that waits until the old plan is gone."""
-        return self._first("preparing", "swapping")
+        return self._record_in("preparing", "swapping")
 
     @property
     def active(self) -> PlanRecord | None:
         """Return the plan that requests are dispatched under."""
-        return self._first("active")
+        return self._record_in("active")
 
     @property
-    def standing(self) -> PlanRecord | None:
+    def in_use(self) -> PlanRecord | None:
         """Return the plan that the next one takes the place of: active or suspect."""
-        return self._first("active", "suspect")
+        return self._record_in("active", "suspect")
 
     @property
     def retiring(self) -> list[PlanRecord]:
@@ -304,37 +310,37 @@ class Plans:
     @property
     def serving(self) -> list[PlanRecord]:
         """Return the plans that may have runs: the standing one, then those that end with their last run."""
-        standing = self.standing
+        standing = self.in_use
         return [*([] if standing is None else [standing]), *self.retiring]
 
-    def epochs(self) -> set[Epoch]:
+    def versions(self) -> set[PlanVersion]:
         """Return the epochs of all plans that were found and are not gone."""
-        return {epoch for record in self._records for epoch in record.epochs}
+        return {plan_version for record in self._records for plan_version in record.versions}
 
-    def whole(self, run: Plan) -> Plan:
+    def parent_of(self, run: Plan) -> Plan:
         """Return the plan of which a run's own is a replica, or that itself."""
-        return next((r.plan for r in self._records if run.epoch in r.epochs), run)
+        return next((r.plan for r in self._records if run.version in r.versions), run)
 
-    def on(self, device: str) -> bool:
+    def uses_device(self, device: str) -> bool:
         """Return whether a device holds, or is to hold, something of a plan."""
         return any(device in record.plan.devices for record in self._records)
 
-    def busy(self) -> bool:
+    def in_transition(self) -> bool:
         """Return whether a plan is wanted, searched for or on its way."""
         return bool(self._searches) or self.preparing is not None
 
-    def hopeful(self) -> bool:
+    def may_serve(self) -> bool:
         """Return whether there is a plan, or will be an answer whether there is one."""
-        return self.busy() or self.active is not None
+        return self.in_transition() or self.active is not None
 
     # -- searches -------------------------------------------------------------------------------------------------
 
     def pin(self, pins: Pins, now: float) -> None:
         """Take other pins, under which the next plan is to be."""
         self.pins = pins
-        self.want(now, now, "the planner's user has pinned it", forced=True)
+        self.request_search(now, now, "the planner's user has pinned it", forced=True)
 
-    def want(
+    def request_search(
         self,
         due_s: float,
         now: float,
@@ -361,18 +367,20 @@ class Plans:
             wanted.cause = cause if cause == wanted.cause else "change"
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
-    def search(self, ticket: int, epoch: Epoch, now: float) -> None:
+    def start_search(self, ticket: int, plan_version: PlanVersion, now: float) -> None:
         """The wanted search begins, for a plan of this epoch."""
         search = self.wanted
         assert search is not None
-        search.ticket, search.epoch = ticket, epoch
+        search.ticket, search.plan_version = ticket, plan_version
         self._step_search(search, "search", now, "")
 
-    def ended(self, search: Search, event: Literal["kept", "no plan", "outdated"], now: float, why: str = "") -> None:
+    def end_search(
+        self, search: Search, event: Literal["kept", "no plan", "outdated"], now: float, why: str = ""
+    ) -> None:
         """A search ends without a new plan."""
         self._step_search(search, event, now, why)
 
-    def found(self, search: Search, decision: Decision, txn: int, now: float) -> None:
+    def prepare_found(self, search: Search, decision: Decision, transaction_id: int, now: float) -> None:
         """A search has found a plan, which is to be prepared under this transaction."""
         plan = decision.chosen.plan
         self._step_search(search, "found", now, plan.reason)
@@ -380,31 +388,36 @@ class Plans:
             return
         self._searches.remove(search)
         waiting = set(plan.devices)
-        self._records.append(PlanRecord(plan, decision, txn, now, search.state, waiting, begun_s=now))
+        self._records.append(PlanRecord(plan, decision, transaction_id, now, search.state, waiting, begun_s=now))
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
-    def ready(self, record: PlanRecord, now: float) -> None:
+    def activate(self, record: PlanRecord, now: float) -> None:
         """Every device is ready: the plan becomes active and takes the place of the one before."""
-        old = self.standing
+        old = self.in_use
         self._step(record, "ready", now)
         if old is not None and record.state == "active":
-            self._step(old, "replaced", now, f"by {record.epoch}")
+            self._step(old, "replaced", now, f"by {record.version}")
 
-    def lacks_memory(self, record: PlanRecord, plan: Plan, txn: int, now: float, why: str) -> None:
+    def wait_for_memory(self, record: PlanRecord, plan: Plan, transaction_id: int, now: float, why: str) -> None:
         """A plan does not fit beside others; it is prepared again, as a new epoch, when those `behind` are gone."""
-        self._step(record, "lacks memory", now, f"{why}; it comes again as {plan.epoch}")
+        self._step(record, "lacks memory", now, f"{why}; it comes again as {plan.version}")
         if record.state != "swapping":
             return
-        record.plan, record.txn, record.waiting, record.progress_s = plan, txn, set(plan.devices), now
-        record.progress, record.asked_s = {}, float("-inf")
+        record.plan, record.transaction_id, record.unready_devices, record.progress_s = (
+            plan,
+            transaction_id,
+            set(plan.devices),
+            now,
+        )
+        record.progress_bytes, record.prepare_sent_s = {}, float("-inf")
 
     def make_room(self, now: float, why: str) -> None:
         """The plan in use ends with its last run, for one that does not fit beside it."""
-        if (old := self.standing) is not None:
+        if (old := self.in_use) is not None:
             self._step(old, "make room", now, why)
 
-    def put_off(self, event: Literal["make room", "unused"], now: float, why: str) -> PlanRecord | None:
+    def abandon_pending(self, event: Literal["make room", "unused"], now: float, why: str) -> PlanRecord | None:
         """A search that runs and a plan on its way are given up; return that plan."""
         if (search := self.searching) is not None:
             self._step_search(search, event, now, why)
@@ -412,25 +425,25 @@ class Plans:
             self._step(record, event, now, why)
         return record
 
-    def close(self, now: float, why: str) -> None:
+    def retire_all(self, now: float, why: str) -> None:
         """All of them end, the plan in use with its last run."""
         if (wanted := self.wanted) is not None:
             self._step_search(wanted, "unused", now, why)
-        if (standing := self.standing) is not None:
+        if (standing := self.in_use) is not None:
             self._step(standing, "unused", now, why)
 
-    def room(self, record: PlanRecord, now: float) -> None:
+    def resume_preparation(self, record: PlanRecord, now: float) -> None:
         """Those that made room are gone, so a plan that was swapping may be prepared."""
         self._step(record, "room", now)
-        record.behind = frozenset()
+        record.waits_for = frozenset()
         record.progress_s = record.begun_s = now
-        record.moved_s = {}
+        record.device_progress_s = {}
 
-    def give_up(self, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str) -> None:
+    def abandon(self, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str) -> None:
         """A plan on its way will not come."""
         self._step(record, event, now, why)
 
-    def suspect(self, record: PlanRecord, now: float, why: str) -> None:
+    def mark_suspect(self, record: PlanRecord, now: float, why: str) -> None:
         """A run under the active plan never ended."""
         self._step(record, "overdue", now, why)
 
@@ -439,11 +452,11 @@ class Plans:
         if record.state != "retiring":
             self._step(record, event, now, why)
 
-    def lessen(self, record: PlanRecord, left: Plan) -> None:
+    def drop_replica(self, record: PlanRecord, left: Plan) -> None:
         """A replica is gone and the others go on; the state stays what it is."""
         record.plan = left
 
-    def idle(self, record: PlanRecord, now: float) -> None:
+    def mark_gone(self, record: PlanRecord, now: float) -> None:
         """The last run of a retiring plan has ended."""
         self._step(record, "idle", now)
 
@@ -454,14 +467,14 @@ class Plans:
         assert states["searching"] + states["preparing"] + states["swapping"] <= 1
         assert states["active"] + states["suspect"] <= 1
         assert not states["gone"]
-        assert len({r.epoch for r in self._records}) == len(self._records)
-        assert all(r.state != "preparing" or r.waiting for r in self._records)
+        assert len({r.version for r in self._records}) == len(self._records)
+        assert all(r.state != "preparing" or r.unready_devices for r in self._records)
 
-    def _first(self, *states: PlanState) -> PlanRecord | None:
+    def _record_in(self, *states: PlanState) -> PlanRecord | None:
         return next((r for r in self._records if r.state in states), None)
 
     def _step_search(self, search: Search, event: PlanEvent, now: float, why: str) -> None:
-        subject = self._label if search.epoch is None else f"{self._label} {search.epoch}"
+        subject = self._label if search.plan_version is None else f"{self._label} {search.plan_version}"
         legal = PLANS.after(search.state, event) is not None
         search.state = self._machine.step(subject, search.state, event, now, why)
         if search.state == "gone":
@@ -471,7 +484,7 @@ class Plans:
 
     def _step(self, record: PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
         legal = PLANS.after(record.state, event) is not None
-        record.state = self._machine.step(f"{self._label} {record.epoch}", record.state, event, now, why)
+        record.state = self._machine.step(f"{self._label} {record.version}", record.state, event, now, why)
         if record.state == "gone":
             self._records.remove(record)
         if not legal:
@@ -479,4 +492,4 @@ class Plans:
 
     def _recover(self, now: float) -> None:
         """Look for a new plan after an illegal step, which has put one aside that may have been the only one."""
-        self.want(now, now, "after an illegal step", forced=True)
+        self.request_search(now, now, "after an illegal step", forced=True)

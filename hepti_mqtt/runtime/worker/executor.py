@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, Key, Program, Recv, Send, Slot, SlotSpec, WeightRef
-from hepti_mqtt.schedule import ProgramRun, Refusal, RunMachine, Template, template
+from hepti_mqtt.program import NUMPY_DTYPE, Compute, ExchangeKey, Program, Recv, Send, Slot, SlotSpec, WeightRef
+from hepti_mqtt.schedule import DropReason, ProgramRun, RunMachine, RunTemplate, make_template
 
 Array = NDArray[Any]
 KernelRun = Callable[[Sequence[Array], Sequence[Array]], None]
-Pick = Callable[[Sequence[Array | None]], Sequence[Any]]
-Delivery = Literal["filled"] | Refusal
+ArraySelector = Callable[[Sequence[Array | None]], Sequence[Any]]
+DeliveryResult = Literal["filled"] | DropReason
 _NO_STATES: Final[Mapping[str, Array]] = {}
 
 
-class View(NamedTuple):
+class SlotView(NamedTuple):
     """Where a slot's values lie: rows of a slot that has memory, in another shape perhaps."""
 
     base: Slot
@@ -47,21 +47,21 @@ class View(NamedTuple):
         return array if self.shape is None else array.reshape(self.shape)
 
 
-def view(program: Program, slot: Slot) -> View:
+def view_of_slot(program: Program, slot: Slot) -> SlotView:
     """Return where the values of a slot lie."""
     spec = program.slots[slot]
     if spec.base is None:
-        return View(slot, None, None)
+        return SlotView(slot, None, None)
     whole = program.slots[spec.base].shape
     row = prod(whole[1:])
     stop = spec.start + prod(spec.shape) // row if row else spec.start + spec.shape[0]
     rows = None if (spec.start, stop) == (0, whole[0]) else slice(spec.start, stop)
-    return View(spec.base, rows, None if whole[1:] == spec.shape[1:] else spec.shape)
+    return SlotView(spec.base, rows, None if whole[1:] == spec.shape[1:] else spec.shape)
 
 
-def _picker(program: Program, slots: Sequence[Slot]) -> Pick:
+def _selector(program: Program, slots: Sequence[Slot]) -> ArraySelector:
     """Return the function from the arrays of a run, by slot, to those of some slots: where none is a view, one of C."""
-    views = [view(program, slot) for slot in slots]
+    views = [view_of_slot(program, slot) for slot in slots]
     if not views or any(v.rows or v.shape is not None for v in views):
         return lambda arrays: [v.of(arrays) for v in views]
     first, *others = (v.base for v in views)
@@ -73,8 +73,8 @@ class BoundKernel(NamedTuple):
     """A kernel bound to weights and shapes, and the functions from a run's arrays to those that it reads and writes."""
 
     run: KernelRun
-    reads: Pick
-    writes: Pick
+    reads: ArraySelector
+    writes: ArraySelector
 
 
 class BoundOp(NamedTuple):
@@ -88,11 +88,11 @@ class BoundSend(NamedTuple):
     """A Send, and the function from a run's arrays to what it sends, which is the first."""
 
     op: Send
-    read: Pick
+    read: ArraySelector
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundProgram:
     """A Program ready to run on this device, for any number of requests of its shape.
 
     kernels: the name of the kernel of each op, None for what is no Compute. states: the names of those slots that are
@@ -100,7 +100,7 @@ class Bound:
     what those who run it keep with each Send, by its place, since it is the same in every run.
     """
 
-    template: Template
+    template: RunTemplate
     ops: tuple[BoundOp | BoundSend | None, ...]
     kernels: tuple[str | None, ...]
     states: Mapping[Slot, str]
@@ -108,14 +108,14 @@ class Bound:
     sends: dict[int, Any] = field(default_factory=dict)
 
 
-def bind(program: Program, weights: Mapping[WeightRef, Weight], workers: Workers) -> Bound:
+def bind(program: Program, weights: Mapping[WeightRef, Weight], workers: Workers) -> BoundProgram:
     """Bind every kernel of a Program to its weights; raises KeyError for a weight that is not resident."""
     ops = tuple(_bind(program, op, weights, workers) for op in program.ops)
     buffers: dict[SlotSpec, list[Slot]] = {}
     for slot in (slot for op in ops if isinstance(op, BoundOp) for slot in op.fills):
         buffers.setdefault(program.slots[slot], []).append(slot)
-    return Bound(
-        template(program),
+    return BoundProgram(
+        make_template(program),
         ops,
         tuple(op.kernel if isinstance(op, Compute) else None for op in program.ops),
         {slot: spec.state for slot, spec in enumerate(program.slots) if spec.state and spec.base is None},
@@ -127,34 +127,34 @@ def _bind(
     program: Program, op: Compute | Send | Recv, weights: Mapping[WeightRef, Weight], workers: Workers
 ) -> BoundOp | BoundSend | None:
     if isinstance(op, Send):
-        return BoundSend(op, _picker(program, (op.slot,)))
+        return BoundSend(op, _selector(program, (op.slot,)))
     if isinstance(op, Recv):
         return None
-    kernels = tuple(_bound_kernel(program, step, weights, workers) for step in op.steps)
+    kernels = tuple(_bound_kernel(program, step, weights, workers) for step in op.kernels)
     return BoundOp(tuple(slot for slot in op.writes if not program.slots[slot].state), kernels)
 
 
 def _bound_kernel(program: Program, op: Compute, weights: Mapping[WeightRef, Weight], workers: Workers) -> BoundKernel:
     run = KERNELS[op.kernel].bind(op, program.slots, [weights[ref] for ref in op.weights], workers)
-    return BoundKernel(run, _picker(program, op.reads), _picker(program, op.writes))
+    return BoundKernel(run, _selector(program, op.reads), _selector(program, op.writes))
 
 
-class Outgoing(NamedTuple):
+class OutgoingTensor(NamedTuple):
     """What a Send wants to leave the device: `array` is a view that stays valid until the next op runs."""
 
-    admission: int
+    run_id: int
     op: Send
     array: Array
     place: int
 
 
-class _Running(ProgramRun):
+class _ExecutorRun(ProgramRun):
     """A run with its arrays, by slot. free: of each slot that an op fills the buffers kept for it, None for others."""
 
     __slots__ = ("bound", "free", "slots")
 
-    def __init__(self, admission: int, bound: Bound, free: list[list[Array] | None]) -> None:
-        super().__init__(admission, bound.template)
+    def __init__(self, run_id: int, bound: BoundProgram, free: list[list[Array] | None]) -> None:
+        super().__init__(run_id, bound.template)
         self.bound = bound
         self.free = free
         self.slots: list[Array | None] = [None] * len(free)
@@ -168,18 +168,18 @@ class _Running(ProgramRun):
 class Step:
     """The next op of a run: its place, and its kernel, or None for a Send.
 
-    There is one for a run: it becomes the next op when `Executor.next` or `following` returns it again.
+    There is one for a run: it becomes the next op when `Executor.next` or `next_of_run` returns it again.
     """
 
-    __slots__ = ("_machine", "admission", "kernel", "place", "running")
+    __slots__ = ("_machine", "kernel", "place", "run_id", "running")
 
-    def __init__(self, machine: RunMachine[_Running], running: _Running) -> None:
+    def __init__(self, machine: RunMachine[_ExecutorRun], running: _ExecutorRun) -> None:
         self._machine = machine
-        self.admission, self.running = running.admission, running
+        self.run_id, self.running = running.run_id, running
         self.place = -1
         self.kernel: str | None = None
 
-    def run(self) -> Outgoing | None:
+    def run(self) -> OutgoingTensor | None:
         """Compute the op; return what must be sent, if it was a Send."""
         running, place = self.running, self.place
         op, slots, free = running.bound.ops[place], running.slots, running.free
@@ -193,19 +193,19 @@ class Step:
                 run(reads(slots), writes(slots))
         else:
             assert op is not None
-            out = Outgoing(running.admission, op.op, op.read(slots)[0], place)
-        for slot in self._machine.ran(running, place):
+            out = OutgoingTensor(running.run_id, op.op, op.read(slots)[0], place)
+        for slot in self._machine.finish_op(running, place):
             freed, slots[slot], kept = slots[slot], None, free[slot]
             if freed is not None and kept is not None:
                 kept.append(freed)
         return out
 
-    def following(self) -> Step | None:
+    def next_of_run(self) -> Step | None:
         """Return the next op if it is of the same run; it must run now."""
-        found = self._machine.next(self.admission)
-        return None if found is None else self.at(found[1])
+        found = self._machine.next_op(self.run_id)
+        return None if found is None else self.move_to(found[1])
 
-    def at(self, place: int) -> Step:
+    def move_to(self, place: int) -> Step:
         """Become the op at a place."""
         self.place, self.kernel = place, self.running.bound.kernels[place]
         return self
@@ -215,19 +215,19 @@ class Executor:
     """Runs admitted requests; holds their slots, and freed buffers by shape for the next op of the same shape."""
 
     def __init__(self) -> None:
-        self._machine: RunMachine[_Running] = RunMachine()
+        self._machine: RunMachine[_ExecutorRun] = RunMachine()
         self._steps: dict[int, Step] = {}
         self._free: dict[SlotSpec, list[Array]] = {}
 
-    def __contains__(self, admission: int) -> bool:
-        return admission in self._machine.runs
+    def __contains__(self, run_id: int) -> bool:
+        return run_id in self._machine.runs
 
     @property
-    def admissions(self) -> tuple[int, ...]:
+    def run_ids(self) -> tuple[int, ...]:
         """Return the admission numbers of the requests that run."""
         return tuple(self._machine.runs)
 
-    def admit(self, admission: int, bound: Bound, states: Mapping[str, Array] = _NO_STATES) -> None:
+    def admit(self, run_id: int, bound: BoundProgram, states: Mapping[str, Array] = _NO_STATES) -> None:
         """Begin a request under its admission number; raises ValueError if it runs already.
 
         states: the arrays of its session by name, which stay the session's.
@@ -237,78 +237,78 @@ class Executor:
             kept = self._free.setdefault(spec, [])
             for slot in slots:
                 free[slot] = kept
-        running = _Running(admission, bound, free)
+        running = _ExecutorRun(run_id, bound, free)
         for slot, name in bound.states.items():
             running.slots[slot] = states[name]
         self._machine.admit(running)
-        self._steps[admission] = Step(self._machine, running)
+        self._steps[run_id] = Step(self._machine, running)
         self._trim()
 
-    def deliver(self, admission: int, key: Key, array: Array) -> Delivery:
+    def deliver(self, run_id: int, key: ExchangeKey, array: Array) -> DeliveryResult:
         """Fill the slot of an exchange with `array` (not copied); a second delivery and an unknown key change nothing.
 
         Raises KeyError if the request does not run, ValueError if shape, dtype or layout are not the slot's: kernels
         trust it.
         """
         machine = self._machine
-        running = machine.runs[admission]
-        slot = machine.awaited(running, key)
+        running = machine.runs[run_id]
+        slot = machine.slot_for(running, key)
         if not isinstance(slot, int):
             return slot
         spec = running.template.program.slots[slot]
         if array.shape != spec.shape or array.dtype != NUMPY_DTYPE[spec.dtype] or not array.flags.c_contiguous:
             text = f"{array.dtype}{list(array.shape)} with strides {array.strides}"
             raise ValueError(f"{key}: got {text}, the Program expects {spec}, row by row")
-        if machine.fill(running, slot):
+        if machine.fill_slot(running, slot):
             running.slots[slot] = array
         return "filled"
 
-    def awaits(self, admission: int, source: str) -> bool:
+    def awaits_source(self, run_id: int, source: str) -> bool:
         """Return whether a running request has yet to receive something that only this device sends."""
-        running = self._machine.runs[admission]
+        running = self._machine.runs[run_id]
         ops = running.template.program.ops
-        recvs = (op for op in ops if isinstance(op, Recv) and op.source == source and not op.others)
+        recvs = (op for op in ops if isinstance(op, Recv) and op.source == source and not op.alternates)
         return any(not running.received[op.slot] for op in recvs)
 
-    def lease(self, admission: int, task: int, array: Array) -> None:
+    def start_task(self, run_id: int, task: int, array: Array) -> None:
         """Begin a task of a bag with what the request has brought; one that was begun is left alone."""
-        for key in self._machine.runs[admission].lease(task):
-            self.deliver(admission, key, array)
+        for key in self._machine.runs[run_id].start_task(task):
+            self.deliver(run_id, key, array)
 
-    def close(self, admission: int) -> None:
+    def end_leases(self, run_id: int) -> None:
         """Nothing more will be leased: what is left of tasks is nobody's any more."""
-        self._machine.runs[admission].open = False
+        self._machine.runs[run_id].accepts_leases = False
 
-    def next(self, admission: int | None = None) -> Step | None:
+    def next_step(self, run_id: int | None = None) -> Step | None:
         """Return the first ready op, or None if every request waits, or if it is of another run than `admission`."""
-        found = self._machine.next(admission)
-        return None if found is None else self._steps[found[0].admission].at(found[1])
+        found = self._machine.next_op(run_id)
+        return None if found is None else self._steps[found[0].run_id].move_to(found[1])
 
-    def finished(self, admission: int) -> bool:
+    def finish_if_done(self, run_id: int) -> bool:
         """Return whether a running request has no op left; drop it then."""
-        running = self._machine.runs.get(admission)
-        if running is None or running.left or running.open:
+        running = self._machine.runs.get(run_id)
+        if running is None or running.ops_left or running.accepts_leases:
             return False
-        self.drop(admission)
+        self.drop(run_id)
         return True
 
-    def drop(self, admission: int) -> None:
+    def drop(self, run_id: int) -> None:
         """Forget a request and give its buffers back."""
-        running = self._machine.drop(admission)
+        running = self._machine.remove(run_id)
         if running is None:
             return
-        del self._steps[admission]
+        del self._steps[run_id]
         for array, kept in zip(running.slots, running.free, strict=True):
             if array is not None and kept is not None:
                 kept.append(array)
         self._trim()
 
-    def give_back(self) -> None:
+    def free_buffers(self) -> None:
         """Drop what is kept for the next request, unless one runs."""
         if not self._machine.runs:
             self._free.clear()
 
-    def held_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """Return the bytes of buffers that the executor owns and keeps for re-use."""
         return sum(spec.nbytes * len(arrays) for spec, arrays in self._free.items())
 
@@ -346,15 +346,15 @@ def run_local(
     """
     bound = bind(program, pack(tensors, program.weights()), workers or Workers(1))
     executor = Executor()
-    states = {name: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for name, spec in program.states().items()}
+    states = {name: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for name, spec in program.session_arrays().items()}
     executor.admit(1, bound, states)
     for key in bound.template.inputs:
         executor.deliver(1, key, inputs)
     parts: list[tuple[int, NDArray[Any]]] = []
-    while (step := executor.next()) is not None:
+    while (step := executor.next_step()) is not None:
         outgoing = step.run()
         if outgoing is not None and outgoing.op.to == (PLANNER,):
             parts.append((outgoing.op.row, np.array(outgoing.array)))
-    if not parts or not executor.finished(1):
+    if not parts or not executor.finish_if_done(1):
         raise ValueError(f"the Program of {program.device} cannot run alone")
     return np.concatenate([part for _, part in sorted(parts, key=lambda entry: entry[0])])

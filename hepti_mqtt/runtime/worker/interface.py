@@ -6,30 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.frames import Arrival, Frame
+from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.runtime.worker.executor import Bound
-from hepti_mqtt.runtime.worker.residents import Resident
+from hepti_mqtt.runtime.worker.executor import BoundProgram
+from hepti_mqtt.runtime.worker.residents import ResidentPlan
 from hepti_mqtt.spec import RequestShape, Spec
 
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Subscribe the data plane to filters and the control plane to the topic `work`.
+    """Subscribe the data plane to filters and the control plane to the topic `work_topic`.
 
     Every SUBACK in, the shell reports `Subscribed(model, epoch)`.
     """
 
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     filters: tuple[str, ...]
-    work: str
+    work_topic: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Unsubscribe:
     """Leave filters and topics of requests that no resident plan needs any more."""
 
     filters: tuple[str, ...]
-    works: tuple[str, ...] = ()
+    work_topics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Load:
     spare_bytes: as of `Unload`.
     """
 
-    txn: int
+    transaction_id: int
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     manifest: bytes
     refs: tuple[WeightRef, ...]
     spare_bytes: float = 0
@@ -63,12 +63,12 @@ class Unload:
     """
 
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     spare_bytes: float = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Complain:
+class LogTrouble:
     """Count and log trouble that is survived; `kind` is the counter's name."""
 
     kind: str
@@ -76,17 +76,19 @@ class Complain:
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
-    """Find out what a Prepare needs here (it lowers the longest requests), beside the session's thread: `Studied`."""
+class AnalysePrepare:
+    """Find out what a Prepare needs here (it lowers the longest requests), beside the session's thread:
+    `PrepareAnalysed`.
+    """
 
     prepare: Prepare
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
-    """Build a device's Program for a request shape beside the session's thread; the shell reports `Built`.
+class BuildProgram:
+    """Build a device's Program for a request shape beside the session's thread; the shell reports `ProgramBuilt`.
 
-    number: of the order, which `Built` carries. weights: of the epoch, to which the kernels are bound.
+    number: of the order, which `ProgramBuilt` carries. weights: of the epoch, to which the kernels are bound.
     """
 
     number: int
@@ -97,32 +99,44 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class AllowPeers:
     """Let peers read at this device's endpoint what it sends them under an epoch, each with its own token."""
 
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     peers: tuple[Peer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class JoinPeers:
     """Read at the endpoints of peers what they send under an epoch; the shell reports `PeerJoined` for each of them."""
 
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     peers: tuple[Peer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LeavePeers:
     """What an epoch was admitted and joined for is over."""
 
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
 
 
-Command = Publish | Subscribe | Unsubscribe | Load | Unload | Study | Build | Complain | Admit | Join | Part
+Command = (
+    Publish
+    | Subscribe
+    | Unsubscribe
+    | Load
+    | Unload
+    | AnalysePrepare
+    | BuildProgram
+    | LogTrouble
+    | AllowPeers
+    | JoinPeers
+    | LeavePeers
+)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,7 +162,7 @@ class Loaded:
     """The shell has made the weights of an epoch resident."""
 
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     weights: Mapping[WeightRef, Weight]
 
 
@@ -157,7 +171,7 @@ class LoadProgress:
     """The shell has some of the tiles."""
 
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     done_bytes: int
     total_bytes: int
 
@@ -167,7 +181,7 @@ class LoadFailed:
     """The shell could not make the weights resident."""
 
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     error: HeptiError
 
 
@@ -176,23 +190,23 @@ class Subscribed:
     """Every SUBACK of an epoch's filters is in."""
 
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
 
 
 @dataclass(frozen=True, slots=True)
-class Studied:
+class PrepareAnalysed:
     """What a Prepare needs here, or why it cannot be had."""
 
     prepare: messages.Prepare
-    found: Resident | HeptiError
+    result: ResidentPlan | HeptiError
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class ProgramBuilt:
     """The shell has built what the order of this number asked for, or could not."""
 
     number: int
-    made: Bound | Exception
+    result: BoundProgram | Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +217,7 @@ class PlannerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
+class MayHaveMissedCommands:
     """What the planner said may have passed us by: the connection was away, or the broker has published our will."""
 
     why: str
@@ -215,7 +229,7 @@ class PeerJoined:
 
     peer: str
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +238,7 @@ class PeerRefused:
 
     peer: str
     model: str
-    epoch: Epoch
+    plan_version: PlanVersion
     reason: str
 
 
@@ -237,7 +251,7 @@ class PeerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerBehind:
+class PeerFrameDropped:
     """A frame for a peer was dropped, since it does not take what waits for it already."""
 
     peer: str
@@ -252,18 +266,18 @@ class Tick:
 WorkerEvent = (
     MessageIn
     | FrameIn
-    | Arrival
+    | TensorArrival
     | Loaded
     | LoadProgress
     | LoadFailed
     | Subscribed
-    | Studied
-    | Built
+    | PrepareAnalysed
+    | ProgramBuilt
     | PlannerLost
-    | Doubt
+    | MayHaveMissedCommands
     | PeerJoined
     | PeerRefused
     | PeerLost
-    | PeerBehind
+    | PeerFrameDropped
     | Tick
 )

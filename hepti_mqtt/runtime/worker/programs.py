@@ -13,50 +13,52 @@ from dataclasses import dataclass
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.plan_programs import program
-from hepti_mqtt.protocol.frames import Frame, Session
+from hepti_mqtt.plan_programs import device_program
+from hepti_mqtt.protocol.frames import DecoderSession, Frame
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.worker.executor import bind
-from hepti_mqtt.runtime.worker.interface import Build, Built, Studied, Study
-from hepti_mqtt.runtime.worker.residents import Key, Resident, resident_of
+from hepti_mqtt.runtime.worker.interface import AnalysePrepare, BuildProgram, PrepareAnalysed, ProgramBuilt
+from hepti_mqtt.runtime.worker.residents import PlanKey, ResidentPlan, analyse_prepare
 from hepti_mqtt.spec import RequestShape
 
 
-def build(order: Build, device: str, workers: Workers) -> Built:
+def build(order: BuildProgram, device: str, workers: Workers) -> ProgramBuilt:
     """Return a device's Program bound to its weights, or why there is none.
 
     Safe beside the session's thread: of what they share, `lowered`'s cache may be used from any thread, and the weights
     and the number of `workers` never change.
     """
     try:
-        return Built(order.number, bind(program(order.spec, order.plan, order.shape, device), order.weights, workers))
+        return ProgramBuilt(
+            order.number, bind(device_program(order.spec, order.plan, order.shape, device), order.weights, workers)
+        )
     except Exception as error:  # its requests hear of it, or the session complains
-        return Built(order.number, error)
+        return ProgramBuilt(order.number, error)
 
 
-def study(order: Study, device: str, topics: Topics) -> Studied:
+def analyse(order: AnalysePrepare, device: str, topics: Topics) -> PrepareAnalysed:
     """Return what a Prepare needs on a device, or why it cannot be had; safe beside the session's thread as `build`."""
     try:
-        return Studied(order.prepare, resident_of(order.prepare, device, topics))
+        return PrepareAnalysed(order.prepare, analyse_prepare(order.prepare, device, topics))
     except HeptiError as error:
-        return Studied(order.prepare, error)
+        return PrepareAnalysed(order.prepare, error)
     except Exception as error:  # the planner hears of it
-        return Studied(order.prepare, PlanError(f"the plan cannot be prepared ({error!r})"))
+        return PrepareAnalysed(order.prepare, PlanError(f"the plan cannot be prepared ({error!r})"))
 
 
-def next_step(shape: RequestShape, session: Session) -> RequestShape | None:
+def next_step(shape: RequestShape, session: DecoderSession) -> RequestShape | None:
     """Return the shape of the run that follows in a session, None after the last one and without a session."""
-    return None if session.final or not session.number else shape.step(1)
+    return None if session.final or not session.number else shape.decode_step(1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
     number: int
-    resident: Resident
+    resident: ResidentPlan
     shape: RequestShape
 
 
-class Building:
+class ProgramBuildQueue:
     """The order that is being built, and the frames of runs that wait for their Programs, by admission.
 
     counters: `programs_built_ahead` and `programs_built_late`, for which a run waited.
@@ -68,71 +70,71 @@ class Building:
         self._number = 0
         self._waiting: dict[int, tuple[Frame, RequestShape]] = {}
 
-    def frame(self, admission: int) -> Frame | None:
+    def waiting_frame(self, run_id: int) -> Frame | None:
         """Return the frame of a request that waits, None if there is none of that number."""
-        frame, _ = self._waiting.get(admission, (None, None))
+        frame, _ = self._waiting.get(run_id, (None, None))
         return frame
 
-    def wait(self, frame: Frame, shape: RequestShape) -> None:
+    def enqueue(self, frame: Frame, shape: RequestShape) -> None:
         """Keep a request until its Program is there."""
-        self._waiting[frame.admission] = (frame, shape)
+        self._waiting[frame.run_id] = (frame, shape)
 
-    def waiting(self) -> list[tuple[int, Key]]:
+    def waiting(self) -> list[tuple[int, PlanKey]]:
         """Return the requests that wait, and their epochs."""
-        return [(admission, (frame.model, frame.epoch)) for admission, (frame, _) in self._waiting.items()]
+        return [(run_id, (frame.model, frame.plan_version)) for run_id, (frame, _) in self._waiting.items()]
 
-    def drop(self, admission: int) -> Frame | None:
+    def drop(self, run_id: int) -> Frame | None:
         """Forget a request that waits, and return it."""
-        frame, _ = self._waiting.pop(admission, (None, None))
+        frame, _ = self._waiting.pop(run_id, (None, None))
         return frame
 
-    def forget(self, key: Key) -> None:
+    def drop_plan(self, key: PlanKey) -> None:
         """Forget the requests of an epoch and what is being built for it."""
-        for admission in [a for a, (frame, _) in self._waiting.items() if (frame.model, frame.epoch) == key]:
-            del self._waiting[admission]
+        for run_id in [a for a, (frame, _) in self._waiting.items() if (frame.model, frame.plan_version) == key]:
+            del self._waiting[run_id]
         if self._order is not None and self._order.resident.key == key:
             self._order = None
 
-    def next(self, residents: Iterable[Resident], idle: bool) -> Build | None:
+    def next_order(self, residents: Iterable[ResidentPlan], idle: bool) -> BuildProgram | None:
         """Return what to build now, None if something is being built or nothing is to be. idle: no request runs."""
         if self._order is not None:
             return None
         loaded = [r for r in residents if r.weights is not None]
         found = self._awaited(loaded)
-        found = found or next(((r, r.urgent[0]) for r in loaded if r.urgent), None)
+        found = found or next(((r, r.urgent_shapes[0]) for r in loaded if r.urgent_shapes), None)
         if found is None and idle:
-            found = next(((r, r.foreseen[0]) for r in loaded if r.foreseen and r.ready), None)
+            found = next(((r, r.prebuild_shapes[0]) for r in loaded if r.prebuild_shapes and r.ready), None)
         if found is None:
             return None
         resident, shape = found
         assert resident.weights is not None
         self._number += 1
         self._order = _Order(self._number, resident, shape)
-        return Build(self._number, resident.spec, resident.plan, shape, resident.weights)
+        return BuildProgram(self._number, resident.spec, resident.plan, shape, resident.weights)
 
-    def built(self, event: Built) -> tuple[Resident, RequestShape, list[Frame]] | None:
+    def complete(self, event: ProgramBuilt) -> tuple[ResidentPlan, RequestShape, list[Frame]] | None:
         """Keep what was built; return its plan, its shape and the requests that waited, None if nobody wants it."""
         order = self._order
         if order is None or order.number != event.number:
             return None
         self._order = None
         resident, shape = order.resident, order.shape
-        for shapes in (resident.urgent, resident.foreseen):
+        for shapes in (resident.urgent_shapes, resident.prebuild_shapes):
             if shape in shapes:
                 shapes.remove(shape)
-        late = [f for f, s in self._waiting.values() if s == shape and (f.model, f.epoch) == resident.key]
+        late = [f for f, s in self._waiting.values() if s == shape and (f.model, f.plan_version) == resident.key]
         for frame in late:
-            del self._waiting[frame.admission]
-        if not isinstance(event.made, Exception):
+            del self._waiting[frame.run_id]
+        if not isinstance(event.result, Exception):
             self._counters["programs_built_late" if late else "programs_built_ahead"] += 1
-            resident.keep(shape, event.made)
+            resident.cache_program(shape, event.result)
         return resident, shape, late
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert self._order is not None or not self._waiting
 
-    def _awaited(self, loaded: Iterable[Resident]) -> tuple[Resident, RequestShape] | None:
+    def _awaited(self, loaded: Iterable[ResidentPlan]) -> tuple[ResidentPlan, RequestShape] | None:
         by_key = {r.key: r for r in loaded}
-        found = ((by_key.get((f.model, f.epoch)), shape) for f, shape in self._waiting.values())
+        found = ((by_key.get((f.model, f.plan_version)), shape) for f, shape in self._waiting.values())
         return next(((resident, shape) for resident, shape in found if resident is not None), None)

@@ -13,31 +13,31 @@ from math import isfinite
 from typing import Any, Final, Literal, get_args
 
 from hepti_mqtt.cost.memory import (
-    PROGRAMS,
-    SESSIONS_BESIDE,
-    loading_total,
-    most_live_bytes,
+    EXTRA_SESSIONS,
+    KEPT_PROGRAMS,
+    loading_overhead_bytes,
+    max_live_bytes,
     programs_bytes,
-    weight_total,
+    weights_bytes,
 )
 from hepti_mqtt.errors import BadNameError, PlanError, WireError
-from hepti_mqtt.ids import Epoch, check_name
+from hepti_mqtt.ids import PlanVersion, check_name
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.models import largest_shape, spec_from_dict
-from hepti_mqtt.plan import Plan, Storage, WireDtype
-from hepti_mqtt.plan_programs import peers, programs_digest, resident_weights
+from hepti_mqtt.plan import Plan, WeightDtype, WireDtype
+from hepti_mqtt.plan_programs import programs_digest, resident_weights, sources_of
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.runtime.machinery import Machine, Story, Table
-from hepti_mqtt.runtime.worker.executor import Bound
+from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
+from hepti_mqtt.runtime.worker.executor import BoundProgram
 from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
 
 MAX_DEVICES: Final = 64
 MAX_IN_FLIGHT: Final = 64
 MAX_SIZE: Final = 1 << 24  # rows or columns of any matrix
-MAX_WEIGHT: Final = 1e18  # the search may double a speed in FLOP/s a few times, where little is computed
+MAX_SHARE: Final = 1e18  # the search may double a speed in FLOP/s a few times, where little is computed
 MAX_REASON: Final = 4096
 MAX_LABELS: Final = 65_536
 # Of a spec's numbers those that say how many ops or regions there are; the others are sides of matrices.
@@ -71,7 +71,7 @@ def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
     if plain.session_rows > largest.session_rows:
         raise _wrong("shape", plain.session_rows, f"rows of a cache are more than {largest.session_rows}")
     try:
-        return spec.reads.shape_of(plain)
+        return spec.input_spec.shape_of(plain)
     except ValueError as error:
         raise _wrong("shape", plain.size, f"is none of {spec.architecture}: {error}") from error
 
@@ -85,19 +85,19 @@ def _check_plan(device: str, plan: Plan) -> None:
             check_name("device", name)
     except BadNameError as error:
         raise PlanError(f"the plan cannot be right: {error}") from error
-    if device not in devices or plan.head not in devices:
-        raise _wrong("devices", list(devices), f"are without {device if device not in devices else plan.head}")
-    if plan.strategy not in STRATEGIES or not STRATEGIES[plan.strategy].knows(plan.options):
+    if device not in devices or plan.root not in devices:
+        raise _wrong("devices", list(devices), f"are without {device if device not in devices else plan.root}")
+    if plan.strategy not in STRATEGIES or not STRATEGIES[plan.strategy].accepts(plan.options):
         raise _wrong(
             "strategy", plan.strategy, f"with options {plan.options} is not known here; update agent or planner"
         )
     if STRATEGIES[plan.strategy].groups is not None or plan.replicas:
         raise _wrong("strategy", plan.strategy, "is of several plans side by side; a device is told its own alone")
-    if plan.wire not in get_args(WireDtype) or plan.storage not in get_args(Storage):
-        raise _wrong("wire and storage", (plan.wire, plan.storage), "are not known here; update agent or planner")
-    for kind, weights in plan.weights.items():
-        if len(weights) != len(devices) or not all(0 <= w <= MAX_WEIGHT for w in weights):
-            raise _wrong(f"weights {kind}", weights, f"are not one number from 0 to {MAX_WEIGHT:g} for each device")
+    if plan.wire not in get_args(WireDtype) or plan.weight_dtype not in get_args(WeightDtype):
+        raise _wrong("wire and storage", (plan.wire, plan.weight_dtype), "are not known here; update agent or planner")
+    for kind, weights in plan.shares.items():
+        if len(weights) != len(devices) or not all(0 <= w <= MAX_SHARE for w in weights):
+            raise _wrong(f"weights {kind}", weights, f"are not one number from 0 to {MAX_SHARE:g} for each device")
     for kind, ranges in plan.ranges.items():
         if len(ranges) != len(devices) or not all(0 <= start <= stop <= MAX_SIZE for start, stop in ranges):
             raise _wrong(f"ranges {kind}", ranges, f"are not one range within 0 to {MAX_SIZE} for each device")
@@ -135,116 +135,117 @@ def _wrong(name: str, value: object, why: str) -> PlanError:
 # What one device keeps for one plan: read from its Prepare, and what several plans need side by side.
 
 
-EpochState = Literal["asked", "loading", "subscribing", "ready", "active", "doubted", "released"]
+ResidentState = Literal["asked", "loading", "subscribing", "ready", "active", "doubted", "released"]
 
 
 @dataclass(slots=True)
-class Resident:
+class ResidentPlan:
     """A plan on a device, ready when it is `loaded` and its filters are `subscribed`.
 
-    txn: of the last Prepare. live_bytes: slots and sessions of as many requests as may run at once; sessions: how many
-    of these are kept. loading_bytes: beside the weights while they are loaded. programs_bytes: of the bound Programs
-    that are kept. work: the topic of its requests. digest: as in `Ready`. urgent, foreseen: shapes whose Programs are
-    to be built, `urgent` whatever runs meanwhile. heard: peers whose frames come directly; the broker's filters are of
-    the others. loaded: weights are there, and the Programs that the planner wanted before. acknowledged: the broker's
-    filters are; subscribed: and the peers that are heard are joined, all at one time at least. bound: Programs by
-    request shape, the last used last. state: changed by `runtime.epochs` alone.
+    transaction_id: of the last Prepare. working_bytes: slots and sessions of as many requests as may run at once;
+    sessions: how many of these are kept. loading_bytes: beside the weights while they are loaded. programs_bytes: of
+    the bound Programs that are kept. work_topic: the topic of its requests. digest: as in `Ready`. urgent_shapes,
+    prebuild_shapes: shapes whose Programs are to be built, `urgent_shapes` whatever runs meanwhile. mesh_sources:
+    peers whose frames come directly; the broker's filters are of the others. loaded: weights are there, and the
+    Programs that the planner wanted before. filters_acknowledged: the broker's filters are; subscribed: and the peers
+    that are heard are joined, all at one time at least. programs: Programs by request shape, the last used last.
+    state: changed by `runtime.epochs` alone.
     """
 
     plan: Plan
     spec: Spec
-    txn: int
+    transaction_id: int
     refs: tuple[WeightRef, ...]
-    live_bytes: int
+    working_bytes: int
     sessions: int
     loading_bytes: int
     programs_bytes: int
     filters: tuple[str, ...]
-    work: str
+    work_topic: str
     digest: bytes
-    urgent: deque[RequestShape]
-    foreseen: deque[RequestShape]
-    heard: tuple[Peer, ...] = ()
+    urgent_shapes: deque[RequestShape]
+    prebuild_shapes: deque[RequestShape]
+    mesh_sources: tuple[Peer, ...] = ()
     weights: Mapping[WeightRef, Weight] | None = None
     loaded: bool = False
-    acknowledged: bool = False
+    filters_acknowledged: bool = False
     subscribed: bool = False
-    bound: OrderedDict[RequestShape, Bound] = field(default_factory=OrderedDict)
-    state: EpochState = "asked"
+    programs: OrderedDict[RequestShape, BoundProgram] = field(default_factory=OrderedDict)
+    state: ResidentState = "asked"
 
     @property
-    def key(self) -> tuple[str, Epoch]:
+    def key(self) -> tuple[str, PlanVersion]:
         """Return the model and the epoch."""
-        return (self.plan.model, self.plan.epoch)
+        return (self.plan.model, self.plan.version)
 
     @property
     def ready(self) -> bool:
         """Return whether requests can run under the plan."""
         return self.loaded and self.subscribed and self.state != "released"
 
-    def keep(self, shape: RequestShape, bound: Bound) -> None:
+    def cache_program(self, shape: RequestShape, bound: BoundProgram) -> None:
         """Keep a Program for the next request of its shape, in place of the one used longest ago."""
-        self.bound[shape] = bound
-        while len(self.bound) > PROGRAMS:
-            self.bound.popitem(last=False)
+        self.programs[shape] = bound
+        while len(self.programs) > KEPT_PROGRAMS:
+            self.programs.popitem(last=False)
 
-    def foresee(self, shape: RequestShape | None) -> None:
+    def request_program(self, shape: RequestShape | None) -> None:
         """A run of this shape comes soon, so its Program is built if it is not there."""
-        if shape is not None and shape not in self.bound and shape not in self.urgent:
-            self.urgent.append(shape)
+        if shape is not None and shape not in self.programs and shape not in self.urgent_shapes:
+            self.urgent_shapes.append(shape)
 
 
-def plan_key(message: Prepare) -> tuple[str, Epoch]:
+def plan_key(message: Prepare) -> tuple[str, PlanVersion]:
     """Return the model and the epoch of a Prepare; raises WireError for a plan that cannot be read."""
     try:
         plan, _ = Plan.from_dict(message.plan), spec_from_dict(message.spec)
     except (KeyError, TypeError, ValueError) as exc:
         raise _unreadable(message, exc) from exc
-    return plan.model, plan.epoch
+    return plan.model, plan.version
 
 
 def _unreadable(message: Prepare, error: Exception) -> WireError:
-    return WireError(f"prepare {message.txn}: the plan cannot be read ({error!r}); update agent or planner")
+    return WireError(f"prepare {message.transaction_id}: the plan cannot be read ({error!r}); update agent or planner")
 
 
-def resident_of(message: Prepare, device: str, topics: Topics) -> Resident:
+def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPlan:
     """Return what a device will keep for a Prepare; raises WireError, PlanError for one that cannot be."""
     try:
         plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
         shapes = check_prepare(device, plan, spec, message.shapes, message.in_flight)
         refs = resident_weights(spec, plan, device)
-        live = most_live_bytes(spec, plan, device, message.in_flight)
+        live = max_live_bytes(spec, plan, device, message.in_flight)
         programs = programs_bytes(spec, plan, device)
-        sources, digest = sorted(peers(spec, plan, device)), programs_digest(spec, plan)
+        sources, digest = sorted(sources_of(spec, plan, device)), programs_digest(spec, plan)
         told = {peer.device: peer for peer in message.peers if peer.token_out}
         heard = tuple(
-            told[source] for source in sources if plan.route == "mesh" and (source, device) not in plan.relayed
+            told[source] for source in sources if plan.route == "mesh" and (source, device) not in plan.relayed_pairs
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise _unreadable(message, exc) from exc
     relayed = [source for source in sources if source not in {peer.device for peer in heard}]
     filters = tuple(sorted(f for source in relayed for f in topics.activations_from(plan.model, source, device)))
-    sessions = max(message.in_flight, 1) + SESSIONS_BESIDE
+    sessions = max(message.in_flight, 1) + EXTRA_SESSIONS
     different = list(dict.fromkeys(shapes))
-    return Resident(
+    return ResidentPlan(
         plan=plan,
         spec=spec,
-        txn=message.txn,
+        transaction_id=message.transaction_id,
         refs=refs,
-        live_bytes=live,
+        working_bytes=live,
         sessions=sessions,
-        loading_bytes=loading_total(refs),
+        loading_bytes=loading_overhead_bytes(refs),
         programs_bytes=programs,
         filters=filters,
-        work=topics.work(plan.model, plan.devices[0]),
+        work_topic=topics.work(plan.model, plan.devices[0]),
         digest=digest,
-        urgent=deque(different[: message.needed]),
-        foreseen=deque(different[message.needed :]),
-        heard=heard,
+        urgent_shapes=deque(different[: message.build_first]),
+        prebuild_shapes=deque(different[message.build_first :]),
+        mesh_sources=heard,
     )
 
 
-def resident_bytes(residents: Iterable[Resident]) -> int:
+def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
     """Return what plans need side by side: epochs of one model share equal weights, and run one after the other.
 
     Each has Programs of its own. Loads run one after the other too, beside the plans that are loaded already.
@@ -257,13 +258,13 @@ def resident_bytes(residents: Iterable[Resident]) -> int:
         programs += r.programs_bytes
         model = r.plan.model
         refs.setdefault(model, set()).update(r.refs)
-        live[model] = max(live.get(model, 0), r.live_bytes)
+        live[model] = max(live.get(model, 0), r.working_bytes)
         if r.weights is None:
             loading = max(loading, r.loading_bytes)
         else:
-            running[model] = max(running.get(model, 0), r.live_bytes)
+            running[model] = max(running.get(model, 0), r.working_bytes)
     beside = max(sum(live.values()), sum(running.values()) + loading)
-    return sum(weight_total(held) for held in refs.values()) + programs + beside
+    return sum(weights_bytes(held) for held in refs.values()) + programs + beside
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ def resident_bytes(residents: Iterable[Resident]) -> int:
 # its model is activated, or its memory is needed. The planner is told of one that goes so, since it may count on it.
 
 
-Key = tuple[str, Epoch]
+PlanKey = tuple[str, PlanVersion]
 EndEvent = Literal[
     "release",
     "drain",
@@ -290,18 +291,18 @@ EndEvent = Literal[
     "outlived",  # in doubt, and a newer plan of the model is active
     "memory",  # in doubt, and another plan needs its memory
 ]
-EpochEvent = Literal["prepare", "loaded", "subscribed", "activate", "request", "doubt"] | EndEvent
+ResidentEvent = Literal["prepare", "loaded", "subscribed", "activate", "request", "doubt"] | EndEvent
 
-_END: Final[dict[EpochEvent, EpochState]] = {
+_END: Final[dict[ResidentEvent, ResidentState]] = {
     "release": "released",
     "drain": "released",
     "failed": "released",
     "planner lost": "released",
 }
 # A load that was given up may end after all when its epoch is here again, so weights may come more than once.
-EPOCHS: Final[Table[EpochState, EpochEvent]] = Table(
+RESIDENT_STATES: Final[StateTable[ResidentState, ResidentEvent]] = StateTable(
     name="plan on a device",
-    states=get_args(EpochState),
+    states=get_args(ResidentState),
     first=("prepare", "asked"),
     steps={
         "asked": {"loaded": "subscribing", "subscribed": "loading", "doubt": "doubted", **_END},
@@ -321,69 +322,69 @@ EPOCHS: Final[Table[EpochState, EpochEvent]] = Table(
         },
         "released": {},
     },
-    safe=dict.fromkeys(get_args(EpochState), "released"),  # the planner asks again, or issues its runs again
+    safe=dict.fromkeys(get_args(ResidentState), "released"),  # the planner asks again, or issues its runs again
 )
 
 
-class Epochs:
+class ResidentPlans:
     """The epochs of every model on this device, and the only place where their states change."""
 
     def __init__(self, device: str, counters: Counter[str]) -> None:
-        self.story = Story(f"epochs of {device}")
-        self._machine = Machine(EPOCHS, self.story, counters)
-        self._residents: dict[Key, Resident] = {}
-        self._released: list[Resident] = []
+        self.story = TransitionLog(f"epochs of {device}")
+        self._machine = StateMachine(RESIDENT_STATES, self.story, counters)
+        self._residents: dict[PlanKey, ResidentPlan] = {}
+        self._released: list[ResidentPlan] = []
 
     def __len__(self) -> int:
         return len(self._residents)
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[PlanKey]:
         return iter(self._residents)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: PlanKey) -> bool:
         return key in self._residents
 
-    def get(self, model: str, epoch: Epoch) -> Resident | None:
+    def get(self, model: str, plan_version: PlanVersion) -> ResidentPlan | None:
         """Return an epoch that is here."""
-        return self._residents.get((model, epoch))
+        return self._residents.get((model, plan_version))
 
-    def enter(self, resident: Resident, now: float) -> None:
+    def add(self, resident: ResidentPlan, now: float) -> None:
         """An epoch is here from now on."""
         resident.state = self._machine.begin(_subject(resident), now)
         self._residents[resident.key] = resident
 
-    def step(self, resident: Resident, event: EpochEvent, now: float, why: str = "") -> None:
+    def step(self, resident: ResidentPlan, event: ResidentEvent, now: float, why: str = "") -> None:
         """Something has happened to an epoch."""
         resident.state = self._machine.step(_subject(resident), resident.state, event, now, why)
         if resident.state == "released" and self._residents.pop(resident.key, None) is not None:
             self._released.append(resident)
 
-    def end(self, keys: Iterable[Key], event: EndEvent, now: float, why: str = "") -> None:
+    def end(self, keys: Iterable[PlanKey], event: EndEvent, now: float, why: str = "") -> None:
         """Give up those of these epochs that are here."""
         for key in list(keys):
             if key in self._residents:
                 self.step(self._residents[key], event, now, why)
 
-    def doubt(self, now: float, why: str) -> None:
+    def mark_all_unconfirmed(self, now: float, why: str) -> None:
         """The planner may have given up any epoch without our hearing it."""
         for resident in list(self._residents.values()):
             self.step(resident, "doubt", now, why)
 
-    def doubted(self, model: str | None = None, before: Epoch | None = None) -> list[Key]:
+    def unconfirmed(self, model: str | None = None, before: PlanVersion | None = None) -> list[PlanKey]:
         """Return the epochs in doubt, oldest first; only those of a model, only those before an epoch."""
         found = (k for k, r in self._residents.items() if r.state == "doubted" and model in (None, k[0]))
         return sorted((k for k in found if before is None or k[1] < before), key=lambda k: k[1])
 
-    def take_released(self) -> list[Resident]:
+    def take_released(self) -> list[ResidentPlan]:
         """Return the epochs that were given up since this was last called."""
         released, self._released = self._released, []
         return released
 
-    def needed_bytes(self, *more: Resident) -> int:
+    def needed_bytes(self, *more: ResidentPlan) -> int:
         """Return what all epochs need side by side, and these with them."""
         return resident_bytes([*self._residents.values(), *more])
 
-    def residents(self) -> list[Resident]:
+    def residents(self) -> list[ResidentPlan]:
         """Return the epochs that are here, in the order in which they came."""
         return list(self._residents.values())
 
@@ -391,9 +392,9 @@ class Epochs:
         """Return the filters that some epoch needs."""
         return {f for r in self._residents.values() for f in r.filters}
 
-    def works(self) -> set[str]:
+    def work_topics(self) -> set[str]:
         """Return the topics of requests that some epoch needs."""
-        return {r.work for r in self._residents.values()}
+        return {r.work_topic for r in self._residents.values()}
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -403,7 +404,7 @@ class Epochs:
             assert resident.state == "doubted" or here == _HERE[resident.state]
 
 
-_HERE: Final[dict[EpochState, tuple[bool, bool]]] = {
+_HERE: Final[dict[ResidentState, tuple[bool, bool]]] = {
     "asked": (False, False),
     "loading": (False, True),
     "subscribing": (True, False),
@@ -412,5 +413,5 @@ _HERE: Final[dict[EpochState, tuple[bool, bool]]] = {
 }
 
 
-def _subject(resident: Resident) -> str:
-    return f"{resident.plan.model} {resident.plan.epoch}"
+def _subject(resident: ResidentPlan) -> str:
+    return f"{resident.plan.model} {resident.plan.version}"
