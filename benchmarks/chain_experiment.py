@@ -137,7 +137,7 @@ def run(experiment: ChainExperiment, out: Path, writer: Writer, console: Console
                 measure(pair, case)
             for number in range(e.rounds):
                 for case in random.Random(f"{e.seed}/{number}").sample(e.cases, len(e.cases)):
-                    writer.add("case", echo=number, **condition._asdict(), **measure(pair, case))
+                    writer.add("case", round=number, **condition._asdict(), **measure(pair, case))
                     bar.advance(task)
             lab.throttle(False)
         for process in (*pair.values(), broker):

@@ -152,7 +152,7 @@ class _Measuring:
                 else:
                     last = (cell.strategy == AUTO or cell.requests > 0) and number == e.rounds - 1
                     answer = self._site(cell, describe=last)
-                self.writer.add("turn", of=asdict(cell), echo=number, **answer)
+                self.writer.add("turn", of=asdict(cell), round=number, **answer)
                 self.bar.advance(self.task)
 
     def _site(self, cell: Cell, describe: bool) -> dict[str, Any]:

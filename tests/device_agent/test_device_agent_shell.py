@@ -334,7 +334,7 @@ def test_another_agent_of_the_same_name_wins(device):
     d.inbox.post(OwnStatus(protocol_messages.Status("online", BOOT + 1)))
     with pytest.raises(ConfigError):
         d.shell.run()
-    assert not d.shell.farewell
+    assert not d.shell.announce_offline
 
 
 # -- subscriptions ----------------------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ NAMES = ("pi0", "pi1", "pi2", "pi3")
 
 
 def tried(site, relayed_pairs=frozenset()):
-    return list(subsets(question(SMALL, site, relayed_pairs=relayed), NAMES, pinned=False))
+    return list(subsets(question(SMALL, site, relayed_pairs=relayed_pairs), NAMES, pinned=False))
 
 
 def test_of_devices_that_differ_in_name_alone_one_subset_of_each_size_is_tried():

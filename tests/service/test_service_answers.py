@@ -125,7 +125,7 @@ def test_a_name_is_made_only_where_it_is_needed(desk):
 
     assert desk.read_request("bert", "me", b'{"text": "a", "id": "q1"}', 0.0, made).key.id == "q1"
     assert desk.read_request("bert", "me", b'{"text": "a"}', 0.0, lambda: "m1").key.id == "m1"
-    assert desk.read_request("bert", "me", b"{", 0.0, lambda: "m2").id == "m2"
+    assert desk.read_request("bert", "me", b"{", 0.0, lambda: "m2").request_id == "m2"
 
 
 def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, checkpoints, forecasts):
@@ -154,8 +154,8 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     assert data["plan"]["id"] == "9.1"
     assert data["plan"]["epoch"] == [9, 1]
     assert data["plan"]["predicted_ms"] == pytest.approx(4.0)
-    parts = device_programs(checkpoint.spec, plan_for(checkpoint), job.chunks[0].shape)
-    played = simulate(TopicNames("home", "bert"), checkpoint.spec, job.chunks[0].shape, parts, CLUSTER)
+    parts = device_programs(checkpoint.spec, plan_for(checkpoint), job.batches[0].shape)
+    played = simulate(TopicNames("home", "bert"), checkpoint.spec, job.batches[0].shape, parts, CLUSTER)
     assert data["predicted_ms"] == pytest.approx(played.seconds * 1e3)
     assert sum(data["plan"]["devices"].values()) == pytest.approx(1.0)
     assert data["plan"]["devices"]["a"] > data["plan"]["devices"]["b"] > 0
@@ -193,10 +193,10 @@ def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkp
     job = ask(desk, {"ids": [[1] * limit, [2] * 4]})
     assert len(job.batches) == 2
     plans = [plan_for(checkpoint, 1), replace(plan_for(checkpoint, 2), shares={"rows": (1.0, 1.0)})]
-    data = told(desk.answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
+    data = told(desk.encode_answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
     exact = sum(
         sent_bytes(TopicNames("home", "bert"), checkpoint.spec, c.shape, device_programs(checkpoint.spec, p, c.shape))
-        for p, c in zip(plans, job.chunks, strict=True)
+        for p, c in zip(plans, job.batches, strict=True)
     )
     assert data["predicted_bytes"] == exact
     assert data["runs"] == 2
@@ -301,11 +301,11 @@ def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints, output
 def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, monkeypatch):
     checkpoint = checkpoints["bert"]
     forecasts.set_plans((PlanSnapshot(plan_for(checkpoint), CLUSTER),))
-    monkeypatch.setattr("hepti_mqtt.service.forecast.programs", None)
+    monkeypatch.setattr("hepti_mqtt.service.forecast.device_programs", None)
     job = ask(desk, {"text": "hello"})
     desk.request_forecast(job)
-    plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.chunks[0].shape.tokens)
-    data = told(desk.answer(finish(job, checkpoint, plans=[plan]), now=101.0))
+    plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.batches[0].shape.tokens)
+    data = told(desk.encode_answer(finish(job, checkpoint, plans=[plan]), now=101.0))
     assert data["forecast"] == "estimated"
     assert data["predicted_ms"] == pytest.approx(2.0)
     assert data["predicted_bytes"] == 500
@@ -420,14 +420,14 @@ def post_clock(monkeypatch):
 def test_a_request_that_the_broker_retains_is_acknowledged_and_not_computed(site, caplog):
     """It would be computed again at every start and reconnection."""
     for packet, topic in enumerate((TOPIC, TOPIC, f"{TOPIC}2")):
-        site.post.delivered(Delivery(topic, b"{}", Receipt(1, packet), repeated=False, retained=True))
+        site.post.handle_delivery(Delivery(topic, b"{}", Receipt(1, packet), repeated=False, retained=True))
     assert (site.asked, site.settled, site.counters["retained"]) == ([], [0, 1, 2], 3)
     assert len(caplog.records) == 2, "once of each topic"
     assert all(topic in record.getMessage() for topic, record in zip((TOPIC, f"{TOPIC}2"), caplog.records, strict=True))
-    site.post.delivered(Delivery(TOPIC, b"{}", Receipt(1, 3), repeated=False))
+    site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 3), repeated=False))
     assert (len(site.asked), site.settled) == (1, [0, 1, 2])
     for n in range(post_module.RETAINED + 10):
-        site.post.delivered(Delivery(f"{TOPIC}{n}", b"{}", None, repeated=False, retained=True))
+        site.post.handle_delivery(Delivery(f"{TOPIC}{n}", b"{}", None, repeated=False, retained=True))
     assert len(caplog.records) == post_module.RETAINED, "they do not fill the log"
 
 
@@ -505,7 +505,7 @@ def test_an_answer_that_had_to_wait_for_room_waits_as_long_for_a_reader(site, po
 
 @pytest.mark.parametrize("limit", [1000, 10])
 def test_an_answer_that_the_broker_does_not_take_becomes_an_error_or_ends(site, limit):
-    site.post._desk = SimpleNamespace(too_large=partial(RequestHandler.encode_too_large, None))
+    site.post._desk = SimpleNamespace(encode_too_large=partial(RequestHandler.encode_too_large, None))
     site.answers.limit = limit
     site.answer(1, b'{"id": "q1"}' + b" " * 2000)
     said = [json.loads(payload)["error"]["code"] for payload in site.answers.taken(heard=True)]
@@ -548,7 +548,7 @@ def test_a_request_that_came_twice_is_acknowledged_twice_when_its_answer_is(live
     assert not acknowledged
     taken()
     assert acknowledged == [Receipt(1, 1), Receipt(1, 2)], "another request under the same id has an end of its own"
-    journal.turned_away(delivered(4))()
+    journal.settle_refused(delivered(4))()
     assert acknowledged[2:] == [Receipt(1, 4)]
 
 
@@ -568,7 +568,7 @@ def test_a_request_without_a_name_has_the_same_one_when_it_comes_again(live):
     assert second.name_for(delivered(repeated=True)) == name
     assert second.name_for(delivered(packet=2, repeated=True)) != name
     assert second.name_for(RawRequest("m", "me", b"{}")) != name
-    second.answer(RequestKey("m", "me", name))
+    second.record_answer(RequestKey("m", "me", name))
     assert second.name_for(delivered()) != name, "the broker has begun to count its packets anew"
 
 
@@ -581,7 +581,7 @@ def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
             == min(life + 1, MAX_DELIVERY_ATTEMPTS + 1)
         )
         assert journal.count_attempts(delivered(payload=b"[]")) == 0
-    journal.turned_away(delivered(repeated=True))()
+    journal.settle_refused(delivered(repeated=True))()
     journal, _ = live()
     assert journal.count_attempts(delivered(repeated=True)) == 1
 
@@ -605,9 +605,9 @@ def test_several_desk_threads_use_it_at_once(live, tmp_path):
     def desk(thread):
         for n, key in enumerate(keys):
             together.wait()
-            journal.wait(delivered(4 * n + thread), job_of(key))
-            settle.append(journal.over(job_of(key)))
-            if not journal.answer(key):
+            journal.record_waiting(delivered(4 * n + thread), job_of(key))
+            settle.append(journal.settle_when_sent(job_of(key)))
+            if not journal.record_answer(key):
                 firsts.append(key)
 
     threads = [threading.Thread(target=desk, args=(n,)) for n in range(4)]
@@ -640,7 +640,7 @@ def test_a_file_that_was_cut_short_or_cannot_be_written_stops_nothing(live, tmp_
     second, _ = live()
     assert second.record_answer(KEY)
     assert not second.record_answer(RequestKey("m", "me", "q2"))
-    assert live()[0].answered(RequestKey("m", "me", "q2"))
+    assert live()[0].was_answered(RequestKey("m", "me", "q2"))
     nowhere = Journal(tmp_path / "missing" / "requests", print)
     assert not nowhere.record_answer(KEY)
     assert nowhere.record_answer(KEY)
@@ -662,10 +662,12 @@ def test_few_answers_are_kept_and_no_refusal(desk, checkpoints, monkeypatch):
         desk.encode_answer(finish(ask(desk, {"text": "hello", "id": name}), checkpoints["bert"]), now=101.0)
     assert isinstance(ask(desk, {"text": "hello", "id": "q1"}), Request)
     assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Reply)
-    monkeypatch.setattr(desk_module, "KEPT_BYTES", 10)
-    desk.answer(finish(ask(desk, {"text": "hello", "id": "q4"}), checkpoints["bert"]), now=101.0)
+    monkeypatch.setattr(desk_module, "MAX_CACHED_BYTES", 10)
+    desk.encode_answer(finish(ask(desk, {"text": "hello", "id": "q4"}), checkpoints["bert"]), now=101.0)
     assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Request)
-    refused = told(desk.refuse(RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much"))))
+    refused = told(
+        desk.encode_refusal(RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much")))
+    )
     assert refused == {"id": "q5", "ok": False, "error": {"code": "overloaded", "message": "too much"}}
     assert isinstance(ask(desk, {"text": "hello", "id": "q5"}), Request)
 

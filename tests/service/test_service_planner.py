@@ -409,7 +409,7 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
         unconnected._handle_message(topics.reports("a"), messages.encode(message))
     for frame in (output, done):
         unconnected._handle_message(topics.reports("a"), frames.encode(frame))
-    unconnected.connection(Connected(4, None))
+    unconnected._handle_connection(Connected(4, None))
     kept = waiting(unconnected.inbox)
     assert kept[0] == DeviceStatus("a", will)
     assert kept[1:5] == [DeviceMessage("a", message) for message in said]
@@ -447,12 +447,12 @@ def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog)
 def said(unconnected, monkeypatch):
     """What the planner that is not connected would publish to users."""
     out = []
-    monkeypatch.setattr(unconnected.post, "_send", lambda reply, *_: out.append(reply))
+    monkeypatch.setattr(unconnected.channel, "_send", lambda reply, *_: out.append(reply))
     return out
 
 
 def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, said):
-    unconnected.heard(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
+    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
     assert unconnected.reading.step()
     (reply,) = said
     assert json.loads(reply.payload)["id"] == "q1"
@@ -462,7 +462,7 @@ def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected
 def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said):
     topics = unconnected.topics
     for client in ("greedy", "greedy", "greedy", "small"):
-        unconnected.heard(topics.request("bert", client), b"not JSON")
+        unconnected._handle_message(topics.request("bert", client), b"not JSON")
     assert unconnected.reading.step()
     assert unconnected.reading.step()
     assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
@@ -478,12 +478,12 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
 
 
 def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
-    unconnected.reading = FairExecutor("reader", 0, unconnected._guarded, limit=0)
+    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
     unconnected.refusals = Inbox(limit=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hepti_mqtt.service.handler.parse", None)
         for name in ("q1", "q2"):
-            unconnected.heard(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
+            unconnected._handle_message(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
     assert (said, unconnected.decoder.counters) == ([], {"untold": 1})
     (refuse,) = waiting(unconnected.refusals)
     refuse()
@@ -505,7 +505,7 @@ def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkey
     run("clumsy")
     ear.status("online")
     with monkeypatch.context() as patch:
-        patch.setattr("hepti_mqtt.service.requests.prepare", None)
+        patch.setattr("hepti_mqtt.service.requests.read_input", None)
         assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "remote"
     assert ear.ask("bert", id="q2", text="")["error"]["code"] == "bad_request"
 

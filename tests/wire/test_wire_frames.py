@@ -163,7 +163,7 @@ def test_random_bytes_are_a_wire_error(data):
 
 def forged(**changes: object) -> bytes:
     """Return a payload whose header holds the golden frame's fields with some of them replaced."""
-    names = [n for n in Frame.__slots__ if n not in ("epoch", "admission", "body")]
+    names = [n for n in Frame.__slots__ if n not in ("plan_version", "run_id", "body")]
     names[2:2] = ["boot", "number"]
     values = dict(zip(names, msgpack.unpackb(encode(GOLDEN)[6 : len(GOLDEN_HEADER)]), strict=True)) | changes
     packed = msgpack.packb(list(values.values()))

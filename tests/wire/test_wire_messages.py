@@ -66,7 +66,7 @@ PLAIN = st.dictionaries(
     max_size=4,
 )
 SHAPES = st.lists(st.integers(1, 4096), min_size=1, max_size=5).map(lambda n: PlainShape(tuple(n)))
-SHAPES |= st.builds(PlainShape, st.just((9, 9)), marks=st.sets(st.integers(0, 17)).map(sorted).map(tuple))
+SHAPES |= st.builds(PlainShape, st.just((9, 9)), mask_rows=st.sets(st.integers(0, 17)).map(sorted).map(tuple))
 SHAPES |= st.builds(PlainShape, st.tuples(st.integers(1, 60)), st.just("hidden"), session_rows=st.integers(60, 1024))
 ENDPOINTS = st.builds(
     Endpoint, st.ip_addresses().map(str), st.integers(1, 65_535), st.sampled_from(["", "0123456789abcdef" * 4])
@@ -246,9 +246,9 @@ CONTRADICTIONS = {
         {"a": {1, 2}}, {"a": np.float32(1)}, {1: 2}, {"a": float("nan")}, {"a": 2**64}, [1], {"a": [HALF]}, {HALF: 1},
     ],
     "manifest": [bytes(31), "0" * 32],
-    "txn": [-1, True],
+    "transaction_id": [-1, True],
     "in_flight": [1.0],
-    "needed": [-1],
+    "build_first": [-1],
     "shapes": [
         5, [[0, 0, [1]]], [[0, 0, 1, []]], [[2, 0, [1], []]], [[True, 0, [1], []]], [[0, 0, [], []]],
         [[0, 0, [0], []]], [[0, 0, ["1"], []]], [[0, 0, [2**62], []]], [[0, 0, [3], [2, 1]]], [[0, 2, [3], []]],
