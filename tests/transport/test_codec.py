@@ -188,40 +188,6 @@ def test_a_lower_limit_holds_for_what_was_read_before():
         reader.put(publish("x/a", bytes(1000)))
 
 
-MALFORMED = {
-    "5-byte length": b"\x30\x80\x80\x80\x80\x01",
-    "huge length": b"\x30\xff\xff\xff\x7f",
-    "just over the limit": b"\x30" + b"\x81\x80\x40",
-    "no topic": b"\x30\x01\0",
-    "empty": b"\x30\0",
-    "topic longer than the packet": b"\x30\x05\0\x04x/a",
-    "topic too long": b"\x30\x80\x10" + b"\x04\0" + b"x" * 1024,
-    "empty topic": b"\x30\x03\0\0a",
-    "wildcard in the topic": publish("x/+", b""),
-    "NUL in the topic": publish("x/\0", b""),
-    "topic not UTF-8": b"\x30\x04\0\x02\xff\xfe",
-    "control packet too long": b"\x90\x81\x08",
-    "QoS 1": b"\x32\x07\0\x03x/a\0\x01",
-    "retained": b"\x31\x03\0\x01a",
-    "SUBACK of nothing": b"\x90\x02\0\x01",
-    "long CONNACK": b"\x20\x03\0\0\0",
-    "a packet of a subscriber": b"\xc0\0",
-    "no packet": b"\xf0\0",
-}
-
-
-@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
-def test_what_an_endpoint_may_not_send(data):
-    for before, heard in ((b"", []), (STREAM, HEARD)):
-        reader = Reader()
-        reader.put(before)
-        with pytest.raises(Malformed) as caught:
-            reader.put(data)
-        assert caught.value.code == "wire"
-        assert reader.heard == heard
-    assert plain_parse(data, LIMIT) == ([], True)
-
-
 BROKEN = {
     "QoS 2": b"\x34\x07\0\x03x/a\0\x01",
     "QoS 1 without a packet id": b"\x32\x05\0\x03x/a",

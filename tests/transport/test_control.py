@@ -49,15 +49,6 @@ def test_an_absent_broker_is_named_and_connect_may_be_tried_again(closed_port):
     transport.close()
 
 
-def test_a_host_that_does_not_exist_is_a_network_error():
-    transport = PahoTransport(
-        BrokerUrl("host.invalid", 1883), "me", on_message=lambda *_: None, on_state=lambda _: None
-    )
-    with pytest.raises(NetworkError, match=r"host\.invalid:1883"):
-        transport.connect()
-    transport.close()
-
-
 def test_the_will_is_published_when_the_connection_breaks(protocol, proxy, mosquitto, peers):
     watcher = peers(mosquitto.url)
     watcher.subscribe(f"will/{protocol}")

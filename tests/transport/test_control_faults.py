@@ -26,10 +26,6 @@ def transport_to(port, **options):
     return PahoTransport(BrokerUrl("127.0.0.1", port, user="u", password="s3cret"), "me", **options)
 
 
-def _raise(error):
-    raise error
-
-
 CONNACK = b"\x20\x02\0\0"
 
 

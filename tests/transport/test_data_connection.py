@@ -88,15 +88,6 @@ def test_a_lost_connection_comes_back_with_its_filters(proxy, topic, peers):
     assert peer.transport.counts().reconnections == 1
 
 
-def test_a_filter_left_is_silent(mosquitto, topic, peers):
-    peer = peers(mosquitto.url, tensors=True)
-    peer.subscribe(f"{topic}/a", f"{topic}/b", qos=0)
-    peer.transport.unsubscribe([f"{topic}/a"])
-    for name in ("a", "b"):
-        peer.transport.publish(f"{topic}/{name}", name.encode())
-    assert bytes(peer.message()[1]) == b"b"
-
-
 def test_a_large_message_that_somebody_retained_arrives_too(mosquitto, topic, peers):
     large = os.urandom(100_000)
     sender = peers(mosquitto.url, protocol=4)

@@ -7,7 +7,6 @@ import itertools
 import socket
 import struct
 
-import numpy as np
 import pytest
 from endpoint_site import LIMIT, TOPIC, is_closed, peek, stuff
 from mesh_nodes import PATIENCE_S
@@ -346,31 +345,6 @@ def test_a_grant_that_ends_takes_its_filters_with_it(site):
     site.endpoint.expel("b", 2)
     assert is_closed(client)
     assert not site.endpoint.busy()
-
-
-def test_without_descriptors_who_knocks_waits_for_the_next_tick(site, monkeypatch):
-    listener = site.endpoint._listener
-
-    class Full:
-        def accept(self):
-            raise OSError(24, "Too many open files")
-
-        def __getattr__(self, name):
-            return getattr(listener, name)
-
-    monkeypatch.setattr(site.endpoint, "_listener", Full())
-    client = site.dial(connect())
-    site.until(site.endpoint.busy)
-    assert site.endpoint._epoll.poll(0) == [], "it is not asked again and again"
-    monkeypatch.setattr(site.endpoint, "_listener", listener)
-    site.move(1.0)
-    assert site.answer(client, 4) == b"\x20\x02\0\0"
-
-
-def test_a_payload_that_mqtt_cannot_say_is_refused(site):
-    site.let_in()
-    with pytest.raises(ValueError, match="more than one MQTT packet"):
-        site.endpoint.publish(TOPIC, np.empty(1 << 28, np.uint8))
 
 
 def test_a_mistake_in_serving_one_is_logged_and_the_others_stay(site, monkeypatch, caplog):

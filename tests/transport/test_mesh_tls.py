@@ -12,7 +12,6 @@ from mesh_nodes import HOST, PATIENCE_S, Node, filters, joined, pump, subscribe,
 from hepti_mqtt.closed_site.certificates import make_self_signed
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.transport.mesh import Address, Joined, MeshTls, Refused
-from hepti_mqtt.transport.sockets import has_aes
 
 KEY = ("bert", 1)
 
@@ -118,15 +117,6 @@ def test_files_that_are_no_key_are_named(files, tmp_path):
         MeshTls.load(files["a"][0], files["b"][1])
     with pytest.raises(ConfigError, match="nothing here"):
         MeshTls.load(tmp_path / "nothing here", files["a"][1])
-
-
-def test_aes_is_looked_for(monkeypatch, tmp_path):
-    for text, found in (("flags\t\t: fpu aes sse\n", True), ("Features\t: fp asimd\n", False), ("", False)):
-        monkeypatch.setattr("pathlib.Path.read_text", lambda *_, text=text, **__: text)
-        assert has_aes() is found
-    monkeypatch.undo()
-    monkeypatch.setattr("hepti_mqtt.transport.sockets.Path", lambda _: tmp_path / "none")
-    assert has_aes() is True
 
 
 def test_what_tls_has_read_ahead_is_read_in_turns(device, monkeypatch):
