@@ -135,6 +135,8 @@ READER_THREADS: Final = 2  # requests of one client are read by one thread at a 
 ANSWER_THREADS: Final = 2
 TILES_QUEUED_BYTES: Final = 2 << 20
 
+Answering = interface.AnswerRequest | interface.TokenReady | interface.RefuseRequest
+
 
 def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> None:
     """Plan and coordinate for one site until `stop` is set.
@@ -291,21 +293,25 @@ class _Planner:
         journal.record_waiting(raw, request)
         if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
-            self._refuse(interface.RefuseRequest(request, full))
+            self._answer(interface.RefuseRequest(request, full))
         self.handler.request_forecast(request)  # after its dispatch, which needs the interpreter first
 
     def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
         self.channel.send(self.handler.refuse_unread(raw, error, self.channel.journal.id_for), [raw])
 
-    def _send_answer(self, command: interface.AnswerRequest) -> None:
+    def _answer(self, command: Answering) -> None:
+        if isinstance(command, interface.TokenReady):
+            self.channel.send(self.handler.encode_token(command))
+            return
         try:
-            reply = self.handler.encode_answer(command, time.monotonic())
+            reply = (
+                self.handler.encode_answer(command, time.monotonic())
+                if isinstance(command, interface.AnswerRequest)
+                else self.handler.encode_refusal(command)
+            )
         except Exception as error:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
         self.channel.send(reply, self.channel.journal.take_waiting(command.request))
-
-    def _refuse(self, command: interface.RefuseRequest) -> None:
-        self.channel.send(self.handler.encode_refusal(command), self.channel.journal.take_waiting(command.request))
 
     def _internal_error(self, error: Exception) -> RemoteError:
         self.log.exception("Internal error while handling a request; the planner continues")
@@ -384,19 +390,8 @@ class _Planner:
     def _execute(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
-        elif isinstance(command, interface.AnswerRequest) and command.request.wants_result:
-            at_once = command.is_small and self.inbox.empty()
-            self.telling.submit_or_run(command.request.key.client, partial(self._send_answer, command), at_once)
-        elif isinstance(command, interface.AnswerRequest):  # here the forecast is the answer
-            tell = partial(self.telling.submit_or_run, command.request.key.client, partial(self._send_answer, command))
-            self.forecasts.call_when_ready(command.stats, tell)
-        elif isinstance(command, interface.TokenReady):
-            self.telling.submit_or_run(
-                command.request.key.client,
-                lambda: self.channel.send(self.handler.encode_token(command)),
-            )
-        elif isinstance(command, interface.RefuseRequest):
-            self.telling.submit_or_run(command.request.key.client, partial(self._refuse, command))
+        elif isinstance(command, Answering):
+            self._queue_answer(command)
         elif isinstance(command, interface.Solve):
             (self.hurried if command.hurried else self.searching).submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
@@ -407,6 +402,15 @@ class _Planner:
             self.log.info("%s: %s", command.kind, command.text)
             said = json.dumps({"kind": command.kind, "text": command.text, "time": time.time()})
             self._publish(self.topics.event(command.kind), said.encode())
+
+    def _queue_answer(self, command: Answering) -> None:
+        client, answer = command.request.key.client, partial(self._answer, command)
+        if isinstance(command, interface.AnswerRequest) and not command.request.wants_result:
+            # The forecast is the answer.
+            self.forecasts.call_when_ready(command.stats, partial(self.telling.submit_or_run, client, answer))
+            return
+        at_once = isinstance(command, interface.AnswerRequest) and command.is_small and self.inbox.empty()
+        self.telling.submit_or_run(client, answer, at_once)
 
     def _publish_plan(self, shown: interface.PublishPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
