@@ -272,7 +272,8 @@ class _Planner:
         # Hashing and searching the payload for an id is no work for this thread.
         refuse = partial(self._refuse_unread, raw, error)
         drop = partial(self._drop, "untold", f"a request of {raw.client}, unanswered")
-        self.refusing.submit(raw.client, refuse, len(raw.payload), drop)
+        nbytes = min(len(raw.payload), MAX_UNREFUSED_BYTES)  # a larger request can still be refused, if alone
+        self.refusing.submit(raw.client, refuse, nbytes, drop)
 
     def _drop(self, kind: str, what: str) -> None:
         self.decoder.log.record(kind, f"Queue full: dropped {what}")

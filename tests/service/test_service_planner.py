@@ -491,6 +491,16 @@ def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, sai
     assert json.loads(said[0].payload)["id"] == "q1"
 
 
+def test_a_request_larger_than_all_that_may_wait_to_be_refused_is_refused_too(unconnected, said, monkeypatch):
+    monkeypatch.setattr(planner, "MAX_UNREFUSED_BYTES", 10)
+    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
+    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit_bytes=10)
+    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
+    assert unconnected.refusing.step()
+    answer = json.loads(said[0].payload)
+    assert (answer["id"], answer["error"]["code"]) == ("q1", "overloaded")
+
+
 def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):
     stop, handled = threading.Event(), []
     unconnected.inbox.post(stop.set)
