@@ -1,4 +1,4 @@
-"""The cluster that devices described, for simulating a plan where the planner is not."""
+"""The cluster as its devices describe it, to simulate a plan away from the planner."""
 
 from __future__ import annotations
 
@@ -26,34 +26,33 @@ from hepti_mqtt.cost.profiles import (
 )
 from hepti_mqtt.errors import ConfigError, RequestError
 from hepti_mqtt.models.shapes import ImageInput, TextInput
-from hepti_mqtt.protocol import messages as peer_forms
-from hepti_mqtt.protocol.messages import Heartbeat
+from hepti_mqtt.protocol.messages import Heartbeat, LinkReport, endpoint
 from hepti_mqtt.runtime.coordinator.fleet import PLAUSIBLE, implausible_caps, sanitize_heartbeat
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.spec import Spec
 
-LEAST_SLOWDOWN: Final = 0.05  # that a plan is made with, as the planner has it
+LEAST_SLOWDOWN: Final = 0.05  # lowest slowdown of a device in a forecast
 
 
 def unusable_reason(device: Mapping[str, Any]) -> str | None:
-    """Return why no plan uses a device that is online, by the planner's own rules; None if one may."""
+    """Return why the planner uses a device for no plan, None if it may."""
     if unread := device.get("caps_unread"):
         return f"its capabilities cannot be read ({unread[:200]}); install the planner's version there"
     if device["status"] == "online" and device.get("caps_boot", device["boot"]) != device["boot"]:
         return "its capabilities are those of an earlier start; restart the agent there"
     if "curves" not in device:
-        none = "it has told nothing of its capabilities, or the login here may not read them; restart the agent there"
+        none = "It has not published its capabilities, or your login may not read them. Restart its agent."
         return none if device["status"] == "online" else None
     wrong = implausible_caps(device["device"], device["curves"], device["memory_budget_bytes"])
     return wrong and f"its capabilities cannot be right ({wrong[:200]}); restart the agent there, or update it"
 
 
 def sanitize_device(device: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """Return a device without the numbers of its heartbeat that the planner does not believe, and what was wrong."""
+    """Return a device without the implausible values of its heartbeat, and what was wrong."""
     heartbeat = device.get("heartbeat")
     if heartbeat is None:
         return dict(device), None
-    peers = {name: peer_forms.LinkReport(**report) for name, report in heartbeat.get("peers", {}).items()}
+    peers = {name: LinkReport(**report) for name, report in heartbeat.get("peers", {}).items()}
     kept, wrong = sanitize_heartbeat(Heartbeat(**{**heartbeat, "peers": peers}))
     links = {name: report._asdict() for name, report in kept.peers.items()}
     return {
@@ -63,15 +62,14 @@ def sanitize_device(device: Mapping[str, Any]) -> tuple[dict[str, Any], str | No
 
 
 def usable(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the planner would make plans with, of the devices that `Hepti.devices` found."""
+    """Return the devices found by `Hepti.devices` that the planner would use, sanitized."""
     return [sanitize_device(device)[0] for device in found if unusable_reason(device) is None]
 
 
 def cluster_of_devices(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
-    """Return the cluster of the devices `names` among those that `Hepti.devices` found.
+    """Return the cluster of the devices `names`.
 
-    found: of a site, those that are `usable`. Raises ConfigError if one of `names` is not there or has not said how
-    fast it is.
+    found: the `usable` devices of a site. Raises ConfigError if one of `names` is missing or has no speed curves.
     """
     by_name = {d["device"]: d for d in found if "curves" in d}
     missing = [n for n in names if n not in by_name]
@@ -95,30 +93,29 @@ def cluster_of_devices(found: Sequence[Mapping[str, Any]], names: Sequence[str])
         rate = hb.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s
         links[name] = Link((hb.get("round_trip_s") or 2 * Link().latency_s) / 2, rate, rate)
         peers[name] = {
-            target: PeerLink(told["round_trip_s"] / 2, told["bytes_per_s"])
-            for target, told in (hb.get("peers") or {}).items()
+            target: PeerLink(report["round_trip_s"] / 2, report["bytes_per_s"])
+            for target, report in (hb.get("peers") or {}).items()
         }
-    endpoints = {name: told for name in names if (told := peer_forms.endpoint(by_name[name].get("endpoint")))}
-    profiles = with_frame_costs(profiles, [name for name, endpoint in endpoints.items() if not endpoint.loopback])
+    endpoints = {name: place for name in names if (place := endpoint(by_name[name].get("endpoint")))}
+    profiles = with_frame_costs(profiles, [name for name, place in endpoints.items() if not place.loopback])
     return replace(
         make_cluster(profiles, links), endpoints=frozenset(endpoints), peer_links=symmetric_peer_links(peers)
     )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an answer is checked with: seeded inputs, and the single-device NumPy reference.
+# To check answers: seeded inputs and the single-device NumPy reference.
 
 
-PATCHES: Final = 9  # of colour along a side of a photograph
-NOISE: Final = 4.0  # of its sensor, of 256 steps
+PATCHES: Final = 9  # colour patches along a side of a photograph
+NOISE: Final = 4.0  # sensor noise, of 256 steps
 QUALITY: Final = 90
 
 
 def random_input(spec: Spec, count: int, seed: int, photographs: bool = False) -> dict[str, Any]:
-    """Return `count` seeded random token ids, or `count` seeded random pictures for an image model.
+    """Return `count` seeded random token ids, or pictures for an image model.
 
-    photographs: JPEG files of the size that cameras make of such pictures, where others are PNG files of noise, which
-    every decoder reads alike.
+    photographs: JPEG files as cameras make them, instead of PNG files of noise, which every decoder reads alike.
     """
     rng = np.random.default_rng(seed)
     reads = spec.input_spec
@@ -141,7 +138,7 @@ def _noise(rng: np.random.Generator, size: int) -> bytes:
 
 
 def _photograph(rng: np.random.Generator, size: int) -> bytes:
-    """Return patches of colour that run into each other, with noise: so much of it that the file is of a usual size."""
+    """Return blurred colour patches with the noise that gives the file a usual size."""
     from PIL import Image
 
     patches = Image.fromarray(rng.integers(0, 256, (PATCHES, PATCHES, 3)).astype(np.uint8))
@@ -153,7 +150,7 @@ def _photograph(rng: np.random.Generator, size: int) -> bytes:
 
 
 def reference(checkpoint: Checkpoint, body: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Return the reference's final hidden states [m, h] for a request."""
+    """Return the reference's final hidden states [m, h]."""
     prepared = read_input(checkpoint, {**body, "want": "hidden"})
     hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
     return np.asarray(hidden, np.float32)
