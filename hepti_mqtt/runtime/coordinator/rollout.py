@@ -574,7 +574,7 @@ class Standby:
             return []
         ahead.next_s = now + ENDS_S
         usable = self._membership.usable()
-        quick = {n for n, m in usable.items() if ahead.needed_bytes <= LOADS_S * m.link().up_bytes_per_s}
+        quick = {n for n, m in usable.items() if ahead.needed_bytes <= LOADS_S * m.reported(0).link().up_bytes_per_s}
         question = self._question(group, now)
         # A hurried search of those that cannot would become a whole one, and others wait for it.
         able = _with_memory(question, quick - set(record.plan.devices), ahead.needed_bytes)
