@@ -49,7 +49,7 @@ def simulate(args: argparse.Namespace) -> int:
 def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Question:
     pins = PinOptions.from_args(args).to_pins()
     shape = representative_shape(spec, args.tokens, args.sequences)
-    requests = args.requests or (ROUNDS * args.in_flight if args.format_program else 0)
+    requests = args.requests or (ROUNDS * args.in_flight if args.explain else 0)
     naming, version = TopicNames(args.site, "model"), PlanVersion(1, 1)
     return pins.question(naming, spec, cluster, shape, version, in_flight=args.in_flight, requests=requests)
 
