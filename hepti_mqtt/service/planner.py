@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import msgpack
 
+from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog
-from hepti_mqtt.config.state import max_plausible_boot
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.protocol.plausible import max_plausible_boot
 from hepti_mqtt.runtime.coordinator import interface, session
 from hepti_mqtt.runtime.coordinator.fleet import LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
@@ -464,5 +465,5 @@ class _Planner:
             self.decoder.log.record("unpublished", f"not published to {topic}: {error}")
 
     def _status(self, state: str) -> Will:
-        status = Status("online" if state == "online" else "offline", self.boot)
+        status = Status("online" if state == "online" else "offline", self.boot, version=__version__)
         return Will(self.topics.planner_status(), encode_status(status), 1, retain=True)

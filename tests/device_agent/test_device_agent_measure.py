@@ -15,7 +15,7 @@ from device_agent import measure as measuring
 from device_agent.background import MISMATCH_RATIO, MISMATCH_S, REMEASURE_S, BackgroundTuning, RemeasurePolicy
 from device_agent.machine import UNKNOWN_BYTES, last_level_cache_bytes
 from device_agent.measure import file_stamps, load_or_measure, measure, monotone
-from hepti_mqtt.cost.profiles import profile_from_caps
+from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.program import Work

@@ -18,7 +18,7 @@ from device_agent.__main__ import main
 from device_agent.machine import LOADING_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.cost.profiles import profile_from_caps
+from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
 from hepti_mqtt.ids import PlanVersion

@@ -16,6 +16,7 @@ from broker_kinds import needs_mosquitto
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.errors import ConfigError, ModelError, NetworkError, OverloadedError
@@ -436,7 +437,9 @@ def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog)
     for action in waiting(unconnected.inbox):
         action()
     assert unconnected.failure is None
-    assert said == [(topic, encode_status(Status("online", unconnected.boot)))] * 2, "what is retained is put right"
+    assert said == [(topic, encode_status(Status("online", unconnected.boot, version=__version__)))] * 2, (
+        "what is retained is put right"
+    )
     assert [r.levelname for r in caplog.records] == ["WARNING"], "one warning"
     unconnected._handle_message(topic, encode_status(Status("online", unconnected.boot + 5)))
     for action in waiting(unconnected.inbox):
