@@ -34,7 +34,7 @@ _log: Final = logging.getLogger("hepti.agent")
 
 
 def free_cache_bytes(directory: Path) -> int:
-    """Return how much tiles may still take on a directory's disk; below 0 they take too much already."""
+    """Return the disk space left for tiles; negative if they already use too much."""
     usage = shutil.disk_usage(directory)
     return usage.free - min(RESERVE_BYTES, usage.total // _SMALL)
 
@@ -134,11 +134,11 @@ class TileCache:
         self.bytes += len(data)
 
     def _warn_not_kept(self, why: str) -> None:
-        """Say once that weights are not kept, which nobody would notice before the next start."""
+        """Warn once that weights are not cached."""
         if not self._told:
             _log.warning(
-                "weights are not kept in %s (%s): each start loads them anew; make room there, or choose another "
-                "place with --cache",
+                "cannot cache weights in %s (%s), so every start loads them over the network; free disk space "
+                "or choose another directory with --cache",
                 self._directory,
                 why,
             )
@@ -393,7 +393,7 @@ class WeightLoader:
         self._cache.put(digest, body, job.pinned)
 
     def request_again(self, now: float) -> None:
-        """Ask anew for everything that is outstanding: the connection or the planner is back."""
+        """Request all outstanding tiles again: the connection or the planner is back."""
         if self._jobs and self._jobs[0].requested:
             job = self._jobs[0]
             self._counters["tiles_reasked"] += len(job.requested)
@@ -538,7 +538,7 @@ class WeightLoader:
         self._emit(LoadProgress(job.load.model, job.load.plan_version, job.done_bytes, job.total_bytes))
 
     def _fail_on_error(self, job: LoadJob, act: Callable[[], None], now: float) -> None:
-        """Run `act`; what goes wrong with one load ends that load, with the reason."""
+        """Run `act`; an error ends this load with a LoadFailed and leaves the others alone."""
         try:
             act()
         except HeptiError as exc:
@@ -628,7 +628,7 @@ class LoaderThread:
                 busy = True  # the next load may be on disk, and then nothing else wakes this thread
 
     def _abandon(self, cause: Exception) -> None:
-        """Give up the load that is under way, whatever comes of that: this thread must not end."""
+        """Fail the current load; never raises, because this thread must go on."""
         try:
             self._log.exception("the weight loader failed")
             error = ModelError(f"the weight loader failed: {cause!r}; see the agent's log")

@@ -109,12 +109,12 @@ class Prober:
             return [beside, self._make(self._large_bytes, now, busy)]
 
     def expect_slower(self) -> None:
-        """Take it that links carry less than before: measure this one again, and believe the first slow probe."""
+        """Expect a slower link: probe again now and accept the first slow result."""
         with self._lock:
             self._doubts, self._large_at_s = 1, float("-inf")
 
     def on_answer(self, frame: Frame, now: float) -> None:
-        """Take an answer; one of an earlier start, or one too late, changes nothing."""
+        """Record an answer; ignores answers that are late or of an earlier start."""
         with self._lock:
             sent = self._sent.pop(frame.part, None) if frame.plan_version == self._epoch else None
             if sent is None:

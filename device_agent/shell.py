@@ -108,7 +108,7 @@ class BuilderThread:
 PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
 PEER_POLL_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op
 
-ERROR_PAUSE_S: Final = 0.1  # after a mistake that nobody foresaw
+ERROR_PAUSE_S: Final = 0.1  # after an unexpected error, so that a permanent one does not take a whole core
 
 
 class SessionLoop:
@@ -294,7 +294,7 @@ class SessionLoop:
         self._execute(self._session.fail_step(step, error))
 
     def _on_command_failed(self, step: Step, command: Command, error: Exception) -> None:
-        """Give up a request whose frame cannot leave; after its last op only the frame knows whose it is."""
+        """Fail the request of a frame that cannot be sent; after its last op only the frame names it."""
         self._complaints.record("command_errors", f"{type(command).__name__} failed: {error}", _unexpected(error))
         commands = self._session.fail_step(step, error)
         if not commands and isinstance(command, Publish):
@@ -414,7 +414,7 @@ class SessionLoop:
         self._loader.post(RequestAgain())
 
     def _own_status(self, event: OwnStatus) -> None:
-        """Mend what the site is told about this device.
+        """Correct the retained status of this device.
 
         The broker may publish our will although we are here (the connection was replaced), or a late one of an earlier
         start.
@@ -436,10 +436,10 @@ class SessionLoop:
             self.packet_limit_bytes = self._announce(self._up["control"])
 
     def _is_plausible_boot(self, who: str, boot: int) -> bool:
-        """Return whether a start may have this boot counter; complain of one that no start can have."""
+        """Return whether a boot counter is plausible; log one that is in the future."""
         if boot <= max_plausible_boot(self._boot, time.time()):
             return True
-        text = f"ignored boot counter {boot} of {who}: that time has not come; set its clock, or clear its status topic"
+        text = f"ignored boot counter {boot} of {who}: it is in the future. Set its clock, or clear its retained status"
         self._complaints.record("implausible_boot", text)
         return False
 

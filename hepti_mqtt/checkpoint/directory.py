@@ -77,7 +77,7 @@ class Checkpoint:
         path = Path(path)
         onnx = onnx_file.find_onnx(path)
         if onnx is None and not path.is_dir():
-            raise ModelError(f"{path} is no directory; give the Hugging Face directory that holds config.json")
+            raise ModelError(f"{path} is not a directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
         extras = {
@@ -259,7 +259,7 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
     if wrong:
         raise ModelError(f"{path}: {_shortened(wrong)}; config.json and the weights must be of the same model")
     if not found:
-        raise ModelError(f"{path} has no weights, so that nothing in it was learnt; export the model with its weights")
+        raise ModelError(f"{path} has no weights; export the model with its weights")
     return found
 
 

@@ -1,6 +1,6 @@
-"""Stored tensors as the kernels want them: channels last, and the batch norm behind a convolution folded into it.
+"""Stored tensors in kernel layout: channels last, batch norms folded into the convolution before them.
 
-Both look at one stored row at a time, so that a model's weights are never held at once.
+Both work row by row, so a model's weights are never in memory at once.
 """
 
 from __future__ import annotations

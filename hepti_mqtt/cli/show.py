@@ -127,7 +127,7 @@ def what_if(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Clu
     words = []
     for route in get_args(Route):
         if route == "mesh" and len(apart) == pairs:
-            words.append("over mesh: no two of these devices can connect")
+            words.append("over mesh: none of these devices can connect to each other")
             continue
         beside = f", {len(apart)} of {pairs} pairs over the broker" if route == "mesh" and apart else ""
         words.append(f"over {route} {_costs(played(with_route(question, plan, route)))}{beside}")
@@ -136,7 +136,7 @@ def what_if(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Clu
         now, words = played(plan), []
         for wire in reversed(NARROW_WIRE_DTYPES):
             narrow = played(replace(plan, wire=wire))
-            words.append(f"{wire} {_costs(narrow)}, {now.seconds / narrow.seconds:.2f} times as fast")
+            words.append(f"{wire} {_costs(narrow)}, {now.seconds / narrow.seconds:.2f}x speed-up")
         lines.append(f"numbers on the wire: f32 {_costs(now)}; {'; '.join(words)}; --accuracy lets the planner choose")
     return lines
 
@@ -200,7 +200,7 @@ def devices(args: argparse.Namespace) -> int:
         print(f"{device} is not used: {said}")
     for d in found:
         if (wrong := sanitize_device(d)[1]) is not None:
-            print(f"{d['device']} says what is not believed: {wrong}; restart the agent there")
+            print(f"{d['device']} published implausible data: {wrong}. Restart its agent")
     print_peer_traffic(found)
     return 0
 
@@ -236,7 +236,7 @@ def print_peer_traffic(devices: Sequence[Mapping[str, Any]]) -> None:
                     )
                 )
             if source in online and edge["trouble"] and not edge["joined"]:
-                lines.append(f"{target} does not hear {source} directly: {edge['trouble']}; the broker is between them")
+                lines.append(f"{target} has no direct connection from {source} ({edge['trouble']}); the broker relays")
     if rows:
         columns = ("from", "to", "frames", "MiB", "queued", "dropped", "reconnected", "round trip ms", "Mbit/s")
         output.print_table("directly between devices", columns, rows)
@@ -264,9 +264,7 @@ def plan(args: argparse.Namespace) -> int:
     if asked and needs_simulation(args):
         cluster = cluster_of_devices(found, asked[1].devices)
         played = simulate_plan(args.site, *asked, cluster)
-        load = (
-            simulate_plan_load(args.site, played, cluster, shown.get("in_flight", 1)) if args.format_program else None
-        )
+        load = simulate_plan_load(args.site, played, cluster, shown.get("in_flight", 1)) if args.explain else None
     if args.json:
         told = {"load": load.to_dict()} if load is not None else {}
         work = {"work": plan_work_factor(*asked).to_dict()} if asked else {}
@@ -385,7 +383,7 @@ class SimulatedPlan:
 
 def needs_simulation(args: argparse.Namespace) -> bool:
     """Return whether the arguments ask for what only the simulator knows."""
-    return bool(args.format_program or args.svg or args.layout_svg)
+    return bool(args.explain or args.svg or args.layout_svg)
 
 
 def simulate_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> SimulatedPlan:

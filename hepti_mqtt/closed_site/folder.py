@@ -146,7 +146,7 @@ class SiteFolder:
             own = b"".join(make_self_signed(user, datetime.datetime.now(datetime.UTC)))
         self._write(
             str(self.login(user).relative_to(self.path)),
-            f"# Login of {role} {user} at Hepti's site {self.site}: who has this file can come in.\n"
+            f"# Login of {role} {user} at Hepti's site {self.site}: anyone with this file can log in.\n"
             f"mqtts://{quote(user, safe='')}:{quote(password, safe='')}@{place}\n"
             f"{own.decode()}{(self.path / 'ca.crt').read_text()}",
         )

@@ -1,4 +1,4 @@
-"""How a process ends that has made what must not stay behind: through every `finally`, or when it has said goodbye."""
+"""Orderly exit on signals: run every `finally`, or publish `offline` first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Final, Self
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
@@ -33,7 +33,7 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def stop_event() -> threading.Event:
-    """Return an event that `stop_signals` set."""
+    """Return an event that the signals of `stop_signals` set."""
     stop = threading.Event()
     for number in stop_signals():
         signal.signal(number, lambda *_: stop.set())
@@ -41,9 +41,66 @@ def stop_event() -> threading.Event:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that tell a process to say goodbye: SIGTERM, SIGINT, and SIGHUP unless `nohup` ignores it."""
+    """Return the signals that request a shutdown: SIGTERM, SIGINT, and SIGHUP unless `nohup` ignores it."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,)))
+
+
+class StopRequested(BaseException):
+    """A stop was requested during startup.
+
+    No KeyboardInterrupt: one that passes through `exec`, as in many imports, makes Python end itself with SIGINT.
+    """
+
+
+class StopSignals:
+    """A stop request, by a signal or by `request`: an interrupt at first, a call after `on_stop`, then nothing.
+
+    A context manager that handles the signals of `stop_signals` if the main thread enters it. Python drops an interrupt
+    that falls into a callback, such as that of a weak reference, so the request is kept too.
+    """
+
+    def __init__(self) -> None:
+        self.requested = threading.Event()
+        self._act: Callable[[], object] | None = None
+        self._ending = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in stop_signals():
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def request(self) -> None:
+        """Request a stop; thread-safe."""
+        self.requested.set()
+        if self._act is not None:
+            self._act()
+
+    def on_stop(self, act: Callable[[], object]) -> None:
+        """Call `act` for each request from now on, and at once if there was one."""
+        self._act = act
+        if self.requested.is_set():
+            act()
+
+    def raise_if_requested(self) -> None:
+        """Raise StopRequested if a stop was requested."""
+        if self.requested.is_set():
+            raise StopRequested
+
+    def ignore_further(self) -> None:
+        """Ignore further signals: the process is shutting down."""
+        self._ending = True
+
+    def _handle(self, *_: object) -> None:
+        self.request()
+        if self._act is None and not self._ending:
+            raise StopRequested
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?|)b?", text.strip().lower())
     nbytes = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
     if match is None or nbytes >= _MOST:
-        raise ConfigError(f"{text!r} is no size; write e.g. 400MiB or 2GB")
+        raise ConfigError(f"{text!r} is not a size; write e.g. 400MiB or 2GB")
     return int(nbytes)
 
 
@@ -114,7 +114,7 @@ def data_link(environment: Mapping[str, str] | None = None) -> str:
     """Return which of `DATA_LINKS` HEPTI_DATA_LINK asks for, the first if it is unset or empty; raises ConfigError."""
     chosen = (os.environ if environment is None else environment).get(DATA_LINK) or DATA_LINKS[0]
     if chosen not in DATA_LINKS:
-        raise ConfigError(f"{DATA_LINK}={chosen!r} is no link for tensors; use one of {list(DATA_LINKS)}, or unset it")
+        raise ConfigError(f"{DATA_LINK}={chosen!r} is not valid; use one of {list(DATA_LINKS)}, or unset it")
     return chosen
 
 

@@ -166,7 +166,7 @@ def test_room_is_made_before_the_disk_counts_as_full(tmp_path, full_disk):
 
 def test_where_nothing_can_be_stored_the_clock_must_do(tmp_path, full_disk, caplog):
     assert next_boot(tmp_path, lambda: 1700000000.0) == 1700000000
-    assert "make room" in caplog.text
+    assert "free disk space" in caplog.text
 
 
 class Lines(logging.Handler):
