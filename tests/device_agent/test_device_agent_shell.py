@@ -145,9 +145,14 @@ def test_a_plan_that_cannot_be_read_is_reported_where_it_says_whose_it_is(device
     broken = {**PLAN.to_dict(), "strategy": "of the future"}
     d.run(MessageIn(messages.Prepare(3, broken, SPEC.to_dict(), bytes(32), 1)))
     d.run(MessageIn(messages.Prepare(4, {}, {}, bytes(32), 1)))
-    d.run(MessageIn(messages.Prepare(5, {"model": 7, "epoch": "x"}, {}, bytes(32), 1)))
+    d.run(MessageIn(messages.Prepare(5, {"model": 7, "plan_version": "x"}, {}, bytes(32), 1)))
     (failed,) = d.ups()
-    assert (failed.transaction_id, failed.model, failed.plan_version, failed.code) == (3, PLAN.model, PLAN.version, "no_plan")
+    assert (failed.transaction_id, failed.model, failed.plan_version, failed.code) == (
+        3,
+        PLAN.model,
+        PLAN.version,
+        "no_plan",
+    )
     assert d.complaints.counters["event_errors"] == 3
 
 
