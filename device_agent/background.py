@@ -100,7 +100,7 @@ def prepare_kernels(threads: int, status: StartupStatus, log: logging.Logger) ->
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an agent does beside its work once it is online: compile the rest, and measure again where that is wrong.
+# Background tuning of an online agent: compile the remaining kernels, and measure again if requests contradict it.
 
 
 POLL_S: Final = 1.0
@@ -155,7 +155,7 @@ class BackgroundTuning:
         self._meter, self._stepped_s, self._announce = meter, last_op_s, publish_caps
         self._log = log
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hepti-afterwards", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hepti-tuning", daemon=True)
 
     def start(self) -> None:
         """Start the thread, the first time."""
@@ -192,10 +192,7 @@ class BackgroundTuning:
         return time.perf_counter() - self._stepped_s() > IDLE_S
 
     def _measure(self, force: bool) -> None:
-        """Measure, unless a request comes meanwhile: then what was measured does not count.
-
-        Weights are here by now, so only what is free beside them is used, and given back.
-        """
+        """Measure with the memory that is free beside the weights; a request meanwhile voids the result."""
         workers = Workers(self._threads)
         memory_bytes = min(self._memory_bytes, free_memory())
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.memory import weights_bytes
@@ -274,14 +274,12 @@ class LoadJob:
 # ----------------------------------------------------------------------------------------------------------------------
 # The weight loader: from a manifest's tiles to packed weights, by way of the disk cache or the planner.
 #
-# It is a state machine with the time as an argument; `loader_thread` gives it a thread. Loads run one after the other
-# and
-# take their tiles nearly in order, so that memory while loading is the weights themselves, the few tiles under way,
-# and
-# the int8 blocks of which a part is missing (`simulate.loading_overhead_bytes`).
+# A state machine with the time as an argument; `LoaderThread` gives it a thread. Loads run one after the other and take
+# their tiles nearly in order, so that memory while loading is the weights themselves, the few tiles under way, and the
+# int8 blocks of which a part is missing (`cost.memory.loading_overhead_bytes`).
 
 
-WINDOW: Final = 16  # tiles asked for and not yet there
+WINDOW: Final = 16  # requested tiles that have not come yet
 RETRY_S: Final = 3.0
 PROGRESS_S: Final = 0.5
 MAX_MISMATCHES: Final = 3
@@ -359,9 +357,7 @@ class WeightLoader:
     # -- what the network says -----------------------------------------------------------------------------------
 
     def on_tile(self, body: bytes | memoryview, addressed_here: bool, now: float) -> None:
-        """Take the bytes of a tile or a manifest; `addressed_here`: it came to this device alone, so it must be one
-        asked for.
-        """
+        """Accept a tile or a manifest; addressed_here: sent to this device alone, so it must have been requested."""
         if not self._jobs:
             self._counters["tiles_unneeded"] += 1
             return
@@ -570,12 +566,7 @@ class RequestAgain:
     """The connection or the planner is back."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-Input = Load | Unload | TileIn | RequestAgain | _Stop
+Input = Load | Unload | TileIn | RequestAgain
 
 
 class LoaderThread:
@@ -585,7 +576,7 @@ class LoaderThread:
         self._loader = loader
         self._counters = counters
         self._log = log
-        self._inputs: SimpleQueue[Input] = SimpleQueue()
+        self._inputs: SimpleQueue[Input | Literal["stop"]] = SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._thread = threading.Thread(target=self._run, name="hepti-loader", daemon=True)
@@ -596,7 +587,7 @@ class LoaderThread:
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
-        self._inputs.put(_Stop())
+        self._inputs.put("stop")
         if self._thread.is_alive():
             self._thread.join()
 
@@ -619,7 +610,7 @@ class LoaderThread:
                 item = self._inputs.get(block=not busy, timeout=timeout)
             except Empty:
                 item = None
-            if isinstance(item, _Stop):
+            if item == "stop":
                 return
             try:
                 busy = self._turn(item)
@@ -636,7 +627,7 @@ class LoaderThread:
         except Exception:
             self._log.exception("the load that failed could not be given up")
 
-    def _turn(self, item: Load | Unload | TileIn | RequestAgain | None) -> bool:
+    def _turn(self, item: Input | None) -> bool:
         now = time.monotonic()
         match item:
             case Load():

@@ -1,4 +1,4 @@
-"""The builder's thread: Programs are built beside the session's, which goes on with what runs."""
+"""The builder's thread, which builds Programs, and the session thread, which runs the session."""
 
 from __future__ import annotations
 
@@ -114,12 +114,11 @@ ERROR_PAUSE_S: Final = 0.1  # after an unexpected error, so that a permanent one
 class SessionLoop:
     """Runs one `WorkerSession` in the calling thread until a `Stop` event.
 
-    announce: publishes caps and status; it gets what the broker said to the control connection, and returns the
-    bytes of the largest packet that the broker takes, None without a limit. links: to peers, None without mesh; then
-    the thread waits for them and for the inbox in one place.
-    announce_offline: after `run`, whether the site must still be told that the device is offline. Whatever goes wrong
-    with one event, op or command is counted, logged and, where a transaction or request is known, reported; the
-    session goes on.
+    announce: publishes caps and status for what the broker said to the control connection; returns the largest packet
+    that the broker takes, in bytes, None without a limit. links: to peers, None without mesh; then the thread waits for
+    them and for the inbox in one place. announce_offline: whether `offline` must still be published after `run`.
+    An error in one event, op or command is counted, logged and, if its transaction or request is known, reported; the
+    session continues.
     """
 
     def __init__(
@@ -218,7 +217,7 @@ class SessionLoop:
                 heard = now
 
     def _compute(self, step: Step) -> None:
-        """Run a step, and those of its run that are next, until there is something to send or HEAR_S is over."""
+        """Run a step, and those of its run that are next, until there is something to send or PEER_POLL_S is over."""
         samples, clock = self._meter.samples, time.perf_counter
         commands: list[Command] = []
         computed, until = 0.0, clock() + PEER_POLL_S

@@ -52,7 +52,7 @@ class SiteFolder:
         Raises ConfigError if something is there already, cannot be written, or `cryptography` is missing.
         """
         for host in hosts:
-            BrokerUrl.parse(f"mqtts://{_in_url(host)}:{port}")  # a name that cannot stand in a URL is told before
+            BrokerUrl.parse(f"mqtts://{_in_url(host)}:{port}")  # fail early for a name that cannot stand in a URL
         authority = make_authority(f"hepti site {check_name('site', site)}", now)
         broker = make_certificate(authority, hosts, now)
         made = cls(path, site, tuple(hosts), port, {})

@@ -6,7 +6,6 @@ import logging
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -118,49 +117,14 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How a process logs: our own words in detail on request, and the same words not again and again.
+# How a process logs: our own words in detail on request.
 
 
-REPEAT_S: Final = 10.0
-MAX_REMEMBERED: Final = 256
 OWN_LOGGERS: Final = ("hepti", "hepti_mqtt", "device_agent")  # Numba alone writes megabytes at DEBUG
-
-_Key = tuple[str, int, str]
-
-
-class RepeatFilter(logging.Filter):
-    """Lets a line through once in `EVERY_S`; says how often it came meanwhile, once that time is over.
-
-    handler: the one that it is added to. clock: seconds that only grow. May be used from any thread.
-    """
-
-    def __init__(self, handler: logging.Handler, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._handler, self._clock = handler, clock
-        self._lock = threading.Lock()
-        self._seen: dict[_Key, tuple[float, int]] = {}  # since when, and how often it was held back
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a line is to be written; writes what is due of others before it."""
-        now = self._clock()
-        key = (record.name, record.levelno, record.getMessage())
-        with self._lock:
-            due = [k for k, (since_s, _) in self._seen.items() if now - since_s >= REPEAT_S]
-            told = [(k, count) for k in due if (count := self._seen.pop(k)[1])]
-            since_s, count = self._seen.get(key, (now, -1))
-            fresh = count < 0
-            if fresh and len(self._seen) >= MAX_REMEMBERED:
-                self._seen.pop(next(iter(self._seen)))
-            self._seen[key] = (since_s, count + 1)
-        for (name, level, text), times in told:
-            again = f"{text} ({times} more like it in {REPEAT_S:.0f} s)"
-            self._handler.emit(logging.LogRecord(name, level, "", 0, again, None, None))
-        return fresh
 
 
 def setup_logging(handler: logging.Handler, form: str, verbose: bool = False) -> None:
-    """Send the log to a handler, sparingly; verbose: our own at DEBUG, others as always."""
-    handler.addFilter(RepeatFilter(handler))
+    """Send the log to a handler; verbose: our own at DEBUG, others as always."""
     logging.basicConfig(level=logging.INFO, format=form, handlers=[handler])
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.NOTSET)
