@@ -187,7 +187,6 @@ class _Agent:
     def run(self, signals: StopSignals) -> None:
         """Connect, measure, and work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        config = self._config
         waiting = self._connect(PLANES)  # first, so that a wrong password is reported immediately
         self._reached = "control" not in waiting
         if not waiting:
@@ -196,11 +195,18 @@ class _Agent:
             workers, curves = self._measure(starting)
         signals.raise_if_requested()
         rss_idle = int(psutil.Process().memory_info().rss)
-        budget = memory_budget(config.memory_bytes, free_memory())
+        budget = memory_budget(self._config.memory_bytes, free_memory())
         self._log.info("idle at %.0f MiB, %.0f MiB for weights", rss_idle / 2**20, budget / 2**20)
         if waiting:
             self._wait_for_broker(waiting, signals)
             self._warn_if_open()
+        shell = self._assemble(workers, curves, budget, rss_idle)
+        signals.on_stop(lambda: self.inbox.post(Stop()))
+        shell.run()
+
+    def _assemble(self, workers: Workers, curves: Curves, budget: int, rss_idle: int) -> SessionLoop:
+        """Make and start everything around the session; return its loop."""
+        config = self._config
         session = WorkerSession(config.device_id, config.site, budget)
         self._meter = meter = Meter(curves)
         self._links = open_links(config, self._topics, self._boot, self._complaints)
@@ -255,8 +261,7 @@ class _Agent:
         )
         self._loader.start()
         self._builder.start()
-        signals.on_stop(lambda: self.inbox.post(Stop()))
-        shell.run()
+        return shell
 
     def close(self) -> None:
         """End all threads; the last word is `offline`."""
