@@ -93,7 +93,7 @@ class Meter:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         # By identity: ops live as long as their templates, and are kept here so that no other takes their place.
         self._predicted: dict[int, tuple[Op, float]] = {}
-        self._observed_s = self._expected_s = 0.0  # of late, the latest most
+        self._observed_s = self._expected_s = 0.0  # recent, decaying
         self._seen_s = -inf
 
     def set_curves(self, curves: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class MeshLinks:
             self.mesh.join(peer.device, key, place, peer.token_out, filters, LARGEST_BYTES)
 
     def leave(self, command: LeavePeers) -> None:
-        """End what an epoch was admitted and joined for."""
+        """End what a plan was admitted and joined for."""
         key = (command.model, command.plan_version)
         for peer in self._joined.pop(key, ()):
             self.mesh.leave(peer, key)
@@ -242,7 +242,7 @@ def open_links(config: AgentConfig, topics: Topics, boot: int, complaints: Error
 
 APART_S: Final = 0.3  # at least between two probes
 BROKER_PATH: Final = ""
-REMEMBERED_RUNS: Final = 8  # of late, by whose waits one is long
+REMEMBERED_RUNS: Final = 8  # recent runs, whose waits say which one is long
 LONG_WAIT_RATIO: Final = 1.5
 LONG_WAIT_S: Final = 0.02  # and by so much at least: what is shorter comes and goes
 LONG_WAITS: Final = 2  # in a row
@@ -282,7 +282,7 @@ class IdleProbes:
         return self._links.probe_large(way, now)
 
     def _waits_longer(self, waited_s: float) -> bool:
-        """Return whether runs have begun to wait much longer than those of late."""
+        """Return whether runs have begun to wait much longer than recent ones."""
         known = len(self._waits) == REMEMBERED_RUNS
         self._long = self._long + 1 if known and waited_s > LONG_WAIT_RATIO * median(self._waits) + LONG_WAIT_S else 0
         if self._long < LONG_WAITS:

@@ -296,7 +296,7 @@ class _ResidentWeight:
 
 
 class WeightLoader:
-    """Makes weights resident and shares them between epochs.
+    """Makes weights resident and shares them between plan versions.
 
     Those that no epoch uses any more stay as long as there is room, so that a plan that comes back is there at once.
 
@@ -334,7 +334,7 @@ class WeightLoader:
             self._emit_progress(job)
 
     def unload(self, unload: Unload, now: float) -> None:
-        """Cancel the load of an epoch, or give up its weights where no other epoch uses them."""
+        """Cancel the load of a plan version, or give up its weights if no other uses them."""
         key = (unload.model, unload.plan_version)
         active = self._jobs[0] if self._jobs else None
         self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.plan_version) != key)

@@ -271,7 +271,7 @@ class _ColdMatmul:
         self._k, self._n = k, n
 
     def run(self, rows: int, workers: Workers) -> Callable[[], None]:
-        """Return what multiplies so many rows by the next of the matrices."""
+        """Return what multiplies `rows` rows by the next of the matrices."""
         op = Compute("linear", (0,), (1,), self._refs, {"bias": True, "activation": None, "residual": False})
         slots = (SlotSpec((rows, self._k)), SlotSpec((rows, self._n)))
         reads, writes = _arrays(op, slots)

@@ -102,7 +102,7 @@ class PlannerStatus:
 
 @dataclass(frozen=True, slots=True)
 class OwnStatus:
-    """What the site is told about this device."""
+    """The published status of this device."""
 
     status: Status
 
@@ -296,7 +296,7 @@ class Network:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which filters the agent's connections hold, and which epochs still wait for an acknowledgement of theirs.
+# Which filters the agent's connections hold, and which plan versions still wait for an acknowledgement of theirs.
 
 
 Key = tuple[str, PlanVersion]
@@ -307,18 +307,18 @@ Token = tuple[Plane, int]
 class Subscriptions:
     """Filters with their acknowledgements: activations on the data plane, requests on the control plane.
 
-    A filter that several epochs need is subscribed once, so that brokers deliver nothing twice. Which epochs are here,
-    and which filters no epoch needs any more, is the session's knowledge.
+    A filter that several plan versions need is subscribed once, so that brokers deliver nothing twice. The session
+    knows which versions are here, and which filters none of them needs any more.
     """
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._held: dict[Filter, Token] = {}
         self._waiting: dict[Token, set[Key]] = {}
-        self._pending: dict[Key, set[Token]] = {}  # of epochs that wait for an acknowledgement
+        self._pending: dict[Key, set[Token]] = {}  # of plan versions that wait for an acknowledgement
 
     def subscribe(self, model: str, plan_version: PlanVersion, filters: Iterable[str], work_topic: str) -> bool:
-        """Subscribe to what an epoch needs; return whether everything is acknowledged already.
+        """Subscribe to what a plan version needs; return whether everything is acknowledged already.
 
         filters: of activations. work_topic: the topic of its requests.
         """
@@ -338,7 +338,7 @@ class Subscriptions:
         return not tokens
 
     def acknowledged(self, plane: Plane, token: int) -> list[Key]:
-        """Take an acknowledgement; return the epochs that now have everything."""
+        """Take an acknowledgement; return the plan versions that now have everything."""
         done = []
         for key in self._waiting.pop((plane, token), ()):
             tokens = self._pending.get(key)
@@ -350,7 +350,7 @@ class Subscriptions:
         return done
 
     def refused(self, plane: Plane, token: int) -> list[Key]:
-        """Take a refusal, forget its filters, and return the epochs that cannot have what they need."""
+        """Take a refusal, forget its filters, and return the plan versions that cannot have what they need."""
         keys = self._waiting.pop((plane, token), set())
         names = [f for f, t in self._held.items() if t == (plane, token)]
         self._drop(names)
@@ -362,7 +362,7 @@ class Subscriptions:
         self._drop([f for f in gone if f in self._held])
 
     def forget(self, model: str, plan_version: PlanVersion) -> None:
-        """Stop waiting for an epoch's acknowledgements."""
+        """Stop waiting for a plan version's acknowledgements."""
         self._pending.pop((model, plan_version), None)
 
     def _drop(self, filters: list[Filter]) -> None:

@@ -273,7 +273,7 @@ class SessionLoop:
         """Take one event."""
         try:
             if isinstance(event, TensorArrival) and self._session.runs.try_fill(event):
-                return  # as most do; it changes no plan and no order, and nothing is to be told
+                return  # as most do; it changes no plan and no order
             self._event_handlers.get(type(event), self._feed_session)(event)
         except Exception as exc:
             self._complaints.record("event_errors", f"{type(event).__name__} failed: {exc}", _unexpected(exc))

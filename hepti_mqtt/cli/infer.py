@@ -61,7 +61,7 @@ def infer(args: argparse.Namespace) -> int:
 
 
 def _wait_for_plan(hepti: Hepti, args: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the record of the model's plans when one is active; a wrong name and an absent planner are told at once.
+    """Return the record of the model's plans when one is active; fails fast without planner or model.
 
     A request with pins is searched for on its own, so it is sent even if there is no plan without them.
     """

@@ -1,4 +1,4 @@
-"""`hepti agent`, `hepti planner`, `hepti broker`: commands that run until they are told to stop."""
+"""`hepti agent`, `hepti planner`, `hepti broker`: commands that run until a signal stops them."""
 
 from __future__ import annotations
 

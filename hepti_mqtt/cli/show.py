@@ -399,7 +399,7 @@ def simulate_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluste
 
 
 def simulate_plan_load(site: str, played: SimulatedPlan, cluster: Cluster, in_flight: int) -> Throughput:
-    """Return what several requests under a plan come to, so many of them at once, by simulation."""
+    """Return what several requests under a plan come to, `in_flight` at once, by simulation."""
     naming = TopicNames(site, played.plan.model)
     request = simulated_request(naming, played.spec, played.plan, played.shape, cluster, played.programs)
     return simulate_throughput(naming, played.spec, request, cluster, in_flight, ROUNDS * in_flight)

@@ -125,7 +125,7 @@ class SiteFolder:
         return self.path / "logins" / f"{user}.login"
 
     def copies(self, user: str | None = None) -> list[Copy]:
-        """Return what to copy where after a change of `user`: its login, and what the broker must be told.
+        """Return what to copy where after a change of `user`: its login, and the broker's changed files.
 
         None: after the site was made.
         """

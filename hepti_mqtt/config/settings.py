@@ -15,7 +15,7 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_MOST: Final = 2**63  # more than anything has, and than is told on the wire
+_MOST: Final = 2**63  # more than anything has, and than fits on the wire
 
 
 def parse_size(text: str) -> int:
@@ -101,7 +101,7 @@ def find_bundled_config(kind: Kind, given: Path) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Variables that change how a process works, beside those that `settings.py` reads: a wrong one is told at once.
+# Other variables that change how a process works; a wrong value is an error at the start.
 
 
 KERNELS: Final = "HEPTI_KERNELS_"
