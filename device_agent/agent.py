@@ -1,36 +1,35 @@
-"""Installation files of one device: its directories, and the lock that keeps a second agent out."""
+"""One device's process: its directories, the lock that keeps a second agent out, and its parts, wired."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import random
-import signal
 import sys
-import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Final, NamedTuple
 
 import platformdirs
 import psutil
 
 from device_agent.background import BackgroundTuning, StartupStatus, prepare_kernels
-from device_agent.config import AgentConfig
+from device_agent.config import AgentConfig, mesh_address
 from device_agent.heartbeat import HeartbeatThread, Meter
-from device_agent.links import MeshEndpoint
+from device_agent.links import MeshLinks, open_links
 from device_agent.loader import LoaderThread, LoadEvent, TileCache, WeightLoader
 from device_agent.machine import HealthMonitor, free_memory, memory_budget
-from device_agent.measure import Curves, file_stamps, load_or_measure, measurement_files
-from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, PeerProbeDue, Stop
+from device_agent.measure import Curves, load_or_measure, measurement_file
+from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, Stop
 from device_agent.probes import Prober
 from device_agent.shell import BuilderThread, SessionLoop
 from hepti_mqtt import __version__
-from hepti_mqtt.config.process import stop_signals
+from hepti_mqtt.config.process import StopRequested, StopSignals
 from hepti_mqtt.config.settings import data_link
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, NetworkError
@@ -85,7 +84,7 @@ def agent_directories(root: Path | None, site: str, device: str) -> AgentDirecto
 
 @contextmanager
 def device_lock(directory: Path) -> Iterator[None]:
-    """Hold the lock of one device's directory; the system lets go of it when the process ends, however it ends.
+    """Hold the lock of one device's directory; the kernel releases it when the process ends.
 
     Raises ConfigError if another agent holds it.
     """
@@ -103,68 +102,12 @@ def device_lock(directory: Path) -> Iterator[None]:
                 f"another agent (process {holder or 'unknown'}) already runs as this device: {path} is locked; "
                 "stop it, or start this one with another --id"
             ) from exc
-        with suppress(OSError):  # on a full disk the lock holds all the same; only who holds it is not told
+        with suppress(OSError):  # on a full disk the lock still holds; only the holder's PID is missing
             os.ftruncate(handle, 0)
             os.write(handle, str(os.getpid()).encode("ascii"))
         yield
     finally:
         os.close(handle)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# How an agent is told to end.
-
-
-class StopRequested(BaseException):
-    """The device is told to end before its session thread runs.
-
-    No KeyboardInterrupt: one that passes through `exec`, as in many an import, makes Python kill itself with SIGINT in
-    the end, whoever has caught it.
-    """
-
-
-class StopSignals:
-    """Signals to end: an event for the session thread once it runs, an interrupt before, nothing while all ends.
-
-    An interrupt is lost where it falls into a callback, of a weak reference for example, so what was asked is kept too.
-    """
-
-    def __init__(self) -> None:
-        self._inbox: Inbox[AgentEvent] | None = None
-        self._asked = self._ending = False
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in stop_signals():
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def deliver_to(self, inbox: Inbox[AgentEvent]) -> None:
-        """From now on the session thread ends in its own time."""
-        self._inbox = inbox
-        if self._asked:
-            inbox.post(Stop())
-
-    def raise_if_requested(self) -> None:
-        """Interrupt again if the device was told to end before the session thread runs."""
-        if self._asked:
-            raise StopRequested
-
-    def ignore_further(self) -> None:
-        """From now on the device ends: whoever says so again interrupts nothing."""
-        self._ending = True
-
-    def _handle(self, *_: object) -> None:
-        self._asked = True
-        if self._inbox is not None:
-            self._inbox.post(Stop())
-        elif not self._ending:
-            raise StopRequested
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,11 +117,10 @@ class StopSignals:
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = (0.2, 5.0)
-STOP_POLL_S: Final = 0.1
 
 
-def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
-    """Be a device until `stop` is set or, in the main thread, until SIGTERM or SIGINT.
+def run_agent(config: AgentConfig, stop: StopSignals | None = None) -> None:
+    """Be a device until a stop is requested; in the main thread SIGTERM and SIGINT do so, too.
 
     Raises ConfigError (names, options, environment, a second agent of the same name), RefusedError (credentials, access
     list), and without `retry` NetworkError if the broker is absent at the start.
@@ -189,14 +131,13 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
     require_known()
     return_large_blocks()
     places = agent_directories(config.cache_dir, config.site, config.device_id)
-    with device_lock(places.state), StopSignals() as signals:
+    with device_lock(places.state), stop or StopSignals() as signals:
         agent: _Agent | None = None
         try:
             # A cache that is opened leaves room on the disk: tiles go before the boot counter does.
             room = partial(TileCache, places.tiles, config.cache_bytes or 1, Counter())
             agent = _Agent(config, places, next_boot(places.state, free_space=room))
-            with _watching(stop, agent.inbox):
-                agent.run(signals, stop or threading.Event())
+            agent.run(signals)
         except StopRequested:
             signals.ignore_further()
             config.log.info("stopped before the device was online")
@@ -204,29 +145,6 @@ def run_agent(config: AgentConfig, stop: threading.Event | None = None) -> None:
             signals.ignore_further()
             if agent is not None:
                 agent.close()
-
-
-@contextmanager
-def _watching(stop: threading.Event | None, inbox: Inbox[AgentEvent]) -> Iterator[None]:
-    """Turn a set `stop` into an event of the session thread."""
-    over = threading.Event()
-
-    def watch(stop: threading.Event) -> None:
-        while not over.is_set():
-            if stop.wait(STOP_POLL_S):
-                inbox.post(Stop())
-                return
-
-    if stop is None:
-        yield
-        return
-    thread = threading.Thread(target=watch, args=(stop,), name="hepti-stop", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 class _Agent:
@@ -256,21 +174,20 @@ class _Agent:
         self._builder: BuilderThread | None = None
         self._heartbeat: HeartbeatThread | None = None
         self._shell: SessionLoop | None = None
-        self._afterwards: BackgroundTuning | None = None
-        self._endpoint: MeshEndpoint | None = None
+        self._tuning: BackgroundTuning | None = None
+        self._links: MeshLinks | None = None
         self._packets = PacketLimit(
             config.url,
             f"hepti-{config.site}-{config.device_id}-size",
             Topics(config.site).probe(config.device_id),
             self._complaints.record,
         )
-        self._reached = False  # whether the site has been told that the device is starting
-        self._announced: tuple[int | None, LinkUp] | None = None  # with what caps were last told
+        self._reached = False  # whether the site knows that the device is starting
 
-    def run(self, signals: StopSignals, stop: threading.Event) -> None:
+    def run(self, signals: StopSignals) -> None:
         """Connect, measure, and work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        waiting = self._connect(PLANES)  # first of all, so that a wrong password is told at once
+        waiting = self._connect(PLANES)  # first, so that a wrong password is reported immediately
         self._reached = "control" not in waiting
         if not waiting:
             self._warn_if_open()
@@ -281,14 +198,33 @@ class _Agent:
         budget = memory_budget(self._config.memory_bytes, free_memory())
         self._log.info("idle at %.0f MiB, %.0f MiB for weights", rss_idle / 2**20, budget / 2**20)
         if waiting:
-            self._wait_for_broker(waiting, signals, stop)
+            self._wait_for_broker(waiting, signals)
             self._warn_if_open()
-        session = WorkerSession(self._config.device_id, self._config.site, budget)
-        meter = Meter(curves)
-        self._endpoint = MeshEndpoint(self._config, self._topics, self._boot, self._complaints)
-        caps = self._caps(meter, budget, rss_idle)
-        self._builder = BuilderThread(self._config.device_id, self._topics, workers, self.inbox.post)
-        shell = SessionLoop(
+        shell = self._assemble(workers, curves, budget, rss_idle)
+        signals.on_stop(lambda: self.inbox.post(Stop()))
+        shell.run()
+
+    def _assemble(self, workers: Workers, curves: Curves, budget: int, rss_idle: int) -> SessionLoop:
+        """Make and start everything around the session; return its loop."""
+        config = self._config
+        session = WorkerSession(config.device_id, config.site, budget)
+        self._meter = meter = Meter(curves)
+        self._links = open_links(config, self._topics, self._boot, self._complaints)
+        self._caps = Caps(
+            device=config.device_id,
+            boot=self._boot,
+            cores=psutil.cpu_count() or 1,
+            threads=config.threads,
+            memory_budget_bytes=budget,
+            rss_idle_bytes=rss_idle,
+            isa=isa(),
+            version=__version__,
+            curves=curves,
+            largest_packet_bytes=0,
+            mqtt=0,
+        )
+        self._builder = BuilderThread(config.device_id, self._topics, workers, self.inbox.post)
+        self._shell = shell = SessionLoop(
             session,
             self._boot,
             self.inbox,
@@ -297,40 +233,46 @@ class _Agent:
             self._builder,
             meter,
             self._complaints,
-            lambda link: self._announce(caps, link),
+            self._announce,
             self._log,
-            self._endpoint.links,
+            self._links,
         )
-        self._shell = shell
         self._heartbeat = HeartbeatThread(
             self._topics,
-            self._config.device_id,
+            config.device_id,
             self._boot,
             self._network,
-            HealthMonitor(self._config.url),
-            self._prober,
+            HealthMonitor(config.url),
             meter,
             lambda: shell.last_op_s,
             lambda: self._counters(session),
-            self._endpoint.peer_reports(lambda: self.inbox.post(PeerProbeDue())),
+            self._links,
+            self.inbox,
             self._complaints,
         )
-        self._afterwards = self._make_background_tuning(meter, caps, shell)
+        self._tuning = BackgroundTuning(
+            measurement_file(self._places.state, config.threads),
+            config.threads,
+            config.memory_bytes or free_memory(),
+            meter,
+            lambda: shell.last_op_s,
+            self._publish_caps,
+            self._log,
+        )
         self._loader.start()
         self._builder.start()
-        signals.deliver_to(self.inbox)
-        shell.run()
+        return shell
 
     def close(self) -> None:
         """End all threads; the last word is `offline`."""
-        if self._afterwards is not None:
-            self._afterwards.close()
+        if self._tuning is not None:
+            self._tuning.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
         farewell = self._reached if self._shell is None else self._shell.announce_offline
         self._network.close(self._will() if farewell else None)
-        if self._endpoint is not None:
-            self._endpoint.close()
+        if self._links is not None:
+            self._links.close()
         self._loader.close()
         if self._builder is not None:
             self._builder.close()
@@ -368,18 +310,17 @@ class _Agent:
                 if not self._config.retry:
                     raise
                 if planes == PLANES and place == 0:
-                    self._log.warning("%s; trying again until it is there", exc)
+                    self._log.warning("%s; retrying until the broker answers", exc)
                 return planes[place:]
         return ()
 
-    def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: StopSignals, stop: threading.Event) -> None:
+    def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: StopSignals) -> None:
         delay_s = BACKOFF_S[0]
-        while waiting and not stop.wait(delay_s * random.uniform(0.5, 1.0)):
-            signals.raise_if_requested()
+        while waiting and not signals.requested.wait(delay_s * random.uniform(0.5, 1.0)):
             delay_s = min(2 * delay_s, BACKOFF_S[1])
             still = self._connect(waiting)
             if not still:
-                self._log.info("the broker is there")
+                self._log.info("connected to the broker")
             waiting = still
 
     def _warn_if_open(self) -> None:
@@ -393,75 +334,44 @@ class _Agent:
 
     def _measure(self, starting: StartupStatus) -> tuple[Workers, Curves]:
         config = self._config
-        places = measurement_files(self._places.state, jit.cache_directory(), config.threads)
-        before = file_stamps(places)
+        started_s = time.time()
         prepare_kernels(config.threads, starting, self._log)
         self._workers = workers = Workers(config.threads)
-        memory_bytes = config.memory_bytes or free_memory()
-        with compile_lock(jit.cache_directory(), partial(starting.update, "waiting for others here that start")):
+        waiting = partial(starting.update, "waiting for another agent on this machine to measure")
+        with compile_lock(jit.cache_directory(), waiting):
             starting.update("measuring")
-            start = perf_counter()
-            curves, cached = load_or_measure(places, workers, memory_bytes, jit.all_ready(), stamps_at_start=before)
-        self._log.info(
-            "measured in %.1f s%s", perf_counter() - start, " (as before, or by a neighbour)" if cached else ""
-        )
+            start = time.perf_counter()
+            curves, cached = load_or_measure(
+                measurement_file(self._places.state, config.threads),
+                workers,
+                config.memory_bytes or free_memory(),
+                with_narrow_weights=jit.all_ready(),
+                trusted_since_s=started_s,
+            )
+        self._log.info("measured in %.1f s%s", time.perf_counter() - start, " (cached)" if cached else "")
         release_compiler()
         return workers, curves
 
-    def _make_background_tuning(
-        self, meter: Meter, caps: Callable[[int | None, int], Caps], shell: SessionLoop
-    ) -> BackgroundTuning:
-        """Return what goes on beside the session, from when the device is online for the first time."""
-        config = self._config
-
-        def announce() -> None:
-            assert self._announced is not None
-            largest, link = self._announced
-            topic = self._topics.caps(config.device_id)
-            self._network.publish("control", topic, encode_caps(caps(largest, link.protocol)), 1, True)
-
-        memory_bytes = config.memory_bytes or free_memory()
-        return BackgroundTuning(
-            measurement_files(self._places.state, jit.cache_directory(), config.threads),
-            config.threads,
-            memory_bytes,
-            meter,
-            lambda: shell.last_op_s,
-            announce,
-            self._log,
-        )
-
-    def _caps(self, meter: Meter, budget: int, rss_idle: int) -> Callable[[int | None, int], Caps]:
-        config = self._config
-        return lambda largest, protocol: Caps(
-            device=config.device_id,
-            boot=self._boot,
-            cores=psutil.cpu_count() or 1,
-            threads=config.threads,
-            memory_budget_bytes=budget,
-            rss_idle_bytes=rss_idle,
-            isa=isa(),
-            version=__version__,
-            curves=meter.curves,
-            largest_packet_bytes=largest or 0,
-            mqtt=protocol,
-            endpoint=None if self._endpoint is None else self._endpoint.advertised(),
-        )
-
-    def _announce(self, caps: Callable[[int | None, int], Caps], link: LinkUp) -> int | None:
+    def _announce(self, link: LinkUp) -> int | None:
         device = self._config.device_id
         largest, limit = self._packets.largest(link.protocol, link.largest_packet_bytes)
-        self._announced = largest, link
+        self._caps = replace(self._caps, largest_packet_bytes=largest or 0, mqtt=link.protocol)
         self._prober.set_packet_limit(limit, link.broker_is_local)
-        self._network.publish("control", self._topics.caps(device), encode_caps(caps(largest, link.protocol)), 1, True)
+        self._publish_caps()
         online = encode_status(Status("online", self._boot, version=__version__))
         self._network.publish("control", self._topics.status(device), online, 1, True)
         self._log.info("%s is online at site %s (boot %d)", device, self._config.site, self._boot)
         if self._heartbeat is not None:
             self._heartbeat.start()
-        if self._afterwards is not None:
-            self._afterwards.start()
+        if self._tuning is not None:
+            self._tuning.start()
         return limit
+
+    def _publish_caps(self) -> None:
+        address = mesh_address(self._config)  # it may change with the route to the broker
+        endpoint = None if self._links is None or address is None else self._links.endpoint(address)
+        caps = replace(self._caps, curves=self._meter.curves, endpoint=endpoint)
+        self._network.publish("control", self._topics.caps(self._config.device_id), encode_caps(caps), 1, True)
 
     def _loading(self, event: LoadEvent) -> None:
         self.inbox.post(event)

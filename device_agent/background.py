@@ -1,11 +1,11 @@
-"""What a device does before it is online, and how the site and the log hear how far it is."""
+"""Startup of a device: compiling kernels, and progress in the log and the retained status."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from math import ceil, inf
 from pathlib import Path
@@ -23,7 +23,7 @@ from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.jit import cache_directory, release_compiler, return_memory
 from hepti_mqtt.protocol.messages import Status
 
-REPEAT_S: Final = 2.0  # so often at the least; the planner waits for a device that goes on saying that it starts
+REPEAT_S: Final = 2.0  # the planner waits for a device while it keeps reporting
 LOG_S: Final = 5.0
 COMPILER_BYTES: Final = 300 << 20  # what one process that compiles needs at most
 
@@ -101,21 +101,19 @@ def prepare_kernels(threads: int, status: StartupStatus, log: logging.Logger) ->
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an agent does beside its work once it is online: compile the rest, and measure again where that is wrong.
+# Background tuning of an online agent: compile the remaining kernels, and measure again if requests contradict it.
 
 
 POLL_S: Final = 1.0
 CLOSE_S: Final = 1.0
-IDLE_S: Final = 5.0  # without an op for so long a device is idle
-MISMATCH_RATIO: Final = 1.5  # requests take so many times as long as was measured, or as short
+IDLE_S: Final = 5.0  # a device without an op for this long is idle
+MISMATCH_RATIO: Final = 1.5  # of observed to measured time, in either direction
 MISMATCH_S: Final = 30.0  # of requests
-REMEASURE_S: Final = (
-    600.0  # after a measurement, and twice as long after each further one: what requests show may stay so
-)
+REMEASURE_S: Final = 600.0  # before the next measurement; doubles each time, as a mismatch may be permanent
 
 
 class RemeasurePolicy:
-    """Whether requests have told otherwise than the measurement for long; time is an argument."""
+    """Decides when to repeat the self-measurement: requests have contradicted it for long. Time is an argument."""
 
     def __init__(self) -> None:
         self._wrong_s = 0.0
@@ -123,7 +121,7 @@ class RemeasurePolicy:
         self._not_before_s, self._pause_s = -inf, REMEASURE_S
 
     def should_remeasure(self, slowdown: float, now: float) -> bool:
-        """Take what requests show now, 1.0 if there were none; return whether to measure again."""
+        """Record the current slowdown (1.0 without requests); return whether to measure again."""
         passed_s, self._last_s = 0.0 if self._last_s is None else now - self._last_s, now
         if max(slowdown, 1 / max(slowdown, 1e-9)) > MISMATCH_RATIO:
             self._wrong_s += passed_s
@@ -132,7 +130,7 @@ class RemeasurePolicy:
         return self._wrong_s >= MISMATCH_S and now >= self._not_before_s
 
     def record_measurement(self, now: float) -> None:
-        """Take it that the device was measured again."""
+        """Record that the device was measured again."""
         self._wrong_s = 0.0
         self._not_before_s, self._pause_s = now + self._pause_s, 2 * self._pause_s
 
@@ -140,13 +138,13 @@ class RemeasurePolicy:
 class BackgroundTuning:
     """A thread from `start` to `close`.
 
-    measurement_files: of the device's measurement. threads, memory_bytes: as it measures. last_op_s: returns when an
-    op was last run. publish_caps: tells the site what `meter` has as curves now.
+    measurement: its file. threads, memory_bytes: as at the first measurement. last_op_s: returns when an op was last
+    run. publish_caps: publishes the curves of `meter`.
     """
 
     def __init__(
         self,
-        measurement_files: Sequence[Path],
+        measurement: Path,
         threads: int,
         memory_bytes: int,
         meter: Meter,
@@ -154,11 +152,11 @@ class BackgroundTuning:
         publish_caps: Callable[[], None],
         log: logging.Logger,
     ) -> None:
-        self._places, self._threads, self._memory_bytes = measurement_files, threads, memory_bytes
+        self._file, self._threads, self._memory_bytes = measurement, threads, memory_bytes
         self._meter, self._stepped_s, self._announce = meter, last_op_s, publish_caps
         self._log = log
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hepti-afterwards", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hepti-tuning", daemon=True)
 
     def start(self) -> None:
         """Start the thread, the first time."""
@@ -180,7 +178,7 @@ class BackgroundTuning:
         except InterruptedError:
             pass
         except Exception:
-            self._log.exception("what goes on beside the work has ended; the agent works on")
+            self._log.exception("background tuning failed; the agent keeps serving")
 
     def _watch(self) -> None:
         doubts = RemeasurePolicy()
@@ -195,10 +193,7 @@ class BackgroundTuning:
         return time.perf_counter() - self._stepped_s() > IDLE_S
 
     def _measure(self, force: bool) -> None:
-        """Measure, unless a request comes meanwhile: then what was measured does not count.
-
-        Weights are here by now, so only what is free beside them is used, and given back.
-        """
+        """Measure with the memory that is free beside the weights; a request meanwhile voids the result."""
         workers = Workers(self._threads)
         memory_bytes = min(self._memory_bytes, free_memory())
 
@@ -209,7 +204,7 @@ class BackgroundTuning:
             with compile_lock(cache_directory(), self._give_up):
                 begun_s = time.perf_counter()
                 curves, _ = load_or_measure(
-                    self._places, workers, memory_bytes, with_narrow_weights=True, force=force, may_store=undisturbed
+                    self._file, workers, memory_bytes, with_narrow_weights=True, force=force, may_store=undisturbed
                 )
         except InterruptedError:
             return
@@ -223,7 +218,7 @@ class BackgroundTuning:
         try:
             self._announce()
         except NetworkError as error:
-            self._log.warning("the new measurement cannot be told now: %s", error)
+            self._log.warning("cannot publish the new measurement: %s", error)
 
     def _give_up(self) -> None:
         if self._closing.is_set():

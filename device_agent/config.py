@@ -1,7 +1,8 @@
-"""Where this device's own MQTT endpoint listens, and what address it tells its peers."""
+"""How an agent runs, from the options it was started with, and where its peers reach it."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import socket
@@ -13,8 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from device_agent.loader import LoadEvent
-from hepti_mqtt.config import Settings
-from hepti_mqtt.config.options import AgentOptions
+from hepti_mqtt.config.options import host_name, settings_from_args
 from hepti_mqtt.config.settings import parse_size
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
@@ -24,13 +24,18 @@ _KEY: Final = "PRIVATE KEY-----"
 
 
 def local_address_toward(url: BrokerUrl) -> str | None:
-    """Return this machine's address on the way to the broker, None where there is no way; nothing is sent."""
+    """Return the local address used to reach the broker, None without a route. Sends nothing."""
     with suppress(OSError, UnicodeError):
         for family, _, _, _, place in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
                 way.connect(place)
                 return str(way.getsockname()[0]).partition("%")[0]
     return None
+
+
+def mesh_address(config: AgentConfig) -> str | None:
+    """Return the address at which peers reach a device, None without a route to the broker."""
+    return config.mesh_host or local_address_toward(config.url)
 
 
 def login_certificate(url: BrokerUrl) -> Path | None:
@@ -42,7 +47,7 @@ def login_certificate(url: BrokerUrl) -> Path | None:
 
 
 def listen_address(advertised: str) -> str:
-    """Return where to listen so that peers reach the address they are told; on loopback nobody else can."""
+    """Return the address to bind for an advertised one: all interfaces, unless it is loopback."""
     address = ip_address(advertised)
     if address.is_loopback:
         return advertised
@@ -50,15 +55,11 @@ def listen_address(advertised: str) -> str:
 
 
 def parse_mesh_host(text: str) -> str:
-    """Return the address of `--mesh-host`; raises ConfigError for anything else, as peers look no names up."""
+    """Return the address of `--mesh-host`; raises ConfigError for a host name, since peers resolve none."""
     try:
         return str(ip_address(text))
     except ValueError:
         raise ConfigError(f"--mesh-host takes an address such as 192.168.1.7, not {text!r}") from None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# How an agent runs, from the options it was started with.
 
 
 CACHE_BYTES: Final = 4 << 30
@@ -93,22 +94,26 @@ class AgentConfig:
     mesh_tls: Path | None = None
 
     @classmethod
-    def from_options(
-        cls, settings: Settings, options: AgentOptions, on_load_event: Callable[[LoadEvent], None] | None = None
+    def from_args(
+        cls, args: argparse.Namespace, on_load_event: Callable[[LoadEvent], None] | None = None
     ) -> AgentConfig:
-        """Return what a command line asks for; raises ConfigError for a missing broker, a bad URL, name or size."""
+        """Return what the arguments of `add_site_arguments` and `add_agent_arguments` say.
+
+        Raises ConfigError for a missing broker, a bad URL, name or size.
+        """
+        settings = settings_from_args(args)
         return cls(
             url=BrokerUrl.parse(settings.require_broker()),
             site=check_name("site", settings.site),
-            device_id=check_name("device", options.device),
-            threads=options.threads or os.cpu_count() or 1,
-            memory_bytes=None if options.memory is None else parse_size(options.memory),
-            cache_dir=options.cache,
-            cache_bytes=CACHE_BYTES if options.cache_size is None else parse_size(options.cache_size),
-            retry=options.retry,
+            device_id=check_name("device", args.device or host_name()),
+            threads=args.threads or os.cpu_count() or 1,
+            memory_bytes=None if args.memory is None else parse_size(args.memory),
+            cache_dir=args.cache,
+            cache_bytes=CACHE_BYTES if args.cache_size is None else parse_size(args.cache_size),
+            retry=args.retry,
             on_load_event=on_load_event,
-            mesh=options.mesh,
-            mesh_host=None if options.mesh_host is None else parse_mesh_host(options.mesh_host),
-            mesh_port=options.mesh_port or 0,
-            mesh_tls=options.mesh_tls,
+            mesh=args.mesh,
+            mesh_host=None if args.mesh_host is None else parse_mesh_host(args.mesh_host),
+            mesh_port=args.mesh_port or 0,
+            mesh_tls=args.mesh_tls,
         )

@@ -1,4 +1,4 @@
-"""Slowdown: how the matmuls and frames of real requests compare with what this device measured of itself."""
+"""The meter, which compares real requests with the self-measurement, and the thread that publishes heartbeats."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from device_agent.links import MeshLinks
 from device_agent.machine import HealthMonitor
-from device_agent.network import ErrorLog, Network
-from device_agent.probes import BUSY_S, Prober
+from device_agent.network import AgentEvent, ErrorLog, Network, PeerProbeDue
+from device_agent.probes import BUSY_S
 from hepti_mqtt.cost.profiles import DeviceProfile, FrameCost, default_frame_cost
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.kernels import works
 from hepti_mqtt.program import Compute, Op, SlotSpec
-from hepti_mqtt.protocol.messages import Heartbeat, LinkReport, PeerStats, encode_heartbeat
+from hepti_mqtt.protocol.messages import Heartbeat, encode_heartbeat
 from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport import Inbox
 
 METERED: Final = frozenset({"linear", "conv2d"})  # what is priced by the time curves of matmuls
 IDLE_S: Final = 5.0  # without a sample, after which a device is as measured again ...
@@ -92,7 +94,7 @@ class Meter:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         # By identity: ops live as long as their templates, and are kept here so that no other takes their place.
         self._predicted: dict[int, tuple[Op, float]] = {}
-        self._observed_s = self._expected_s = 0.0  # of late, the latest most
+        self._observed_s = self._expected_s = 0.0  # recent, decaying
         self._seen_s = -inf
 
     def set_curves(self, curves: dict[str, Any]) -> None:
@@ -101,10 +103,10 @@ class Meter:
         self._predicted, self._seen_s = {}, -inf
 
     def update_slowdown(self, now: float) -> float:
-        """Return observed over predicted time of late, smoothed over seconds; 1.0 when nothing has run for a while.
+        """Return the recent ratio of observed to predicted time, smoothed over seconds; 1.0 after an idle period.
 
-        What is modest is told for longer: else who has just computed is compared with others as they measured
-        themselves, and devices that are alike get shares that are not.
+        A small deviation is reported for longer. Otherwise a busy device would be compared with idle ones at their
+        measured speed, and equal devices would get unequal shares.
         """
         observed = predicted = 0.0
         while self.samples:
@@ -124,7 +126,7 @@ class Meter:
         return self.last_slowdown
 
     def frame_cost(self, frames: int, nbytes: int) -> FrameCost | None:
-        """Return what a tensor over mesh has cost of late, and each of its bytes.
+        """Return the recent cost of a mesh frame and of each of its bytes.
 
         None before there were enough of them. frames, nbytes: of tensors that came and went since the start, each
         receiver counted. Probes between two looks do not count: they meet an idle device, and were told as half of
@@ -158,23 +160,11 @@ class Meter:
 HEARTBEAT_S: Final = 1.0
 
 
-class PeerReports(NamedTuple):
-    """What a heartbeat says of peers, and how it lets the session thread measure the way to one of them.
-
-    tensor_traffic: how many frames with tensors, and bytes of them, came and went since the start.
-    """
-
-    link_reports: Callable[[], Mapping[str, LinkReport]]
-    peer_stats: Callable[[], Mapping[str, PeerStats]]
-    tensor_traffic: Callable[[], tuple[int, int]]
-    request_probe: Callable[[], None]
-
-
 class HeartbeatThread:
     """Publishes heartbeats and probes from `start` to `close`.
 
     last_op_s: returns when the session thread last ran an op. counters: returns what the heartbeat carries.
-    peers: what there is of these, None without mesh.
+    links: to peers, None without mesh; the session thread probes them when `inbox` says so.
     """
 
     def __init__(
@@ -184,24 +174,24 @@ class HeartbeatThread:
         boot: int,
         network: Network,
         health: HealthMonitor,
-        prober: Prober,
         meter: Meter,
         last_op_s: Callable[[], float],
         counters: Callable[[], Mapping[str, int]],
-        peers: PeerReports | None,
+        links: MeshLinks | None,
+        inbox: Inbox[AgentEvent],
         complaints: ErrorLog,
     ) -> None:
         self._topics, self._device, self._boot, self._network = topics, device, boot, network
-        self._health, self._prober, self._meter = health, prober, meter
+        self._health, self._prober, self._meter = health, network.prober, meter
         self._stepped_s, self._counters, self._complaints = last_op_s, counters, complaints
-        self._peers = peers
+        self._links, self._inbox = links, inbox
         self._seq = 0
         self._closing = threading.Event()
         self._soon = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hepti-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, the first time; later beat at once, since somebody waits to hear that we are back."""
+        """Start the thread, the first time; later calls publish a heartbeat at once: the planner waits for one."""
         self._soon.set()
         if self._thread.ident is None:
             self._thread.start()
@@ -215,13 +205,12 @@ class HeartbeatThread:
 
     def publish_heartbeat(self, now: float) -> None:
         """Publish one heartbeat and the probes that are due; `now` by time.perf_counter()."""
-        slowdown = self._meter.update_slowdown(
-            now
-        )  # also while we are away, or it would stay what it was, and be doubted
+        slowdown = self._meter.update_slowdown(now)  # also while disconnected: an old value would be doubted later
         if not self._network.is_connected():
-            return  # a device that cannot be reached on every plane cannot do its part
+            return  # a device must be reachable on every plane
+        links = self._links
         health = self._health.sample()
-        frame = None if self._peers is None else self._meter.frame_cost(*self._peers.tensor_traffic())
+        frame = None if links is None else self._meter.frame_cost(*links.tensor_traffic)
         self._seq += 1
         heartbeat = Heartbeat(
             boot=self._boot,
@@ -234,16 +223,16 @@ class HeartbeatThread:
             slowdown=slowdown,
             rss_bytes=health.rss_bytes,
             counters=self._counters(),
-            peers={} if self._peers is None else self._peers.link_reports(),
-            edges={} if self._peers is None else self._peers.peer_stats(),
+            peers={} if links is None else links.probes.link_reports(),
+            edges={} if links is None else links.peer_stats(),
             peer_frame_s=None if frame is None else frame.frame_s,
             peer_byte_s=None if frame is None else frame.byte_s,
         )
         self._network.publish("control", self._topics.heartbeat(self._device), encode_heartbeat(heartbeat), 0)
         for payload in self._prober.due_probes(now, busy=now - self._stepped_s() < BUSY_S):
             self._network.publish("data", self._topics.probe(self._device), payload, 0)
-        if self._peers is not None:
-            self._peers.request_probe()
+        if links is not None:
+            self._inbox.post(PeerProbeDue())
 
     def _run(self) -> None:
         due_s = time.monotonic()

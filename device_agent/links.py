@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Final
 
-from device_agent.config import AgentConfig, listen_address, local_address_toward, login_certificate
-from device_agent.heartbeat import PeerReports
+from device_agent.config import AgentConfig, listen_address, login_certificate, mesh_address
 from device_agent.network import ErrorLog, Network
 from device_agent.probes import ANSWER_MARK, PeerProbes, Prober
 from hepti_mqtt.errors import ConfigError, WireError
@@ -39,28 +38,35 @@ LinkEvent = TensorArrival | FrameIn | PeerJoined | PeerRefused | PeerLost | Peer
 
 
 class MeshLinks:
-    """Carries mesh commands out, and gives what has come as events of the session; for the session thread alone.
+    """Carries mesh commands out, and returns what has come as events of the session; for the session thread alone.
 
-    open_mesh: opens the endpoint with callbacks for messages and events. probes: measures the ways to peers. Frames are
-    views of the buffers that they came in.
+    Listens on `host` and `port` (0: any that is free); raises OSError if it cannot. Frames are views of the buffers
+    that they came in.
     """
 
     def __init__(
         self,
         topics: Topics,
         device: str,
-        open_mesh: Callable[[Callable[[str, str, memoryview], None], Callable[[MeshEvent], None]], Mesh],
+        boot: int,
         complaints: ErrorLog,
-        probes: PeerProbes,
+        host: str,
+        port: int = 0,
+        tls: MeshTls | None = None,
     ) -> None:
-        self.probes = probes
+        self.probes = PeerProbes(device, boot)
         self._topics, self._device, self._complaints = topics, device, complaints
         self._arrived: list[LinkEvent] = []
         self._exchanges = ExchangeCache()
         self._admitted: dict[tuple[str, PlanVersion], frozenset[str]] = {}
         self._joined: dict[tuple[str, PlanVersion], frozenset[str]] = {}
         self.tensor_traffic = (0, 0)  # frames and bytes that came and went, each receiver counted; no probes
-        self.mesh = open_mesh(self._message, self._event)
+        self._fingerprint = "" if tls is None else tls.fingerprint
+        self.mesh = Mesh(host, port, user=device, on_message=self._message, on_event=self._event, tls=tls)
+
+    def endpoint(self, address: str) -> Endpoint:
+        """Return what peers need to connect to this device at `address`."""
+        return Endpoint(address, self.mesh.port, self._fingerprint)
 
     @property
     def has_peers(self) -> bool:
@@ -79,7 +85,7 @@ class MeshLinks:
         count, nbytes = self.tensor_traffic
         self.tensor_traffic = count + readers, nbytes + readers * (len(command.payload) + command.body.nbytes)
         if not readers:
-            self._complaints.record("mesh_unread", f"nobody reads {command.topic}: its reader's connection is away")
+            self._complaints.record("mesh_unread", f"no peer reads {command.topic}: the reader is disconnected")
 
     def admit(self, command: AllowPeers) -> None:
         """Let peers in."""
@@ -99,7 +105,7 @@ class MeshLinks:
             self.mesh.join(peer.device, key, place, peer.token_out, filters, LARGEST_BYTES)
 
     def leave(self, command: LeavePeers) -> None:
-        """End what an epoch was admitted and joined for."""
+        """End what a plan was admitted and joined for."""
         key = (command.model, command.plan_version)
         for peer in self._joined.pop(key, ()):
             self.mesh.leave(peer, key)
@@ -133,7 +139,7 @@ class MeshLinks:
             self.mesh.publish(self._topics.activation(model, 0, self._device, peer), payload)
 
     def peer_stats(self) -> Mapping[str, PeerStats]:
-        """Return what went to and came from each peer, of as many as a heartbeat takes; from any thread."""
+        """Return the traffic of each peer, at most MAX_PEERS of them. Thread-safe."""
         found = self.mesh.stats()
         now = frozenset[str]().union(*list(self._joined.values()), *list(self._admitted.values()))
         newest = list(found)[::-1]
@@ -203,75 +209,41 @@ class MeshLinks:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# This device's own endpoint as the agent opens it: where its options and the broker's URL say, or not at all.
+# The mesh endpoint that an agent opens, as its options and the broker's URL say.
 
 
-class MeshEndpoint:
-    """The endpoint of an agent. links: None where all exchanges are left to the broker.
+def open_links(config: AgentConfig, topics: Topics, boot: int, complaints: ErrorLog) -> MeshLinks | None:
+    """Return an agent's links to peers, None if all tensors go through the broker.
 
-    Raises ConfigError for a port that cannot be had, and for a certificate that is none.
+    Raises ConfigError for a port in use or an invalid certificate.
     """
-
-    def __init__(self, config: AgentConfig, topics: Topics, boot: int, complaints: ErrorLog) -> None:
-        self._config, self._fingerprint = config, ""
-        self.links: MeshLinks | None = None
-        if (address := self._address()) is None or not config.mesh or not mesh_possible():
-            return
-        certificate = config.mesh_tls or login_certificate(config.url)
-        if config.url.tls and certificate is None:
-            config.log.info("exchanges go over the broker, which is encrypted; --mesh-tls lets peers connect as well")
-            return
-        tls = None if certificate is None else MeshTls.load(certificate, certificate)
-
-        def make(on_message: Callable[[str, str, memoryview], None], on_event: Callable[[MeshEvent], None]) -> Mesh:
-            host, user = listen_address(address), config.device_id
-            return Mesh(host, config.mesh_port, user=user, on_message=on_message, on_event=on_event, tls=tls)
-
-        try:
-            self.links = MeshLinks(topics, config.device_id, make, complaints, PeerProbes(config.device_id, boot))
-        except OSError as exc:
-            if config.mesh_port:
-                raise ConfigError(f"--mesh-port {config.mesh_port} cannot be had: {exc}; choose another one") from exc
-            complaints.record("mesh_closed", f"no endpoint for peers at {address}: {exc}")
-        self._fingerprint = "" if tls is None else tls.fingerprint
-
-    def advertised(self) -> Endpoint | None:
-        """Return where peers are told to come; the address may change with the way to the broker."""
-        address = self._address()
-        if self.links is None or address is None:
-            return None
-        return Endpoint(address, self.links.mesh.port, self._fingerprint)
-
-    def peer_reports(self, due: Callable[[], None]) -> PeerReports | None:
-        """Return what heartbeats say of peers; due: lets the session thread probe one."""
-        links = self.links
-        return (
-            None
-            if links is None
-            else PeerReports(links.probes.link_reports, links.peer_stats, lambda: links.tensor_traffic, due)
-        )
-
-    def close(self) -> None:
-        """Close it."""
-        if self.links is not None:
-            self.links.close()
-
-    def _address(self) -> str | None:
-        return self._config.mesh_host or local_address_toward(self._config.url)
+    if not config.mesh or not mesh_possible() or (address := mesh_address(config)) is None:
+        return None
+    certificate = config.mesh_tls or login_certificate(config.url)
+    if config.url.tls and certificate is None:
+        config.log.info("tensors go through the encrypted broker; --mesh-tls enables direct peer connections")
+        return None
+    tls = None if certificate is None else MeshTls.load(certificate, certificate)
+    try:
+        return MeshLinks(topics, config.device_id, boot, complaints, listen_address(address), config.mesh_port, tls)
+    except OSError as exc:
+        if config.mesh_port:
+            raise ConfigError(f"cannot listen on --mesh-port {config.mesh_port}: {exc}; choose another port") from exc
+        complaints.record("mesh_closed", f"no endpoint for peers at {address}: {exc}")
+        return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Large probes in the pauses between runs: a device that serves without a rest has no second in which it is idle.
 #
-# Without them a link that fails while requests follow each other is never seen to have failed. One large probe at a
-# time,
-# so that it has this device's links to itself, and each way no more often than when the device is idle: at once only
-# where runs wait for others much longer than they did, or where another way has fallen.
+# Without them nobody notices a link that fails while requests follow each other. One large probe at a time, so that it
+# has this device's links to itself, and each path no more often than when the device is idle: at once only if runs wait
+# for others much longer than before, or if another path has become slower.
 
 
 APART_S: Final = 0.3  # at least between two probes
 BROKER_PATH: Final = ""
-REMEMBERED_RUNS: Final = 8  # of late, by whose waits one is long
+REMEMBERED_RUNS: Final = 8  # recent runs, whose waits say which one is long
 LONG_WAIT_RATIO: Final = 1.5
 LONG_WAIT_S: Final = 0.02  # and by so much at least: what is shorter comes and goes
 LONG_WAITS: Final = 2  # in a row
@@ -287,7 +259,7 @@ class IdleProbes:
         self._waits: deque[float] = deque(maxlen=REMEMBERED_RUNS)
 
     def on_idle(self, now: float, waited_s: float | None) -> None:
-        """Take it that no run is under way here, and how long this device waited in the one that ended, if one did.
+        """Probe if due, now that no run is active; waited_s: idle time here in the run that just ended, if any.
 
         now: by time.perf_counter().
         """
@@ -311,7 +283,7 @@ class IdleProbes:
         return self._links.probe_large(way, now)
 
     def _waits_longer(self, waited_s: float) -> bool:
-        """Return whether runs have begun to wait much longer than those of late."""
+        """Return whether runs have begun to wait much longer than recent ones."""
         known = len(self._waits) == REMEMBERED_RUNS
         self._long = self._long + 1 if known and waited_s > LONG_WAIT_RATIO * median(self._waits) + LONG_WAIT_S else 0
         if self._long < LONG_WAITS:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.memory import weights_bytes
@@ -34,7 +34,7 @@ _log: Final = logging.getLogger("hepti.agent")
 
 
 def free_cache_bytes(directory: Path) -> int:
-    """Return how much tiles may still take on a directory's disk; below 0 they take too much already."""
+    """Return the disk space left for tiles; negative if they already use too much."""
     usage = shutil.disk_usage(directory)
     return usage.free - min(RESERVE_BYTES, usage.total // _SMALL)
 
@@ -134,11 +134,11 @@ class TileCache:
         self.bytes += len(data)
 
     def _warn_not_kept(self, why: str) -> None:
-        """Say once that weights are not kept, which nobody would notice before the next start."""
+        """Warn once that weights are not cached."""
         if not self._told:
             _log.warning(
-                "weights are not kept in %s (%s): each start loads them anew; make room there, or choose another "
-                "place with --cache",
+                "cannot cache weights in %s (%s), so every start loads them over the network; free disk space "
+                "or choose another directory with --cache",
                 self._directory,
                 why,
             )
@@ -274,14 +274,12 @@ class LoadJob:
 # ----------------------------------------------------------------------------------------------------------------------
 # The weight loader: from a manifest's tiles to packed weights, by way of the disk cache or the planner.
 #
-# It is a state machine with the time as an argument; `loader_thread` gives it a thread. Loads run one after the other
-# and
-# take their tiles nearly in order, so that memory while loading is the weights themselves, the few tiles under way,
-# and
-# the int8 blocks of which a part is missing (`simulate.loading_overhead_bytes`).
+# A state machine with the time as an argument; `LoaderThread` gives it a thread. Loads run one after the other and take
+# their tiles nearly in order, so that memory while loading is the weights themselves, the few tiles under way, and the
+# int8 blocks of which a part is missing (`cost.memory.loading_overhead_bytes`).
 
 
-WINDOW: Final = 16  # tiles asked for and not yet there
+WINDOW: Final = 16  # requested tiles that have not come yet
 RETRY_S: Final = 3.0
 PROGRESS_S: Final = 0.5
 MAX_MISMATCHES: Final = 3
@@ -298,7 +296,7 @@ class _ResidentWeight:
 
 
 class WeightLoader:
-    """Makes weights resident and shares them between epochs.
+    """Makes weights resident and shares them between plan versions.
 
     Those that no epoch uses any more stay as long as there is room, so that a plan that comes back is there at once.
 
@@ -336,7 +334,7 @@ class WeightLoader:
             self._emit_progress(job)
 
     def unload(self, unload: Unload, now: float) -> None:
-        """Cancel the load of an epoch, or give up its weights where no other epoch uses them."""
+        """Cancel the load of a plan version, or give up its weights if no other uses them."""
         key = (unload.model, unload.plan_version)
         active = self._jobs[0] if self._jobs else None
         self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.plan_version) != key)
@@ -359,9 +357,7 @@ class WeightLoader:
     # -- what the network says -----------------------------------------------------------------------------------
 
     def on_tile(self, body: bytes | memoryview, addressed_here: bool, now: float) -> None:
-        """Take the bytes of a tile or a manifest; `addressed_here`: it came to this device alone, so it must be one
-        asked for.
-        """
+        """Accept a tile or a manifest; addressed_here: sent to this device alone, so it must have been requested."""
         if not self._jobs:
             self._counters["tiles_unneeded"] += 1
             return
@@ -393,7 +389,7 @@ class WeightLoader:
         self._cache.put(digest, body, job.pinned)
 
     def request_again(self, now: float) -> None:
-        """Ask anew for everything that is outstanding: the connection or the planner is back."""
+        """Request all outstanding tiles again: the connection or the planner is back."""
         if self._jobs and self._jobs[0].requested:
             job = self._jobs[0]
             self._counters["tiles_reasked"] += len(job.requested)
@@ -538,7 +534,7 @@ class WeightLoader:
         self._emit(LoadProgress(job.load.model, job.load.plan_version, job.done_bytes, job.total_bytes))
 
     def _fail_on_error(self, job: LoadJob, act: Callable[[], None], now: float) -> None:
-        """Run `act`; what goes wrong with one load ends that load, with the reason."""
+        """Run `act`; an error ends this load with a LoadFailed and leaves the others alone."""
         try:
             act()
         except HeptiError as exc:
@@ -570,12 +566,7 @@ class RequestAgain:
     """The connection or the planner is back."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-Input = Load | Unload | TileIn | RequestAgain | _Stop
+Input = Load | Unload | TileIn | RequestAgain
 
 
 class LoaderThread:
@@ -585,7 +576,7 @@ class LoaderThread:
         self._loader = loader
         self._counters = counters
         self._log = log
-        self._inputs: SimpleQueue[Input] = SimpleQueue()
+        self._inputs: SimpleQueue[Input | Literal["stop"]] = SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._thread = threading.Thread(target=self._run, name="hepti-loader", daemon=True)
@@ -596,7 +587,7 @@ class LoaderThread:
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
-        self._inputs.put(_Stop())
+        self._inputs.put("stop")
         if self._thread.is_alive():
             self._thread.join()
 
@@ -619,7 +610,7 @@ class LoaderThread:
                 item = self._inputs.get(block=not busy, timeout=timeout)
             except Empty:
                 item = None
-            if isinstance(item, _Stop):
+            if item == "stop":
                 return
             try:
                 busy = self._turn(item)
@@ -628,7 +619,7 @@ class LoaderThread:
                 busy = True  # the next load may be on disk, and then nothing else wakes this thread
 
     def _abandon(self, cause: Exception) -> None:
-        """Give up the load that is under way, whatever comes of that: this thread must not end."""
+        """Fail the current load; never raises, because this thread must go on."""
         try:
             self._log.exception("the weight loader failed")
             error = ModelError(f"the weight loader failed: {cause!r}; see the agent's log")
@@ -636,7 +627,7 @@ class LoaderThread:
         except Exception:
             self._log.exception("the load that failed could not be given up")
 
-    def _turn(self, item: Load | Unload | TileIn | RequestAgain | None) -> bool:
+    def _turn(self, item: Input | None) -> bool:
         now = time.monotonic()
         match item:
             case Load():

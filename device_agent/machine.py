@@ -69,7 +69,7 @@ def usable_cores(root: Path = SYSTEM) -> float:
 
 
 def core_capacities(root: Path = SYSTEM) -> list[int]:
-    """Return how strong the cores are that this process may use, as the system rates those of CPUs with unlike ones."""
+    """Return the kernel's capacity ratings of the usable cores (heterogeneous CPUs), sorted."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     rated = (_number(root / f"sys/devices/system/cpu/cpu{core}/cpu_capacity") for core in allowed)
     return sorted(rate for rate in rated if rate is not None)

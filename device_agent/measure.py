@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
@@ -25,6 +26,7 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, twin, weight_bytes
 from hepti_mqtt.kernels.cpu import cpu_model
+from hepti_mqtt.kernels.jit import cache_directory
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import Compute, ProgramBuilder, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
@@ -87,7 +89,6 @@ class LoopbackMesh:
 
 
 Curves = dict[str, Any]
-FileStamps = Mapping[Path, tuple[int, int]]
 
 STORAGES: Final = get_args(WeightDtype)
 SHAPES: Final = ((384, 384), (384, 1536), (1024, 1024), (1024, 4096))
@@ -109,22 +110,20 @@ _SPOT: Final = (0, 2)  # shape and rows of the quick check of a cached measureme
 
 
 def load_or_measure(
-    files: Sequence[Path],
+    file: Path,
     workers: Workers,
     memory_bytes: int,
     with_narrow_weights: bool = True,
     force: bool = False,
     may_store: Callable[[], bool] = lambda: True,
-    stamps_at_start: FileStamps | None = None,
+    trusted_since_s: float | None = None,
 ) -> tuple[Curves, bool]:
-    """Return the curves and whether they come from a cache: files in `files`, the device's own first.
+    """Return the curves and whether they come from the cache, `file`; the caller holds the compile lock.
 
-    A cached measurement counts for the same version, instruction set, CPU, threads and share of the cores, so also that
-    of another agent of this machine; and only if one quick matmul takes about as long as it did then, and not if it is
-    to be made `force`. One that was written since `stamps_at_start`, what `written` returned when this agent began to
-    start, needs no such look: a neighbour has just made it, and beside others that start the look would often fail.
-    narrow: with narrow weights, whose kernels must be ready. may_store: returns whether what was measured goes into
-    the cache.
+    A cached measurement counts for the same version, instruction set, CPU, threads and share of the cores, if one
+    quick matmul takes about as long as it did then, and not with `force`. One written since `trusted_since_s` (Unix
+    time) needs no such check: a neighbour has just made it, and while others start the check would often fail.
+    with_narrow_weights: their kernels must be ready. may_store: returns whether to cache what was measured.
     """
     key = {
         "version": __version__,
@@ -136,36 +135,31 @@ def load_or_measure(
         "mesh": mesh_possible(),
         "weights": "cold, of twice the caches",
     }
-    curves = None if force else _measured_since(files, key, stamps_at_start)
-    cached = curves is not None
-    if not force and curves is None:
-        curves = next(filter(None, (_cached(path, key) for path in files)), None)
-        cached = curves is not None and _still_accurate(curves, workers, memory_bytes)
+    curves = None if force else _cached(file, key)
+    cached = curves is not None and (
+        _written_since(file, trusted_since_s) or _still_accurate(curves, workers, memory_bytes)
+    )
     if curves is None or not cached:
-        curves = measure(workers, memory_bytes, with_narrow_weights)
-    elif with_narrow_weights and not has_narrow_curves(curves):
+        curves, changed = measure(workers, memory_bytes, with_narrow_weights), True
+    elif changed := with_narrow_weights and not has_narrow_curves(curves):
         curves, cached = {**curves, "linear": curves["linear"] + _narrow(curves, workers, memory_bytes)}, False
-    for path in files if may_store() else ():
-        if _cached(path, key) != curves:
-            with suppress(OSError):  # then the next start measures again
-                write_atomically(path, json.dumps({"key": key, "curves": curves}).encode())
+    if changed and may_store():
+        with suppress(OSError):  # then the next start measures again
+            write_atomically(file, json.dumps({"key": key, "curves": curves}).encode())
     return curves, cached
 
 
-def measurement_files(own: Path, shared: Path | None, threads: int) -> list[Path]:
-    """Return the files of a device's measurement: in its own directory, and in one that agents of a machine share."""
-    name = f"hepti-measurement-{threads}-{usable_cores():g}.json"
-    return [own / "measurement.json", *([] if shared is None else [shared / name])]
+def measurement_file(own: Path, threads: int) -> Path:
+    """Return the file of a measurement, which agents of a machine share: in the compile cache, else in `own`."""
+    shared = cache_directory()
+    directory = own if shared is None or not os.access(shared, os.W_OK) else shared
+    return directory / f"hepti-measurement-{threads}-{usable_cores():g}.json"
 
 
-def file_stamps(places: Sequence[Path]) -> FileStamps:
-    """Return of each file that is there when it was written, and its number, which a file that replaces it has not."""
-    out: dict[Path, tuple[int, int]] = {}
-    for path in places:
-        with suppress(OSError):
-            found = path.stat()
-            out[path] = found.st_mtime_ns, found.st_ino
-    return out
+def _written_since(file: Path, since_s: float | None) -> bool:
+    with suppress(OSError):
+        return since_s is not None and file.stat().st_mtime >= since_s
+    return False
 
 
 def has_narrow_curves(curves: Curves) -> bool:
@@ -178,19 +172,19 @@ def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
 
     Weights come from memory, not from a cache: a model's do, of which all others are used between two uses of one.
     memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
-    Raises HeptiError for what no device can be, twice.
+    Raises HeptiError if two measurements in a row are implausible.
     """
     with suppress(ValueError):  # as after a stall of seconds
         return _measured(workers, memory_bytes, narrow)
     try:
         return _measured(workers, memory_bytes, narrow)
     except ValueError as error:
-        why = f"this device cannot measure itself: {error}; start it again when nothing else keeps the machine busy"
+        why = f"self-measurement failed: {error}. Restart the agent when the machine is otherwise idle"
         raise HeptiError(why) from error
 
 
 def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
-    """Return what `measure` does; raises ValueError for what no device can be."""
+    """Return one measurement; raises ValueError if it is implausible."""
     linear: list[Curves] = []
     begin = time.perf_counter()
     for k, n in SHAPES:
@@ -235,13 +229,6 @@ def _expected(measured: Curves, k: int, n: int) -> float:
     return float(sum(max(WINDOW_S, (1 + REPEATS) * seconds * area) for _, seconds in measured["points"]))
 
 
-def _measured_since(places: Sequence[Path], key: Curves, before: FileStamps | None) -> Curves | None:
-    """Return what was written in one of the places since `before`, None if nothing was."""
-    now = {} if before is None else file_stamps(places)
-    new = (path for path in places if path in now and before is not None and now[path] != before.get(path))
-    return next(filter(None, (_cached(path, key) for path in new)), None)
-
-
 def _cached(path: Path, key: Curves) -> Curves | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -284,7 +271,7 @@ class _ColdMatmul:
         self._k, self._n = k, n
 
     def run(self, rows: int, workers: Workers) -> Callable[[], None]:
-        """Return what multiplies so many rows by the next of the matrices."""
+        """Return what multiplies `rows` rows by the next of the matrices."""
         op = Compute("linear", (0,), (1,), self._refs, {"bias": True, "activation": None, "residual": False})
         slots = (SlotSpec((rows, self._k)), SlotSpec((rows, self._n)))
         reads, writes = _arrays(op, slots)
@@ -307,7 +294,7 @@ def _linear_points(weights: _ColdMatmul, workers: Workers) -> list[list[float]]:
 
 
 def monotone(points: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return points of [rows, seconds] without what others did meanwhile: fewer rows never take longer than more."""
+    """Return the points [rows, seconds] made monotone: fewer rows never take longer, which removes disturbances."""
     out: list[list[float]] = []
     for rows, seconds in reversed(points):
         out.append([rows, min(seconds, out[-1][1]) if out else seconds])

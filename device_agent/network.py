@@ -1,4 +1,4 @@
-"""What goes wrong and is survived: counted always, logged sparingly."""
+"""Recoverable errors: always counted, logged at a decreasing rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from device_agent.loader import TileIn
 from device_agent.probes import Prober
@@ -22,7 +22,6 @@ from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, WorkerEvent
 from hepti_mqtt.transport import (
     Connected,
-    Counts,
     Disconnected,
     Inbox,
     OnMessage,
@@ -70,7 +69,7 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """A connection was lost; the transport mends it."""
+    """A connection was lost; the transport reconnects."""
 
     plane: Plane
     reason: str
@@ -103,7 +102,7 @@ class PlannerStatus:
 
 @dataclass(frozen=True, slots=True)
 class OwnStatus:
-    """What the site is told about this device."""
+    """The published status of this device."""
 
     status: Status
 
@@ -118,7 +117,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class PeerProbeDue:
-    """It is time to measure the way to a peer."""
+    """A probe of the path to a peer is due."""
 
 
 AgentEvent = (
@@ -141,18 +140,13 @@ AgentEvent = (
 Body = bytes | memoryview  # what comes over the connection for tensors is a view
 
 PLANES: Final[tuple[Plane, ...]] = ("control", "data")
-# A broker that hangs must not hold up the end: who is stopped has two seconds, all in all.
+# A hanging broker must not delay shutdown: a stopped process has two seconds in total.
 DATA_CLOSE_S: Final = 0.1
 CONTROL_CLOSE_S: Final = 0.8
 QOS: Final[Mapping[Plane, int]] = {"control": 1, "data": 0}
 
 
-class TransportFactory(Protocol):
-    """Makes the transport of one plane, not yet connected."""
-
-    def __call__(self, plane: Plane, on_message: OnMessage, on_state: Callable[[State], None]) -> Transport:
-        """Return it."""
-        ...
+MakeTransport = Callable[[Plane, OnMessage, Callable[[State], None]], Transport]
 
 
 class Network:
@@ -171,7 +165,7 @@ class Network:
         prober: Prober,
         on_tile: Callable[[TileIn], None],
         complaints: ErrorLog,
-        make_transport: TransportFactory,
+        make_transport: MakeTransport,
     ) -> None:
         self._topics, self._device = topics, device
         self._inbox, self.prober, self._tiles, self._complaints = inbox, prober, on_tile, complaints
@@ -229,14 +223,10 @@ class Network:
         """Return whether all planes are connected at this moment."""
         return all(transport.connected for transport in self._transports.values())
 
-    def counts(self) -> dict[Plane, Counts]:
-        """Return the counters of both planes."""
-        return {plane: transport.counts() for plane, transport in self._transports.items()}
-
     def counters(self) -> dict[str, int]:
         """Return the counters of both planes, as heartbeats carry them."""
-        both = self.counts().items()
-        return {f"{plane}_{name}": n for plane, counts in both for name, n in asdict(counts).items()}
+        both = self._transports.items()
+        return {f"{plane}_{name}": n for plane, link in both for name, n in asdict(link.counts()).items()}
 
     def close(self, last_message: Will | None) -> None:
         """Close both connections; `last_message` is what control publishes before it goes."""
@@ -250,7 +240,7 @@ class Network:
             parsed = self._topics.parse(topic)
             parser = self._parsers.get(parsed.kind)
             if parser is None:
-                raise WireError(f"nothing is expected on {topic}")
+                raise WireError(f"unexpected topic {topic}")
             parser(parsed, payload)
         except WireError as exc:
             self._complaints.record("bad_payload", f"dropped {len(payload)} bytes on {topic[:200]!r}: {exc}")
@@ -262,13 +252,15 @@ class Network:
     def _work(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)
         if frame.kind != "work" or frame.model != parsed.model or frame.source != PLANNER:
-            raise WireError(f"a frame of kind {frame.kind} of {frame.source} is no request to {parsed.model}")
+            raise WireError(
+                f"expected a work frame of the planner for {parsed.model}, got kind {frame.kind} from {frame.source}"
+            )
         self._enqueue(FrameIn(frame), held_bytes(len(payload)))
 
     def _weights(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)
         if frame.kind != "tile":
-            raise WireError(f"a frame of kind {frame.kind} is no tile")
+            raise WireError(f"expected a tile frame, got kind {frame.kind}")
         assert isinstance(frame.body, memoryview)  # what was decoded is a view of the payload
         self._tiles(TileIn(frame.body, addressed_here=parsed.to != ALL_DEVICES))
 
@@ -304,7 +296,7 @@ class Network:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which filters the agent's connections hold, and which epochs still wait for an acknowledgement of theirs.
+# Which filters the agent's connections hold, and which plan versions still wait for an acknowledgement of theirs.
 
 
 Key = tuple[str, PlanVersion]
@@ -312,33 +304,21 @@ Filter = tuple[Plane, str]
 Token = tuple[Plane, int]
 
 
-class Subscriber(Protocol):
-    """What subscribes: the network."""
-
-    def subscribe(self, plane: Plane, filters: list[str]) -> int:
-        """Return the token of the acknowledgement."""
-        ...
-
-    def unsubscribe(self, plane: Plane, filters: list[str]) -> None:
-        """Leave filters."""
-        ...
-
-
 class Subscriptions:
     """Filters with their acknowledgements: activations on the data plane, requests on the control plane.
 
-    A filter that several epochs need is subscribed once, so that brokers deliver nothing twice. Which epochs are here,
-    and which filters no epoch needs any more, is the session's knowledge.
+    A filter that several plan versions need is subscribed once, so that brokers deliver nothing twice. The session
+    knows which versions are here, and which filters none of them needs any more.
     """
 
-    def __init__(self, network: Subscriber) -> None:
+    def __init__(self, network: Network) -> None:
         self._network = network
         self._held: dict[Filter, Token] = {}
         self._waiting: dict[Token, set[Key]] = {}
-        self._pending: dict[Key, set[Token]] = {}  # of epochs that wait for an acknowledgement
+        self._pending: dict[Key, set[Token]] = {}  # of plan versions that wait for an acknowledgement
 
     def subscribe(self, model: str, plan_version: PlanVersion, filters: Iterable[str], work_topic: str) -> bool:
-        """Subscribe to what an epoch needs; return whether everything is acknowledged already.
+        """Subscribe to what a plan version needs; return whether everything is acknowledged already.
 
         filters: of activations. work_topic: the topic of its requests.
         """
@@ -358,7 +338,7 @@ class Subscriptions:
         return not tokens
 
     def acknowledged(self, plane: Plane, token: int) -> list[Key]:
-        """Take an acknowledgement; return the epochs that now have everything."""
+        """Take an acknowledgement; return the plan versions that now have everything."""
         done = []
         for key in self._waiting.pop((plane, token), ()):
             tokens = self._pending.get(key)
@@ -370,7 +350,7 @@ class Subscriptions:
         return done
 
     def refused(self, plane: Plane, token: int) -> list[Key]:
-        """Take a refusal, forget its filters, and return the epochs that cannot have what they need."""
+        """Take a refusal, forget its filters, and return the plan versions that cannot have what they need."""
         keys = self._waiting.pop((plane, token), set())
         names = [f for f, t in self._held.items() if t == (plane, token)]
         self._drop(names)
@@ -382,7 +362,7 @@ class Subscriptions:
         self._drop([f for f in gone if f in self._held])
 
     def forget(self, model: str, plan_version: PlanVersion) -> None:
-        """An epoch waits for nothing any more."""
+        """Stop waiting for a plan version's acknowledgements."""
         self._pending.pop((model, plan_version), None)
 
     def _drop(self, filters: list[Filter]) -> None:

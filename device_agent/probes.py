@@ -25,15 +25,13 @@ KEPT_FOR_RATE: Final = 60
 KEPT_LARGE: Final = 4
 SHORTEST_S: Final = 2e-3  # extra time of a large probe below which it says more about the machine than about the link
 FIRST_LARGE: Final = 4  # one after the other at the start, then rarely
-BUSY_S: Final = 1.0  # after the last op, for so long no large probe
+BUSY_S: Final = 1.0  # after the last op, without large probes
 LARGE_EVERY_S: Final = 10.0
-SLOW_RATIO: Final = 2.0  # a large probe that takes so many times as long as the shortest leaves the rate in doubt ...
+SLOW_RATIO: Final = 2.0  # a large probe slower than the fastest by this factor puts the rate in doubt ...
 SLOW_S: Final = 6e-3  # ... unless its bytes took less than this for each way: a busy device answers so late by itself
-CONFIRMATIONS: Final = 3  # so many in a row are no accident
+CONFIRMATIONS: Final = 3  # slow probes in a row that are no accident
 RECHECK_S: Final = 1.0  # until the next large probe of a rate in doubt
-RECHECKS: Final = (
-    3  # large probes after a fall that come sooner than others: a plan made for a false one lasts a minute
-)
+RECHECKS: Final = 3  # early large probes after a fall: a plan made for a false one lasts a minute
 RECHECK_EVERY_S: Final = 2.0
 MAX_PENDING: Final = 16
 PACKET_MARGIN: Final = 1024  # topic and fixed header
@@ -109,12 +107,12 @@ class Prober:
             return [beside, self._make(self._large_bytes, now, busy)]
 
     def expect_slower(self) -> None:
-        """Take it that links carry less than before: measure this one again, and believe the first slow probe."""
+        """Expect a slower link: probe again now and accept the first slow result."""
         with self._lock:
             self._doubts, self._large_at_s = 1, float("-inf")
 
     def on_answer(self, frame: Frame, now: float) -> None:
-        """Take an answer; one of an earlier start, or one too late, changes nothing."""
+        """Record an answer; ignores answers that are late or of an earlier start."""
         with self._lock:
             sent = self._sent.pop(frame.part, None) if frame.plan_version == self._epoch else None
             if sent is None:

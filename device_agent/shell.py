@@ -1,4 +1,4 @@
-"""The builder's thread: Programs are built beside the session's, which goes on with what runs."""
+"""The builder's thread, which builds Programs, and the session thread, which runs the session."""
 
 from __future__ import annotations
 
@@ -111,18 +111,17 @@ class BuilderThread:
 PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
 PEER_POLL_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op
 
-ERROR_PAUSE_S: Final = 0.1  # after a mistake that nobody foresaw
+ERROR_PAUSE_S: Final = 0.1  # after an unexpected error, so that a permanent one does not take a whole core
 
 
 class SessionLoop:
     """Runs one `WorkerSession` in the calling thread until a `Stop` event.
 
-    announce: publishes caps and status; it gets what the broker said to the control connection, and returns the
-    bytes of the largest packet that the broker takes, None without a limit. links: to peers, None without mesh; then
-    the thread waits for them and for the inbox in one place.
-    announce_offline: after `run`, whether the site must still be told that the device is offline. Whatever goes wrong
-    with one event, op or command is counted, logged and, where a transaction or request is known, reported; the
-    session goes on.
+    announce: publishes caps and status for what the broker said to the control connection; returns the largest packet
+    that the broker takes, in bytes, None without a limit. links: to peers, None without mesh; then the thread waits for
+    them and for the inbox in one place. announce_offline: whether `offline` must still be published after `run`.
+    An error in one event, op or command is counted, logged and, if its transaction or request is known, reported; the
+    session continues.
     """
 
     def __init__(
@@ -223,7 +222,7 @@ class SessionLoop:
                 heard = now
 
     def _compute(self, step: Step) -> None:
-        """Run a step, and those of its run that are next, until there is something to send or HEAR_S is over."""
+        """Run a step, and those of its run that are next, until there is something to send or PEER_POLL_S is over."""
         samples, clock = self._meter.samples, time.perf_counter
         commands: list[Command] = []
         computed, until = 0.0, clock() + PEER_POLL_S
@@ -279,7 +278,7 @@ class SessionLoop:
         """Take one event."""
         try:
             if isinstance(event, TensorArrival) and self._session.runs.try_fill(event):
-                return  # as most do; it changes no plan and no order, and nothing is to be told
+                return  # as most do; it changes no plan and no order
             self._event_handlers.get(type(event), self._feed_session)(event)
         except Exception as exc:
             self._complaints.record("event_errors", f"{type(event).__name__} failed: {exc}", _unexpected(exc))
@@ -299,7 +298,7 @@ class SessionLoop:
         self._execute(self._session.fail_step(step, error))
 
     def _on_command_failed(self, step: Step, command: Command, error: Exception) -> None:
-        """Give up a request whose frame cannot leave; after its last op only the frame knows whose it is."""
+        """Fail the request of a frame that cannot be sent; after its last op only the frame names it."""
         self._complaints.record("command_errors", f"{type(command).__name__} failed: {error}", _unexpected(error))
         commands = self._session.fail_step(step, error)
         if not commands and isinstance(command, Publish):
@@ -438,7 +437,7 @@ class SessionLoop:
         self._execute([Publish(self._session.topics.reports(self._session.device), messages.encode(ready), 1)])
 
     def _own_status(self, event: OwnStatus) -> None:
-        """Mend what the site is told about this device.
+        """Correct the retained status of this device.
 
         The broker may publish our will although we are here (the connection was replaced), or a late one of an earlier
         start.
@@ -460,10 +459,10 @@ class SessionLoop:
             self.packet_limit_bytes = self._announce(self._up["control"])
 
     def _is_plausible_boot(self, who: str, boot: int) -> bool:
-        """Return whether a start may have this boot counter; complain of one that no start can have."""
+        """Return whether a boot counter is plausible; log one that is in the future."""
         if boot <= max_plausible_boot(self._boot, time.time()):
             return True
-        text = f"ignored boot counter {boot} of {who}: that time has not come; set its clock, or clear its status topic"
+        text = f"ignored boot counter {boot} of {who}: it is in the future. Set its clock, or clear its retained status"
         self._complaints.record("implausible_boot", text)
         return False
 

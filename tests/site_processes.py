@@ -12,12 +12,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import unquote
 
 from broker_kinds import broker_of
 
-from device_agent.agent import agent_directories
 from hepti_mqtt.client import Answer
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
@@ -27,7 +26,6 @@ from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
 SITE = "test"
-MEASUREMENT = "measurement.json"
 
 
 def poll(holds: Callable[[], Any], what: str, timeout: float = PATIENCE_S, every: float = 0.02) -> Any:
@@ -54,11 +52,7 @@ class Site:
     """Processes by name; their output goes to files of that name. login: "user:password" of all, as in a URL.
 
     name: of the site, where several share a broker.
-
-    The first site's agents measure themselves; later ones find that measurement and check it, as after a restart.
     """
-
-    measured: ClassVar[bytes | None] = None
 
     def __init__(
         self,
@@ -90,9 +84,6 @@ class Site:
 
     def agent(self, name: str, memory: str = "600MiB", *arguments: str) -> subprocess.Popen[bytes]:
         cache = self.directory / f"device-{name}"
-        state = agent_directories(cache, self.name, name).state
-        if self.measured is not None and not (state / MEASUREMENT).exists():
-            (state / MEASUREMENT).write_bytes(self.measured)
         return self.start(
             name, "agent", "--id", name, "--threads", "1", "--memory", memory, "--cache", str(cache), *arguments
         )
@@ -134,8 +125,6 @@ class Site:
     def close(self) -> None:
         for name in list(self.running):
             self.kill(name)
-        for file in self.directory.rglob(MEASUREMENT):
-            Site.measured = file.read_bytes()
 
 
 def running_site(

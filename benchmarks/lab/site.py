@@ -13,8 +13,7 @@ from typing import Final, Self
 from benchmarks.errors import LabError
 from benchmarks.lab.hosts import Host, Process
 from benchmarks.lab.lab import Lab
-from hepti_mqtt.config import Settings
-from hepti_mqtt.config.options import AgentOptions, PlannerOptions, site_argv
+from hepti_mqtt.cli.shared import AgentOptions
 from hepti_mqtt.errors import ConfigError
 
 SITE: Final = "lab"
@@ -157,16 +156,17 @@ class LabSite:
         self.url = json.loads(broker.receive(START_S))["url"]
 
     def _start_planner(self) -> Process:
-        options = PlannerOptions({name: str(path.resolve()) for name, path in self.models.items()})
-        words = [*site_argv(Settings(self.url, self.site)), *options.to_argv(), *self._planner]
-        words = [self.hub.python, "-m", "hepti_mqtt.service", *words]
-        return self.hub.start(PLANNER, words, self.environment(self.hub))
+        models = [word for name, path in self.models.items() for word in ("--model", f"{name}={path.resolve()}")]
+        command = [self.hub.python, "-m", "hepti_mqtt.cli", "planner", *self._site_argv(), *models, *self._planner]
+        return self.hub.start(PLANNER, command, self.environment(self.hub))
+
+    def _site_argv(self) -> list[str]:
+        return ["--broker", self.url, "--site", self.site]
 
     def _start_agent(self, name: str) -> None:
         host = self.lab.host(name)
-        words = [*site_argv(Settings(self.url, self.site)), *self._agents[name].to_argv()]
         own = {"XDG_CACHE_HOME": str(host.kept), "NUMBA_CACHE_DIR": str(self._compiled[name])}
-        program = [host.python, "-m", "device_agent", *words]
+        program = [host.python, "-m", "hepti_mqtt.cli", "agent", *self._site_argv(), *self._agents[name].to_argv()]
         self._running[name] = host.start(f"agent-{name}", program, {**self.environment(host), **own})
 
 

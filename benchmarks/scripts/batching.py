@@ -24,8 +24,8 @@ from benchmarks.tables import table
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.demo import AGENTS
+from hepti_mqtt.cli.shared import AgentOptions
 from hepti_mqtt.client import Answer, Hepti
-from hepti_mqtt.config.options import AgentOptions
 from hepti_mqtt.service.requests import read_input
 
 BOUND: Final = 5e-5

@@ -18,7 +18,7 @@ from hepti_mqtt.checkpoint.safetensors_file import close_all, open_weights, read
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.models import TensorSource, guess_family, spec_from_config, tensor_sources, without_missing_pooler
+from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, without_missing_pooler
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
 from hepti_mqtt.spec import Spec
 
@@ -77,7 +77,7 @@ class Checkpoint:
         path = Path(path)
         onnx = onnx_file.find_onnx(path)
         if onnx is None and not path.is_dir():
-            raise ModelError(f"{path} is no directory; give the Hugging Face directory that holds config.json")
+            raise ModelError(f"{path} is not a directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
         extras = {
@@ -255,22 +255,12 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
         if name in stored:
             found[source] = fold_batch_norm(source, stored, name)
     if missing:
-        raise ModelError(f"{path} lacks {_shortened(missing)}; {_mismatch_hint(stored, spec)}")
+        raise ModelError(f"{path} lacks {_shortened(missing)}; config.json and the weights must be of the same model")
     if wrong:
         raise ModelError(f"{path}: {_shortened(wrong)}; config.json and the weights must be of the same model")
     if not found:
-        raise ModelError(f"{path} has no weights, so that nothing in it was learnt; export the model with its weights")
+        raise ModelError(f"{path} has no weights; export the model with its weights")
     return found
-
-
-def _mismatch_hint(stored: Mapping[str, TensorReader], spec: Spec) -> str:
-    family = guess_family(stored)
-    if family is None or spec.architecture in family.ARCHITECTURES:
-        return "config.json and the weights must be of the same model"
-    return (
-        f"the weights are those of another family than {spec.architecture}: config.json's `architectures` must name "
-        f"one of {', '.join(family.ARCHITECTURES)}, with its sizes; restore config.json or the weights"
-    )
 
 
 def _shortened(items: Collection[str]) -> str:

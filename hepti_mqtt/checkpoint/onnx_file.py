@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.checkpoint.storage import FileStamp
+from hepti_mqtt.checkpoint.storage import FileStamp, TensorReader
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Node, Pad, extend_shapes
@@ -315,19 +315,15 @@ _EXPORT: Final = (
 )
 
 
-class ArrayTensor:
-    """A tensor in memory that is read as those of files are."""
+def _reader(array: npt.NDArray[Any]) -> TensorReader:
+    """Return a tensor in memory, which is read as those of files are."""
+    dtype = _DTYPES.get(str(array.dtype), str(array.dtype))
 
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self._array = array
-        self.shape: tuple[int, ...] = array.shape
-        self.dtype = _DTYPES.get(str(array.dtype), str(array.dtype))
-        self.is_float = str(array.dtype) in _DTYPES
+    def read(start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+        rows = array.reshape(-1, columns)[start:stop]
+        return rows if dtype == "F16" else rows.astype("<f4", copy=False)
 
-    def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
-        """Return rows start..stop of the tensor as [rows, columns]: f16 as stored, other dtypes as f32."""
-        rows = self._array.reshape(-1, columns)[start:stop]
-        return rows if self.dtype == "F16" else rows.astype("<f4", copy=False)
+    return TensorReader(array.shape, dtype, read)
 
 
 class OnnxFile:
@@ -344,7 +340,7 @@ class OnnxFile:
         except ModelError as error:
             raise type(error)(f"{path}: {error}") from error
         self.config = _config(size, nodes, reader.dims, config_beside)
-        self.tensors = {name: ArrayTensor(array) for name, array in constants.items()}
+        self.tensors = {name: _reader(array) for name, array in constants.items()}
 
     def close(self) -> None:
         """Forget the tensors; a second call does nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from hepti_mqtt.checkpoint.storage import WeightsReader
+from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader
 from hepti_mqtt.errors import ModelError
 
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {
@@ -26,32 +26,6 @@ _STORED: Final[Mapping[str, np.dtype[Any]]] = {
     "BF16": np.dtype("<u2"),
     "F64": np.dtype("<f8"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where one tensor lies: the file, the first byte, its shape and dtype as the file says."""
-
-    file: WeightsFile
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def is_float(self) -> bool:
-        """Return whether `read` can give its elements."""
-        return self.dtype in _STORED
-
-    def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
-        """Return rows start..stop of the tensor as [rows, columns]: f16 as stored, other dtypes as f32."""
-        stored = _STORED[self.dtype]
-        row_bytes = columns * stored.itemsize
-        data = self.file.pread(self.offset + start * row_bytes, (stop - start) * row_bytes)
-        array = np.frombuffer(data, stored).reshape(stop - start, columns)
-        if self.dtype == "BF16":
-            # bfloat16 is the upper half of a float32.
-            return (array.astype("<u4") << 16).view("<f4")
-        return array.astype("<f4") if self.dtype == "F64" else array
 
 
 class WeightsFile:
@@ -73,14 +47,27 @@ class WeightsFile:
         self.stamps = [(str(path.resolve()), status.st_size, status.st_mtime_ns)]
         self.tensors = self._header()
 
-    def _header(self) -> Mapping[str, StoredTensor]:
+    def _header(self) -> Mapping[str, TensorReader]:
         size = int.from_bytes(self.pread(0, 8), "little")
         header = json.loads(self.pread(8, size))
         return {
-            name: StoredTensor(self, 8 + size + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+            name: TensorReader(
+                tuple(entry["shape"]),
+                entry["dtype"],
+                partial(self._rows, 8 + size + entry["data_offsets"][0], entry["dtype"]),
+            )
             for name, entry in header.items()
             if name != "__metadata__"
         }
+
+    def _rows(self, offset: int, dtype: str, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+        stored = _STORED[dtype]
+        row_bytes = columns * stored.itemsize
+        data = self.pread(offset + start * row_bytes, (stop - start) * row_bytes)
+        array = np.frombuffer(data, stored).reshape(stop - start, columns)
+        if dtype == "BF16":  # the upper half of a float32
+            return (array.astype("<u4") << 16).view("<f4")
+        return array.astype("<f4") if dtype == "F64" else array
 
     def pread(self, offset: int, count: int) -> bytes:
         """Return `count` bytes from `offset`; raises ModelError if the file has shrunk or cannot be read."""

@@ -1,6 +1,6 @@
-"""Stored tensors as the kernels want them: channels last, and the batch norm behind a convolution folded into it.
+"""Stored tensors in kernel layout: channels last, batch norms folded into the convolution before them.
 
-Both look at one stored row at a time, so that a model's weights are never held at once.
+Both work row by row, so a model's weights are never in memory at once.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,24 +22,26 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.models import TensorSource
 from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
 
+FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64"})  # names of dtypes as in safetensors
 
-class TensorReader(Protocol):
-    """A tensor in a file."""
+Rows = Callable[[int, int, int], npt.NDArray[Any]]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return its shape."""
 
-    @property
-    def dtype(self) -> str:
-        """Return the name of its dtype in safetensors."""
+@dataclass(frozen=True, slots=True)
+class TensorReader:
+    """A tensor in a file.
+
+    read(start, stop, columns): returns rows start..stop as [rows, columns], f16 as stored, other dtypes as f32.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Rows
 
     @property
     def is_float(self) -> bool:
-        """Return whether `read` can give its elements."""
-
-    def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
-        """Return rows start..stop of the tensor as [rows, columns]: f16 as stored, other dtypes as f32."""
+        """Return whether `read` supports the dtype."""
+        return self.dtype in FLOATS
 
 
 class WeightsReader(Protocol):
@@ -60,16 +63,16 @@ def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], na
     """Return the tensor `name` of a checkpoint as its source wants it."""
     if not source.channels_first and source.norm is None:
         return stored[name]
-    return _FoldedTensor(source, stored, stored[name])
+    tensor = stored[name]
+    read = _FoldedRows(source, stored, tensor).read
+    return TensorReader(tensor.shape, tensor.dtype if source.norm is None else "F32", read)
 
 
-class _FoldedTensor:
+class _FoldedRows:
     """A stored tensor that is changed at reading."""
 
     def __init__(self, source: TensorSource, stored: Mapping[str, TensorReader], tensor: TensorReader) -> None:
         self._source, self._stored, self._tensor = source, stored, tensor
-        self.shape, self.is_float = tensor.shape, tensor.is_float
-        self.dtype = tensor.dtype if source.norm is None else "F32"
 
     def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
         """Return rows start..stop as [rows, columns], columns with the channels last."""
@@ -78,7 +81,9 @@ class _FoldedTensor:
         if source.channels_first and source.transposed:
             rows = _channels_last(rows, source.channels_first)
         elif source.channels_first:  # stored [k, n]: rows are what has channels
-            rows = _channels_last(self._tensor.read(0, self.shape[0], columns).T, source.channels_first).T[start:stop]
+            rows = _channels_last(self._tensor.read(0, self._tensor.shape[0], columns).T, source.channels_first).T[
+                start:stop
+            ]
         if source.norm is None:
             return np.ascontiguousarray(rows)
         factor = self._vector(source.norm.weight) / np.sqrt(self._vector(source.norm.variance) + source.norm.eps)

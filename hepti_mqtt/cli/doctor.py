@@ -78,7 +78,7 @@ def _machine() -> Iterator[Finding]:
     slow = "" if cache_directory() else "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
     yield Finding("kernels", f"{isa()}, {sum(warm)} ready after {took_s:.1f} s, {kept}", slow)
     free = free_memory()
-    little = "little is left for weights; see --memory" if free < LOW_MEMORY_BYTES else ""
+    little = "little memory is free for weights; see --memory" if free < LOW_MEMORY_BYTES else ""
     yield Finding("memory", f"{free / 2**20:.0f} MiB free", little)
     yield Finding("examples", str(settings.CONFIG_DIR))
     cache = user_cache_path("hepti")
@@ -110,7 +110,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
             yield Finding("queue", f"{room.queued} messages", low_queue_warning(*room, url.place))
         yield Finding("largest packet", f"{largest} bytes", low if largest < WANTED_BYTES else "")
     except HeptiError as exc:
-        yield Finding("broker", f"{url.place}: {exc}", "mend this first", exc.exit_code)
+        yield Finding("broker", f"{url.place}: {exc}", "fix this first", exc.exit_code)
         return
     yield _site(text, site)
 
@@ -148,9 +148,7 @@ def _wait(get: Callable[..., T], right: Callable[[T], bool]) -> None:
         while not right(get(timeout=max(until - time.monotonic(), 0.0))):
             pass
     except queue.Empty:
-        raise NetworkError(
-            "the broker does not give back what is published to a device's probe topic: see its access list"
-        ) from None
+        raise NetworkError("the broker does not echo a device's probe topic: check its access list") from None
 
 
 def _site(text: str, site: str) -> Finding:

@@ -41,7 +41,7 @@ def health(args: argparse.Namespace) -> int:
         transport.connect(args.timeout)
         status = decode_status(said.get(timeout=args.timeout))
     except queue.Empty:
-        raise NetworkError(f"nobody has said anything on {topic}; is the {args.part} started?") from None
+        raise NetworkError(f"no status on {topic}: is the {args.part} running?") from None
     except WireError:
         status = Status("offline", 0)
     finally:

@@ -61,7 +61,7 @@ def infer(args: argparse.Namespace) -> int:
 
 
 def _wait_for_plan(hepti: Hepti, args: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the record of the model's plans when one is active; a wrong name and an absent planner are told at once.
+    """Return the record of the model's plans when one is active; fails fast without planner or model.
 
     A request with pins is searched for on its own, so it is sent even if there is no plan without them.
     """
@@ -78,23 +78,10 @@ def _wait_for_plan(hepti: Hepti, args: argparse.Namespace) -> Mapping[str, Any]:
 
 def pin_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the user pinned, as keyword arguments of `Hepti.infer`."""
-    found: dict[str, Any] = {}
-    if args.strategy:
-        found["strategy"] = args.strategy
+    names = ("strategy", "devices", "wire", "accuracy", "weights", "route", "objective")
+    found = {name: value for name in names if (value := getattr(args, name))}
     if args.variant:
         found["options"] = variant_options(args.strategy, args.variant)
-    if args.devices:
-        found["devices"] = args.devices
-    if args.wire:
-        found["wire"] = args.wire
-    if args.accuracy:
-        found["accuracy"] = args.accuracy
-    if args.weights:
-        found["weights"] = args.weights
-    if args.route:
-        found["route"] = args.route
-    if args.objective:
-        found["objective"] = args.objective
     return found
 
 

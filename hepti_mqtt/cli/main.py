@@ -14,8 +14,8 @@ from hepti_mqtt import __version__
 from hepti_mqtt.cli import bench, output, site
 from hepti_mqtt.config.options import (
     IN_FLIGHT,
-    AgentOptions,
     PlannerOptions,
+    add_agent_arguments,
     add_pin_arguments,
     add_site_arguments,
     index_range,
@@ -175,10 +175,10 @@ def _health(sub: argparse.ArgumentParser) -> None:
 
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("demo", "start a broker, a planner and three agents here, and show what they do", _demo),
-    ("agent", "run this device's agent", AgentOptions.add_arguments),
+    ("agent", "run this device's agent", add_agent_arguments),
     ("planner", "run a site's planner", PlannerOptions.add_arguments),
     ("infer", "send a request and print the answer", _infer),
-    ("plan", "show how a model is split, and why", _plan),
+    ("plan", "show how a model is split over the devices, and why", _plan),
     ("devices", "list the site's devices", _devices),
     ("model", "make, inspect or verify a model directory", _model),
     ("simulate", "predict every method's time on devices described in a file", _simulate),

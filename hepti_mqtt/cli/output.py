@@ -6,13 +6,15 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from hepti_mqtt.config import process
 
 MIB: Final = 2**20
+EVERY_S: Final = 3.0  # between two progress lines about the same thing
 MAX_ACTIVITY_CHARS: Final = 60  # characters of what a device says it is doing
 
 if TYPE_CHECKING:
@@ -62,23 +64,17 @@ def print_text(text: str) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table: drawn on a terminal, columns of plain text elsewhere. Numbers are aligned to the right.
-
-    On a narrow terminal lines are left out, so that no word of it is broken; where that is not enough, it is plain too.
-    """
+    """Print a table: drawn on a terminal, columns of plain text elsewhere. Numbers are aligned to the right."""
     cells = [[str(value) for value in row] for row in rows]
     right = [all(_numeric(row[i]) for row in cells) for i in range(len(columns))]
     out = _console(stderr=False)
     longest = [
         max(len(word) for row in [columns, *cells] for word in row[i].split() or [""]) for i in range(len(columns))
     ]
-    if out.is_terminal and sum(longest) + 2 * len(columns) <= out.width:
-        from rich import box
+    if out.is_terminal and sum(longest) + 3 * len(columns) + 1 <= out.width:  # else it would break words
         from rich.table import Table
 
-        light = sum(longest) + 3 * len(columns) + 1 > out.width
-        plain: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "show_edge": False} if light else {}
-        table = Table(title=title, title_justify="left", collapse_padding=light, **plain)
+        table = Table(title=title, title_justify="left")
         for name, is_number, least in zip(columns, right, longest, strict=True):
             table.add_column(name, justify="right" if is_number else "left", min_width=least, overflow="fold")
         for row in cells:
@@ -115,3 +111,30 @@ def setup_logging(verbose: bool) -> None:
         process.setup_logging(RichHandler(console=err, show_path=False), "%(message)s", verbose)
     else:
         process.setup_logging(logging.StreamHandler(sys.stderr), "%(asctime)s %(levelname)s %(message)s", verbose)
+
+
+class ProgressLines:
+    """Prints progress by name on stderr, at most a line every `EVERY_S` for each; for one thread at a time.
+
+    clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._printed: dict[str, tuple[float, str]] = {}
+
+    def print(self, name: str, text: str) -> None:
+        """Print what is going on, if that has changed."""
+        now, (last_s, last) = self._clock(), self._printed.get(name, (float("-inf"), ""))
+        if text not in ("", last) and now - last_s >= EVERY_S:
+            self._printed[name] = now, text
+            _console(stderr=True).print(text, markup=False)
+
+    def print_load(self, name: str, done_bytes: int, total_bytes: int) -> None:
+        """Print how much of the weights is there."""
+        self.print(name, f"loading {name}: {done_bytes / MIB:.1f} of {total_bytes / MIB:.1f} MiB")
+
+    def finish(self, name: str, text: str) -> None:
+        """Print the last line of a load."""
+        self._printed.pop(name, None)
+        _console(stderr=True).print(text, markup=False)

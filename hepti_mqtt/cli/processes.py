@@ -1,22 +1,19 @@
-"""`hepti agent`, `hepti planner`, `hepti broker`: commands that run until they are told to stop."""
+"""`hepti agent`, `hepti planner`, `hepti broker`: commands that run until a signal stops them."""
 
 from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.config.options import AgentOptions, PlannerOptions, settings_from_args
+from hepti_mqtt.config.options import PlannerOptions, settings_from_args
 from hepti_mqtt.config.process import stop_event
-
-if TYPE_CHECKING:
-    from hepti_mqtt.cli.progress import LoadDisplay
 
 LOOPBACK: Final = "127.0.0.1"
 EVERYWHERE: Final = "0.0.0.0"
 _KEEPS_NOTHING: Final = (
-    "requests and answers that wait here are lost when this broker ends; that of a closed site keeps them (hepti site, "
+    "queued requests and answers are lost when this broker ends; the broker of a closed site keeps them (hepti site, "
     "hepti broker --closed)"
 )
 
@@ -24,22 +21,16 @@ _KEEPS_NOTHING: Final = (
 def agent(args: argparse.Namespace) -> int:
     """Run this device's agent."""
     from device_agent import AgentConfig, run_agent
-    from hepti_mqtt.cli.progress import LoadDisplay
 
-    view = LoadDisplay()
-    config = AgentConfig.from_options(
-        settings_from_args(args), AgentOptions.from_args(args), on_load_event=partial(_show_load, view)
-    )
-    with view:
-        run_agent(config)
+    run_agent(AgentConfig.from_args(args, on_load_event=partial(_show_load, output.ProgressLines())))
     return 0
 
 
-def _show_load(view: LoadDisplay, event: object) -> None:
+def _show_load(view: output.ProgressLines, event: object) -> None:
     from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress
 
     if isinstance(event, LoadProgress):
-        view.update(event.model, event.done_bytes, event.total_bytes)
+        view.print_load(event.model, event.done_bytes, event.total_bytes)
     elif isinstance(event, Loaded):
         view.finish(event.model, f"weights of {event.model} are here, for plan {event.plan_version}")
     elif isinstance(event, LoadFailed):

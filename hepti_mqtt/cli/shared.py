@@ -9,9 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Final
-
-import psutil
+from typing import IO, Final, NamedTuple
 
 from hepti_mqtt.config.options import settings_from_args
 from hepti_mqtt.config.process import block_signals, exit_on_signals
@@ -27,11 +25,24 @@ def require_broker(args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def check_readable(what: str) -> Iterator[None]:
-    """Say of what a planner tells in words that it is of another version, where reading it here fails."""
+    """Turn a decoding failure of planner data into an error that names both versions."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise version_mismatch(f"{what} cannot be read here ({error!r})") from error
+
+
+class AgentOptions(NamedTuple):
+    """An agent to start as a child; memory: as people write it, such as 400MiB, None for the agent's default."""
+
+    device: str
+    threads: int
+    memory: str | None = None
+
+    def to_argv(self) -> list[str]:
+        """Return the arguments that say the same."""
+        memory = [] if self.memory is None else ["--memory", self.memory]
+        return ["--id", self.device, "--threads", str(self.threads), *memory]
 
 
 class ChildProcesses:
@@ -54,15 +65,6 @@ class ChildProcesses:
     def dead(self) -> dict[str, int]:
         """Return the exit codes of children that have ended by themselves."""
         return {n: p.returncode for n, p in self.running.items() if p.poll() is not None}
-
-    def cpu_s(self) -> float:
-        """Return the CPU time of all children so far."""
-        total = 0.0
-        for process in self.running.values():
-            with contextlib.suppress(psutil.Error):
-                times = psutil.Process(process.pid).cpu_times()
-                total += times.user + times.system
-        return total
 
     def close(self) -> None:
         """End all children: politely, then by force."""

@@ -117,7 +117,7 @@ def what_if(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Clu
     words = []
     for route in get_args(Route):
         if route == "mesh" and len(apart) == pairs:
-            words.append("over mesh: no two of these devices can connect")
+            words.append("over mesh: none of these devices can connect to each other")
             continue
         beside = f", {len(apart)} of {pairs} pairs over the broker" if route == "mesh" and apart else ""
         words.append(f"over {route} {_costs(played(with_route(question, plan, route)))}{beside}")
@@ -126,7 +126,7 @@ def what_if(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Clu
         now, words = played(plan), []
         for wire in reversed(NARROW_WIRE_DTYPES):
             narrow = played(replace(plan, wire=wire))
-            words.append(f"{wire} {_costs(narrow)}, {now.seconds / narrow.seconds:.2f} times as fast")
+            words.append(f"{wire} {_costs(narrow)}, {now.seconds / narrow.seconds:.2f}x speed-up")
         lines.append(f"numbers on the wire: f32 {_costs(now)}; {'; '.join(words)}; --accuracy lets the planner choose")
     return lines
 
@@ -190,7 +190,7 @@ def devices(args: argparse.Namespace) -> int:
         print(f"{device} is not used: {said}")
     for d in found:
         if (wrong := sanitize_device(d)[1]) is not None:
-            print(f"{d['device']} says what is not believed: {wrong}; restart the agent there")
+            print(f"{d['device']} published implausible data: {wrong}. Restart its agent")
     print_peer_traffic(found)
     return 0
 
@@ -226,7 +226,7 @@ def print_peer_traffic(devices: Sequence[Mapping[str, Any]]) -> None:
                     )
                 )
             if source in online and edge["trouble"] and not edge["joined"]:
-                lines.append(f"{target} does not hear {source} directly: {edge['trouble']}; the broker is between them")
+                lines.append(f"{target} has no direct connection from {source} ({edge['trouble']}); the broker relays")
     if rows:
         columns = ("from", "to", "frames", "MiB", "queued", "dropped", "reconnected", "round trip ms", "Mbit/s")
         output.print_table("directly between devices", columns, rows)
@@ -389,7 +389,7 @@ def simulate_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluste
 
 
 def simulate_plan_load(site: str, played: SimulatedPlan, cluster: Cluster, in_flight: int) -> Throughput:
-    """Return what several requests under a plan come to, so many of them at once, by simulation."""
+    """Return what several requests under a plan come to, `in_flight` at once, by simulation."""
     naming = TopicNames(site, played.plan.model)
     request = simulated_request(naming, played.spec, played.plan, played.shape, cluster, played.programs)
     return simulate_throughput(naming, played.spec, request, cluster, in_flight, ROUNDS * in_flight)

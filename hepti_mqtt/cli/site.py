@@ -72,9 +72,9 @@ def site(args: argparse.Namespace) -> int:
         return 0
     found = SiteFolder.open(args.directory)
     if args.action == "add":
-        _tell(args, found.add(args.role, args.name), f"{args.name} may come in as {args.role}", args.name)
+        _tell(args, found.add(args.role, args.name), f"added {args.role} {args.name}", args.name)
     else:
-        _tell(args, found.revoke(args.name), f"the login of {args.name} is worth nothing any more", args.name)
+        _tell(args, found.revoke(args.name), f"the login of {args.name} is revoked", args.name)
     return 0
 
 

@@ -70,7 +70,7 @@ def make_certificate(authority: KeyPair, hosts: Sequence[str], now: datetime.dat
 
 
 def make_self_signed(name: str, now: datetime.datetime) -> KeyPair:
-    """Return a certificate that nobody but its own key has signed: who is to trust it knows its fingerprint.
+    """Return a self-signed certificate with its key; peers pin its fingerprint.
 
     Raises ConfigError where `cryptography` is not installed.
     """

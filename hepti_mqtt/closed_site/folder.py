@@ -14,7 +14,7 @@ from urllib.parse import quote
 from hepti_mqtt.closed_site.certificates import make_authority, make_certificate, make_self_signed
 from hepti_mqtt.closed_site.roles import ROLES, Role, acl_text
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.embedded_broker.settings import closed_configuration, password_lines
+from hepti_mqtt.embedded_broker.broker import closed_configuration, password_lines
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import PLANNER, check_name
 from hepti_mqtt.transport.url import BrokerUrl
@@ -52,7 +52,7 @@ class SiteFolder:
         Raises ConfigError if something is there already, cannot be written, or `cryptography` is missing.
         """
         for host in hosts:
-            BrokerUrl.parse(f"mqtts://{_in_url(host)}:{port}")  # a name that cannot stand in a URL is told before
+            BrokerUrl.parse(f"mqtts://{_in_url(host)}:{port}")  # fail early for a name that cannot stand in a URL
         authority = make_authority(f"hepti site {check_name('site', site)}", now)
         broker = make_certificate(authority, hosts, now)
         made = cls(path, site, tuple(hosts), port, {})
@@ -125,7 +125,7 @@ class SiteFolder:
         return self.path / "logins" / f"{user}.login"
 
     def copies(self, user: str | None = None) -> list[Copy]:
-        """Return what to copy where after a change of `user`: its login, and what the broker must be told.
+        """Return what to copy where after a change of `user`: its login, and the broker's changed files.
 
         None: after the site was made.
         """
@@ -146,7 +146,7 @@ class SiteFolder:
             own = b"".join(make_self_signed(user, datetime.datetime.now(datetime.UTC)))
         self._write(
             str(self.login(user).relative_to(self.path)),
-            f"# Login of {role} {user} at Hepti's site {self.site}: who has this file can come in.\n"
+            f"# Login of {role} {user} at Hepti's site {self.site}: anyone with this file can log in.\n"
             f"mqtts://{quote(user, safe='')}:{quote(password, safe='')}@{place}\n"
             f"{own.decode()}{(self.path / 'ca.crt').read_text()}",
         )

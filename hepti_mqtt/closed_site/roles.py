@@ -59,7 +59,7 @@ def acl_rules(role: Role, user: str) -> tuple[AclRule, ...]:
 
 
 def acl_text(site: str, users: Mapping[str, Role]) -> str:
-    """Return Mosquitto's access list for the users of a site; who is not in it may do nothing.
+    """Return Mosquitto's access list for the users of a site; unlisted users have no access.
 
     site: its name, or + for every site of the broker.
     """

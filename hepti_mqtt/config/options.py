@@ -1,14 +1,14 @@
-"""Types of arguments for argparse: each returns a value, or raises ArgumentTypeError with what is wrong."""
+"""Options of the commands, and argument types for argparse, which raise ArgumentTypeError."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import socket
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from hepti_mqtt.config.settings import Settings, parse_size
 from hepti_mqtt.errors import ConfigError
@@ -53,55 +53,27 @@ def index_range(text: str) -> range:
     return numbers
 
 
-def positive_int(text: str) -> int:
-    """Return a whole number above zero."""
-    if not (number := _whole(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return number
+def _whole_in(low: int, high: float, what: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        number = _whole(text)
+        if number is None or not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return number
+
+    return parse
 
 
-def non_negative_int(text: str) -> int:
-    """Return a whole number from zero."""
-    if (number := _whole(text)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from zero")
-    return number
+def _number_where(valid: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not valid(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
 
-
-def tcp_port(text: str) -> int:
-    """Return the number of a TCP port."""
-    number = _whole(text)
-    if number is None or not 0 < number < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return number
-
-
-def positive_seconds(text: str) -> float:
-    """Return a time above zero."""
-    return _above_zero(text, "seconds")
-
-
-def delay_ms(text: str) -> float:
-    """Return a time from zero to a minute, in milliseconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 60_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of milliseconds from 0 to 60000")
-    return value
-
-
-def error_fraction(text: str) -> float:
-    """Return a part of an answer, above zero and at most all of it."""
-    value = _above_zero(text, "parts of the answer, such as 1e-3,")
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than all of the answer; give a part of it, such as 1e-3")
-    return value
-
-
-def positive_mbit(text: str) -> float:
-    """Return a rate above zero."""
-    return _above_zero(text, "Mbit/s")
+    return parse
 
 
 def _whole(text: str) -> int | None:
@@ -109,26 +81,23 @@ def _whole(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
 
 
-def _above_zero(text: str, unit: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above zero")
-    return value
+positive_int = _whole_in(1, math.inf, "a whole number above zero")
+non_negative_int = _whole_in(0, math.inf, "a whole number from zero")
+tcp_port = _whole_in(1, 65535, "a port from 1 to 65535")
+positive_seconds = _number_where(lambda value: 0 < value < math.inf, "a number of seconds above zero")
+positive_mbit = _number_where(lambda value: 0 < value < math.inf, "a number of Mbit/s above zero")
+delay_ms = _number_where(lambda value: 0 <= value <= 60_000, "a number of milliseconds from 0 to 60000")
+error_fraction = _number_where(lambda value: 0 < value <= 1, "a part of the answer, such as 1e-3")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The options of an agent, a planner and their site: added to a parser, read from it, written as arguments again.
-#
-# Whoever starts one of them, from a command line or as a child process, goes by these tables.
+# The options of an agent, a planner and their site.
 
 
 RequestPins = Literal["any", "none"]
 REQUEST_PINS: Final[tuple[RequestPins, ...]] = get_args(RequestPins)
-IN_FLIGHT: Final = 2  # runs at once per model, unless a planner is told otherwise
-BATCH: Final = 16  # requests that one run is of at most; of more, the next ones run while these are answered
+IN_FLIGHT: Final = 2  # default of --in-flight
+BATCH: Final = 16  # default of --batch
 
 
 def host_name() -> str:
@@ -136,176 +105,11 @@ def host_name() -> str:
     return socket.gethostname().partition(".")[0].lower()
 
 
-class _Option(NamedTuple):
-    """One option: the name of its value, its flag, and what `add_argument` takes besides."""
-
-    name: str
-    flag: str
-    more: Mapping[str, Any]
-
-    def to_argv(self, value: Any) -> list[str]:
-        """Return the arguments that give the option a value; none for what it is without them."""
-        action = self.more.get("action")
-        if action in ("store_true", "store_false"):
-            return [self.flag] if value == (action == "store_true") else []
-        if value == self.more.get("default"):
-            return []
-        return [self.flag, ",".join(value) if isinstance(value, tuple) else str(value)]
-
-
-_SITE: Final = (
-    _Option(
-        "broker",
-        "--broker",
-        {
-            "metavar": "URL|FILE",
-            "help": "mqtt[s]://host:port, or a login file as `hepti site` writes it (default: HEPTI_BROKER)",
-        },
-    ),
-    _Option("site", "--site", {"help": "name of the site (default: HEPTI_SITE, else home)"}),
-)
-_PINS: Final = (
-    _Option("strategy", "--strategy", {"metavar": "NAME", "help": "pin the strategy (auto: let the planner choose)"}),
-    _Option(
-        "variant",
-        "--variant",
-        {
-            "metavar": "NAME",
-            "help": "pin the strategy's variant: kv of row, ring of megatron, 2 of grid, groups=2 of replicas, ...",
-        },
-    ),
-    _Option("devices", "--devices", {"type": comma_separated, "metavar": "A,B,C", "help": "pin the devices"}),
-    _Option("wire", "--wire", {"choices": get_args(WireDtype), "help": "pin the dtype of exchanged activations"}),
-    _Option(
-        "accuracy",
-        "--accuracy",
-        {
-            "type": error_fraction,
-            "metavar": "ERROR",
-            "help": "let the planner choose that dtype: the largest relative error of an answer, e.g. 1e-3",
-        },
-    ),
-    _Option(
-        "weights", "--weights", {"choices": get_args(WeightDtype), "help": "pin how the layers' matrices are kept"}
-    ),
-    _Option(
-        "route", "--route", {"choices": (*get_args(Route), "auto"), "help": "pin who carries exchanges between devices"}
-    ),
-    _Option(
-        "objective",
-        "--objective",
-        {
-            "choices": get_args(Objective),
-            "help": "least latency of one request (default), most throughput, least memory",
-        },
-    ),
-)
-_AGENT: Final = (
-    _Option("device", "--id", {"metavar": "NAME", "help": "name of this device in topics (default: its host's)"}),
-    _Option("threads", "--threads", {"type": positive_int, "help": "threads that compute (default: all cores)"}),
-    _Option(
-        "memory",
-        "--memory",
-        {"type": size_text, "metavar": "SIZE", "help": "budget for weights and activations (default: 80 %% of free)"},
-    ),
-    _Option("cache", "--cache", {"type": Path, "metavar": "DIR", "help": "where tiles of weights are kept"}),
-    _Option(
-        "cache_size",
-        "--cache-size",
-        {"type": size_text, "metavar": "SIZE", "help": "limit of the tile cache; 0 for no cache (default: 4GiB)"},
-    ),
-    _Option(
-        "mesh_host",
-        "--mesh-host",
-        {
-            "metavar": "ADDRESS",
-            "help": "where peers reach this device directly (default: its own address on the way to the broker)",
-        },
-    ),
-    _Option("mesh_port", "--mesh-port", {"type": tcp_port, "help": "the port there (default: a free one)"}),
-    _Option(
-        "mesh_tls",
-        "--mesh-tls",
-        {"type": Path, "metavar": "FILE", "help": "this device's own certificate and key (PEM), for peers by TLS"},
-    ),
-    _Option("mesh", "--no-mesh", {"action": "store_false", "help": "leave all exchanges to the broker"}),
-    _Option("retry", "--no-retry", {"action": "store_false", "help": "end if the broker cannot be reached"}),
-)
-_MODEL: Final = _Option(
-    "models",
-    "--model",
-    {
-        "type": named_directory,
-        "action": "append",
-        "required": True,
-        "metavar": "NAME=DIR",
-        "help": "serve a model; repeat it for more",
-    },
-)
-_PLANNER: Final = (
-    _Option(
-        "request_pins",
-        "--request-pins",
-        {
-            "choices": REQUEST_PINS,
-            "default": "any",
-            "help": "whether requests may pin strategy, devices, wire or weights for themselves (default any)",
-        },
-    ),
-    _Option(
-        "in_flight",
-        "--in-flight",
-        {"type": positive_int, "default": IN_FLIGHT, "help": f"runs at once per model (default {IN_FLIGHT})"},
-    ),
-    _Option(
-        "batch",
-        "--batch",
-        {
-            "type": positive_int,
-            "default": BATCH,
-            "metavar": "N",
-            "help": f"waiting requests run together, at most N of them (default {BATCH}; 1: each by itself)",
-        },
-    ),
-    _Option(
-        "batch_delay_ms",
-        "--batch-delay",
-        {
-            "type": delay_ms,
-            "default": 0.0,
-            "metavar": "MS",
-            "help": "milliseconds that a request waits for others to join its run (default 0)",
-        },
-    ),
-    _Option(
-        "broker_mbit",
-        "--broker-mbit",
-        {
-            "type": positive_mbit,
-            "metavar": "MBIT",
-            "help": "rate of the broker's own link, which carries a copy for each receiver (default: as the fastest "
-            "device's)",
-        },
-    ),
-)
-
-
-def _add(parser: argparse.ArgumentParser, options: Iterable[_Option]) -> None:
-    for option in options:
-        parser.add_argument(option.flag, dest=option.name, **option.more)
-
-
-def _read(args: argparse.Namespace, options: Iterable[_Option]) -> dict[str, Any]:
-    return {option.name: getattr(args, option.name) for option in options}
-
-
-def _write(values: object, options: Iterable[_Option]) -> list[str]:
-    return [word for option in options for word in option.to_argv(getattr(values, option.name))]
-
-
 def add_site_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what every command takes: the broker and the site."""
-    _add(parser, _SITE)
+    broker = "mqtt[s]://host:port, or a login file as `hepti site` writes it (default: HEPTI_BROKER)"
+    parser.add_argument("--broker", metavar="URL|FILE", help=broker)
+    parser.add_argument("--site", help="name of the site (default: HEPTI_SITE, else home)")
 
 
 def settings_from_args(args: argparse.Namespace) -> Settings:
@@ -313,14 +117,40 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     return Settings.from_environment(args.broker, args.site)
 
 
-def site_argv(settings: Settings) -> list[str]:
-    """Return the arguments that name a broker and a site."""
-    return _write(settings, _SITE)
-
-
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a user can fix of a plan."""
-    _add(parser, _PINS)
+    add = parser.add_argument
+    variants = "kv of row, ring of megatron, 2 of grid, groups=2 of replicas, ..."
+    add("--strategy", metavar="NAME", help="pin the strategy (auto: let the planner choose)")
+    add("--variant", metavar="NAME", help=f"pin the strategy's variant: {variants}")
+    add("--devices", type=comma_separated, metavar="A,B,C", help="pin the devices")
+    add("--wire", choices=get_args(WireDtype), help="pin the dtype of exchanged activations")
+    accuracy = "let the planner choose that dtype: the largest relative error of an answer, e.g. 1e-3"
+    add("--accuracy", type=error_fraction, metavar="ERROR", help=accuracy)
+    add("--weights", choices=get_args(WeightDtype), help="pin the dtype of the layers' weight matrices")
+    route = "pin the route of tensors between devices: broker or mesh"
+    add("--route", choices=(*get_args(Route), "auto"), help=route)
+    objective = "least latency of one request (default), most throughput, least memory"
+    add("--objective", choices=get_args(Objective), help=objective)
+
+
+def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `device_agent.AgentConfig.from_args` reads."""
+    add = parser.add_argument
+    add("--id", dest="device", metavar="NAME", help="name of this device in topics (default: its host's)")
+    add("--threads", type=positive_int, help="threads that compute (default: all cores)")
+    memory = "budget for weights and activations (default: 80 %% of free)"
+    add("--memory", type=size_text, metavar="SIZE", help=memory)
+    add("--cache", type=Path, metavar="DIR", help="where tiles of weights are kept")
+    limit = "limit of the tile cache; 0 for no cache (default: 4GiB)"
+    add("--cache-size", type=size_text, metavar="SIZE", help=limit)
+    host = "where peers reach this device directly (default: its own address on the way to the broker)"
+    add("--mesh-host", metavar="ADDRESS", help=host)
+    add("--mesh-port", type=tcp_port, help="the port there (default: a free one)")
+    certificate = "this device's own certificate and key (PEM), for peers by TLS"
+    add("--mesh-tls", type=Path, metavar="FILE", help=certificate)
+    add("--no-mesh", dest="mesh", action="store_false", help="send all tensors through the broker")
+    add("--no-retry", dest="retry", action="store_false", help="exit if the broker cannot be reached")
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,11 +169,7 @@ class PinOptions:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PinOptions:
         """Return what the arguments of `add_pin_arguments` say."""
-        return cls(**_read(args, _PINS))
-
-    def to_argv(self) -> list[str]:
-        """Return the arguments that say the same."""
-        return _write(self, _PINS)
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
     def to_pins(self) -> Pins:
         """Return them as the planner takes them; raises ConfigError where they contradict each other."""
@@ -375,36 +201,6 @@ def variant_options(strategy: str | None, variant: str | None) -> dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class AgentOptions:
-    """How an agent is started; None is its own default. memory, cache_size: as people write them, such as 400MiB."""
-
-    device: str
-    threads: int | None = None
-    memory: str | None = None
-    cache: Path | None = None
-    cache_size: str | None = None
-    mesh_host: str | None = None
-    mesh_port: int | None = None
-    mesh_tls: Path | None = None
-    mesh: bool = True
-    retry: bool = True
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the options to a parser."""
-        _add(parser, _AGENT)
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> AgentOptions:
-        """Return what the arguments of `add` say."""
-        return cls(**{**_read(args, _AGENT), "device": args.device or host_name()})
-
-    def to_argv(self) -> list[str]:
-        """Return the arguments that say the same."""
-        return _write(self, _AGENT)
-
-
-@dataclass(frozen=True, slots=True)
 class PlannerOptions:
     """How a planner is started. models: directory by name; pins: of all of them."""
 
@@ -419,19 +215,45 @@ class PlannerOptions:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Add the options to a parser."""
-        _add(parser, (_MODEL, *_PLANNER, *_PINS))
+        add = parser.add_argument
+        serve = "serve a model; repeat it for more"
+        add(
+            "--model",
+            dest="models",
+            type=named_directory,
+            action="append",
+            required=True,
+            metavar="NAME=DIR",
+            help=serve,
+        )
+        pins = "whether requests may pin strategy, devices, wire or weights (default any)"
+        add("--request-pins", choices=REQUEST_PINS, default="any", help=pins)
+        runs = f"runs at once per model (default {IN_FLIGHT})"
+        add("--in-flight", type=positive_int, default=IN_FLIGHT, help=runs)
+        together = f"waiting requests run together, at most N of them (default {BATCH}; 1: each by itself)"
+        add("--batch", type=positive_int, default=BATCH, metavar="N", help=together)
+        delay = "milliseconds that a request waits for others to join its run (default 0)"
+        add("--batch-delay", dest="batch_delay_ms", type=delay_ms, default=0.0, metavar="MS", help=delay)
+        rate = (
+            "rate of the broker's own link, which carries a copy for each receiver (default: as the fastest device's)"
+        )
+        add("--broker-mbit", type=positive_mbit, metavar="MBIT", help=rate)
+        add_pin_arguments(parser)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PlannerOptions:
-        """Return what the arguments of `add` say; raises ConfigError for a model that is named twice."""
+        """Return what the arguments say; raises ConfigError for a model that is named twice."""
         models: dict[str, str | Path] = {}
-        for name, directory in getattr(args, _MODEL.name):
+        for name, directory in args.models:
             if check_name("model", name) in models:
                 raise ConfigError(f"--model {name} is given twice")
             models[name] = directory
-        return cls(models, PinOptions.from_args(args), **_read(args, _PLANNER))
-
-    def to_argv(self) -> list[str]:
-        """Return the arguments that say the same."""
-        models = [word for entry in self.models.items() for word in _MODEL.to_argv("=".join(map(str, entry)))]
-        return [*models, *_write(self, _PLANNER), *self.pins.to_argv()]
+        return cls(
+            models,
+            PinOptions.from_args(args),
+            args.in_flight,
+            args.batch,
+            args.batch_delay_ms,
+            args.broker_mbit,
+            args.request_pins,
+        )

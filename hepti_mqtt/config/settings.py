@@ -15,7 +15,7 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_MOST: Final = 2**63  # more than anything has, and than is told on the wire
+_MOST: Final = 2**63  # more than anything has, and than fits on the wire
 
 
 def parse_size(text: str) -> int:
@@ -23,7 +23,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?|)b?", text.strip().lower())
     nbytes = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
     if match is None or nbytes >= _MOST:
-        raise ConfigError(f"{text!r} is no size; write e.g. 400MiB or 2GB")
+        raise ConfigError(f"{text!r} is not a size; write e.g. 400MiB or 2GB")
     return int(nbytes)
 
 
@@ -101,7 +101,7 @@ def find_bundled_config(kind: Kind, given: Path) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Variables that change how a process works, beside those that `settings.py` reads: a wrong one is told at once.
+# Other variables that change how a process works; a wrong value is an error at the start.
 
 
 KERNELS: Final = "HEPTI_KERNELS_"
@@ -114,7 +114,7 @@ def data_link(environment: Mapping[str, str] | None = None) -> str:
     """Return which of `DATA_LINKS` HEPTI_DATA_LINK asks for, the first if it is unset or empty; raises ConfigError."""
     chosen = (os.environ if environment is None else environment).get(DATA_LINK) or DATA_LINKS[0]
     if chosen not in DATA_LINKS:
-        raise ConfigError(f"{DATA_LINK}={chosen!r} is no link for tensors; use one of {list(DATA_LINKS)}, or unset it")
+        raise ConfigError(f"{DATA_LINK}={chosen!r} is not valid; use one of {list(DATA_LINKS)}, or unset it")
     return chosen
 
 

@@ -26,7 +26,7 @@ _DEVICE: Final = {
 _FITTED_GFLOPS: Final = 24.6
 _FITTED_FRAME_MS: Final = 0.1
 _FITTED_FRAME_MS_PER_MB: Final = 5.0
-# A frame over the broker also goes through a network thread: so many times as long, as where a profile says nothing.
+# A frame over the broker also goes through a network thread: slower by this factor, as if a profile says nothing.
 _BROKER_FRAME: Final = 2.5
 _TOP: Final = {"defaults", "devices", "broker_mbit", "peers", "deadline_ms"}
 _PEER: Final = {"between", "mbit", "round_trip_ms"}

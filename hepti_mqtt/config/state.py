@@ -1,4 +1,4 @@
-"""What a process keeps on disk between its starts: files replaced whole, and boot counters that only grow."""
+"""State on disk: atomic file replacement and monotonic boot counters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def next_boot(
                 f"cannot store the boot counter in {path}: {exc}; make the place writable, or choose another (an "
                 "agent's --cache, or XDG_STATE_HOME)"
             ) from exc
-        _log.warning("cannot store the boot counter in %s: %s; going on, but make room there", path, exc)
+        _log.warning("cannot store the boot counter in %s: %s. Continuing; free disk space there", path, exc)
     return boot
 
 

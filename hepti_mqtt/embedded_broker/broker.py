@@ -1,9 +1,11 @@
-"""A broker as a child process: Mosquitto where it is installed, else amqtt."""
+"""A broker as a child process: Mosquitto with its settings for tensors if it is installed, else amqtt."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
+import hashlib
 import importlib.util
 import json
 import os
@@ -18,11 +20,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal, Self, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
-from hepti_mqtt.embedded_broker.settings import closed_configuration, configuration, password_lines
 from hepti_mqtt.errors import ConfigError, NetworkError
 
 BrokerKind = Literal["mosquitto", "amqtt"]
@@ -50,30 +51,19 @@ def find_mosquitto() -> str | None:
     return shutil.which("mosquitto", path=os.pathsep.join((os.environ.get("PATH", ""), *SBIN)))
 
 
-def start_broker(
-    only: str | None = None,
-    *,
-    users: Mapping[str, str] | None = None,
-    max_packet_bytes: int | None = None,
-    address: str = HOST,
-    port: int = 0,
-    closed: Path | None = None,
-    stored: Path | None = None,
-) -> EmbeddedBroker:
+def start_broker(only: str | None = None, **options: Any) -> EmbeddedBroker:
     """Start Mosquitto, or amqtt where that is not installed, or the `only` kind; return it when it answers.
 
-    users: user -> password; None lets everyone in who reaches `address`. max_packet_bytes: Mosquitto's max_packet_size
-    instead of 32 MiB; amqtt has no limit. port: 0 for a free one. closed: the directory of a closed site's broker,
-    instead of users; Mosquitto only. stored: the directory of what Mosquitto keeps over its restarts; None for one that
-    ends with this process. Raises ConfigError if `only` is unknown, no broker is installed or the port is taken, and
-    NetworkError if the broker does not start.
+    options: as of EmbeddedBroker. Raises ConfigError if `only` is unknown, no broker is installed or the port is taken,
+    and NetworkError if the broker does not start.
     """
+    closed = options.get("closed") is not None
     if only is not None and only not in KINDS:
         raise ConfigError(f"unknown broker {only!r}; choose one of {', '.join(KINDS)}")
-    if closed is not None and only == "amqtt":
+    if closed and only == "amqtt":
         raise ConfigError("amqtt has no access lists, which a closed site needs; use mosquitto")
     program = None if only == "amqtt" else find_mosquitto()
-    if program is None and (only == "mosquitto" or closed is not None):
+    if program is None and (only == "mosquitto" or closed):
         raise ConfigError(
             "mosquitto is not installed; install it (Debian, Ubuntu, Raspberry Pi OS: apt install mosquitto)"
         )
@@ -82,15 +72,7 @@ def start_broker(
             "no broker is installed; install mosquitto, run pip install 'hepti[broker]', or name a running broker with "
             "--broker or HEPTI_BROKER"
         )
-    broker = EmbeddedBroker(
-        program,
-        users=users,
-        max_packet_bytes=max_packet_bytes,
-        address=address,
-        port=port,
-        closed=closed,
-        stored=stored,
-    )
+    broker = EmbeddedBroker(program, **options)
     try:
         broker.start()
     except BaseException:
@@ -99,40 +81,39 @@ def start_broker(
     return broker
 
 
+@dataclass(eq=False)
 class EmbeddedBroker:
     """A broker that ends with this process, even if that is killed; a context manager that closes it.
 
-    program: the path of Mosquitto, None for amqtt. port: 0 until it is started for the first time, if any is right.
-    closed: the directory of a closed site's broker (passwd, acl, broker.crt, broker.key). stored: the directory of what
-    it keeps over restarts, made if missing; None for one that `close` deletes.
+    program: the path of Mosquitto, None for amqtt. users: user -> password; None admits anyone who reaches `address`.
+    max_packet_bytes: Mosquitto's max_packet_size instead of 32 MiB; amqtt has no limit. port: 0 for a free one, chosen
+    at the first start. closed: the directory of a closed site's broker (passwd, acl, broker.crt, broker.key) instead of
+    users; Mosquitto only. stored: the directory of what Mosquitto keeps over restarts, made if missing; None for one
+    that `close` deletes.
     """
 
-    def __init__(
-        self,
-        program: str | None,
-        *,
-        users: Mapping[str, str] | None = None,
-        max_packet_bytes: int | None = None,
-        address: str = HOST,
-        port: int = 0,
-        closed: Path | None = None,
-        stored: Path | None = None,
-    ) -> None:
-        if stored is not None:
-            _make_writable(stored)
-        self.kind: BrokerKind = "amqtt" if program is None else "mosquitto"
-        self.reason = f"mosquitto ({program})" if program else "amqtt, since mosquitto is not installed"
-        self.address, self.port = address, port
-        self._program, self._users, self._max_packet_bytes, self._closed = program, users, max_packet_bytes, closed
+    program: str | None
+    users: Mapping[str, str] | None = None
+    max_packet_bytes: int | None = None
+    address: str = HOST
+    port: int = 0
+    closed: Path | None = None
+    stored: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.stored is not None:
+            _make_writable(self.stored)
+        self.kind: BrokerKind = "amqtt" if self.program is None else "mosquitto"
+        self.reason = f"mosquitto ({self.program})" if self.program else "amqtt, since mosquitto is not installed"
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="hepti-broker-"))  # readable by us alone
-        self._stored = self._directory if stored is None else stored.resolve()
+        self._kept = self._directory if self.stored is None else self.stored.resolve()
 
     @property
     def url(self) -> str:
         """Return the broker's URL, without user and password."""
         place = f"[{self.address}]" if ":" in self.address else self.address
-        return f"{'mqtt' if self._closed is None else 'mqtts'}://{place}:{self.port}"
+        return f"{'mqtt' if self.closed is None else 'mqtts'}://{place}:{self.port}"
 
     @property
     def running(self) -> bool:
@@ -201,9 +182,7 @@ class EmbeddedBroker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _spawn(self, port: int) -> None:
@@ -220,25 +199,25 @@ class EmbeddedBroker:
             )
 
     def _command(self, port: int) -> list[str]:
-        if self._program is None:
-            users = [self._private("users", json.dumps(self._users))] if self._users else []
+        if self.program is None:
+            users = [self._private("users", json.dumps(self.users))] if self.users else []
             return [
                 *(sys.executable, "-m", "hepti_mqtt.embedded_broker.child", "amqtt", self.address, str(port)),
                 *users,
             ]
-        user, stored = _account(), f"{self._stored}/"
-        if self._closed is not None:
-            text = closed_configuration(str(self._closed.resolve()), port, self.address, user, stored)
+        user, stored = _account(), f"{self._kept}/"
+        if self.closed is not None:
+            text = closed_configuration(str(self.closed.resolve()), port, self.address, user, stored)
         else:
             text = configuration(
                 self.address,
                 port,
                 user=user,
                 stored_in=stored,
-                password_file=None if self._users is None else self._private("passwd", password_lines(self._users)),
-                max_packet_bytes=self._max_packet_bytes,
+                password_file=None if self.users is None else self._private("passwd", password_lines(self.users)),
+                max_packet_bytes=self.max_packet_bytes,
             )
-        return [self._program, "-c", self._private("mosquitto.conf", text)]
+        return [self.program, "-c", self._private("mosquitto.conf", text)]
 
     def _private(self, name: str, text: str) -> str:
         path = self._directory / name
@@ -252,7 +231,7 @@ class EmbeddedBroker:
         assert process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if _answers_connect(self.address, port, tls=self._closed is not None):
+            if _answers_connect(self.address, port, tls=self.closed is not None):
                 return process.poll() is None
             try:
                 process.wait(_LOOK_S)
@@ -288,14 +267,7 @@ def _make_writable(stored: Path) -> None:
 def _free_port(address: str) -> int:
     """Return a port below those of outgoing connections: one of them would keep a stopped broker from its port."""
     found = (random.randrange(*_PORTS) for _ in range(_LOOKS))
-    return next((port for port in found if _is_free(address, port)), 0) or _any_port(address)
-
-
-def _any_port(address: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
-        sock.bind((address, 0))
-        port: int = sock.getsockname()[1]
-        return port
+    return next(port for port in found if _is_free(address, port))
 
 
 def _is_free(address: str, port: int) -> bool:
@@ -327,3 +299,119 @@ def _encrypted(sock: socket.socket) -> ssl.SSLSocket:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context.wrap_socket(sock)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings of Mosquitto for tensors, each with its reason, and its password file.
+
+
+STORED_IN: Final = "/var/lib/mosquitto/"  # by the packages of distributions; it ends with a slash
+_ITERATIONS: Final = 20_000
+_SALT_BYTES: Final = 12
+CLOSED_PORT: Final = 8883
+_CLOSED_HEAD: Final = (
+    "# Mosquitto for a closed site: runs on 2.0 and 2.1. `hepti site init` writes it, with the files that it names;",
+    "# README.md in broker/ says what each of them is for.",
+    "",
+)
+
+
+class Setting(NamedTuple):
+    """One line of mosquitto.conf and why it is there."""
+
+    name: str
+    value: str
+    why: str
+
+
+# broker/mosquitto.conf holds the same lines; a test compares them.
+SETTINGS: Final[tuple[Setting, ...]] = (
+    Setting("set_tcp_nodelay", "true", "Nagle's algorithm holds small packets back for 40 ms, once per exchange"),
+    Setting(
+        "max_packet_size", "33554432", "2.1 refuses more than 2,000,000 bytes by default; this is 4096 rows of f32"
+    ),
+    Setting("max_queued_messages", "256", "the only bound of what waits at QoS 0 for a device that does not read"),
+    Setting("max_queued_bytes", "134217728", "bounds what waits at QoS 1 (tiles of weights) for one device"),
+    Setting(
+        "max_inflight_messages",
+        "512",
+        "requests that wait for their answers: the planner acknowledges each when it is answered",
+    ),
+    Setting("queue_qos0_messages", "false", "an activation that comes late is worth nothing"),
+    Setting("persistence", "true", "requests and answers at QoS 1 outlive a restart; activations are never stored"),
+    Setting(
+        "autosave_interval",
+        "10",
+        "seconds between two saves, besides that at the end: what a power cut or a kill may cost",
+    ),
+    Setting("persistent_client_expiration", "1d", "sessions of clients that never come back do not stay for ever"),
+    Setting("sys_interval", "60", "statistics once a minute are enough; a small computer has other work"),
+)
+
+
+def configuration(
+    address: str, port: int, *, user: str, stored_in: str, password_file: str | None, max_packet_bytes: int | None
+) -> str:
+    """Return a mosquitto.conf for one listener.
+
+    user: the account to run as (Mosquitto started by root would change to another), "" for one without a name, which
+    cannot change. stored_in: the directory of what outlives a restart. password_file: None admits anyone.
+    """
+    lines = [f"listener {port} {address}", "log_dest stderr", "log_type error", "log_type warning"]
+    if user:
+        lines.append(f"user {user}")
+    lines.append("allow_anonymous true" if password_file is None else "allow_anonymous false")
+    if password_file is not None:
+        lines.append(f"password_file {password_file}")
+    own = {} if max_packet_bytes is None else {"max_packet_size": str(max_packet_bytes)}
+    lines.append(f"persistence_location {stored_in}")
+    lines += [f"{s.name} {own.get(s.name, s.value)}" for s in SETTINGS]
+    return "\n".join(lines) + "\n"
+
+
+def closed_configuration(
+    files: str, port: int = CLOSED_PORT, address: str = "", user: str = "", stored_in: str = STORED_IN
+) -> str:
+    """Return the mosquitto.conf of a closed site, with the reasons: encrypted, with passwords and an access list.
+
+    files: the directory of passwd, acl, broker.crt and broker.key. address: "" for all of the machine's. user: the
+    account to run as, "" for Mosquitto's own. stored_in: the directory of what outlives a restart.
+    """
+    lines = [
+        *_CLOSED_HEAD,
+        *([f"user {user}"] if user else []),
+        f"listener {port} {address}".strip(),
+        f"certfile {files}/broker.crt",
+        f"keyfile {files}/broker.key",
+        "",
+        "# Everybody on the network may knock, so nobody comes in without a password.",
+        "allow_anonymous false",
+        f"password_file {files}/passwd",
+        f"acl_file {files}/acl",
+        "",
+        *("log_dest stderr", "log_type error", "log_type warning", "log_type notice"),
+        "",
+        "# The file mosquitto.db of what outlives a restart goes here.",
+        f"persistence_location {stored_in}",
+        "",
+        "# The embedded broker of `hepti` uses exactly the lines below.",
+    ]
+    for setting in SETTINGS:
+        lines += ["", f"# {setting.why[0].upper()}{setting.why[1:]}.", f"{setting.name} {setting.value}"]
+    return "\n".join(lines) + "\n"
+
+
+def password_lines(users: Mapping[str, str]) -> str:
+    """Return a Mosquitto password file: PBKDF2 with SHA-512, format $7$iterations$salt$hash.
+
+    Raises `ConfigError` for a user name that would break a line.
+    """
+    out = []
+    for user, password in users.items():
+        if not user or ":" in user or not user.isprintable():
+            raise ConfigError(f"user name {user!r} cannot stand in a password file: no colon, no control characters")
+        salt = os.urandom(_SALT_BYTES)
+        digest = hashlib.pbkdf2_hmac("sha512", password.encode(), salt, _ITERATIONS)
+        fields = (str(_ITERATIONS), base64.b64encode(salt).decode(), base64.b64encode(digest).decode())
+        out.append(f"{user}:$7${'$'.join(fields)}\n")
+    return "".join(out)

@@ -111,16 +111,13 @@ async def _serve_amqtt(address: str, port: int, users: Path | None) -> None:
     await asyncio.Event().wait()  # until the keeper ends this process
 
 
-def _amqtt(address: str, port: str, users: str | None = None) -> None:
-    import asyncio
-    import logging
-
-    logging.disable(logging.WARNING)  # amqtt formats every payload into a debug line
-    asyncio.run(_serve_amqtt(address, int(port), Path(users) if users else None))
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "amqtt":
-        _amqtt(*sys.argv[2:])
+        import asyncio
+        import logging
+
+        logging.disable(logging.WARNING)  # amqtt formats every payload into a debug line
+        host, number, *users = sys.argv[2:]
+        asyncio.run(_serve_amqtt(host, int(number), Path(users[0]) if users else None))
     else:
         sys.exit(keep(int(sys.argv[1]), sys.argv[2:]))

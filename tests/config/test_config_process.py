@@ -15,9 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.config.process import (
-    MAX_REMEMBERED,
-    REPEAT_S,
-    RepeatFilter,
     block_signals,
     exit_on_signals,
     setup_logging,
@@ -166,7 +163,7 @@ def test_room_is_made_before_the_disk_counts_as_full(tmp_path, full_disk):
 
 def test_where_nothing_can_be_stored_the_clock_must_do(tmp_path, full_disk, caplog):
     assert next_boot(tmp_path, lambda: 1700000000.0) == 1700000000
-    assert "make room" in caplog.text
+    assert "free disk space" in caplog.text
 
 
 class Lines(logging.Handler):
@@ -176,46 +173,6 @@ class Lines(logging.Handler):
 
     def emit(self, record):
         self.lines.append(self.format(record))
-
-
-@pytest.fixture
-def log():
-    """A logger of its own whose lines are kept, with a clock that the test turns."""
-    handler, logger = Lines(), logging.getLogger("hepti.test-logs")
-    logger.now = 0.0
-    handler.addFilter(RepeatFilter(handler, lambda: logger.now))
-    logger.propagate, logger.handlers = False, [handler]
-    logger.setLevel(logging.INFO)
-    logger.lines = handler.lines
-    yield logger
-    logger.handlers, logger.propagate = [], True
-
-
-def test_the_same_line_comes_once_and_is_counted(log):
-    for _ in range(330):
-        log.info("%s: %s", "overloaded", "64 requests wait")
-    log.info("joined: a has joined")
-    assert log.lines == ["overloaded: 64 requests wait", "joined: a has joined"]
-    log.now = REPEAT_S
-    log.info("joined: b has joined")
-    assert log.lines[3] == "joined: b has joined"
-    assert "329" in log.lines[2]
-    log.info("overloaded: 64 requests wait")
-    assert log.lines[4] == "overloaded: 64 requests wait"
-
-
-def test_lines_that_differ_all_come(log):
-    for device in range(2 * MAX_REMEMBERED):
-        log.info("pi-%d has joined", device)
-    log.warning("pi-0 has joined")
-    assert len(log.lines) == 2 * MAX_REMEMBERED + 1
-
-
-def test_what_comes_slowly_is_never_held_back(log):
-    for second in range(5):
-        log.now = second * REPEAT_S
-        log.info("still here")
-    assert log.lines == ["still here"] * 5
 
 
 def test_verbose_is_about_ourselves(monkeypatch):

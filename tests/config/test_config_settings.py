@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from device_agent.config import AgentConfig
 from hepti_mqtt.cli.main import build, main
 from hepti_mqtt.config import MAX_FILE_BYTES, Settings, load_yaml
 from hepti_mqtt.config.options import (
-    AgentOptions,
     PinOptions,
     PlannerOptions,
-    add_site_arguments,
     index_range,
     non_negative_int,
     positive_int,
-    settings_from_args,
-    site_argv,
     tcp_port,
 )
 from hepti_mqtt.config.settings import check_environment, data_link, parse_size
 from hepti_mqtt.errors import BadNameError, ConfigError
-from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
+from hepti_mqtt.transport import BrokerUrl
 
 NOWHERE = ["--broker", "mqtt://127.0.0.1:1"]
 
 
-COMMANDS = (["agent", *NOWHERE, "--id", "d1"], ["planner", *NOWHERE, "--model", "m=nowhere"], ["demo"], ["doctor"])
+COMMANDS = (["agent", *NOWHERE, "--id", "d1"], ["planner", *NOWHERE, "--model", "m=nowhere"], ["demo"])
 
 
 def test_flags_come_before_the_environment_and_that_before_the_defaults(monkeypatch):
@@ -129,23 +122,6 @@ def test_a_command_says_what_is_wrong_before_it_begins(name, command, monkeypatc
     assert f"{name}='mmx'" in capsys.readouterr().err
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        (WRONG[0], ["device_agent", *NOWHERE, "--id", "d1"]),
-        (WRONG[2], ["hepti_mqtt.service", *NOWHERE, "--model", "m=n"]),
-    ],
-)
-def test_so_does_a_module_that_is_run(name, arguments, tmp_path):
-    environment = {**os.environ, name: "mmx", "HOME": str(tmp_path)}
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in {1, ConfigError.exit_code}
-    assert f"{name}='mmx'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_what_is_unset_or_empty_is_no_error(monkeypatch):
     for name in WRONG:
         monkeypatch.setenv(name, "")
@@ -173,82 +149,54 @@ def test_sizes(text, value):
             parse_size(none)
 
 
-NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True)
+def planner_options(*arguments):
+    return PlannerOptions.from_args(build().parse_args(["planner", *NOWHERE, *arguments]))
 
 
-SIZES = st.sampled_from(["400MiB", "2GB", "123", "0"])
+def agent_config(*arguments):
+    return AgentConfig.from_args(build().parse_args(["agent", *NOWHERE, *arguments]))
 
 
-PATHS = st.sampled_from([Path("/models/x"), Path("here"), Path("with space/a=b")])
+def test_an_agents_options_are_in_its_configuration():
+    usual = agent_config("--id", "d1")
+    assert usual == AgentConfig(BrokerUrl.parse(NOWHERE[1]), "home", "d1")
+    given = agent_config(
+        *(
+            "--id",
+            "d2",
+            "--site",
+            "attic",
+            "--threads",
+            "3",
+            "--memory",
+            "1KiB",
+            "--cache",
+            "here",
+            "--cache-size",
+            "0",
+        ),
+        *("--mesh-host", "192.0.2.7", "--mesh-port", "7801", "--mesh-tls", "own.pem", "--no-mesh", "--no-retry"),
+    )
+    assert (given.device_id, given.site, given.threads, given.memory_bytes) == ("d2", "attic", 3, 1024)
+    assert (given.cache_dir, given.cache_bytes, given.retry) == (Path("here"), 0, False)
+    mesh = (given.mesh, given.mesh_host, given.mesh_port, given.mesh_tls)
+    assert mesh == (False, "192.0.2.7", 7801, Path("own.pem"))
 
 
-AGENTS = st.builds(
-    AgentOptions,
-    device=NAMES,
-    threads=st.none() | st.integers(1, 64),
-    memory=st.none() | SIZES,
-    cache=st.none() | PATHS,
-    cache_size=st.none() | SIZES,
-    retry=st.booleans(),
-    hold=st.booleans(),
-)
+def test_without_an_id_a_device_is_named_after_its_host(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "Pi-4.lan")
+    assert agent_config().device_id == "pi-4"
 
 
-PINS = st.builds(
-    PinOptions,
-    strategy=st.none() | NAMES,
-    variant=st.none() | NAMES,
-    devices=st.none() | st.lists(NAMES, min_size=1, max_size=3).map(tuple),
-    wire=st.none() | st.sampled_from(get_args(WireDtype)),
-    route=st.none() | st.sampled_from((*get_args(Route), "auto")),
-    weights=st.none() | st.sampled_from(get_args(WeightDtype)),
-    objective=st.none() | st.sampled_from(get_args(Objective)),
-    accuracy=st.none() | st.floats(1e-9, 1.0),
-)
-
-
-PLANNERS = st.builds(
-    PlannerOptions,
-    models=st.dictionaries(NAMES, PATHS, min_size=1, max_size=3),
-    pins=PINS,
-    in_flight=st.integers(1, 9),
-    batch=st.integers(1, 99),
-    batch_delay_ms=st.sampled_from([0.0, 2.5, 60_000.0]),
-    broker_mbit=st.none() | st.floats(0.5, 1e4),
-)
-
-
-def parsed(kind, arguments):
-    """Return what the short parser of `python -m` and that of `hepti` read; they agree."""
-    parser = argparse.ArgumentParser()
-    kind.add(parser)
-    command = "agent" if kind is AgentOptions else "planner"
-    one, other = kind.from_args(parser.parse_args(arguments)), kind.from_args(build().parse_args([command, *arguments]))
-    assert one == other
-    return one
-
-
-@given(AGENTS)
-def test_an_agents_options_come_back_from_their_arguments(options):
-    assert parsed(AgentOptions, options.arguments()) == options
-
-
-@given(PLANNERS)
-def test_a_planners_options_come_back_from_their_arguments(options):
-    assert parsed(PlannerOptions, options.arguments()) == options
-
-
-def test_what_is_not_said_is_left_to_the_program():
-    assert AgentOptions("a").to_argv() == ["--id", "a"]
-    assert PlannerOptions({"m": "d"}).to_argv() == ["--model", "m=d"]
-    assert site_argv(Settings(None)) == ["--site", "home"]
-
-
-def test_broker_and_site_come_back_from_their_arguments():
-    parser = argparse.ArgumentParser()
-    add_site_arguments(parser)
-    settings = Settings("mqtt://somewhere:1", "attic")
-    assert settings_from_args(parser.parse_args(site_argv(settings))) == settings
+def test_a_planners_options_are_read():
+    usual = planner_options("--model", "m=d")
+    assert usual == PlannerOptions({"m": Path("d")})
+    given = planner_options(
+        *("--model", "m=d", "--model", "n=e=f", "--in-flight", "3", "--batch", "4", "--batch-delay", "2.5"),
+        *("--broker-mbit", "100", "--request-pins", "none", "--strategy", "row", "--devices", "a,b", "--wire", "f16"),
+    )
+    pins = PinOptions("row", None, ("a", "b"), "f16")
+    assert given == PlannerOptions({"m": Path("d"), "n": Path("e=f")}, pins, 3, 4, 2.5, 100.0, "none")
 
 
 def test_pins_are_those_that_the_planner_takes():
@@ -277,7 +225,7 @@ def test_numbers_are_plain_digits(kind):
 
 def test_a_model_that_is_named_twice_is_refused():
     with pytest.raises(ConfigError):
-        parsed(PlannerOptions, ["--model", "m=a", "--model", "m=b"])
+        planner_options("--model", "m=a", "--model", "m=b")
     with pytest.raises(ConfigError):
         Settings(None).require_broker()
 
@@ -290,7 +238,6 @@ def test_numbers_come_as_they_are_written():
         range(2, 3),
     )
     assert index_range("0:3") == range(3)
-    assert parsed(AgentOptions, ["--mesh-port", "7801"]).mesh_port == 7801
     for kind, texts in ((index_range, ("3:3", "4:3", "1:", ":2", "1:²")), (tcp_port, ("0", "70000"))):
         for text in texts:
             with pytest.raises(argparse.ArgumentTypeError):

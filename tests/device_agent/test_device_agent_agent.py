@@ -12,14 +12,14 @@ import weakref
 
 import pytest
 
-from device_agent.agent import StopRequested, StopSignals, _Agent, agent_directories, device_lock, run_agent
+from device_agent.agent import _Agent, agent_directories, device_lock, run_agent
 from device_agent.background import LOG_S, StartupStatus
 from device_agent.config import AgentConfig
 from device_agent.machine import core_capacities, free_memory, usable_cores
-from device_agent.network import AgentEvent, Stop
+from hepti_mqtt.config.process import StopRequested, StopSignals
 from hepti_mqtt.errors import BadNameError, ConfigError, NetworkError
 from hepti_mqtt.protocol.messages import Status
-from hepti_mqtt.transport import BrokerUrl, Inbox
+from hepti_mqtt.transport import BrokerUrl
 
 
 def test_directories_by_site_and_device(tmp_path):
@@ -178,7 +178,7 @@ class Told:
 
 
 def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
-    monkeypatch.setattr("device_agent.background.SAY_S", 0.001)
+    monkeypatch.setattr("device_agent.background.REPEAT_S", 0.001)
     told = Told()
     with told.starting() as starting:
         starting.update("compiling kernels", 3, 23)
@@ -235,44 +235,44 @@ def test_an_interrupt_that_was_lost_comes_again():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_was_lost_ends_the_session_thread():
-    inbox: Inbox[AgentEvent] = Inbox()
+    stops = []
     with StopSignals() as signals:
         tell_in_a_callback()
-        signals.deliver_to(inbox)
-    assert isinstance(inbox.get(0.0), Stop)
+        signals.on_stop(lambda: stops.append(1))
+    assert stops
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_interrupts_before_the_session_thread_runs_and_is_an_event_then(number):
-    inbox: Inbox[AgentEvent] = Inbox()
+    stops = []
     with StopSignals() as signals, pytest.raises(StopRequested):
         signal.raise_signal(number)
     with StopSignals() as signals:
-        signals.deliver_to(inbox)
+        signals.on_stop(lambda: stops.append(1))
         signal.raise_signal(number)
-    assert isinstance(inbox.get(0.0), Stop)
+    assert stops
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
 def test_who_is_told_to_end_in_an_import_ends_as_if_nothing_had_happened(number):
     code = (
-        "import signal; from device_agent.agent import Signals, ToldToEnd\n"
+        "import signal; from hepti_mqtt.config.process import StopRequested, StopSignals\n"
         "try:\n"
-        f"    with Signals(): exec('signal.raise_signal(signal.{number})')\n"
-        "except ToldToEnd: print('told')"
+        f"    with StopSignals(): exec('signal.raise_signal(signal.{number})')\n"
+        "except StopRequested: print('told')"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
 
 
 def test_an_agent_started_with_nohup_outlives_its_terminal():
-    inbox: Inbox[AgentEvent] = Inbox()
+    stops = []
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as signals:
-            signals.deliver_to(inbox)
+            signals.on_stop(lambda: stops.append(1))
             signal.raise_signal(signal.SIGHUP)
-        assert inbox.empty()
+        assert not stops
     finally:
         signal.signal(signal.SIGHUP, before)
 

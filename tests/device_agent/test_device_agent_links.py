@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from shell_support import TOPICS, devices, request
 
-from device_agent.config import AgentConfig, listen_address, local_address_toward, parse_mesh_host
-from device_agent.links import APART_S, REMEMBERED_RUNS, IdleProbes, MeshEndpoint, MeshLinks
+from device_agent.config import AgentConfig, listen_address, local_address_toward, mesh_address, parse_mesh_host
+from device_agent.links import APART_S, REMEMBERED_RUNS, IdleProbes, MeshLinks, open_links
 from device_agent.network import ErrorLog
 from device_agent.probes import FIRST_LARGE, LARGE_BYTES, LARGE_EVERY_S, SMALL_BYTES, PeerProbes
 from hepti_mqtt.errors import ConfigError
@@ -32,7 +32,7 @@ from hepti_mqtt.runtime.worker.interface import (
     PeerRefused,
 )
 from hepti_mqtt.transport import BrokerUrl
-from hepti_mqtt.transport.mesh import Mesh, mesh_possible
+from hepti_mqtt.transport.mesh import mesh_possible
 
 EPOCH = PlanVersion(1, 1)
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
@@ -46,12 +46,7 @@ class Device:
     def __init__(self, name: str) -> None:
         self.name, self.events = name, []
         self.complaints = ErrorLog(logging.getLogger("test"))
-        probes = PeerProbes(name, 1)
-
-        def make(on_message, on_event):
-            return Mesh("127.0.0.1", 0, user=name, on_message=on_message, on_event=on_event)
-
-        self.links = MeshLinks(TOPICS, name, make, self.complaints, probes)
+        self.links = MeshLinks(TOPICS, name, 1, self.complaints, "127.0.0.1")
 
     def peer(self, token_out: str, token_in: str) -> Peer:
         """Return this device as another one is told of it."""
@@ -218,21 +213,22 @@ def test_peers_are_told_the_address_on_the_way_to_the_broker() -> None:
         parse_mesh_host("pi.local")
 
 
-def opened(**options) -> MeshEndpoint:
+def opened(**options) -> MeshLinks | None:
     url = options.pop("url", BrokerUrl("127.0.0.1", 1883))
     config = AgentConfig(url, "home", "a", **options)
-    return MeshEndpoint(config, TOPICS, 1, ErrorLog(logging.getLogger("test")))
+    return open_links(config, TOPICS, 1, ErrorLog(logging.getLogger("test")))
 
 
 def test_an_endpoint_is_told_where_it_listens() -> None:
-    endpoint = opened()
+    links = opened()
     try:
-        told = endpoint.advertised()
+        config = AgentConfig(BrokerUrl("127.0.0.1", 1883), "home", "a")
+        told = links.endpoint(mesh_address(config))
         assert (told.host, told.fingerprint) == ("127.0.0.1", "")
         with pytest.raises(ConfigError):
             opened(mesh_port=told.port)
     finally:
-        endpoint.close()
+        links.close()
 
 
 @pytest.mark.parametrize(
@@ -241,11 +237,7 @@ def test_an_endpoint_is_told_where_it_listens() -> None:
     ids=["--no-mesh", "an encrypted broker and no certificate"],
 )
 def test_where_peers_are_not_to_connect_there_is_none(options: dict) -> None:
-    endpoint = opened(**options)
-    assert endpoint.links is None
-    assert endpoint.advertised() is None
-    assert endpoint.peer_reports(lambda: None) is None
-    endpoint.close()
+    assert opened(**options) is None
 
 
 # -- large probes between runs ----------------------------------------------------------------------------------------

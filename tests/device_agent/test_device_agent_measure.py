@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from weakref import WeakSet
 
@@ -14,7 +16,7 @@ from device_agent import background
 from device_agent import measure as measuring
 from device_agent.background import MISMATCH_RATIO, MISMATCH_S, REMEASURE_S, BackgroundTuning, RemeasurePolicy
 from device_agent.machine import UNKNOWN_BYTES, last_level_cache_bytes
-from device_agent.measure import file_stamps, load_or_measure, measure, monotone
+from device_agent.measure import load_or_measure, measure, monotone
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up
@@ -125,7 +127,7 @@ class Cached:
     """`load_or_measure` in a directory, with a quick matmul that takes what the test says."""
 
     def __init__(self, directory, workers, curves, monkeypatch):
-        self.directory, self.workers, self.patch, self.measured = directory, workers, monkeypatch, 0
+        self.file, self.workers, self.patch, self.measured = directory / "m.json", workers, monkeypatch, 0
         self.curves = curves
         monkeypatch.setattr(measuring, "measure", self.measure)
         self.quick(1.0)
@@ -138,15 +140,8 @@ class Cached:
         before = self.curves["linear"][0]["points"][2][1]
         self.patch.setattr(measuring, "_seconds", lambda act, *_: act() or factor * before)
 
-    def __call__(self, workers=None, own="measurement.json", **options):
-        places = [self.directory / own, self.directory / "shared.json"]
-        return load_or_measure(places, workers or self.workers, 1 << 30, **options)
-
-    def neighbour(self):
-        """Let another agent measure; return what was written before it did."""
-        before = file_stamps([self.directory / "shared.json"])
-        self(own="neighbour.json", force=True)
-        return before
+    def __call__(self, workers=None, **options):
+        return load_or_measure(self.file, workers or self.workers, 1 << 30, **options)
 
 
 @pytest.fixture
@@ -170,20 +165,21 @@ def test_a_machine_that_has_become_slower_is_measured_again(cached):
 
 
 def test_what_a_neighbour_has_just_measured_counts_without_a_look(cached):
-    before = cached.neighbour()
+    start = time.time() - 60
+    cached()
     cached.quick(9.0)  # beside others that start, the look would fail
-    assert cached(stamps_at_start=before) == (json.loads(json.dumps(cached.curves)), True)
+    assert cached(trusted_since_s=start) == (json.loads(json.dumps(cached.curves)), True)
     assert cached.measured == 1
-    assert cached()[1] is False, "at the next start it is an old one"
+    assert cached(trusted_since_s=time.time() + 60)[1] is False, "at the next start it is an old one"
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("usable_cores", 0.4), ("core_capacities", [446]), ("cpu_model", "another")]
 )
 def test_a_neighbour_with_another_share_of_the_cores_measures_for_itself(cached, monkeypatch, name, value):
-    before = cached.neighbour()
+    cached()
     monkeypatch.setattr(measuring, name, lambda: value)
-    assert cached(stamps_at_start=before)[1] is False
+    assert cached(trusted_since_s=0.0)[1] is False
     assert cached.measured == 2
 
 
@@ -201,15 +197,13 @@ def test_other_threads_version_or_cpu_are_measured_again(cached, monkeypatch):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"key": {}, "curves": {"linear": []}}', "\xff"])
 def test_a_broken_file_is_measured_again(cached, content):
-    (cached.directory / "measurement.json").write_text(content, encoding="latin-1")
-    (cached.directory / "shared.json").mkdir()
+    cached.file.write_text(content, encoding="latin-1")
     assert cached()[1] is False
     assert cached()[1] is True
 
 
 def test_a_directory_that_cannot_be_written_only_costs_time(cached):
-    for name in ("measurement.json", "shared.json"):
-        (cached.directory / name).mkdir()
+    cached.file.mkdir()
     assert cached()[1] is False
     assert cached()[1] is False
 
@@ -222,17 +216,17 @@ def test_what_others_did_while_a_curve_was_measured_is_taken_out():
 def test_narrow_weights_are_measured_when_their_kernels_are_there(workers, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "REPEATS", 1)
     monkeypatch.setattr(measuring, "_still_accurate", lambda *_: True)
-    first, cached = load_or_measure([tmp_path / "m.json"], workers, 1 << 30, with_narrow_weights=False)
+    first, cached = load_or_measure(tmp_path / "m.json", workers, 1 << 30, with_narrow_weights=False)
     assert not cached
     assert not measuring.has_narrow_curves(first)
-    whole, cached = load_or_measure([tmp_path / "m.json"], workers, 1 << 30)
+    whole, cached = load_or_measure(tmp_path / "m.json", workers, 1 << 30)
     assert not cached
     assert measuring.has_narrow_curves(whole)
     assert whole["linear"][: len(first["linear"])] == first["linear"], "only what is missing is measured"
-    assert load_or_measure([tmp_path / "m.json"], workers, 1 << 30) == (whole, True)
-    again, cached = load_or_measure([tmp_path / "m.json"], workers, 1 << 30, force=True, may_store=lambda: False)
+    assert load_or_measure(tmp_path / "m.json", workers, 1 << 30) == (whole, True)
+    again, cached = load_or_measure(tmp_path / "m.json", workers, 1 << 30, force=True, may_store=lambda: False)
     assert not cached
-    assert load_or_measure([tmp_path / "m.json"], workers, 1 << 30) == (whole, True), "what was disturbed is not kept"
+    assert load_or_measure(tmp_path / "m.json", workers, 1 << 30) == (whole, True), "what was disturbed is not kept"
     assert again != whole
 
 
@@ -358,13 +352,13 @@ def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back
     monkeypatch.setattr(background, "return_memory", lambda: told.append("given back"))
     monkeypatch.setattr(background, "cache_directory", lambda: None)
 
-    def measured(places, workers, memory_bytes, **_):
+    def measured(file, workers, memory_bytes, **_):
         told.append(memory_bytes)
         return curves, False
 
     monkeypatch.setattr(background, "load_or_measure", measured)
     meter = SimpleNamespace(set_curves=lambda new: told.append(new is curves))
     log = logging.getLogger("test")
-    after = BackgroundTuning([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), log=log)
+    after = BackgroundTuning(Path("m.json"), 1, 100, meter, lambda: 0.0, lambda: told.append("told"), log=log)
     after._measure(force=True)
     assert told == [takes, "given back", True, "told"]

@@ -225,11 +225,11 @@ class Device:
             9,
             self.network,
             Machine(),
-            self.prober,
             Meter(swarm.curves(1e9)),
             lambda: self.stepped_s,
             lambda: self.counts,
             None,
+            Inbox(),
             self.complaints,
         )
 
@@ -243,7 +243,7 @@ class Device:
     def probes(self):
         return [frames.decode(p) for _, p, _, _ in self.planes["data"].published]
 
-    def beat(self, now):
+    def echo(self, now):
         for frame in self.probes():
             self.prober.on_answer(frame, now)
 
@@ -255,7 +255,7 @@ def device():
 
 def test_a_beat_says_how_the_device_is(device):
     device.thread.publish_heartbeat(10.0)
-    device.beat(10.25)
+    device.echo(10.25)
     device.thread.publish_heartbeat(11.0)
     assert device.beats() == [
         protocol_messages.Heartbeat(9, 1, 0.25, 1000, 45.5, None, None, 1.0, 2000, {"late": 3}),
@@ -280,11 +280,11 @@ def test_requests_of_before_are_no_more_of_late_while_the_device_is_offline(devi
 
 def test_no_large_probe_while_ops_run(device):
     device.thread.publish_heartbeat(10.0)
-    device.beat(10.01)
+    device.echo(10.01)
     device.stepped_s = 10.9
     device.thread.publish_heartbeat(11.0)
     assert max(len(f.body) for f in device.probes()) < LARGE_BYTES
-    device.thread.beat(12.0)
+    device.thread.publish_heartbeat(12.0)
     assert max(len(f.body) for f in device.probes()) == LARGE_BYTES
 
 

@@ -192,7 +192,7 @@ def test_what_goes_out_takes_its_plane(wired):
     assert wired.planes["control"].subscribed[token] == (("f", 1),)
     assert wired.planes["control"].left == ["f"]
     assert all(t.closed for t in wired.planes.values())
-    assert wired.network.counts()["data"].published == 1
+    assert wired.network.counters()["data_published"] == 1
 
 
 def test_complaints_are_logged_ever_more_rarely(caplog):

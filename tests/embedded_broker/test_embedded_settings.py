@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from broker_kinds import needs_mosquitto
 
-from hepti_mqtt.embedded_broker.settings import SETTINGS, closed_configuration, configuration, password_lines
+from hepti_mqtt.embedded_broker.broker import SETTINGS, closed_configuration, configuration, password_lines
 from hepti_mqtt.errors import ConfigError
 
 BROKER = Path(__file__).parents[2] / "broker"

@@ -26,13 +26,12 @@ from numpy.typing import NDArray
 from site_processes import SITE, Site, poll
 from soak_site import MIB, Flat, Held, edges_of, frames, missing, table, unequal, watch
 
-from device_agent.measure import measurement_files
+from device_agent.measure import measurement_file
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.kernels import jit
 
 DEVICES = ("a", "b", "c")
 MEMORY_MIB = 300
@@ -243,8 +242,7 @@ def run(what: Soak, directory: Path, say: bool = True) -> Report:
 
 def _start_agent(site: Site, hepti: Hepti, name: str) -> None:
     """Start one that measures itself, as one that does so only later loads what measuring needs later."""
-    for path in measurement_files(site.directory, jit.cache_directory(), 1)[1:]:
-        path.unlink(missing_ok=True)
+    measurement_file(site.directory, 1).unlink(missing_ok=True)
     site.agent(name, f"{MEMORY_MIB}MiB")
     poll(lambda: name in edges_of(_online(hepti)), f"{name} online", START_S)
 

@@ -12,7 +12,7 @@ from broker_kinds import needs_mosquitto
 from limited_broker import mosquitto_with
 
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.embedded_broker.settings import SETTINGS
+from hepti_mqtt.embedded_broker.broker import SETTINGS
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport import (
     BrokerUrl,
