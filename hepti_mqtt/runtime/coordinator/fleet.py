@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, log
 from statistics import median
@@ -41,6 +41,7 @@ from hepti_mqtt.runtime.coordinator.requests import Run
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
     from hepti_mqtt.runtime.coordinator.plans import PlanRecord
+    from hepti_mqtt.runtime.coordinator.rollout import Rollout
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 
 
@@ -470,39 +471,21 @@ class Fleet:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Who may read from whom directly under a plan, and the tokens by which each lets the other in.
+def peers_of(plan: Plan, device: str, fleet: Fleet, secret: bytes | None) -> tuple[Peer, ...]:
+    """Return the peers of a device under a mesh plan, with the tokens by which each lets the other in.
 
-
-class PeerTokens:
-    """Tokens for every (source, target) of a plan that are no secret of anybody else's.
-
-    They follow from the planner's secret, so that a Prepare which is repeated says the same, and end with their epoch.
+    Tokens follow from the planner's secret, the plan version and the pair, so a repeated Prepare carries the same.
     """
 
-    def __init__(self, secret: bytes | None, membership: Fleet) -> None:
-        self._secret, self._membership = secret, membership
-
-    def peers_of(self, plan: Plan, device: str) -> tuple[Peer, ...]:
-        """Return what a device is to know of its peers under a plan."""
-        if plan.route != "mesh":
-            return ()
-        found = []
-        for other in plan.devices:
-            endpoint = self._membership.member(other).endpoint
-            if other == device or endpoint is None:
-                continue
-            peer = Peer(other, endpoint, self._token(plan, other, device), self._token(plan, device, other))
-            if peer.token_in or peer.token_out:
-                found.append(peer)
-        return tuple(found)
-
-    def _token(self, plan: Plan, source: str, target: str) -> str:
-        """Return with what `target` comes to `source`, "" where the broker carries what goes that way."""
-        if self._secret is None or (source, target) in plan.relayed_pairs:
+    def token(source: str, target: str) -> str:  # "" where the broker relays what goes this way
+        if secret is None or (source, target) in plan.relayed_pairs:
             return ""
         said = "\0".join(map(str, (plan.model, *plan.version, source, target)))
-        return hmac.digest(self._secret, said.encode(), "sha256").hex()
+        return hmac.digest(secret, said.encode(), "sha256").hex()
+
+    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device) if plan.route == "mesh" else ()
+    found = (Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None)
+    return tuple(peer for peer in found if peer.token_in or peer.token_out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -592,8 +575,6 @@ PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
 PROGRESS_S: Final = 20.0  # with words, and without progress
 STALLED_S: Final = 0.5  # a tick that comes so late says that this process was held up, not others
 
-Probe = Callable[["PlanGroup", Plan, list[str]], list[CoordinatorCommand]]
-
 
 class HungDevice(NamedTuple):
     """A device to be put aside, and what it did not do; is_silent: it says nothing, so that a word brings it back."""
@@ -604,10 +585,10 @@ class HungDevice(NamedTuple):
 
 
 class HangDetector:
-    """Watches the runs and preparations of all slots. probe: returns what makes devices say that they have a plan."""
+    """Watches the runs and preparations of all groups; probes devices by the rollout's Prepare."""
 
-    def __init__(self, slots: PlanGroups, membership: Fleet, probe: Probe) -> None:
-        self._slots, self._membership, self._probe = slots, membership, probe
+    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout) -> None:
+        self._groups, self._fleet, self._rollout = groups, fleet, rollout
         self._ticked_s = float("inf")
 
     def tick(self, now: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
@@ -615,7 +596,7 @@ class HangDetector:
         stalled, self._ticked_s = now - self._ticked_s > STALLED_S, now
         out: list[CoordinatorCommand] = []
         silent: dict[str, HungDevice] = {}
-        for group in self._slots:
+        for group in self._groups:
             late: dict[str, HungDevice] = {}
             for run in group.runs.values():
                 if now <= run.probe_at_s:
@@ -631,23 +612,23 @@ class HangDetector:
             # Nobody else can serve where pins name the devices.
             named = group.plans.pins.devices or ()
             silent |= {device: word for device, word in late.items() if device not in named}
-        can_serve = set(self._membership.usable()) - set(silent)
+        can_serve = set(self._fleet.usable()) - set(silent)
         return out, list(silent.values()) if can_serve else []
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now
         late = [d for d in run.plan.devices if d not in run.reports]
-        text = f"a run of {run.plan.model} takes longer than predicted; asking {', '.join(late)}"
-        return [LogEvent("doubt", text), *self._probe(group, run.plan, late)]
+        text = f"A run of {run.plan.model} is late; probing {', '.join(late)}"
+        return [LogEvent("doubt", text), *self._rollout.probe(group, run.plan, late)]
 
     def _silent_devices(self, run: Run) -> list[str]:
         assert run.probed_s is not None
-        usable = self._membership.usable()
+        usable = self._fleet.usable()
         late = [usable[d] for d in run.plan.devices if d not in run.reports and d in usable]
         return [m.name for m in late if m.last_message_s < run.probed_s]
 
     def _unprepared(self, record: PlanRecord, now: float) -> dict[str, HungDevice]:
-        usable = self._membership.usable()
+        usable = self._fleet.usable()
         late = {}
         for device in record.unready_devices & set(usable):
             begun_s = record.device_progress_s.get(device, record.begun_s)

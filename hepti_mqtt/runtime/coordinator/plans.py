@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Final, Literal, get_args
 
 from hepti_mqtt.cost.profiles import Cluster
@@ -99,8 +100,23 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
 )
 
 
+class Ids:
+    """The numbers that a planner gives out: plan versions under its boot counter, and transaction ids."""
+
+    def __init__(self, boot: int) -> None:
+        self._boot, self._plans, self._transactions = boot, count(1), count(1)
+
+    def next_version(self) -> PlanVersion:
+        """Return a plan version that no plan has had."""
+        return PlanVersion(self._boot, next(self._plans))
+
+    def next_transaction(self) -> int:
+        """Return the id of a new transaction."""
+        return next(self._transactions)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# Models that the planner serves, and plans that stand, as values for other threads.
+# Served models, and plans as values for other threads.
 
 
 @dataclass(frozen=True, slots=True)
