@@ -191,7 +191,8 @@ def separate(spec, fixed, shape):
     """Return the Programs with an op for each conversion."""
     made = lower_plan(spec, fixed, shape)
     return {
-        device: narrow_wire(merge_copies(made.full_program(device)), fixed.wire) for device in fixed.runs[0].devices
+        device: narrow_wire(merge_copies(made.full_program(device)), fixed.wire)
+        for device in fixed.executables[0].devices
     }
 
 
@@ -362,7 +363,7 @@ def test_memory_is_counted_as_it_is_held():
 @pytest.mark.parametrize("storage", COSINE)
 def test_matrices_of_convolutions_are_never_narrow_whatever_they_are_called(storage):
     spec = cnn(6, conv(), names="layers.")
-    fixed = replace(plan(spec, ("single", {}), (1.0,)), storage=storage)
+    fixed = replace(plan(spec, ("single", {}), (1.0,)), weight_dtype=storage)
     with pytest.raises(ValueError, match=storage):
         device_program(spec, fixed, request(spec, (1,))[0], "d0")
     with pytest.raises(ValueError, match=storage):
@@ -381,7 +382,7 @@ def test_narrow_weights_stay_near_the_reference_on_a_site(method):
     place = METHODS.index(method)
     spec, storage = FAMILIES[("bert-embedding", "vit-classifier")[place % 2]], list(STORAGES)[place % 3]
     devices = 1 if STRATEGIES[method[0]].max_devices == 1 else 3
-    fixed = replace(plan(spec, method, (1.0, 2.0, 1.0)[:devices]), storage=storage)
+    fixed = replace(plan(spec, method, (1.0, 2.0, 1.0)[:devices]), weight_dtype=storage)
     swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(devices)}, decider=always(fixed))
     shape, inputs = request(spec, served(spec, (13, 4)), "hidden")
     hidden, _ = models.reference(spec, tensors(spec), inputs, shape)

@@ -284,8 +284,8 @@ def test_methods_that_are_too_slow_are_told_by_name_and_why_is_said():
 NAMES = ("pi0", "pi1", "pi2", "pi3")
 
 
-def tried(site, relayed=frozenset()):
-    return list(subsets(question(SMALL, site, relayed=relayed), NAMES, pinned=False))
+def tried(site, relayed_pairs=frozenset()):
+    return list(subsets(question(SMALL, site, relayed_pairs=relayed), NAMES, pinned=False))
 
 
 def test_of_devices_that_differ_in_name_alone_one_subset_of_each_size_is_tried():
@@ -299,7 +299,7 @@ def test_of_devices_that_differ_in_name_alone_one_subset_of_each_size_is_tried()
         lambda site: replace(site, devices=site.devices | {"pi3": device("pi3", 24.6, memory=1e9)}),
         lambda site: replace(site, links={**site.links, "pi3": Link(1e-3, 1e6, 1e6)}),
         lambda site: replace(site, endpoints=frozenset(NAMES[:3])),
-        lambda site: replace(site, shared=frozenset(NAMES[3:])),
+        lambda site: replace(site, shared_medium=frozenset(NAMES[3:])),
         lambda site: replace(site, peer_links={("pi3", name): PeerLink(1e-3) for name in NAMES[:3]}),
     ],
     ids=["memory", "link", "endpoint", "shared", "peers"],
@@ -406,7 +406,7 @@ def test_a_pinned_route_is_obeyed():
 def test_pairs_that_cannot_connect_are_relayed_and_so_is_who_has_no_endpoint():
     site = meshed(four_pis(940))
     apart = frozenset({("pi2", "pi0"), ("elsewhere", "pi1")})
-    asked = question(BASE, site, strategy="row", devices=NAMES, relayed=apart)
+    asked = question(BASE, site, strategy="row", devices=NAMES, relayed_pairs=apart)
     chosen = decide(asked).chosen.plan
     assert (chosen.route, chosen.relayed_pairs) == ("mesh", (("pi2", "pi0"),))
     some = question(BASE, replace(site, endpoints=frozenset(NAMES[:3])), route="mesh", devices=NAMES)
@@ -423,7 +423,7 @@ def test_mesh_is_no_choice_where_somebody_cannot_or_nobody_connects():
         "mesh",
         "broker",
     )
-    nobody = question(BASE, meshed(site), relayed=frozenset(permutations(NAMES, 2)))
+    nobody = question(BASE, meshed(site), relayed_pairs=frozenset(permutations(NAMES, 2)))
     assert candidate_routes(nobody, NAMES) == ("broker",)
 
 
@@ -508,7 +508,7 @@ def test_a_wire_that_nobody_has_measured_is_not_taken_in_a_hurry():
         {"strategy": "magic"},
         {"strategy": "megatron", "options": {"variant": "kv"}},
         {"strategy": "block", "options": {"nt": "2"}},
-        {"strategy": "voltage", "options": {"shares": "equal", "order": "reordered"}, "storage": "w8a32"},
+        {"strategy": "voltage", "options": {"shares": "equal", "order": "reordered"}, "weight_dtype": "w8a32"},
         {"strategy": "grid", "options": {"nt": "3"}, "devices": ("pi0", "pi1", "pi2", "pi3")},
         {"strategy": "single", "devices": ("pi0", "pi1")},
     ],

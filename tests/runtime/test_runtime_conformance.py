@@ -97,7 +97,7 @@ def questions(draw):
         st.sampled_from([o for o in method.variants_for(devices) if not method.task_count(o)]), label="options"
     )
     # Of replicas a run is under one, which is all that its devices know.
-    fixed = replace(plan(spec, (name, options), weights).executables[0], epoch=EPOCH)
+    fixed = replace(plan(spec, (name, options), weights).executables[0], version=EPOCH)
     batches = (
         ((1,),) if isinstance(spec.input_spec, ImageInput) else ((5,), (4, 3), (1,), (2, 6, 1))
     )  # a run has one picture
@@ -176,7 +176,7 @@ class Driven:
         return encode_work("m", EPOCH, frame.admission, shape, inputs, session)
 
     def seconds(self, step):
-        program = self.programs[step.admission - 1]
+        program = self.programs[step.run_id - 1]
         op = program.ops[step.place]
         if isinstance(op, Compute):
             return self.profile.seconds(*works(op, program.slots))
