@@ -482,7 +482,7 @@ def test_plans_of_every_family_are_believed(name):
 
 @pytest.fixture
 def nothing_built(monkeypatch):
-    for name in ("resident_weights", "max_live_bytes", "programs_bytes", "peers", "programs_digest"):
+    for name in ("resident_weights", "max_live_bytes", "programs_bytes", "sources_of", "programs_digest"):
         monkeypatch.setattr(residents, name, lambda *_, name=name: pytest.fail(f"{name} was worked out"))
 
 

@@ -1,4 +1,4 @@
-"""What the planner believes of the numbers that devices tell of themselves: those that a device can have."""
+"""The devices of the site: what they publish, crash backoff, hang detection and the debounce of last wills."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def implausible_caps(device: str, curves: Mapping[str, Any], memory_budget_bytes
 
 
 def _is_plausible_link(report: LinkReport) -> bool:
-    told = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
-    return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in told.items())
+    seen = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
+    return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in seen.items())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,15 +116,14 @@ MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are
 
 @dataclass(slots=True)
 class Member:
-    """One device as it has described itself; `last_heartbeat_s` is when its last heartbeat came.
+    """One device as it has described itself.
 
-    idle_heartbeat: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A
-    device that loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do
-    not use it, until it starts anew. starting_s: since when it says that it is starting, None if it does not. left_s:
-    when it was last lost. last_message_s: when it last said something of a run or a plan; heartbeats come from
-    another thread. quarantined_until_s: it hangs, and is tried again then, or (mute) when it speaks. quarantines: how
-    often, since it last did its part. boot_before: of the start that plans used, once a new one has shown itself
-    before the end of the old.
+    idle_heartbeat, slowdowns: the last heartbeat and the last slowdowns while no device loaded weights, which slows
+    processors and links. refused: why plans do not use it until it restarts. starting_s: since when it is starting.
+    left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
+    hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
+    boot_before: of the start that plans used, when a new start appeared before the end of the old one.
+    unreachable_until_s: peers that it could not connect to.
     """
 
     name: str
@@ -143,10 +142,8 @@ class Member:
     quarantined_until_s: float | None = None
     quarantines: int = 0
     mute: bool = False
-    unreachable_until_s: dict[str, float] = field(
-        default_factory=dict
-    )  # peers that it could not connect to, until when that counts
-    implausible_reported: bool = False  # somebody was told of what it says that cannot be
+    unreachable_until_s: dict[str, float] = field(default_factory=dict)
+    implausible_reported: bool = False
 
     @property
     def usable(self) -> bool:
@@ -186,8 +183,7 @@ class Member:
     def link(self) -> Link:
         """Return the device's measured link to the broker, with defaults until it has measured one."""
         base = Link()
-        # The better of what was told in calm and of late: what is loaded makes a link look slower, and so does a device
-        # that has only just started, which may be the last calm for a long time.
+        # The better of idle and last: loading makes a link look slower, and so does a device that has just started.
         told = [hb for hb in (self.idle_heartbeat, self.heartbeat) if hb is not None]
         round_trip_s = min((hb.round_trip_s for hb in told if hb.round_trip_s), default=2 * base.latency_s)
         rates = (hb.bandwidth_bytes_per_s for hb in told if hb.bandwidth_bytes_per_s)
@@ -195,7 +191,7 @@ class Member:
         return Link(round_trip_s / 2, rate, rate)
 
     def peer_links(self) -> dict[str, PeerLink]:
-        """Return the measured ways from this device straight to others, each the better of calm and of late."""
+        """Return the measured links to peers, each the better of idle and last heartbeat."""
         told = [hb.peers for hb in (self.idle_heartbeat, self.heartbeat) if hb is not None]
         found = {}
         for peer in {name for peers in told for name in peers}:
@@ -205,22 +201,18 @@ class Member:
         return found
 
     def slowdown(self, usual: float = 1.0) -> float:
-        """Return the median of late: a second of somebody else's load is none to divide a model by.
+        """Return the median of the last heartbeats, so that a short burst of other load does not change shares.
 
-        Nor is what comes and goes by itself: what differs little from what is usual on the site is that, or equal
-        devices would get unequal shares.
+        A small difference from the usual slowdown of the site is noise: equal devices should get equal shares.
         """
         found = max(median(self.slowdowns), MIN_SLOWDOWN) if self.slowdowns else 1.0
         return found if abs(log(found / usual)) > NOISE else usual
 
     def _frame_cost(self) -> FrameCost | None:
-        """Return what frames to and from peers cost in calm, or else of late; None where none were seen."""
-        told = (
-            frame_cost(hb.peer_frame_s, hb.peer_byte_s)
-            for hb in (self.idle_heartbeat, self.heartbeat)
-            if hb is not None
-        )
-        return next((cost for cost in told if cost is not None), None)
+        """Return the frame cost of the idle heartbeat, or else of the last one; None without frames."""
+        beats = [hb for hb in (self.idle_heartbeat, self.heartbeat) if hb is not None]
+        costs = (frame_cost(hb.peer_frame_s, hb.peer_byte_s) for hb in beats)
+        return next((cost for cost in costs if cost is not None), None)
 
     def observed(self, usual: float, planned: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed.
@@ -350,7 +342,7 @@ class Fleet:
         return boot if member.quarantined_until_s is None else None
 
     def record_loading(self, now: float) -> None:
-        """Take it that devices load weights: what they tell until CALM_S after says nothing of how they will be."""
+        """Record that devices load weights: heartbeats until `LOAD_SETTLE_S` later are not representative."""
         self._calm_from_s = now + LOAD_SETTLE_S
 
     def reset_silence(self, now: float) -> None:
@@ -371,7 +363,7 @@ class Fleet:
         return [m.name for m in lost]
 
     def record_unreachable(self, name: str, sources: Iterable[str], now: float) -> None:
-        """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
+        """Record that a device cannot connect to others; the broker relays their frames for a while."""
         known = [source for source in sources if source in self.members]
         self.member(name).unreachable_until_s.update(dict.fromkeys(known, now + RELAYED_S))
 
@@ -388,10 +380,10 @@ class Fleet:
             other.unreachable_until_s.pop(member.name, None)
 
     def refuse(self, name: str) -> str:
-        """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
+        """Use a device that compiles plans differently for no plan until it restarts; return the reason."""
         member = self.member(name)
         version = member.caps.version if member.caps is not None else "unknown"
-        member.refused = f"{name} derives other Programs from a plan; it runs version {version}"
+        member.refused = f"{name} (version {version}) compiles this plan differently"
         return member.refused
 
     def unused_reasons(self) -> dict[str, str]:
@@ -401,9 +393,9 @@ class Fleet:
             if member.refused:
                 why[member.name] = f"{member.refused}; install the planner's version there"
             elif member.quarantined_until_s is not None:
-                silent = "said nothing" if member.mute else "got no further"
-                times = f", for the {member.quarantines}. time" if member.quarantines > 1 else ""
-                why[member.name] = f"it {silent} while others waited for it{times}; it is tried again later"
+                silent = "sent no message" if member.mute else "made no progress"
+                times = f" ({member.quarantines} times)" if member.quarantines > 1 else ""
+                why[member.name] = f"{silent} while others waited{times}; retried later"
         return {name: words for name, words in why.items() if self.members[name].online}
 
     def expected(self, now: float) -> set[str]:
@@ -489,16 +481,16 @@ def peers_of(plan: Plan, device: str, fleet: Fleet, secret: bytes | None) -> tup
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Devices that died twice soon after they were given a plan: most likely of it, so they do not get it a third time.
+# Crash backoff: each repeated crash soon after a Prepare lowers the memory that plans may use on a device.
 #
-# A control group that has less memory than the device says kills the agent as often as the same plan comes. Once is no
-# sign: a device that somebody restarts, alone at its site, must serve again at once. One that comes back with the boot
-# counter it had was only away, for want of a connection or of a core, and has not died of anything.
+# A control group with less memory than the device reports kills the agent each time the same plan comes. One crash is
+# no sign: a single device that is restarted must serve again at once. A device that returns with the same boot counter
+# was only disconnected.
 
 
-CRASH_WINDOW_S: Final = 30.0  # a device that dies so long after a plan came may have died of it
-REPEAT_WINDOW_S: Final = 300.0  # the second time counts so long after the first
-BACKOFF_S: Final = 60.0  # it gets less for so long, and for twice as long after each further time
+CRASH_WINDOW_S: Final = 30.0  # a crash within this time of a Prepare may be due to the plan
+REPEAT_WINDOW_S: Final = 300.0  # in which a second crash counts
+BACKOFF_S: Final = 60.0  # the device gets less memory for this time, twice as long after each further crash
 BACKOFF_MAX_S: Final = 3600.0
 MEMORY_FACTOR: Final = 0.75  # of the memory that the plan needed
 
@@ -525,12 +517,12 @@ class CrashBackoff:
         self._falls: dict[str, _Crash] = {}
 
     def record_departure(self, device: str, boot: int, needed_bytes: int, given_s: float, now: float) -> None:
-        """Take it that a device is gone that was given a plan at `given_s`, for which it needed so many bytes."""
+        """Record that a device has left; its last exchange about a plan of `needed_bytes` was at `given_s`."""
         if now - given_s <= CRASH_WINDOW_S:
             self._gone[device] = _Departure(boot, needed_bytes)
 
     def record_return(self, device: str, boot: int, now: float) -> None:
-        """Take it that a device is here: it died if this is another start of it."""
+        """Record that a device is back; with a new boot counter it had crashed."""
         gone = self._gone.pop(device, None)
         if gone is not None and gone.boot != boot:
             self._record_crash(device, gone.needed_bytes, now)
@@ -550,7 +542,7 @@ class CrashBackoff:
         return {device: fall.most_bytes for device, fall in self._falls.items() if now < fall.until_s}
 
     def lift_expired(self, now: float) -> list[str]:
-        """Return the devices that may get everything again, once; who stays up for long is as good as new."""
+        """Return once each device that may use all its memory again; after a longer time forget its crashes."""
         over = [device for device, fall in self._falls.items() if now >= fall.forgotten_s]
         for device in over:
             del self._falls[device]
@@ -561,12 +553,10 @@ class CrashBackoff:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Who hangs: devices that are asked for a word when something is overdue, and put aside if none comes.
+# Hang detection: probe the devices that hold up a run, and quarantine those that do not answer.
 #
-# A device may send heartbeats and compute nothing, or be stopped and send nothing for a while: neither is a reason to
-# wait for it where somebody else can serve. What it says itself about a run or a plan comes from the thread that
-# computes, so silence there is what counts. A lost exchange leaves everybody talking; such a run is issued again
-# later.
+# Heartbeats come from another thread than messages about runs and plans, which the computing thread sends; so only
+# silence of the latter counts. After a lost tensor all devices still answer; such a run is retried later.
 
 
 PROBE_TIMEOUT_S: Final = 0.5  # for an answer to a probe, or as long as the run was to take
@@ -577,7 +567,7 @@ STALLED_S: Final = 0.5  # a tick that comes so late says that this process was h
 
 
 class HungDevice(NamedTuple):
-    """A device to be put aside, and what it did not do; is_silent: it says nothing, so that a word brings it back."""
+    """A device to quarantine, and why; is_silent: until it sends a message."""
 
     device: str
     reason: str
@@ -592,7 +582,7 @@ class HangDetector:
         self._ticked_s = float("inf")
 
     def tick(self, now: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
-        """Return what asks devices for a word, and those that have not said one though somebody else can serve."""
+        """Return probes recently devices, and the devices that did not answer while others can serve."""
         stalled, self._ticked_s = now - self._ticked_s > STALLED_S, now
         out: list[CoordinatorCommand] = []
         silent: dict[str, HungDevice] = {}
@@ -640,7 +630,7 @@ class HangDetector:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Devices' last words, held back for a moment: a broker that ends says them of everybody, and nobody is gone.
+# Debounce of last wills: a broker that shuts down publishes every device's will although the devices are alive.
 
 
 DEBOUNCE_S: Final = 0.2  # between a broker's last words and the end of our own connection, at the most
@@ -648,10 +638,10 @@ WILL_RECONNECT_S: Final = 3.0  # in which devices meet a broker again that has r
 
 
 class LastWillDebounce:
-    """Hands events to a session, last words of devices a little later.
+    """Hands events to a session, wills of devices with a delay.
 
-    A device that says meanwhile that it is online was never away. What the broker said before our own connection ended
-    is forgotten: it says it again when it is back, if it holds.
+    A device that publishes "online" meanwhile was never away. Wills from before the end of our own connection are
+    dropped: the broker publishes them again if they hold.
     """
 
     def __init__(self, session: CoordinatorSession) -> None:
@@ -660,7 +650,7 @@ class LastWillDebounce:
         self._back_by_s = float("-inf")
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
-        """Take one event and return the commands that follow from it, and from what was held back long enough."""
+        """Take one event and return the commands that follow from it, and from wills whose delay is over."""
         out: list[CoordinatorCommand] = []
         if isinstance(event, DeviceStatus):
             self._held.pop(event.device, None)

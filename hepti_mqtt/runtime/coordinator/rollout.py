@@ -126,7 +126,7 @@ class Rollout:
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
             if not any(r.plan_version in record.versions for r in group.runs.values()):
-                group.plans.mark_gone(record, now)
+                group.plans.step(record, "idle", now)
                 out += self.release(record.plan)
         return out
 
@@ -141,7 +141,7 @@ class Rollout:
         return self._send_prepare(group, preparing, now) if is_due else []
 
     def tick(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Give a preparation up in which nothing moves, or ask again those who may not have heard."""
+        """Give up a preparation without progress, or send its Prepare again to devices that may have missed it."""
         record = group.plans.preparing
         if record is None or record.state != "preparing":
             return []
@@ -168,7 +168,7 @@ class Rollout:
         return out
 
     def probe(self, group: PlanGroup, plan: Plan, devices: list[str]) -> list[CoordinatorCommand]:
-        """Ask devices that have a plan for a word: who has it says so again."""
+        """Send devices the Prepare of a plan again; a device that has the plan answers with Ready."""
         served = group.served
         parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight
         prepare = (
@@ -195,9 +195,9 @@ class Rollout:
         left, gone = record.plan.without_device(device), record.plan.for_device(device)
         if left is None:
             return None
-        group.plans.drop_replica(record, left)
+        record.plan = left
         if record is group.plans.active and not group.usable_executables:
-            group.plans.mark_suspect(record, now, why)
+            group.plans.step(record, "overdue", now, why)
         return self.release(replace(gone, devices=tuple(d for d in gone.devices if d != device)))
 
     # -- what devices say -----------------------------------------------------------------------------------------
@@ -205,13 +205,10 @@ class Rollout:
     def record_device_progress(
         self, device: str, message: messages.Ready | messages.PrepareFailed | messages.PrepareProgress, now: float
     ) -> None:
-        """Take note of a device that gets further, with whatever plan: others that it is to prepare wait for that one.
-
-        It loads and builds for one plan after the other, also for one that nobody wants any more.
-        """
+        """Record progress of a device with any plan, since it loads and builds for one plan after the other."""
         records = [group.plans.preparing for group in self._groups]
         if isinstance(message, messages.PrepareProgress):
-            is_further = message.total_bytes > 0  # else it has the plan, and has not got further
+            is_further = message.total_bytes > 0  # else it has the plan, and made no progress
         else:  # what was ready before is only a word
             is_further = any(
                 r is not None and r.transaction_id == message.transaction_id and device in r.unready_devices
@@ -228,12 +225,12 @@ class Rollout:
         message: messages.Ready | messages.PrepareFailed | messages.PrepareProgress,
         now: float,
     ) -> list[CoordinatorCommand]:
-        """Take a device's word about a preparation; one about a preparation that is over changes nothing."""
+        """Handle a device's message about a preparation, unless that is over."""
         record = group.plans.preparing
         if record is None or record.state != "preparing" or record.transaction_id != message.transaction_id:
             return []
         if isinstance(message, messages.PrepareProgress) and not message.total_bytes:
-            return []  # it has the plan, and has not got further
+            return []  # it has the plan, and made no progress
         record.progress_s = record.device_progress_s[device] = now
         if isinstance(message, messages.PrepareProgress):
             record.progress_bytes[device] = (message.done_bytes, message.total_bytes)
@@ -252,7 +249,7 @@ class Rollout:
         return [note, *self._replace_plan(message, now + SETTLE_S, now)]  # others may say so too
 
     def handle_forgotten(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
-        """Prepare a plan anew of which a device in doubt has given up its part; runs under it have ended there."""
+        """Prepare a plan again of which a device in doubt has given up its part; runs under it have ended there."""
         return [LogEvent("forgotten", message.text), *self._replace_plan(message, now, now)]
 
     def _replace_plan(self, message: messages.PrepareFailed, due_s: float, now: float) -> list[CoordinatorCommand]:
@@ -283,7 +280,7 @@ class Rollout:
         return [*out, *(self.command_device(*told) for told in activate), note, self.publish_plan(group)]
 
     def _reactivate_older(self, group: PlanGroup, newer: Plan) -> list[CoordinatorCommand]:
-        """Say which older plans of a model go on beside a newer one: devices that are in doubt give up all others."""
+        """Confirm older plans of a model that stay beside a newer one: devices release the other unconfirmed ones."""
         standing = (slot.plans.in_use for slot in self._groups.of_model(group.name) if slot is not group)
         older = (r.plan for r in standing if r is not None and r.version < newer.version)
         pairs = ((p, d) for p in sorted(older, key=lambda p: p.version) for d in p.devices if d in newer.devices)
@@ -318,7 +315,7 @@ class Rollout:
         return out
 
     def handle_unreadable(self, event: WeightsUnreadable, now: float) -> list[CoordinatorCommand]:
-        """Give up the plans that wait for weights which cannot be read: it makes no sense to try again at once."""
+        """Give up the plans whose weights cannot be read, without an immediate retry."""
         out: list[CoordinatorCommand] = []
         for group in self._groups.of_model(event.model):
             record = group.plans.preparing
@@ -330,7 +327,7 @@ class Rollout:
     def _evict_and_retry(
         self, group: PlanGroup, record: PlanRecord, others: list[PlanGroup], now: float, why: str
     ) -> list[CoordinatorCommand]:
-        """Let others make room for a plan that was refused, and prepare it again when they are gone."""
+        """Evict other groups' plans for a refused one, which is prepared again when they are gone."""
         out = self.release(record.plan)
         plan = record.plan.with_version(self.ids.next_version(), self.ids.next_version)
         group.plans.wait_for_memory(record, plan, self.ids.next_transaction(), now, why)
@@ -347,7 +344,7 @@ class Rollout:
         return out
 
     def _evict(self, group: PlanGroup, now: float, why: str) -> list[CoordinatorCommand]:
-        """Take a slot its plans; it has the next one in its turn."""
+        """Take a group its plans; it has the next one in its turn."""
         coming = group.plans.abandon_pending("make room", now, why)
         group.plans.make_room(now, why)
         group.made_room = True
@@ -355,7 +352,7 @@ class Rollout:
         return self.release(coming.plan) if coming is not None else []
 
     def group_for(self, request: Request, now: float) -> tuple[PlanGroup | None, list[CoordinatorCommand]]:
-        """Return the slot of a request, a new one if it is the first with its pins; None if all are in use."""
+        """Return the group of a request, a new one if it is the first with its pins; None if all are in use."""
         name, pins = request.key.model, request.pins
         group, out = self._groups.find(name, pins), list[CoordinatorCommand]()
         if group is not None or pins is None:
@@ -372,7 +369,7 @@ class Rollout:
         return group, out
 
     def close_group(self, group: PlanGroup, now: float, why: str) -> list[CoordinatorCommand]:
-        """Release all plans of a slot of pins for which no request waits or runs, and forget it."""
+        """Release all plans of a pinned group for which no request waits or runs, and forget it."""
         coming = group.plans.abandon_pending("unused", now, why)
         group.plans.retire_all(now, why)
         out = self.release(coming.plan) if coming is not None else []
@@ -386,7 +383,7 @@ class Rollout:
         self, group: PlanGroup, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str
     ) -> list[CoordinatorCommand]:
         """Give up a plan on its way."""
-        group.plans.abandon(record, event, now, why)
+        group.plans.step(record, event, now, why)
         return self.release(record.plan)
 
     def _handle_failed_preparation(
@@ -409,7 +406,7 @@ class Rollout:
         return out
 
     def refuse_waiting(self, group: PlanGroup, error: HeptiError, now: float) -> list[CoordinatorCommand]:
-        """Refuse the requests of a slot for which there is no plan, unless there is the one before."""
+        """Refuse the requests of a group for which there is no plan, unless there is the one before."""
         plans = group.plans
         out: list[CoordinatorCommand] = [LogEvent("no_plan", str(error))]
         if plans.active is None:
@@ -423,17 +420,17 @@ class Rollout:
     def mark_suspect(
         self, group: PlanGroup, plan: Plan, now: float, why: str = "a run never ended"
     ) -> list[CoordinatorCommand]:
-        """Prepare a plan anew under which a run never ended; if it is one of several replicas, the others go on.
+        """Prepare a plan again under which a run never ended; other replicas of it continue.
 
-        A device may have lost its part of it unnoticed (a broker that restarts swallows wills and subscriptions). The
-        old epoch stays resident meanwhile, so that devices that have its weights need not load them again.
+        A device may have lost the plan unnoticed (a restarted broker loses wills and subscriptions). The old version
+        stays resident meanwhile, so that devices need not load its weights again.
         """
         record = group.plans.active
         if record is None or plan.version not in record.versions:
             return []
         record.suspect_versions |= {run.version for run in record.plan.replicas if run.version == plan.version}
         if not group.usable_executables or plan.version == record.version:
-            group.plans.mark_suspect(record, now, why)
+            group.plans.step(record, "overdue", now, why)
         group.plans.request_search(now, now, f"under {record.version}: {why}", forced=True)
         return [self.publish_plan(group)]
 
@@ -484,7 +481,7 @@ class Standby:
         return any(ahead.loading for ahead in self._ahead.values())
 
     def question(self, group: PlanGroup, hurried: bool, now: float) -> Question:
-        """Return the question for a slot's next plan; hurried: of the device that has the weights, if one does."""
+        """Return the question for a group's next plan; hurried: of the device that has the weights, if one does."""
         question, ahead = self._rollout.question(group, now), self._ahead.get(group.name)
         if not hurried or group.pinned or ahead is None or ahead.plan is None or not self._there(ahead):
             return question
@@ -504,10 +501,7 @@ class Standby:
     def release_for_memory(
         self, record: PlanRecord | None, device: str, message: Message, now: float
     ) -> list[CoordinatorCommand]:
-        """Release what a device loads ahead if a plan is refused there for want of memory, which is then asked again.
-
-        Weights loaded ahead serve nobody yet; without this the device would be taken for smaller than it is.
-        """
+        """Release what a device loads ahead where a plan is refused for lack of memory; the plan is prepared again."""
         if record is None or not isinstance(message, PrepareFailed) or message.code != "memory":
             return []
         ahead = [ahead for ahead in self._loads() if ahead.plan is not None and device in ahead.plan.devices]

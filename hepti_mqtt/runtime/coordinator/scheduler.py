@@ -118,7 +118,7 @@ class Scheduler:
         self._topics, self._groups, self._in_flight, self._counters = topics, groups, in_flight, counters
         self._held: dict[str, float] = {}  # until when requests for a model wait for others
         self._number = 0
-        self._admission = 0
+        self._run_id = 0
         self._session = 0
 
     @property
@@ -380,7 +380,7 @@ class Scheduler:
     def _dispatch(
         self, group: PlanGroup, plan: Plan, items: tuple[WorkItem, ...], now: float
     ) -> list[CoordinatorCommand]:
-        self._admission += 1
+        self._run_id += 1
         part, session = concatenate([item.batch for item in items]), DecoderSession()
         generation = items[0].request.generation
         if generation is not None:
@@ -390,7 +390,7 @@ class Scheduler:
             part, session = generation.next_batch()
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
-        payload = encode_work(plan.model, plan.version, self._admission, part.shape, part.inputs, session)
+        payload = encode_work(plan.model, plan.version, self._run_id, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._concurrent_runs(group.name, plan)
         learned = group.correction(now, plan)
@@ -404,8 +404,8 @@ class Scheduler:
         others = [run for run in self._runs() if run.is_computing]
         for run in others:
             run.ran_alone = False
-        group.runs[self._admission] = Run(
-            self._admission,
+        group.runs[self._run_id] = Run(
+            self._run_id,
             items,
             part.shape,
             plan,

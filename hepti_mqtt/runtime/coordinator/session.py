@@ -1,8 +1,7 @@
 """CoordinatorSession: the planner's part in the protocol, without sockets, threads or clocks.
 
-Membership changes and drift lead to a search (`Solve`, done by the shell), the search to a prepared plan, the plan to
-an epoch under which requests are dispatched. A request ends with the right answer or an error, whatever is lost
-meanwhile.
+Membership changes and drift lead to a search (`Solve`, done by the shell), the search to a prepared plan, and requests
+are dispatched under the active plan. A request ends with the right answer or an error, whatever is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -174,8 +173,8 @@ class CoordinatorSession:
                 group.crash_backoff.record_return(device, self.fleet.member(device).boot, now)
                 group.missing_bytes.pop(device, None)
                 if not group.pinned or group.in_use(now):
-                    soon_s = now + SETTLE_UNSERVED_S
-                    group.plans.request_search(now + SETTLE_S, now, f"{device} has joined", soon_s=soon_s)
+                    settled_s, why = now + SETTLE_S, f"{device} has joined"
+                    group.plans.request_search(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S)
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.ReleaseAll(self._rollout.ids.next_transaction())
             return [self._rollout.command_device(device, drain), LogEvent("joined", f"{device} has joined")]
@@ -248,7 +247,7 @@ class CoordinatorSession:
         if awaited or not (alone or hurried) or not self.groups.may_search(group, now):
             return []
         if plans.searching is not None:
-            plans.end_search(plans.searching, "outdated", now, "requests wait")
+            plans.step(plans.searching, "outdated", now, "requests wait")
         group.record_search_start(self.fleet.observed(), now)
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
         if trial := wanted.cause == "trial":
@@ -265,29 +264,29 @@ class CoordinatorSession:
         # A hurried result serves at once; the whole search, which is wanted, follows.
         serves = event.hurried and group.unserved and plans.pins.is_unpinned
         if plans.wanted is not None and not serves:  # something changed while the search ran: search again
-            plans.end_search(search, "outdated", now)
+            plans.step(search, "outdated", now)
             return []
         if event.decision is None:
             if group.active is None and (awaited := self.fleet.describe_expected(now)):
                 why = f"there is no plan yet; {awaited} may come"
                 plans.request_search(now + RETRY_WHILE_EXPECTED_S, now, why, forced=search.forced)
-                plans.end_search(search, "no plan", now, str(event.error))
+                plans.step(search, "no plan", now, str(event.error))
                 return []
             error = event.error or PlanError("no plan")
             if refused := self.fleet.refusal_reasons():
                 error = PlanError("; ".join([str(error), *refused]))
-            plans.end_search(search, "no plan", now, str(error))
+            plans.step(search, "no plan", now, str(error))
             return self._rollout.refuse_waiting(group, error, now)
         chosen = event.decision.chosen.plan
         if not set(chosen.devices) <= set(self.fleet.usable()):
             plans.request_search(now, now, "a device has left while the search ran")
-            plans.end_search(search, "outdated", now)
+            plans.step(search, "outdated", now)
             return []
         group.error = None
         group.record_plan(chosen, now)
         is_better = search.forced or event.is_worth_it(group.required_gain(chosen, now))
         if kept := group.keep_active(event.decision, is_better):
-            plans.end_search(search, "kept", now, f"plan {kept} is as good")
+            plans.step(search, "kept", now, f"plan {kept} is as good")
             return [self._rollout.publish_plan(group)]
         # Replicas are plans of their own to their devices, so each has its own plan version.
         numbered = replace(
@@ -381,7 +380,7 @@ class CoordinatorSession:
         return out
 
     def _drop_silent(self, now: float) -> list[CoordinatorCommand]:
-        """Go on without whoever has stopped beating; ask for a word where something is overdue, or go on without."""
+        """Drop devices without heartbeats; probe those that others wait for, quarantine the silent."""
         lost = [self._handle_lost(device, "sends no heartbeats", now) for device in self.fleet.mark_silent_offline(now)]
         out, silent = self._hang_detector.tick(now)
         out = [command for commands in lost for command in commands] + out

@@ -265,7 +265,7 @@ class WorkerRuns:
         self._early_leases.clear()
 
     def drop_plan(self, key: PlanKey) -> None:
-        """Give up the runs and sessions of an epoch, what is being built for it, and what the runs have left."""
+        """Give up the runs and sessions of a plan version, what is being built for it, and what the runs have left."""
         self._building.drop_plan(key)
         self._sessions.forget(*key)
         for run_id in [a for a, r in self._runs.items() if r.key == key]:
@@ -531,7 +531,7 @@ class WorkerRuns:
         return [Publish(topic, encode(done), 1)]
 
     def fail_after_loss(self, source: str | None, keys: Iterable[PlanKey], text: str) -> list[Command]:
-        """Give up the runs of epochs that miss frames of a device, or all of them; they are issued again."""
+        """Give up the runs of plan versions that miss frames of a device, or all of them; they are retried."""
         of = set(keys)
         running = [
             (a, r.key) for a, r in self._runs.items() if source is None or self._executor.awaits_source(a, source)
@@ -560,7 +560,7 @@ class WorkerRuns:
         return Publish(self._topics.reports(self._device), messages.encode(message), 1)
 
     def check(self, epochs: ResidentPlans) -> None:
-        """Raise AssertionError if an invariant is broken; epochs: those that are here."""
+        """Raise AssertionError if an invariant is broken; plan versions: those that are here."""
         assert set(self._runs) == set(self._executor.run_ids)
         self._early.check()
         self._building.check()

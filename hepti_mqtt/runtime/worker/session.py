@@ -177,11 +177,6 @@ class WorkerSession:
         self._illegal = 0  # illegal steps that were logged
 
     @property
-    def open_sessions(self) -> int:
-        """Return how many sessions have arrays here."""
-        return self.runs.open_sessions
-
-    @property
     def deadline(self) -> float:
         """Return when the session wants to hear a `Tick`, infinity if never."""
         return self._mesh.deadline()
