@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -13,9 +14,10 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.worker import session
-from hepti_mqtt.runtime.worker.runs import EARLY_LEASES, EarlyLeases
+from hepti_mqtt.runtime.worker.runs import EARLY_LEASES, WorkerRuns
 
 METHOD = ("fused_tiles", {"cut": "1", "owners": "leased"})
 WHOLE = ("fused_tiles", {"cut": "none", "owners": "leased"})
@@ -148,10 +150,9 @@ def test_the_word_that_no_task_is_left_may_come_before_the_request() -> None:
     assert len(site.admissions) == 1
 
 
-def test_leases_are_kept_for_their_requests_and_the_oldest_go_first() -> None:
-    kept = EarlyLeases()
-    leases = [messages.LeaseTasks("m", PlanVersion(1, 1), n // 2, (n,)) for n in range(EARLY_LEASES + 1)]
-    assert [kept.store(lease) for lease in leases] == [0] * EARLY_LEASES + [1]
-    assert kept.take(0) == leases[1:2]
-    assert kept.take(1) == leases[2:4]
-    assert kept.take(1) == []
+def test_leases_before_their_runs_are_bounded() -> None:
+    counters = Counter[str]()
+    held = WorkerRuns("a", Topics("home"), counters)
+    for n in range(EARLY_LEASES + 3):
+        assert held.handle_lease(messages.LeaseTasks("m", PlanVersion(1, 1), n, (n,)), 0.0) == []
+    assert counters == {"early_dropped": 3}

@@ -30,7 +30,7 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     CrashBackoff,
     Fleet,
     LastWillDebounce,
-    PeerTokens,
+    peers_of,
 )
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_MAX_S
@@ -624,28 +624,28 @@ def test_a_pair_that_could_not_connect_is_tried_again_after_a_while_or_a_new_sta
 
 def test_both_ends_of_a_pair_are_told_one_token_and_nobody_else_is():
     members = membership(a=THERE, b=THERE, c=THERE)
-    introductions = PeerTokens(SECRET, members)
-    told = {d: {p.device: p for p in introductions.peers_of(mesh(), d)} for d in "abc"}
+    told = {d: {p.device: p for p in peers_of(mesh(), d, members, SECRET)} for d in "abc"}
     for one in "abc":
         for other in set("abc") - {one}:
             assert told[one][other].token_in == told[other][one].token_out != ""
     tokens = [p.token_in for peers in told.values() for p in peers.values()]
     assert len(set(tokens)) == len(tokens) == 6
-    assert introductions.peers_of(mesh(), "a") == tuple(told["a"].values()), "a Prepare that is repeated says the same"
-    later = PeerTokens(SECRET, members).peers_of(replace(mesh(), version=PlanVersion(1, 2)), "a")
+    assert peers_of(mesh(), "a", members, SECRET) == tuple(told["a"].values()), (
+        "a Prepare that is repeated says the same"
+    )
+    later = peers_of(replace(mesh(), version=PlanVersion(1, 2)), "a", members, SECRET)
     assert not {p.token_in for p in later} & set(tokens)
 
 
 def test_relayed_pairs_and_plans_over_the_broker_have_no_tokens():
     members = membership(a=THERE, b=THERE, c=None)
-    introductions = PeerTokens(SECRET, members)
-    (b,) = introductions.peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a")
+    (b,) = peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members, SECRET)
     assert (b.device, b.token_out) == ("b", "")
     assert b.token_in
-    assert introductions.peers_of(replace(mesh(), route="broker"), "a") == ()
+    assert peers_of(replace(mesh(), route="broker"), "a", members, SECRET) == ()
 
 
 def test_without_a_secret_nobody_is_introduced():
     members = membership(mesh=False, a=THERE, b=THERE)
     assert members.cluster({}).endpoints == frozenset()
-    assert all(not p.token_in and not p.token_out for p in PeerTokens(None, members).peers_of(mesh(), "a"))
+    assert all(not p.token_in and not p.token_out for p in peers_of(mesh(), "a", members, None))

@@ -139,7 +139,7 @@ def needed(*plans) -> int:
     """Return the memory that the neediest device of some plans needs."""
     swarm = site(n=2)
     ask = replace(
-        swarm.planner._question(swarm.planner.groups.default(MODEL), 0.0),
+        swarm.planner._rollout.question(swarm.planner.groups.default(MODEL), 0.0),
         cluster=Cluster(dict.fromkeys(("d0", "d1"), ROOMY), {d: Link() for d in ("d0", "d1")}),
     )
     return max(need for each in plans for need in price(ask, each).needs.values())

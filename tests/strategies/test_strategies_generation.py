@@ -68,7 +68,7 @@ def test_ten_tokens_equal_those_of_whole_passes(name):
         np.testing.assert_allclose(got, want, atol=TOLERANCE)
     swarm.run(1)
     for host in swarm.hosts.values():
-        assert host.session.open_sessions == 0, "the last run ends the session"
+        assert host.session.runs.open_sessions == 0, "the last run ends the session"
 
 
 def test_several_users_at_once_each_get_their_own_tokens():

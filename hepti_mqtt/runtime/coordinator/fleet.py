@@ -1,10 +1,10 @@
-"""Who is there, who hangs and who crashes: devices from their retained status and caps and their heartbeats."""
+"""The devices of the site: what they publish, crash backoff, hang detection and the debounce of last wills."""
 
 from __future__ import annotations
 
 import hmac
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -27,6 +27,7 @@ from hepti_mqtt.runtime.coordinator.requests import Run
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
     from hepti_mqtt.runtime.coordinator.plans import PlanRecord
+    from hepti_mqtt.runtime.coordinator.rollout import Rollout
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 
 
@@ -50,15 +51,14 @@ MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are
 
 @dataclass(slots=True)
 class Member:
-    """One device as it has described itself; `last_heartbeat_s` is when its last heartbeat came.
+    """One device as it has described itself.
 
-    idle_heartbeat: its last heartbeat of a time when nobody loaded weights, and slowdowns those of its last few. A
-    device that loads computes slowly and has a full link, which says nothing of how it will be. refused: why plans do
-    not use it, until it starts anew. starting_s: since when it says that it is starting, None if it does not. left_s:
-    when it was last lost. last_message_s: when it last said something of a run or a plan; heartbeats come from
-    another thread. quarantined_until_s: it hangs, and is tried again then, or (mute) when it speaks. quarantines: how
-    often, since it last did its part. boot_before: of the start that plans used, once a new one has shown itself
-    before the end of the old.
+    idle_heartbeat, slowdowns: the last heartbeat and the last slowdowns while no device loaded weights, which slows
+    processors and links. refused: why plans do not use it until it restarts. starting_s: since when it is starting.
+    left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
+    hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
+    boot_before: of the start that plans used, when a new start appeared before the end of the old one.
+    unreachable_until_s: peers that it could not connect to.
     """
 
     name: str
@@ -77,10 +77,8 @@ class Member:
     quarantined_until_s: float | None = None
     quarantines: int = 0
     mute: bool = False
-    unreachable_until_s: dict[str, float] = field(
-        default_factory=dict
-    )  # peers that it could not connect to, until when that counts
-    implausible_reported: bool = False  # somebody was told of what it says that cannot be
+    unreachable_until_s: dict[str, float] = field(default_factory=dict)
+    implausible_reported: bool = False
 
     @property
     def usable(self) -> bool:
@@ -249,7 +247,7 @@ class Fleet:
         return boot if member.quarantined_until_s is None else None
 
     def record_loading(self, now: float) -> None:
-        """Take it that devices load weights: what they tell until CALM_S after says nothing of how they will be."""
+        """Record that devices load weights: heartbeats until `LOAD_SETTLE_S` later are not representative."""
         self._calm_from_s = now + LOAD_SETTLE_S
 
     def reset_silence(self, now: float) -> None:
@@ -270,7 +268,7 @@ class Fleet:
         return [m.name for m in lost]
 
     def record_unreachable(self, name: str, sources: Iterable[str], now: float) -> None:
-        """Take it that a device cannot connect to others, which are not asked to send to it directly for a while."""
+        """Record that a device cannot connect to others; the broker relays their frames for a while."""
         known = [source for source in sources if source in self.members]
         self.member(name).unreachable_until_s.update(dict.fromkeys(known, now + RELAYED_S))
 
@@ -303,9 +301,9 @@ class Fleet:
             if member.refused:
                 why[member.name] = member.refused
             elif member.quarantined_until_s is not None:
-                silent = "said nothing" if member.mute else "got no further"
-                times = f", for the {member.quarantines}. time" if member.quarantines > 1 else ""
-                why[member.name] = f"it {silent} while others waited for it{times}; it is tried again later"
+                silent = "sent no message" if member.mute else "made no progress"
+                times = f" ({member.quarantines} times)" if member.quarantines > 1 else ""
+                why[member.name] = f"{silent} while others waited{times}; retried later"
         return {name: words for name, words in why.items() if self.members[name].online}
 
     def expected(self, now: float) -> set[str]:
@@ -363,52 +361,34 @@ class Fleet:
         return reported_cluster(devices, self._broker_bytes_per_s, mesh=self._mesh)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Who may read from whom directly under a plan, and the tokens by which each lets the other in.
+def peers_of(plan: Plan, device: str, fleet: Fleet, secret: bytes | None) -> tuple[Peer, ...]:
+    """Return the peers of a device under a mesh plan, with the tokens by which each lets the other in.
 
-
-class PeerTokens:
-    """Tokens for every (source, target) of a plan that are no secret of anybody else's.
-
-    They follow from the planner's secret, so that a Prepare which is repeated says the same, and end with their epoch.
+    Tokens follow from the planner's secret, the plan version and the pair, so a repeated Prepare carries the same.
     """
 
-    def __init__(self, secret: bytes | None, membership: Fleet) -> None:
-        self._secret, self._membership = secret, membership
-
-    def peers_of(self, plan: Plan, device: str) -> tuple[Peer, ...]:
-        """Return what a device is to know of its peers under a plan."""
-        if plan.route != "mesh":
-            return ()
-        found = []
-        for other in plan.devices:
-            endpoint = self._membership.member(other).endpoint
-            if other == device or endpoint is None:
-                continue
-            peer = Peer(other, endpoint, self._token(plan, other, device), self._token(plan, device, other))
-            if peer.token_in or peer.token_out:
-                found.append(peer)
-        return tuple(found)
-
-    def _token(self, plan: Plan, source: str, target: str) -> str:
-        """Return with what `target` comes to `source`, "" where the broker carries what goes that way."""
-        if self._secret is None or (source, target) in plan.relayed_pairs:
+    def token(source: str, target: str) -> str:  # "" where the broker relays what goes this way
+        if secret is None or (source, target) in plan.relayed_pairs:
             return ""
         said = "\0".join(map(str, (plan.model, *plan.version, source, target)))
-        return hmac.digest(self._secret, said.encode(), "sha256").hex()
+        return hmac.digest(secret, said.encode(), "sha256").hex()
+
+    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device) if plan.route == "mesh" else ()
+    found = (Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None)
+    return tuple(peer for peer in found if peer.token_in or peer.token_out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Devices that died twice soon after they were given a plan: most likely of it, so they do not get it a third time.
+# Crash backoff: each repeated crash soon after a Prepare lowers the memory that plans may use on a device.
 #
-# A control group that has less memory than the device says kills the agent as often as the same plan comes. Once is no
-# sign: a device that somebody restarts, alone at its site, must serve again at once. One that comes back with the boot
-# counter it had was only away, for want of a connection or of a core, and has not died of anything.
+# A control group with less memory than the device reports kills the agent each time the same plan comes. One crash is
+# no sign: a single device that is restarted must serve again at once. A device that returns with the same boot counter
+# was only disconnected.
 
 
-CRASH_WINDOW_S: Final = 30.0  # a device that dies so long after a plan came may have died of it
-REPEAT_WINDOW_S: Final = 300.0  # the second time counts so long after the first
-BACKOFF_S: Final = 60.0  # it gets less for so long, and for twice as long after each further time
+CRASH_WINDOW_S: Final = 30.0  # a crash within this time of a Prepare may be due to the plan
+REPEAT_WINDOW_S: Final = 300.0  # in which a second crash counts
+BACKOFF_S: Final = 60.0  # the device gets less memory for this time, twice as long after each further crash
 BACKOFF_MAX_S: Final = 3600.0
 MEMORY_FACTOR: Final = 0.75  # of the memory that the plan needed
 
@@ -435,12 +415,12 @@ class CrashBackoff:
         self._falls: dict[str, _Crash] = {}
 
     def record_departure(self, device: str, boot: int, needed_bytes: int, given_s: float, now: float) -> None:
-        """Take it that a device is gone that was given a plan at `given_s`, for which it needed so many bytes."""
+        """Record that a device has left; its last exchange about a plan of `needed_bytes` was at `given_s`."""
         if now - given_s <= CRASH_WINDOW_S:
             self._gone[device] = _Departure(boot, needed_bytes)
 
     def record_return(self, device: str, boot: int, now: float) -> None:
-        """Take it that a device is here: it died if this is another start of it."""
+        """Record that a device is back; with a new boot counter it had crashed."""
         gone = self._gone.pop(device, None)
         if gone is not None and gone.boot != boot:
             self._record_crash(device, gone.needed_bytes, now)
@@ -460,7 +440,7 @@ class CrashBackoff:
         return {device: fall.most_bytes for device, fall in self._falls.items() if now < fall.until_s}
 
     def lift_expired(self, now: float) -> list[str]:
-        """Return the devices that may get everything again, once; who stays up for long is as good as new."""
+        """Return once each device that may use all its memory again; after a longer time forget its crashes."""
         over = [device for device, fall in self._falls.items() if now >= fall.forgotten_s]
         for device in over:
             del self._falls[device]
@@ -471,12 +451,10 @@ class CrashBackoff:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Who hangs: devices that are asked for a word when something is overdue, and put aside if none comes.
+# Hang detection: probe the devices that hold up a run, and quarantine those that do not answer.
 #
-# A device may send heartbeats and compute nothing, or be stopped and send nothing for a while: neither is a reason to
-# wait for it where somebody else can serve. What it says itself about a run or a plan comes from the thread that
-# computes, so silence there is what counts. A lost exchange leaves everybody talking; such a run is issued again
-# later.
+# Heartbeats come from another thread than messages about runs and plans, which the computing thread sends; so only
+# silence of the latter counts. After a lost tensor all devices still answer; such a run is retried later.
 
 
 PROBE_TIMEOUT_S: Final = 0.5  # for an answer to a probe, or as long as the run was to take
@@ -485,11 +463,9 @@ PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
 PROGRESS_S: Final = 20.0  # with words, and without progress
 STALLED_S: Final = 0.5  # a tick that comes so late says that this process was held up, not others
 
-Probe = Callable[["PlanGroup", Plan, list[str]], list[CoordinatorCommand]]
-
 
 class HungDevice(NamedTuple):
-    """A device to be put aside, and what it did not do; is_silent: it says nothing, so that a word brings it back."""
+    """A device to quarantine, and why; is_silent: until it sends a message."""
 
     device: str
     reason: str
@@ -497,18 +473,18 @@ class HungDevice(NamedTuple):
 
 
 class HangDetector:
-    """Watches the runs and preparations of all slots. probe: returns what makes devices say that they have a plan."""
+    """Watches the runs and preparations of all groups; probes devices by the rollout's Prepare."""
 
-    def __init__(self, slots: PlanGroups, membership: Fleet, probe: Probe) -> None:
-        self._slots, self._membership, self._probe = slots, membership, probe
+    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout) -> None:
+        self._groups, self._fleet, self._rollout = groups, fleet, rollout
         self._ticked_s = float("inf")
 
     def tick(self, now: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
-        """Return what asks devices for a word, and those that have not said one though somebody else can serve."""
+        """Return probes recently devices, and the devices that did not answer while others can serve."""
         stalled, self._ticked_s = now - self._ticked_s > STALLED_S, now
         out: list[CoordinatorCommand] = []
         silent: dict[str, HungDevice] = {}
-        for group in self._slots:
+        for group in self._groups:
             late: dict[str, HungDevice] = {}
             for run in group.runs.values():
                 if now <= run.probe_at_s:
@@ -524,23 +500,23 @@ class HangDetector:
             # Nobody else can serve where pins name the devices.
             named = group.plans.pins.devices or ()
             silent |= {device: word for device, word in late.items() if device not in named}
-        can_serve = set(self._membership.usable()) - set(silent)
+        can_serve = set(self._fleet.usable()) - set(silent)
         return out, list(silent.values()) if can_serve else []
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now
         late = [d for d in run.plan.devices if d not in run.reports]
-        text = f"a run of {run.plan.model} takes longer than predicted; asking {', '.join(late)}"
-        return [LogEvent("doubt", text), *self._probe(group, run.plan, late)]
+        text = f"A run of {run.plan.model} is late; probing {', '.join(late)}"
+        return [LogEvent("doubt", text), *self._rollout.probe(group, run.plan, late)]
 
     def _silent_devices(self, run: Run) -> list[str]:
         assert run.probed_s is not None
-        usable = self._membership.usable()
+        usable = self._fleet.usable()
         late = [usable[d] for d in run.plan.devices if d not in run.reports and d in usable]
         return [m.name for m in late if m.last_message_s < run.probed_s]
 
     def _unprepared(self, record: PlanRecord, now: float) -> dict[str, HungDevice]:
-        usable = self._membership.usable()
+        usable = self._fleet.usable()
         late = {}
         for device in record.unready_devices & set(usable):
             begun_s = record.device_progress_s.get(device, record.begun_s)
@@ -552,7 +528,7 @@ class HangDetector:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Devices' last words, held back for a moment: a broker that ends says them of everybody, and nobody is gone.
+# Debounce of last wills: a broker that shuts down publishes every device's will although the devices are alive.
 
 
 DEBOUNCE_S: Final = 0.2  # between a broker's last words and the end of our own connection, at the most
@@ -560,10 +536,10 @@ WILL_RECONNECT_S: Final = 3.0  # in which devices meet a broker again that has r
 
 
 class LastWillDebounce:
-    """Hands events to a session, last words of devices a little later.
+    """Hands events to a session, wills of devices with a delay.
 
-    A device that says meanwhile that it is online was never away. What the broker said before our own connection ended
-    is forgotten: it says it again when it is back, if it holds.
+    A device that publishes "online" meanwhile was never away. Wills from before the end of our own connection are
+    dropped: the broker publishes them again if they hold.
     """
 
     def __init__(self, session: CoordinatorSession) -> None:
@@ -572,7 +548,7 @@ class LastWillDebounce:
         self._back_by_s = float("-inf")
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
-        """Take one event and return the commands that follow from it, and from what was held back long enough."""
+        """Take one event and return the commands that follow from it, and from wills whose delay is over."""
         out: list[CoordinatorCommand] = []
         if isinstance(event, DeviceStatus):
             self._held.pop(event.device, None)

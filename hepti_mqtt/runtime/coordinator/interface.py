@@ -1,4 +1,4 @@
-"""What the coordinator is told."""
+"""The coordinator's interface: the events that it handles and the commands that it returns."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class PinPlan:
-    """The planner's user pins a model's plans, or frees them with pins that say nothing."""
+    """The planner's user pins a model's plans; empty pins free them."""
 
     model: str
     pins: Pins
@@ -107,7 +107,7 @@ class WeightsUnreadable:
 class BrokerConnection:
     """The planner's own connection to the broker was lost, or stands (again).
 
-    While it is lost, silence says nothing of a device; afterwards the broker may have forgotten what it retained.
+    Meanwhile silence says nothing about a device; afterwards the broker may have lost its retained messages.
     """
 
     online: bool
@@ -115,7 +115,7 @@ class BrokerConnection:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; has_backlog: what has come still waits to be read, so nobody can be called silent."""
+    """Time has passed; has_backlog: messages still wait to be read, so no device counts as silent."""
 
     has_backlog: bool = False
 
@@ -136,7 +136,7 @@ CoordinatorEvent = (
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the coordinator asks its shell to do.
+# Commands.
 
 
 SMALL_BYTES: Final = 8192  # of an output: some two thousand numbers
@@ -146,10 +146,9 @@ SMALL_BYTES: Final = 8192  # of an output: some two thousand numbers
 class Solve:
     """Search for a plan, and price the running one under the same measurements; report `Solved`.
 
-    hurried: requests wait and no plan serves them, so that the first one that will do is better than the best.
-    last_plan: the one that was found before; it may have lost devices. active_decision: the decision for the running
-    plan, which stands unless its prices of now tell of a better one: nothing but measurements has changed. trial: the
-    question is for one way that is to be tried, and `active_decision` what that is compared with afterwards.
+    hurried: requests wait without a plan, so the first usable plan beats the best. last_plan: of the search before; it
+    may have lost devices. active_decision: of the running plan, to revalidate if only measurements have changed.
+    trial: the question is for one strategy to try, compared with `active_decision` afterwards.
     """
 
     model: str
@@ -187,7 +186,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenReady:
-    """A token of a job that generates: its place among `tokens`, all that there are so far."""
+    """A generated token: its place among `tokens`, all tokens so far."""
 
     request: Request
     index: int
@@ -206,9 +205,8 @@ class RefuseRequest:
 class PublishPlan:
     """Publish the retained record of a model's plans.
 
-    active, preparing: the planner's own. decision: of the last search for these, also if it changed nothing. progress:
-    (bytes there, bytes in all) of the weights that devices load for `preparing`. story: the last transitions of the
-    model's plans. pinned: the active plans of what requests have pinned; pinned_preparing: those on their way there.
+    active, preparing: the planner's own; pinned, pinned_preparing: those of requests' pins. decision: of the last
+    search, also if it changed nothing. progress: (loaded, all) bytes of weights by device. story: the last transitions.
     in_flight: runs at once.
     """
 
@@ -236,8 +234,8 @@ CoordinatorCommand = Publish | Solve | SendTiles | AnswerRequest | TokenReady | 
 
 
 def devices_first(commands: Sequence[CoordinatorCommand]) -> list[CoordinatorCommand]:
-    """Return commands with what users are told behind all else, in the same order otherwise.
+    """Return commands with the replies to users last, in the same order otherwise.
 
-    Devices wait for their next run, and writing an answer takes longer than to send it to them.
+    Devices wait for their next run, and writing an answer takes longer than sending them one.
     """
     return sorted(commands, key=lambda command: isinstance(command, AnswerRequest | TokenReady | RefuseRequest))

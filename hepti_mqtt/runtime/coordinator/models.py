@@ -1,4 +1,4 @@
-"""What the coordinator knows of one model under one set of pins: its plans and its requests."""
+"""Plan groups: the plans, requests and measurements of one model under one set of pins."""
 
 from __future__ import annotations
 
@@ -53,10 +53,14 @@ DETECTION_DELAY_S: Final = 20.0  # so long a link or a processor may have been a
 
 @dataclass(slots=True)
 class PlanGroup:
-    """A slot: one model under one set of pins, as the coordinator keeps it.
+    """One model under one set of pins.
 
-    pinned: the pins are those of requests, not the planner's own. made_room: its plan made room for another slot's,
-    and it has not begun to search for the next one.
+    pinned: by requests rather than by the planner's user. made_room: its plan made room for another group's, and its
+    next search has not begun. tried: trials per active plan; trial_candidate: the next trial, and since when; trial:
+    the last one. mispredicted: version of the plan whose prediction rests on outdated measurements. last_decision: of
+    the last search whose plan is in use or on its way. search_inputs: measurements and corrections of the last search.
+    failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the
+    story, in the published record.
     """
 
     served: ServedModel
@@ -65,30 +69,22 @@ class PlanGroup:
     made_room: bool = False
     drift: DriftRule = field(default_factory=DriftRule)
     experience: RunHistory = field(default_factory=RunHistory)
-    tried: tuple[PlanVersion | None, frozenset[StrategyKey]] = (
-        None,
-        frozenset(),
-    )  # what was to be tried in place of which plan
-    trial_candidate: tuple[StrategyKey, float] | None = None  # what may be tried next, and since when
-    trial: Candidate | None = None  # what was to be tried last
-    mispredicted: PlanVersion | None = None  # of the plan whose prediction is by links or speeds that are others now
-    last_decision: Decision | None = None  # of the last search that found the plan in use, or on its way
-    search_inputs: tuple[Mapping[str, float], Corrections] = (
-        {},
-        Corrections(),
-    )  # of the last search: what was measured and known
+    tried: tuple[PlanVersion | None, frozenset[StrategyKey]] = (None, frozenset())
+    trial_candidate: tuple[StrategyKey, float] | None = None
+    trial: Candidate | None = None
+    mispredicted: PlanVersion | None = None
+    last_decision: Decision | None = None
+    search_inputs: tuple[Mapping[str, float], Corrections] = ({}, Corrections())
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)
     error: HeptiError | None = None
-    failed_preparations: int = 0  # preparations in a row that failed
-    missing_bytes: dict[str, int] = field(default_factory=dict)  # bytes by which a device refused a plan
+    failed_preparations: int = 0
+    missing_bytes: dict[str, int] = field(default_factory=dict)
     crash_backoff: CrashBackoff = field(default_factory=CrashBackoff)
-    last_request_s: float = float("-inf")  # when a request last came
+    last_request_s: float = -inf
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
-    recent_shapes: OrderedDict[RequestShape, None] = field(
-        default_factory=OrderedDict
-    )  # shapes of late, the last one last
-    published_transitions: int = 0  # how much of the plans' story the published record has; of the planner's own slot
+    recent_shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # the last one last
+    published_transitions: int = 0
 
     @property
     def active(self) -> Plan | None:
@@ -105,15 +101,13 @@ class PlanGroup:
     def usable_executables(self) -> tuple[Plan, ...]:
         """Return the plans that a run may be under now: the active one, or its replicas that are not in doubt."""
         record = self.plans.active
-        return (
-            ()
-            if record is None
-            else tuple(run for run in record.plan.executables if run.version not in record.suspect_versions)
-        )
+        if record is None:
+            return ()
+        return tuple(run for run in record.plan.executables if run.version not in record.suspect_versions)
 
     @property
     def has_suspect_replica(self) -> bool:
-        """Return whether a part of the active plan is to be prepared anew, whatever a search finds."""
+        """Return whether a part of the active plan is to be prepared again, whatever a search finds."""
         record = self.plans.active
         return record is not None and bool(record.suspect_versions)
 
@@ -138,26 +132,25 @@ class PlanGroup:
         return bool(self.queue) and self.plans.in_use is None
 
     def record_run(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
-        """Learn from a run that had the devices to itself; nothing where its prediction is known to be wrong.
+        """Learn from a run that was alone on its devices, unless its prediction is known to be wrong.
 
-        A link that failed is no fault of the method: what is taught of it then would count for every other one too.
+        A slow link is no property of the strategy, so it must not teach corrections for it.
         """
         whole = self.plans.parent_of(plan)
         if whole.version != self.mispredicted:
             self.experience.record_run(plan, tokens, seconds, now, whole)
 
     def detect_drift(self, measured: Mapping[str, float], now: float) -> str | None:
-        """Return what has drifted from what the active plan was made for, in words, or None.
+        """Return in words what has drifted from the measurements of the active plan, or None.
 
-        A model that nobody asks has no time to gain, and moving its weights would slow the others down.
+        An unused model is left alone: moving its weights would slow the others down.
         """
         if self.active is None or not self.in_use(now):
             return None
         found = self.drift.observe(measured, now)
         if found is None:
-            return self.drift.observe(
-                _times(self.experience.corrections(now), self.active), now, self._lead_over_next_best()
-            )
+            times = _times(self.experience.corrections(now), self.active)
+            return self.drift.observe(times, now, self._lead_over_next_best())
         self.mispredicted = self.active.version
         self.experience.forget_since(now - DETECTION_DELAY_S)
         return found
@@ -184,10 +177,7 @@ class PlanGroup:
         return None if tried is None else ("trial", tried)
 
     def _next_trial(self, now: float) -> str | None:
-        """Return in words what to try in place of the active plan, or None; each way once for each plan that runs.
-
-        Pins that name a method leave nothing to try; a plan is let run for a while first, and a load pass.
-        """
+        """Return in words what to try in place of the active plan, or None; each strategy once per active plan."""
         record = self.plans.active
         free = self.plans.pins.strategy is None and not self.has_suspect_replica
         if record is None or not free or not self.in_use(now) or self.drift.is_too_recent(record.begun_s, now):
@@ -210,10 +200,8 @@ class PlanGroup:
         """Return the question for a trial: for that one way on its devices, not for all that there are."""
         assert self.trial is not None
         tried = self.trial.plan
-        asked = replace(
-            question, learned=with_exploration(question.learned), strategy=tried.strategy, options=tried.options
-        )
-        return replace(asked, devices=tried.devices)
+        learned = with_exploration(question.learned)
+        return replace(question, learned=learned, strategy=tried.strategy, options=tried.options, devices=tried.devices)
 
     def required_gain(self, chosen: Plan, now: float) -> float:
         """Return what part of the active plan's cost another may have: where runs tell it, less of a gain is enough."""
@@ -222,22 +210,17 @@ class PlanGroup:
         return KNOWN if known and running is not None and strategy_key(chosen) != strategy_key(running) else WORTH
 
     def in_use(self, now: float) -> bool:
-        """Return whether somebody asked of late."""
+        """Return whether somebody asked recently."""
         return now - self.last_request_s < IN_USE_S
 
     def requests(self) -> list[Request]:
         """Return the requests that wait or run; one of several runs comes several times."""
-        return [item.request for item in self.queue] + [
-            request for run in self.runs.values() for request in run.waiting_requests
-        ]
+        return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
 
     def typical_length(self) -> int:
-        """Return the request length to plan for: the median of late ones, or the served default."""
-        return (
-            sorted(self.recent_lengths)[len(self.recent_lengths) // 2]
-            if self.recent_lengths
-            else self.served.default_length
-        )
+        """Return the request length to plan for: the median recently ones, or the served default."""
+        lengths = sorted(self.recent_lengths) or [self.served.default_length]
+        return lengths[len(lengths) // 2]
 
     def record_shape(self, shape: RequestShape) -> None:
         """Remember the shape of a run."""
@@ -284,10 +267,10 @@ class PlanGroup:
         self.drift.set_planned({**observed, **_times(learned, self.active, chosen)}, now)
 
     def shapes_to_build(self) -> tuple[tuple[RequestShape, ...], int]:
-        """Return the shapes of requests to come under a new plan, and for how many of the first it should wait.
+        """Return the predicted shapes of runs under a new plan, and how many of them it must build before it is ready.
 
-        First those that wait already, then those of late, the last one first; then the one that plans are made for. If
-        requests wait and no plan serves them, no other shape than those of the first ones holds them up.
+        Queued shapes come first, then recent ones, then the one that plans are optimised for. If requests wait without
+        a plan, only the first queued shapes hold them up.
         """
         waiting = dict.fromkeys(self._waiting())
         shapes = dict.fromkeys(
@@ -302,9 +285,9 @@ class PlanGroup:
         return tuple(first), max(sum(s in urgent for s in first), 1)
 
     def keep_active(self, decision: Decision, is_better: bool) -> PlanVersion | None:
-        """Return the epoch of the active plan if it stays: what a search has found is the same, or no better.
+        """Return the version of the active plan if it stays, because the found one is the same or no better.
 
-        The same plan has its price from now on, by the measurements of now.
+        The same plan takes over the new price.
         """
         record = None if self.has_suspect_replica else self.plans.active
         same = record is not None and is_same_division(record.plan, decision.chosen.plan)
@@ -352,24 +335,23 @@ def _times(learned: Corrections, *plans: Plan | None) -> dict[str, float]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Slots: each model as the planner's user wants it, and beside that as requests have pinned it.
+# All groups: each model as the planner's user wants it, and beside that as requests have pinned it.
 #
-# A slot has plans, requests and runs of its own, so what one request pins changes nobody else's answers. The planner's
-# own slot of a model is always there. Those of pins come with a request and go when others need their place or their
-# memory: of `PINNED` for each model, the one that was asked for longest ago.
+# A group has its own plans, requests and runs, so the pins of one request do not affect other requests. The default
+# group of a model always exists. Pinned ones come with a request and go when others need their place or their memory,
+# the one with the oldest last request first.
 #
-# Where the plans of two slots do not fit on a device side by side, they take turns in the order of their requests: a
-# slot
-# that had to make room (`made_room`) has its next plan when nobody who has one has older requests to serve. The
-# planner's own comes back without any request, once the pins that took its place have not been asked for.
+# Plans of two groups that do not fit on a device side by side take turns in the order of their requests: a group that
+# made room (`made_room`) gets its next plan when no group with a plan has older requests. The default group's plan
+# returns without a request, once the pins in its place have been unused for a while.
 
 
-MAX_PINNED_GROUPS: Final = 4  # slots of pins, for each model
-RESTORE_AFTER_S: Final = 5.0  # without a request for the pins in its place, the planner's own plan comes back
+MAX_PINNED_GROUPS: Final = 4  # per model
+RESTORE_AFTER_S: Final = 5.0  # without requests for the pins in its place, the default group's plan comes back
 
 
 class PlanGroups:
-    """All slots: the planner's own ones first, then those of pins. counters: of steps that no table has."""
+    """All groups: the planner's own ones first, then those of pins. counters: of steps that no table has."""
 
     def __init__(self, served: Iterable[ServedModel], counters: Counter[str]) -> None:
         self._counters = counters
@@ -387,30 +369,30 @@ class PlanGroups:
         return model in self._own
 
     def defaults(self) -> list[PlanGroup]:
-        """Return the planner's own slot of every model."""
+        """Return the default group of every model."""
         return list(self._own.values())
 
     def default(self, model: str) -> PlanGroup:
-        """Return the planner's own slot of a model; raises KeyError for one that is not served."""
+        """Return the default group of a model; raises KeyError for one that is not served."""
         return self._own[model]
 
     def of_model(self, model: str) -> list[PlanGroup]:
-        """Return all slots of a model, the planner's own first; none of one that is not served."""
+        """Return all groups of a model, the planner's own first; none of one that is not served."""
         return [group for group in self if group.name == model]
 
     def pinned(self, model: str | None = None) -> list[PlanGroup]:
-        """Return the slots of pins, of one model or of all, those asked for longest ago first."""
+        """Return the pinned groups, of one model or of all, those asked for longest ago first."""
         return sorted((s for s in self._pinned if model in (None, s.name)), key=lambda group: group.last_request_s)
 
     def find(self, model: str, pins: Pins | None) -> PlanGroup | None:
-        """Return the slot of a request with these pins, None if there is none yet."""
+        """Return the group of a request with these pins, None if there is none yet."""
         own = self._own[model]
         if pins is None or pins == own.plans.pins:
             return own
         return next((group for group in self._pinned if group.name == model and group.plans.pins == pins), None)
 
     def add(self, model: str, pins: Pins) -> PlanGroup:
-        """Return a new slot for pins."""
+        """Return a new group for pins."""
         own = self._own[model]
         plans = PlanLifecycle(model, pins, self._counters, own.plans.story, f"{model} ({pins})")
         group = PlanGroup(own.served, plans, experience=own.experience, pinned=True)
@@ -418,29 +400,23 @@ class PlanGroups:
         return group
 
     def drop(self, group: PlanGroup) -> None:
-        """Forget a slot of pins, of which nothing is left."""
+        """Forget a pinned group, of which nothing is left."""
         self._pinned.remove(group)
 
     # -- whose something is ---------------------------------------------------------------------------------------
 
     def group_of_run(self, model: str, run_id: int) -> PlanGroup | None:
-        """Return the slot of a run."""
+        """Return the group of a run."""
         return next((group for group in self.of_model(model) if run_id in group.runs), None)
 
     def group_of_search(self, model: str, ticket: int) -> PlanGroup | None:
-        """Return the slot of a search."""
+        """Return the group of a search."""
         return next((s for s in self.of_model(model) if (found := s.plans.searching) and found.ticket == ticket), None)
 
     def group_of_preparation(self, model: str, transaction_id: int) -> PlanGroup | None:
-        """Return the slot of a preparation."""
-        return next(
-            (
-                s
-                for s in self.of_model(model)
-                if (found := s.plans.preparing) and found.transaction_id == transaction_id
-            ),
-            None,
-        )
+        """Return the group of a preparation."""
+        coming = ((group, group.plans.preparing) for group in self.of_model(model))
+        return next((g for g, record in coming if record and record.transaction_id == transaction_id), None)
 
     def models_in_use(self) -> frozenset[str]:
         """Return the models of which runs are under way."""
@@ -451,7 +427,7 @@ class PlanGroups:
         return [request for group in self.of_model(model) for request in group.requests()]
 
     def plan_versions(self) -> set[PlanVersion]:
-        """Return the epochs of all plans that devices may hold."""
+        """Return the plans of all plans that devices may hold."""
         return {plan_version for group in self for plan_version in group.plans.versions()}
 
     def new_illegal_steps(self) -> str | None:
@@ -460,15 +436,14 @@ class PlanGroups:
         if count == self._illegal:
             return None
         self._illegal = count
-        return f"plans took {count} illegal steps so far: a mistake in the planner; see `hepti plan --story`"
+        return f"Internal planner error: {count} illegal plan transitions so far. See `hepti plan --story`."
 
     # -- who makes room for whom ----------------------------------------------------------------------------------
 
     def groups_to_evict(self, group: PlanGroup, device: str) -> list[PlanGroup]:
-        """Return the slots whose plans must go, for a plan of `slot` that does not fit on a device.
+        """Return the groups whose plans must go, for a plan of `group` that does not fit on a device.
 
-        First pins that nobody waits for. Then the planner's own plan has the right of way before pins of any model;
-        and a plan in its old one's place goes before one that takes somebody else's.
+        Idle pins go first; then default groups come before pins, and a group's own old plan goes before another's.
         """
         others = [s for s in self if s is not group and s.plans.uses_device(device)]
         pins = [s for s in others if s.pinned]
@@ -480,7 +455,7 @@ class PlanGroups:
         return next((stage for stage in stages if stage), [])
 
     def check(self, in_flight: int) -> None:
-        """Raise AssertionError if a slot is broken, or there are more of pins, or more runs at once, than may be."""
+        """Raise AssertionError if a group is broken, or there are more of pins, or more runs at once, than may be."""
         for slot in self:
             slot.check()
         for group in self.defaults():
@@ -497,7 +472,7 @@ class PlanGroups:
                     run.task_queue.assert_invariants()
 
     def may_search(self, group: PlanGroup, now: float) -> bool:
-        """Return whether a slot may have its next plan now, with regard to the other slots of its model."""
+        """Return whether a group may have its next plan now, with regard to the other groups of its model."""
         others = [s for s in self.of_model(group.name) if s is not group]
         one_by_one = not any(s.plans.searching or s.plans.preparing for s in others)
         if group.pinned and not (one_by_one and self.may_run(group)):
@@ -507,13 +482,13 @@ class PlanGroups:
         return all(self._yields_to(s, group, now) for s in others if s.plans.in_use or s.plans.preparing)
 
     def may_run(self, group: PlanGroup) -> bool:
-        """Return whether the first request of a slot comes before all those of slots that made room."""
+        """Return whether the first request of a group comes before all those of groups that made room."""
         waiting = [s for s in self.of_model(group.name) if s is not group and s.made_room]
         return all(group.queue.oldest_sequence() < s.queue.oldest_sequence() for s in waiting if s.queue)
 
     @staticmethod
     def _yields_to(holder: PlanGroup, group: PlanGroup, now: float) -> bool:
-        """Return whether a slot that has a plan lets one that made room have the next."""
+        """Return whether a group that has a plan lets one that made room have the next."""
         if group.queue:
             return group.queue.oldest_sequence() < holder.queue.oldest_sequence()
         return holder.idle and now - holder.last_request_s > RESTORE_AFTER_S

@@ -1,9 +1,9 @@
-"""The states of a model's plans, from the wish for a search to the release of what it found.
+"""The states of a model's plans, from the request for a search to the release of the plan it found.
 
     wanted -> searching -> preparing -> active -> retiring -> gone
 
 A plan that does not fit beside the old one is `swapping` until that one is gone. A plan under which a run never ended
-is `suspect`: it gets no more requests, but its weights stay until another plan takes its place.
+is `suspect`: it gets no more requests, but its weights stay until another plan replaces it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Final, Literal, get_args
 
 from hepti_mqtt.cost.profiles import Cluster
@@ -26,7 +27,7 @@ PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "s
 # What a search is for: something has changed, or no more than measurements, or there is a way that was never tried.
 Cause = Literal["change", "drift", "trial"]
 PlanEvent = Literal[
-    "want",  # a device came or went, a measurement drifted, somebody pinned something, ...
+    "want",  # a device joined or left, a measurement drifted, a user pinned a plan, ...
     "search",
     "found",
     "kept",  # what runs is as good
@@ -99,8 +100,23 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
 )
 
 
+class Ids:
+    """The numbers that a planner gives out: plan versions under its boot counter, and transaction ids."""
+
+    def __init__(self, boot: int) -> None:
+        self._boot, self._plans, self._transactions = boot, count(1), count(1)
+
+    def next_version(self) -> PlanVersion:
+        """Return a plan version that no plan has had."""
+        return PlanVersion(self._boot, next(self._plans))
+
+    def next_transaction(self) -> int:
+        """Return the id of a new transaction."""
+        return next(self._transactions)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# Models that the planner serves, and plans that stand, as values for other threads.
+# Served models, and plans as values for other threads.
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +149,7 @@ class PlanSnapshot:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# When two plans divide a model alike, and what one takes from the other then.
+# When two plans divide a model in the same way.
 
 
 _VARYING: Final[dict[str, Any]] = {
@@ -174,15 +190,15 @@ def has_same_shares(a: Plan, b: Plan) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A model's plans: their states change here alone, by one table (`plan_states.py`).
+# The plans of one group; their states change here only, by the table above.
 
 
 @dataclass(slots=True, eq=False)
 class Search:
     """A search that is wanted or runs.
 
-    due_s: when it may begin; soon_s: when instead, if requests wait that no plan serves. forced: what it finds is taken
-    even if it is no faster than what runs. ticket: of the running search.
+    due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
+    one even if it is no faster.
     """
 
     due_s: float
@@ -196,14 +212,12 @@ class Search:
 
 @dataclass(slots=True, eq=False)
 class PlanRecord:
-    """A plan that was found, from its preparation on; prepare_sent_s, progress_s: when its devices were last asked,
-    and heard.
+    """A plan that a search found, from its preparation on.
 
-    begun_s: when it began to be prepared. device_progress_s: when each device last got further. decision: the
-    search's, from which it came. transaction_id: of its Prepare. unready_devices: devices that are not ready.
-    progress_bytes: (bytes there, bytes in all) of weights by device; published_s: when that was last published.
-    waits_for: of a plan that is swapping, the epochs that make room for it. suspect_versions: replicas under which a
-    run never ended; nothing else runs there.
+    begun_s, prepare_sent_s, progress_s: when its preparation began, a Prepare was last sent, and a device last
+    answered. transaction_id: of its Prepare. device_progress_s: last progress by device. progress_bytes: (loaded, all)
+    bytes of weights by device; published_s: when these were last published. waits_for: plan versions that make room
+    while it is swapping. suspect_versions: replicas under which a run never ended; they get no more runs.
     """
 
     plan: Plan
@@ -222,12 +236,12 @@ class PlanRecord:
 
     @property
     def version(self) -> PlanVersion:
-        """Return the epoch under which its requests run."""
+        """Return the plan version under which its requests run."""
         return self.plan.version
 
     @property
     def versions(self) -> set[PlanVersion]:
-        """Return the epochs that devices may hold of it."""
+        """Return the plans that devices may hold of it."""
         return {self.plan.version, *(run.version for run in self.plan.executables)}
 
     def last_exchange_s(self) -> float:
@@ -263,9 +277,8 @@ class PlanRecord:
 class PlanLifecycle:
     """All plans of one model under one set of pins, and the only place where their states change.
 
-    pins: what searches keep to. story: of all plans of the model; label: what these are called there, by default the
-    model. At most one plan each is wanted, searching, on its way (preparing or swapping), and in use (active or
-    suspect).
+    story: of all plans of the model; label: the name of these there, by default the model. At most one plan each is
+    wanted, searching, on its way (preparing or swapping), and in use (active or suspect).
     """
 
     def __init__(self, model: str, pins: Pins, counters: Counter[str], story: TransitionLog, label: str = "") -> None:
@@ -304,7 +317,7 @@ class PlanLifecycle:
 
     @property
     def retiring(self) -> list[PlanRecord]:
-        """Return the plans that end with their last run, in the order of their epochs."""
+        """Return the plans that end with their last run, in the order of their plan versions."""
         return [r for r in self._records if r.state == "retiring"]
 
     @property
@@ -314,7 +327,7 @@ class PlanLifecycle:
         return [*([] if standing is None else [standing]), *self.retiring]
 
     def versions(self) -> set[PlanVersion]:
-        """Return the epochs of all plans that were found and are not gone."""
+        """Return the plans of all plans that were found and are not gone."""
         return {plan_version for record in self._records for plan_version in record.versions}
 
     def parent_of(self, run: Plan) -> Plan:
@@ -363,27 +376,21 @@ class PlanLifecycle:
             )
             self._searches.append(wanted)
         else:
-            self._step_search(wanted, "want", now, why)
+            self.step(wanted, "want", now, why)
             wanted.cause = cause if cause == wanted.cause else "change"
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
     def start_search(self, ticket: int, plan_version: PlanVersion, now: float) -> None:
-        """The wanted search begins, for a plan of this epoch."""
+        """The wanted search begins, for a plan of this plan version."""
         search = self.wanted
         assert search is not None
         search.ticket, search.plan_version = ticket, plan_version
-        self._step_search(search, "search", now, "")
-
-    def end_search(
-        self, search: Search, event: Literal["kept", "no plan", "outdated"], now: float, why: str = ""
-    ) -> None:
-        """A search ends without a new plan."""
-        self._step_search(search, event, now, why)
+        self.step(search, "search", now, "")
 
     def prepare_found(self, search: Search, decision: Decision, transaction_id: int, now: float) -> None:
         """A search has found a plan, which is to be prepared under this transaction."""
         plan = decision.chosen.plan
-        self._step_search(search, "found", now, plan.reason)
+        self.step(search, "found", now, plan.reason)
         if search.state != "preparing":
             return
         self._searches.remove(search)
@@ -395,13 +402,13 @@ class PlanLifecycle:
     def activate(self, record: PlanRecord, now: float) -> None:
         """Every device is ready: the plan becomes active and takes the place of the one before."""
         old = self.in_use
-        self._step(record, "ready", now)
+        self.step(record, "ready", now)
         if old is not None and record.state == "active":
-            self._step(old, "replaced", now, f"by {record.version}")
+            self.step(old, "replaced", now, f"by {record.version}")
 
     def wait_for_memory(self, record: PlanRecord, plan: Plan, transaction_id: int, now: float, why: str) -> None:
-        """A plan does not fit beside others; it is prepared again, as a new epoch, when those `behind` are gone."""
-        self._step(record, "lacks memory", now, f"{why}; it comes again as {plan.version}")
+        """A plan does not fit beside others; it is prepared again, under a new version, when those are gone."""
+        self.step(record, "lacks memory", now, f"{why}; it comes again as {plan.version}")
         if record.state != "swapping":
             return
         record.plan, record.transaction_id, record.unready_devices, record.progress_s = (
@@ -415,50 +422,34 @@ class PlanLifecycle:
     def make_room(self, now: float, why: str) -> None:
         """The plan in use ends with its last run, for one that does not fit beside it."""
         if (old := self.in_use) is not None:
-            self._step(old, "make room", now, why)
+            self.step(old, "make room", now, why)
 
     def abandon_pending(self, event: Literal["make room", "unused"], now: float, why: str) -> PlanRecord | None:
         """A search that runs and a plan on its way are given up; return that plan."""
         if (search := self.searching) is not None:
-            self._step_search(search, event, now, why)
+            self.step(search, event, now, why)
         if (record := self.preparing) is not None:
-            self._step(record, event, now, why)
+            self.step(record, event, now, why)
         return record
 
     def retire_all(self, now: float, why: str) -> None:
         """All of them end, the plan in use with its last run."""
         if (wanted := self.wanted) is not None:
-            self._step_search(wanted, "unused", now, why)
+            self.step(wanted, "unused", now, why)
         if (standing := self.in_use) is not None:
-            self._step(standing, "unused", now, why)
+            self.step(standing, "unused", now, why)
 
     def resume_preparation(self, record: PlanRecord, now: float) -> None:
         """Those that made room are gone, so a plan that was swapping may be prepared."""
-        self._step(record, "room", now)
+        self.step(record, "room", now)
         record.waits_for = frozenset()
         record.progress_s = record.begun_s = now
         record.device_progress_s = {}
 
-    def abandon(self, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str) -> None:
-        """A plan on its way will not come."""
-        self._step(record, event, now, why)
-
-    def mark_suspect(self, record: PlanRecord, now: float, why: str) -> None:
-        """A run under the active plan never ended."""
-        self._step(record, "overdue", now, why)
-
     def retire(self, record: PlanRecord, event: Literal["lost", "no plan"], now: float, why: str) -> None:
         """A plan ends as soon as its runs have; one that is retiring already goes on with that."""
         if record.state != "retiring":
-            self._step(record, event, now, why)
-
-    def drop_replica(self, record: PlanRecord, left: Plan) -> None:
-        """A replica is gone and the others go on; the state stays what it is."""
-        record.plan = left
-
-    def mark_gone(self, record: PlanRecord, now: float) -> None:
-        """The last run of a retiring plan has ended."""
-        self._step(record, "idle", now)
+            self.step(record, event, now, why)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -473,23 +464,15 @@ class PlanLifecycle:
     def _record_in(self, *states: PlanState) -> PlanRecord | None:
         return next((r for r in self._records if r.state in states), None)
 
-    def _step_search(self, search: Search, event: PlanEvent, now: float, why: str) -> None:
-        subject = self._label if search.plan_version is None else f"{self._label} {search.plan_version}"
-        legal = PLANS.after(search.state, event) is not None
-        search.state = self._machine.step(subject, search.state, event, now, why)
-        if search.state == "gone":
-            self._searches.remove(search)
-        if not legal:
-            self._recover(now)
-
-    def _step(self, record: PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
-        legal = PLANS.after(record.state, event) is not None
-        record.state = self._machine.step(f"{self._label} {record.version}", record.state, event, now, why)
-        if record.state == "gone":
-            self._records.remove(record)
-        if not legal:
-            self._recover(now)
-
-    def _recover(self, now: float) -> None:
-        """Look for a new plan after an illegal step, which has put one aside that may have been the only one."""
-        self.request_search(now, now, "after an illegal step", forced=True)
+    def step(self, thing: Search | PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
+        """Take a search or a plan through one step of the table; an illegal one leads to a new search."""
+        version = thing.plan_version if isinstance(thing, Search) else thing.version
+        subject = self._label if version is None else f"{self._label} {version}"
+        legal = PLANS.after(thing.state, event) is not None
+        thing.state = self._machine.step(subject, thing.state, event, now, why)
+        if thing.state == "gone" and isinstance(thing, Search):
+            self._searches.remove(thing)
+        elif thing.state == "gone" and isinstance(thing, PlanRecord):
+            self._records.remove(thing)
+        if not legal:  # it may have removed the only plan
+            self.request_search(now, now, "after an illegal step", forced=True)

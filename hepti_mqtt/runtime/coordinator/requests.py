@@ -1,4 +1,4 @@
-"""Requests on their way: a user's request is a job of one or more chunks, a run is one packed batch of chunks."""
+"""Requests, their runs and the fair queue: a request has one or more batches, a run computes one or more of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """What makes a user's request one and the same: model, client and the client's own id."""
+    """The identity of a request: model, client and the client's own id."""
 
     model: str
     client: str
@@ -47,9 +47,9 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What is fixed of a model's plans; what is None the planner chooses.
+    """What is fixed of a model's plans; the planner chooses where a field is None.
 
-    accuracy: how far narrow numbers on the wire may move an answer, relative to f32; the wire is the planner's then.
+    accuracy: the largest relative error that a narrow wire dtype may cause; the planner chooses the wire then.
     """
 
     strategy: str | None = None
@@ -81,11 +81,8 @@ class Pins:
 
     def __str__(self) -> str:
         words = [self.strategy, *self.options.values(), self.devices and "on " + " ".join(self.devices)]
-        words += [
-            f"wire {self.wire}" if self.wire != "f32" else "",
-            self.weight_dtype if self.weight_dtype != "f32" else "",
-        ]
-        words += [f"route {self.route}" if self.route else ""]
+        words += [f"wire {self.wire}" if self.wire != "f32" else ""]
+        words += [self.weight_dtype if self.weight_dtype != "f32" else "", f"route {self.route}" if self.route else ""]
         words += [f"for {self.objective}" if self.objective != "latency" else ""]
         words += [f"accuracy {self.accuracy:g}" if self.accuracy is not None else ""]
         return ", ".join(word for word in words if word) or "auto"
@@ -93,11 +90,10 @@ class Pins:
 
 @dataclass(slots=True)
 class Generation:
-    """Tokens that come one after the other: the prompt, what was generated, and the session that has them cached.
+    """The generation of tokens: the prompt, the tokens so far, and the session that caches them.
 
-    max_new_tokens: tokens to generate; end_token: the token after which there are no more, if any. shape: of the
-    prompt's run. session: its number, 0 before it begins; plan_version: under which it was begun; cached_rows: cached
-    so far. published_tokens: tokens that the user knows and that were taken back, to be computed again.
+    shape: of the prompt's run. session: its number, 0 before it begins; plan_version: under which it began.
+    published_tokens: tokens that the user has seen and that are computed again.
     """
 
     prompt: tuple[int, ...]
@@ -116,7 +112,7 @@ class Generation:
         return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] == self.end_token)
 
     def start_session(self, plan_version: PlanVersion, session: int) -> None:
-        """Begin anew under an epoch: the next run computes the prompt and all tokens so far."""
+        """Start over under a plan version: the next run computes the prompt and all tokens so far."""
         self.plan_version, self.session, self.cached_rows = plan_version, session, 0
 
     def next_batch(self) -> tuple[Batch, DecoderSession]:
@@ -142,13 +138,11 @@ class Generation:
 class Request:
     """A user's request; `reply_context` is the shell's own handle for writing the answer.
 
-    pins: the request runs only under a plan that was searched under them; None: under the planner's own. computes:
-    False for a request that only wants a plan to be up, and its forecast. losses: how often each chunk was lost.
-    generation: of a job that generates tokens, run by run; its chunk is the prompt. digest: of what the user asked, by
-    which a repetition is told from another request under the same id. sequence: its place in the order of arrival.
-    arrived_s: when it came. wants_report: the answer waits for what the devices counted. last_link_loss_s: when a
-    lost connection between devices last counted as an attempt. unbatchable: chunks that run with no other request's,
-    because a run with them has failed.
+    pins: of the plan it runs under; None: the planner's own. wants_result: False if it only wants a plan and its
+    forecast. losses: by batch. generation: of a request that generates tokens; its batch is the prompt. digest: of the
+    content, to tell a repetition from another request under the same id. sequence: order of arrival. wants_report: the
+    answer waits for the devices' reports. last_link_loss_s: when a lost connection between devices last counted as an
+    attempt. unbatchable: batches that run alone, because a run with them has failed.
     """
 
     key: RequestKey
@@ -175,7 +169,7 @@ class Request:
         return sum(chunk.inputs.nbytes for chunk in self.batches)
 
     def run_shapes(self) -> list[RequestShape]:
-        """Return the shape of every run that the job may take: of one that generates, the prompt's and each step's."""
+        """Return the shape of every run that the request may take, with one per generated token."""
         chunks = [chunk.shape for chunk in self.batches]
         if self.generation is None:
             return chunks
@@ -189,7 +183,7 @@ class Request:
         return [self.generation.shape.decode_step(rows), self.generation.shape.decode_step(1)]
 
     def output(self) -> Array:
-        """Return the outputs of all chunks, one below the other; the tokens [n] i32 of a job that generates."""
+        """Return the outputs of all batches as rows, or the generated tokens [n] i32."""
         if self.generation is not None:
             return np.array(self.generation.tokens, np.int32)
         return np.concatenate([self.outputs[i] for i in range(len(self.batches))])
@@ -197,14 +191,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkItem:
-    """One chunk of a job, the same one as it waits and runs."""
+    """One batch of a request, queued or running."""
 
     request: Request
     index: int
 
     @property
     def batch(self) -> Batch:
-        """Return its own batch; of a job that generates, the prompt."""
+        """Return its own batch; the prompt of a request that generates."""
         return self.request.batches[self.index]
 
     @property
@@ -215,18 +209,16 @@ class WorkItem:
     @property
     def batchable(self) -> bool:
         """Return whether it may run together with others."""
-        return (
-            self.request.wants_result and self.request.generation is None and self.index not in self.request.unbatchable
-        )
+        request = self.request
+        return request.wants_result and request.generation is None and self.index not in request.unbatchable
 
 
 @dataclass(slots=True)
 class RunStats:
-    """One run as its devices counted it: microseconds and bytes by device, and the planner's own bytes.
+    """One run as its devices reported it: microseconds and bytes by device, and the planner's own bytes.
 
-    cluster: devices and links as they were when the plan was chosen. requests: how many it was the run of. reported:
-    every device has said what it counted. dispatched_s: when it was dispatched, None if it never was. correction: how
-    many times as long as predicted such runs took before it.
+    cluster: as it was when the plan was chosen. requests: that it computed. reported: by every device. dispatched_s:
+    None if it never was. correction: actual over predicted time of earlier such runs.
     """
 
     plan: Plan
@@ -244,14 +236,13 @@ class RunStats:
 
 @dataclass(slots=True)
 class Run:
-    """A chunk of each of one or more jobs in one packed batch, dispatched under an epoch and an admission number.
+    """A packed batch of one or more requests, dispatched under a plan version and a run id.
 
-    correction: as in `RunStats`. expected_s: what it should take. probe_at_s: when its devices are asked for a word,
-    probed_s: when they were. deadline_s: when it is issued again. expected_end_s: when it should be over, with what
-    runs before it on its devices. broker_was_lost: the broker was lost meanwhile, and with it whatever was on its way.
-    early_stats: what was known when the output was there and some devices had not reported; None before, or if they
-    had. token_index: of the token that was taken then. task_queue: of tasks that are leased one by one. lost_devices:
-    devices without which it goes on.
+    parts: of the output, by device, node and part, with their first row. expected_s: predicted duration;
+    expected_end_s: predicted end, after earlier runs on its devices. probe_at_s: when its devices are probed; probed_s:
+    when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
+    output before all reports, and token_index of the token taken then. task_queue: of leased tasks. lost_devices:
+    devices without which it continues.
     """
 
     run_id: int
@@ -263,7 +254,7 @@ class Run:
     deadline_s: float
     dispatch_bytes: int
     ran_alone: bool  # no other run at any time
-    parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)  # of the output, with first rows
+    parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)
     reports: dict[str, tuple[int, ...]] = field(default_factory=dict)
     correction: float = 1.0
     expected_s: float = 0.0
@@ -278,28 +269,28 @@ class Run:
 
     @property
     def plan_version(self) -> PlanVersion:
-        """Return the epoch to which the run is pinned."""
+        """Return the plan version of the run."""
         return self.plan.version
 
     @property
     def waiting_requests(self) -> list[Request]:
-        """Return the jobs that still wait for it."""
+        """Return the requests that still wait for it."""
         return [item.request for item in self.items if not item.request.finished]
 
     @property
     def is_computing(self) -> bool:
-        """Return whether devices may still compute for it; of a session's run with an output none does."""
+        """Return whether devices may still compute for it; False once its token was taken."""
         return self.token_index is None
 
     @property
     def open_items(self) -> list[WorkItem]:
-        """Return the chunks whose output nobody has taken."""
+        """Return the items whose output was not delivered."""
         if not self.is_computing:
             return []
         return [item for item in self.items if not item.request.finished and item.index not in item.request.outputs]
 
     def contradicts(self, device: str, frame: Frame) -> bool:
-        """Return whether a device has sent the same part of the output, or counted its parts, in another way before."""
+        """Return whether a frame differs from an earlier one of the device for the same part or report."""
         if frame.kind == "output":
             first, array = self.parts.get((device, frame.node, frame.part), (frame.row_start, None))
             return array is not None and (first != frame.row_start or not _same(array, frame.array()))
@@ -308,13 +299,13 @@ class Run:
         return False
 
     def _sent_parts(self) -> list[tuple[int, Array]]:
-        """Return first row and numbers of each part, in order; those of devices that say they sent none left out."""
+        """Return first row and values of each part, in order, without devices that reported none."""
         said = {device: numbers[3] > 0 for device, numbers in self.reports.items()}
         mine = [part for (device, _, _), part in self.parts.items() if said.get(device, True)]
         return sorted(mine, key=lambda part: part[0])
 
     def has_whole_output(self, shape: tuple[int, int]) -> bool:
-        """Return whether the parts that are here are an output of this shape, each row of it once."""
+        """Return whether the parts form an output of this shape, each row once."""
         end, mine = 0, self._sent_parts()
         for first, array in mine:
             if first != end or array.shape[1:] != shape[1:] or array.ndim != len(shape):
@@ -323,16 +314,15 @@ class Run:
         return bool(mine) and end == shape[0]
 
     def complete(self) -> bool:
-        """Return whether every device has reported, and every part of the output that one says it has sent is here."""
-        if self.reports.keys() | self.lost_devices < set(self.plan.devices) or not any(
-            n[3] for n in self.reports.values()
-        ):
+        """Return whether every device has reported, and every part that one reported is here."""
+        heard = self.reports.keys() | self.lost_devices
+        if heard < set(self.plan.devices) or not any(n[3] for n in self.reports.values()):
             return False
         here = Counter(device for device, _, _ in self.parts)
         return all(here[device] >= numbers[3] for device, numbers in self.reports.items())
 
     def count_unannounced(self) -> int:
-        """Return how many parts came from devices that say they sent none."""
+        """Return the number of parts from devices that reported none."""
         return sum(not self.reports[device][3] for device, _, _ in self.parts)
 
     def output(self) -> Array:
@@ -367,12 +357,12 @@ def argmax_token(logits: Array) -> int:
 
 
 def length_factor(plan: Plan, tokens: int) -> float:
-    """Return how many times as long as the request that a plan was made for one of so many tokens may take."""
+    """Return the factor on a plan's predicted time for this many tokens, at least 1."""
     return max(tokens / max(plan.predicted_tokens, 1), 1.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Runs of several requests: which of those that wait go into one, its packed batch, and the answer of each.
+# Runs of several requests: which items run together, their packed batch, and the output of each.
 
 
 MICRO_BATCH_TOKENS: Final = 64  # tokens: with fewer rows kernels stream weights instead of computing
@@ -380,7 +370,7 @@ MICRO_BATCH_TOKENS: Final = 64  # tokens: with fewer rows kernels stream weights
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How requests that wait run together: of so many at the most; delay_s: how long one waits for others to come."""
+    """How many requests run together at most; delay_s: how long one waits for others."""
 
     max_requests: int = 16
     delay_s: float = 0.0
@@ -389,12 +379,11 @@ class Batching:
 def select_batch(
     turns: Iterator[WorkItem], batching: Batching, max_tokens: int, max_items: int | None = None
 ) -> tuple[tuple[WorkItem, ...], float]:
-    """Return what runs next of all that waits, in the order of its turns, and when.
+    """Return the items of the next run, from all queued ones in their order, and when it is due.
 
-    That is the first, and what can run with it: a power of two of requests, so that few shapes come again and again,
-    sorted by length, so that equal lengths are equal shapes whatever their order. Chunks of one request run apart, as
-    it was told what they cost. A batch that has room for more is due when the first of it has waited for the delay, any
-    other at once, and what was lost before too. max_items: no more than so many, the others run elsewhere.
+    It is the first item with others that may run with it: a power of two, sorted by length, so that shapes repeat.
+    Batches of one request run apart, as its forecast said. A batch with room for more is due when its first item has
+    waited for the delay; a full one, and one that was lost before, at once. max_items: the others run elsewhere.
     """
     first = next(turns)
     chosen, jobs, tokens = [first], {id(first.request)}, first.tokens
@@ -417,13 +406,13 @@ def select_batch(
 
 
 def _waits_until(delay_s: float, item: WorkItem) -> float:
-    """Return how long a request may wait for others, with as much time left until its deadline."""
+    """Return until when a request may wait for others: the delay, or as long before its deadline."""
     deadline_s = inf if item.request.deadline_s is None else item.request.deadline_s
     return min(item.request.arrived_s + delay_s, deadline_s - delay_s)
 
 
 def concatenate(chunks: Sequence[Batch]) -> Batch:
-    """Return the batch of several chunks one behind the other; they ask for the same."""
+    """Return one batch of several with the same `want`, in their order."""
     if len(chunks) == 1:
         return chunks[0]
     first, *others = (chunk.shape for chunk in chunks)
@@ -431,9 +420,7 @@ def concatenate(chunks: Sequence[Batch]) -> Batch:
 
 
 def split_into_micro_batches(chunks: Sequence[Batch]) -> tuple[Batch, ...]:
-    """Return chunks cut into batches of consecutive items of size `MICRO_BATCH_TOKENS` or a little more, in their
-    order.
-    """
+    """Return batches split into smaller ones of consecutive items, of about `MICRO_BATCH_TOKENS` tokens."""
     return tuple(part for chunk in chunks for part in _split(chunk))
 
 
@@ -450,7 +437,7 @@ def _split(chunk: Batch) -> Iterator[Batch]:
 
 
 def split_output(spec: Spec, chunks: Sequence[Batch], output: Array) -> list[Array]:
-    """Return the rows of each chunk in the output of their packed batch; raises RemoteError if they do not add up."""
+    """Return the rows of each batch in the output of their run; raises RemoteError if they do not add up."""
     if len(chunks) == 1:
         return [output]
     rows = [spec.output_shape(chunk.shape)[0] for chunk in chunks]
@@ -460,13 +447,13 @@ def split_output(spec: Spec, chunks: Sequence[Batch], output: Array) -> list[Arr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Requests that wait for a run, fair between clients: next is whoever has had the fewest tokens of late.
+# A fair queue: the client with the fewest tokens served so far is next.
 
 
 class FairQueue:
-    """The queue of a slot: a line for each client, and one before all for what goes on or was lost.
+    """The queue of a plan group: one line per client, and one before all for items that continue or were lost.
 
-    A client that begins to wait starts even with whoever is next, so that nobody saves turns up.
+    A new client starts even with the next one in turn, so that idle clients save up no turns.
     """
 
     def __init__(self) -> None:
@@ -478,11 +465,8 @@ class FairQueue:
     def copy(self) -> FairQueue:
         """Return a queue of its own with the same items."""
         made = FairQueue()
-        made._front, made._tokens_served, made._last_served_tokens = (
-            deque(self._front),
-            dict(self._tokens_served),
-            self._last_served_tokens,
-        )
+        made._front, made._tokens_served = deque(self._front), dict(self._tokens_served)
+        made._last_served_tokens = self._last_served_tokens
         made._lines = {client: deque(line) for client, line in self._lines.items()}
         return made
 
@@ -494,9 +478,9 @@ class FairQueue:
         return chain(self._front, *self._lines.values())
 
     def in_turn(self) -> Iterator[WorkItem]:
-        """Yield what waits in the order of its turns, as if it was taken one by one."""
+        """Yield the items in the order in which they would be taken one by one."""
         yield from self._front
-        # Of clients that are even the one whose request came first, then as they began to wait.
+        # Even clients: the earlier request first, then the one that queued first.
         turns = [
             (self._tokens_served[c], line[0].request.sequence, i, c) for i, (c, line) in enumerate(self._lines.items())
         ]
@@ -516,18 +500,18 @@ class FairQueue:
         return min([*heads, *(line[0].request.sequence for line in self._lines.values())], default=inf)
 
     def append(self, items: Iterable[WorkItem]) -> None:
-        """Take what has come to the end of its client's line."""
+        """Add items to the ends of their clients' lines."""
         for item in items:
             client = item.request.key.client
             self._lines.setdefault(client, deque()).append(item)
             self._tokens_served.setdefault(client, self._last_served_tokens)
 
     def prepend(self, items: Iterable[WorkItem]) -> None:
-        """Take what comes before all others, in its order; no turn of its client's is counted for it."""
+        """Add items before all others, in their order; they cost their clients no turn."""
         self._front.extendleft(reversed(list(items)))
 
     def remove(self, items: Iterable[WorkItem]) -> None:
-        """Take items out, which count as their clients' turns."""
+        """Remove items; each counts as a turn of its client."""
         for item in items:
             if item in self._front:
                 self._front.remove(item)
@@ -539,7 +523,7 @@ class FairQueue:
             self._forget(client)
 
     def discard_finished(self) -> None:
-        """Take out those requests that have ended while they waited."""
+        """Remove the items of requests that have ended."""
         if not any(item.request.finished for item in self):
             return
         self._front = deque(item for item in self._front if not item.request.finished)

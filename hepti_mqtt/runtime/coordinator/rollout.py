@@ -1,9 +1,9 @@
-"""What a search is asked: the devices as they are, less what other slots hold, and what the slot's pins say."""
+"""Prepare, activate and release plans on devices; load weights ahead on a standby device."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, Literal
@@ -17,7 +17,7 @@ from hepti_mqtt.planner import Question
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Message, Peer, PrepareFailed, Ready
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.runtime.coordinator.fleet import Fleet
+from hepti_mqtt.runtime.coordinator.fleet import Fleet, peers_of
 from hepti_mqtt.runtime.coordinator.interface import (
     CoordinatorCommand,
     CoordinatorEvent,
@@ -30,90 +30,69 @@ from hepti_mqtt.runtime.coordinator.interface import (
     WeightsUnreadable,
 )
 from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
-from hepti_mqtt.runtime.coordinator.plans import PlanRecord
+from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import Publish
-
-
-def build_question(
-    site: str,
-    slots: PlanGroups,
-    membership: Fleet,
-    group: PlanGroup,
-    plan_version: PlanVersion,
-    in_flight: int,
-    now: float,
-) -> Question:
-    """Return the question for a slot's next plan, which will be of this epoch."""
-    served, pins = group.served, group.plans.pins
-    # Where several requests wait they run packed (packs.py), and that is when throughput counts.
-    several = served.batching.max_requests if pins.objective == "throughput" else 1
-    held = Counter(group.missing_bytes)
-    for other in slots:
-        # Who would make room for this plan does not count.
-        gives_way = other.pinned and (other.idle or not group.pinned)
-        if other.name == group.name or gives_way:
-            continue
-        decision = other.resident_decision()
-        held.update(decision.chosen.price.needs if decision else {})
-    for device, most_bytes in group.crash_backoff.memory_limits(now).items():
-        if (member := membership.usable().get(device)) is not None and member.caps is not None:
-            held[device] = max(held[device], member.caps.memory_budget_bytes - most_bytes)
-    return pins.question(
-        TopicNames(site, served.name),
-        served.spec,
-        membership.cluster(held),
-        representative_shape(served.spec, group.typical_length(), several),
-        plan_version,
-        in_flight=in_flight,
-        relayed_pairs=membership.relayed_pairs(now),
-        packet_bytes=membership.max_packet_bytes(),
-        learned=group.experience.corrections(now),
-        is_exhaustive=False,
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# How a plan that was found comes to the devices, and how it leaves them again.
-
 
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
 SETTLE_UNSERVED_S: Final = 0.1  # instead, where requests wait and no plan serves them
 REPEAT_PREPARE_S: Final = 2.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
 PREPARE_TIMEOUT_S: Final = 120.0  # without any progress for so long, a preparation is given up
-MAX_FAILED_PREPARATIONS: Final = (
-    3  # preparations in a row that fail for another reason than memory, then requests are refused ...
-)
-RETRY_S: Final = 30.0  # ... and the next search waits so long
+# After so many preparations in a row fail for another reason than memory, requests are refused ...
+MAX_FAILED_PREPARATIONS: Final = 3
+RETRY_S: Final = 30.0  # ... and the next search waits this long
 PUBLISH_INTERVAL_S: Final = 1.0  # between two records that differ in progress alone
 PUBLISHED_TRANSITIONS: Final = 32  # transitions in a published record
 
 
 class Rollout:
-    """Prepares, activates and releases the plans of all slots; which plan comes next is the coordinator's.
+    """Prepares, activates and releases the plans of all groups; the session decides which plan comes next.
 
-    in_flight: runs at once per model. next_epoch: returns an epoch that no plan has had. introduce: returns the peers
-    of a device under a plan.
+    in_flight: runs at once per model. secret: as in `peers_of`.
     """
 
     def __init__(
         self,
         topics: Topics,
-        slots: PlanGroups,
+        groups: PlanGroups,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        ids: Ids,
         in_flight: int,
-        requests: Scheduler,
-        next_epoch: Callable[[], PlanVersion],
-        introduce: Callable[[Plan, str], tuple[Peer, ...]],
+        secret: bytes | None,
     ) -> None:
-        self._topics, self._slots, self._in_flight = topics, slots, in_flight
-        self._requests, self._next_plan_version, self._peers_of = requests, next_epoch, introduce
-        self._txn = 0
+        self.ids, self._topics, self._groups, self._fleet = ids, topics, groups, fleet
+        self._scheduler, self._in_flight, self._secret = scheduler, in_flight, secret
 
-    def next_transaction_id(self) -> int:
-        """Return a number for a new transaction."""
-        self._txn += 1
-        return self._txn
+    def question(self, group: PlanGroup, now: float) -> Question:
+        """Return the question for a group's next plan, under a new plan version."""
+        served, pins = group.served, group.plans.pins
+        # Where several requests wait they run in one batch, and that is when throughput counts.
+        several = served.batching.max_requests if pins.objective == "throughput" else 1
+        held = Counter(group.missing_bytes)
+        for other in self._groups:
+            # Plans that would make room for this one do not count.
+            gives_way = other.pinned and (other.idle or not group.pinned)
+            if other.name == group.name or gives_way:
+                continue
+            decision = other.resident_decision()
+            held.update(decision.chosen.price.needs if decision else {})
+        for device, most_bytes in group.crash_backoff.memory_limits(now).items():
+            if (member := self._fleet.usable().get(device)) is not None and member.caps is not None:
+                held[device] = max(held[device], member.caps.memory_budget_bytes - most_bytes)
+        return pins.question(
+            TopicNames(self._topics.site, served.name),
+            served.spec,
+            self._fleet.cluster(held),
+            representative_shape(served.spec, group.typical_length(), several),
+            self.ids.next_version(),
+            in_flight=self._in_flight,
+            relayed_pairs=self._fleet.relayed_pairs(now),
+            packet_bytes=self._fleet.max_packet_bytes(),
+            learned=group.experience.corrections(now),
+            is_exhaustive=False,
+        )
 
     def command_device(self, device: str, message: messages.Message) -> Publish:
         """Return the publish of a message to a device."""
@@ -121,16 +100,16 @@ class Rollout:
 
     def publish_plan(self, group: PlanGroup) -> PublishPlan:
         """Return what publishes the record of a model's plans, those of requests' pins among them."""
-        own = self._slots.default(group.name)
+        own = self._groups.default(group.name)
         preparing = own.plans.preparing
         plan, progress = (None, {}) if preparing is None else (preparing.plan, dict(preparing.progress_bytes))
         own.published_transitions = own.plans.story.count
         story = own.plans.story.last(PUBLISHED_TRANSITIONS)
-        slots = self._slots.pinned(group.name)
-        pinned = tuple(slot.active for slot in slots if slot.active is not None)
-        coming = tuple(slot.plans.preparing.plan for slot in slots if slot.plans.preparing is not None)
-        shown = PublishPlan(group.name, own.active, plan, own.last_decision, own.error, progress, story, pinned, coming)
-        return replace(shown, in_flight=self._in_flight)
+        others = self._groups.pinned(group.name)
+        pinned = tuple(other.active for other in others if other.active is not None)
+        coming = tuple(other.plans.preparing.plan for other in others if other.plans.preparing is not None)
+        parts = own.active, plan, own.last_decision, own.error, progress, story, pinned, coming, self._in_flight
+        return PublishPlan(group.name, *parts)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
@@ -139,38 +118,31 @@ class Rollout:
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
             if not any(r.plan_version in record.versions for r in group.runs.values()):
-                group.plans.mark_gone(record, now)
+                group.plans.step(record, "idle", now)
                 out += self.release(record.plan)
         return out
 
     def advance(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Ask devices to prepare the next plan, if it waits for no other one to be released."""
-        out: list[CoordinatorCommand] = []
-        plans = group.plans
-        preparing = plans.preparing
-        if (
-            preparing is not None
-            and preparing.state == "swapping"
-            and not preparing.waits_for & self._slots.plan_versions()
-        ):
-            plans.resume_preparation(preparing, now)
-        if preparing is not None and preparing.state == "preparing" and preparing.prepare_sent_s == float("-inf"):
-            out += self._send_prepare(group, preparing, now)
-        return out
+        preparing = group.plans.preparing
+        if preparing is None:
+            return []
+        if preparing.state == "swapping" and not preparing.waits_for & self._groups.plan_versions():
+            group.plans.resume_preparation(preparing, now)
+        is_due = preparing.state == "preparing" and preparing.prepare_sent_s == -inf
+        return self._send_prepare(group, preparing, now) if is_due else []
 
     def tick(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Give a preparation up in which nothing moves, or ask again those who may not have heard."""
+        """Give up a preparation without progress, or send its Prepare again to devices that may have missed it."""
         record = group.plans.preparing
         if record is None or record.state != "preparing":
             return []
         moved_s = (record.device_progress_s.get(device, record.progress_s) for device in record.unready_devices)
         if now - max([record.progress_s, *moved_s]) > PREPARE_TIMEOUT_S:
             waiting = ", ".join(sorted(record.unready_devices))
-            text = f"{waiting} did not get ready for plan {record.version} within {PREPARE_TIMEOUT_S:.0f} s"
-            out: list[CoordinatorCommand] = [LogEvent("refused", text)]
-            return out + self._handle_failed_preparation(
-                group, record, "silent", RemoteError(text + "; see the log there"), now
-            )
+            text = f"{waiting} made no progress on plan {record.version} for {PREPARE_TIMEOUT_S:.0f} s"
+            error = RemoteError(f"{text}. See its log.")
+            return [LogEvent("refused", text), *self._handle_failed_preparation(group, record, "silent", error, now)]
         return self._send_prepare(group, record, now) if now > record.last_exchange_s() + REPEAT_PREPARE_S else []
 
     def _send_prepare(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
@@ -184,26 +156,26 @@ class Rollout:
                 record.transaction_id, plan.to_dict(), spec, served.manifest, self._in_flight, foreseen, needed
             )
             waiting = [d for d in plan.devices if d in record.unready_devices]
-            out += [self.command_device(d, replace(message, peers=self._peers_of(plan, d))) for d in waiting]
+            out += [self.command_device(d, replace(message, peers=self._peers(plan, d))) for d in waiting]
         return out
 
     def probe(self, group: PlanGroup, plan: Plan, devices: list[str]) -> list[CoordinatorCommand]:
-        """Ask devices that have a plan for a word: who has it says so again."""
+        """Send devices the Prepare of a plan again; a device that has the plan answers with Ready."""
         served = group.served
         parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight
-        found = ((d, self._peers_of(plan, d)) for d in devices)
-        return [
-            self.command_device(d, messages.Prepare(self.next_transaction_id(), *parts, peers=peers))
-            for d, peers in found
-        ]
+        prepare = (
+            (d, messages.Prepare(self.ids.next_transaction(), *parts, peers=self._peers(plan, d))) for d in devices
+        )
+        return [self.command_device(*asked) for asked in prepare]
+
+    def _peers(self, plan: Plan, device: str) -> tuple[Peer, ...]:
+        return peers_of(plan, device, self._fleet, self._secret)
 
     def release(self, plan: Plan) -> list[CoordinatorCommand]:
-        """Return what makes the devices of a plan give it up."""
-        transaction_id = self.next_transaction_id()
-        return [
-            self.command_device(d, messages.Release(transaction_id, plan.model, plan.for_device(d).version))
-            for d in plan.devices
-        ]
+        """Return the commands that release a plan on its devices."""
+        number = self.ids.next_transaction()
+        release = ((d, messages.Release(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
+        return [self.command_device(*told) for told in release]
 
     def drop_replica(
         self, group: PlanGroup, record: PlanRecord, device: str, now: float, why: str
@@ -215,9 +187,9 @@ class Rollout:
         left, gone = record.plan.without_device(device), record.plan.for_device(device)
         if left is None:
             return None
-        group.plans.drop_replica(record, left)
+        record.plan = left
         if record is group.plans.active and not group.usable_executables:
-            group.plans.mark_suspect(record, now, why)
+            group.plans.step(record, "overdue", now, why)
         return self.release(replace(gone, devices=tuple(d for d in gone.devices if d != device)))
 
     # -- what devices say -----------------------------------------------------------------------------------------
@@ -225,13 +197,10 @@ class Rollout:
     def record_device_progress(
         self, device: str, message: messages.Ready | messages.PrepareFailed | messages.PrepareProgress, now: float
     ) -> None:
-        """Take note of a device that gets further, with whatever plan: others that it is to prepare wait for that one.
-
-        It loads and builds for one plan after the other, also for one that nobody wants any more.
-        """
-        records = [group.plans.preparing for group in self._slots]
+        """Record progress of a device with any plan, since it loads and builds for one plan after the other."""
+        records = [group.plans.preparing for group in self._groups]
         if isinstance(message, messages.PrepareProgress):
-            is_further = message.total_bytes > 0  # else it has the plan, and has not got further
+            is_further = message.total_bytes > 0  # else it has the plan, and made no progress
         else:  # what was ready before is only a word
             is_further = any(
                 r is not None and r.transaction_id == message.transaction_id and device in r.unready_devices
@@ -248,12 +217,12 @@ class Rollout:
         message: messages.Ready | messages.PrepareFailed | messages.PrepareProgress,
         now: float,
     ) -> list[CoordinatorCommand]:
-        """Take a device's word about a preparation; one about a preparation that is over changes nothing."""
+        """Handle a device's message about a preparation, unless that is over."""
         record = group.plans.preparing
         if record is None or record.state != "preparing" or record.transaction_id != message.transaction_id:
             return []
         if isinstance(message, messages.PrepareProgress) and not message.total_bytes:
-            return []  # it has the plan, and has not got further
+            return []  # it has the plan, and made no progress
         record.progress_s = record.device_progress_s[device] = now
         if isinstance(message, messages.PrepareProgress):
             record.progress_bytes[device] = (message.done_bytes, message.total_bytes)
@@ -272,24 +241,23 @@ class Rollout:
         return [note, *self._replace_plan(message, now + SETTLE_S, now)]  # others may say so too
 
     def handle_forgotten(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
-        """Prepare a plan anew of which a device in doubt has given up its part; runs under it have ended there."""
+        """Prepare a plan again of which a device in doubt has given up its part; runs under it have ended there."""
         return [LogEvent("forgotten", message.text), *self._replace_plan(message, now, now)]
 
     def _replace_plan(self, message: messages.PrepareFailed, due_s: float, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = []
-        for group in self._slots.of_model(message.model):
+        for group in self._groups.of_model(message.model):
             preparing, active = group.plans.preparing, group.plans.active
             if preparing is not None and message.plan_version in preparing.versions:
                 out += self.abandon(group, preparing, "refused", now, message.text)
             elif active is not None and message.plan_version in active.versions:
-                under = next(
-                    (run for run in active.plan.executables if run.version == message.plan_version), active.plan
-                )
+                runs = (run for run in active.plan.executables if run.version == message.plan_version)
+                under = next(runs, active.plan)
                 out += self.mark_suspect(group, under, now, message.text)
             else:
                 continue
             for run in [r for r in group.runs.values() if r.plan_version == message.plan_version]:
-                out += self._requests.retry(group, run)
+                out += self._scheduler.retry(group, run)
             group.plans.request_search(due_s, now, message.text, forced=True)
         return out
 
@@ -298,51 +266,40 @@ class Rollout:
         group.failed_preparations = 0
         plan = record.plan
         out = self._reactivate_older(group, plan)
-        transaction_id = self.next_transaction_id()
-        activate = (
-            (d, messages.Activate(transaction_id, plan.model, plan.for_device(d).version)) for d in plan.devices
-        )
+        number = self.ids.next_transaction()
+        activate = ((d, messages.Activate(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
         note = LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}")
         return [*out, *(self.command_device(*told) for told in activate), note, self.publish_plan(group)]
 
     def _reactivate_older(self, group: PlanGroup, newer: Plan) -> list[CoordinatorCommand]:
-        """Say which older plans of a model go on beside a newer one: devices that are in doubt give up all others."""
-        standing = (slot.plans.in_use for slot in self._slots.of_model(group.name) if slot is not group)
-        older = sorted(
-            (r.plan for r in standing if r is not None and r.version < newer.version), key=lambda p: p.version
+        """Confirm older plans of a model that stay beside a newer one: devices release the other unconfirmed ones."""
+        standing = (slot.plans.in_use for slot in self._groups.of_model(group.name) if slot is not group)
+        older = (r.plan for r in standing if r is not None and r.version < newer.version)
+        pairs = ((p, d) for p in sorted(older, key=lambda p: p.version) for d in p.devices if d in newer.devices)
+        activate = (
+            (d, messages.Activate(self.ids.next_transaction(), p.model, p.for_device(d).version)) for p, d in pairs
         )
-        return [
-            self.command_device(
-                device, messages.Activate(self.next_transaction_id(), plan.model, plan.for_device(device).version)
-            )
-            for plan in older
-            for device in plan.devices
-            if device in newer.devices
-        ]
+        return [self.command_device(*told) for told in activate]
 
     def _handle_refusal(
         self, group: PlanGroup, record: PlanRecord, device: str, message: messages.PrepareFailed, now: float
     ) -> list[CoordinatorCommand]:
         plans = group.plans
-        out: list[CoordinatorCommand] = [
-            LogEvent("refused", f"{device} refused plan {message.plan_version}: {message.text}")
-        ]
+        text = f"{device} refused plan {message.plan_version}: {message.text}"
+        out: list[CoordinatorCommand] = [LogEvent("refused", text)]
         if message.code != "memory":
             error = RemoteError(f"{device} cannot prepare the plan: {message.text}")
             return out + self._handle_failed_preparation(group, record, "refused", error, now)
-        if group.pinned and self._slots.default(group.name).plans.preparing is not None:
+        if group.pinned and self._groups.default(group.name).plans.preparing is not None:
             # The planner's own plan is on its way: these pins wait for it, and then see who makes room.
             out += self.abandon(group, record, "refused", now, message.text)
             plans.request_search(now, now, f"{device} lacks memory beside the planner's own next plan", forced=True)
             return out
-        if others := self._slots.groups_to_evict(group, device):
+        if others := self._groups.groups_to_evict(group, device):
             # They do not fit side by side: finish what runs, give the others up, then prepare again. Whoever has made
             # room holds nothing, so in the end a refusal makes the next question tighter.
-            return [
-                *out,
-                *self._evict_and_retry(group, record, others, now, f"{device} refused it"),
-                self.publish_plan(group),
-            ]
+            out += self._evict_and_retry(group, record, others, now, f"{device} refused it")
+            return [*out, self.publish_plan(group)]
         out += [*self.abandon(group, record, "refused", now, message.text), self.publish_plan(group)]
         # Each refusal makes the next question tighter, so this ends.
         group.missing_bytes[device] = group.missing_bytes.get(device, 0) + max(message.missing_bytes, 1 << 20)
@@ -350,9 +307,9 @@ class Rollout:
         return out
 
     def handle_unreadable(self, event: WeightsUnreadable, now: float) -> list[CoordinatorCommand]:
-        """Give up the plans that wait for weights which cannot be read: it makes no sense to try again at once."""
+        """Give up the plans whose weights cannot be read, without an immediate retry."""
         out: list[CoordinatorCommand] = []
-        for group in self._slots.of_model(event.model):
+        for group in self._groups.of_model(event.model):
             record = group.plans.preparing
             if record is not None and record.state == "preparing" and event.device in record.plan.devices:
                 group.failed_preparations = MAX_FAILED_PREPARATIONS
@@ -362,10 +319,10 @@ class Rollout:
     def _evict_and_retry(
         self, group: PlanGroup, record: PlanRecord, others: list[PlanGroup], now: float, why: str
     ) -> list[CoordinatorCommand]:
-        """Let others make room for a plan that was refused, and prepare it again when they are gone."""
+        """Evict other groups' plans for a refused one, which is prepared again when they are gone."""
         out = self.release(record.plan)
-        plan = record.plan.with_version(self._next_plan_version(), self._next_plan_version)
-        group.plans.wait_for_memory(record, plan, self.next_transaction_id(), now, why)
+        plan = record.plan.with_version(self.ids.next_version(), self.ids.next_version)
+        group.plans.wait_for_memory(record, plan, self.ids.next_transaction(), now, why)
         why, behind = f"for {plan.version}", set[PlanVersion]()
         for slot in others:
             if slot is group:
@@ -379,7 +336,7 @@ class Rollout:
         return out
 
     def _evict(self, group: PlanGroup, now: float, why: str) -> list[CoordinatorCommand]:
-        """Take a slot its plans; it has the next one in its turn."""
+        """Take a group its plans; it has the next one in its turn."""
         coming = group.plans.abandon_pending("make room", now, why)
         group.plans.make_room(now, why)
         group.made_room = True
@@ -387,29 +344,29 @@ class Rollout:
         return self.release(coming.plan) if coming is not None else []
 
     def group_for(self, request: Request, now: float) -> tuple[PlanGroup | None, list[CoordinatorCommand]]:
-        """Return the slot of a request, a new one if it is the first with its pins; None if all are in use."""
+        """Return the group of a request, a new one if it is the first with its pins; None if all are in use."""
         name, pins = request.key.model, request.pins
-        group, out = self._slots.find(name, pins), list[CoordinatorCommand]()
+        group, out = self._groups.find(name, pins), list[CoordinatorCommand]()
         if group is not None or pins is None:
             return group, out
-        others = self._slots.pinned(name)
+        others = self._groups.pinned(name)
         if len(others) >= MAX_PINNED_GROUPS:
             oldest = next((slot for slot in others if slot.idle), None)
             if oldest is None:
-                text = f"{MAX_PINNED_GROUPS} ways of dividing {name} that requests have pinned are all in use"
-                return None, self._requests.refuse_overloaded(request, f"{text}; try again later, or pin nothing")
+                text = f"All {MAX_PINNED_GROUPS} pinned plans of {name} are in use. Try again later, or send no pins."
+                return None, self._scheduler.refuse_overloaded(request, text)
             out = self.close_group(oldest, now, f"for {pins}")
-        group = self._slots.add(name, pins)
+        group = self._groups.add(name, pins)
         group.plans.request_search(now, now, "a request has pinned it", forced=True)
         return group, out
 
     def close_group(self, group: PlanGroup, now: float, why: str) -> list[CoordinatorCommand]:
-        """Release all plans of a slot of pins for which no request waits or runs, and forget it."""
+        """Release all plans of a pinned group for which no request waits or runs, and forget it."""
         coming = group.plans.abandon_pending("unused", now, why)
         group.plans.retire_all(now, why)
         out = self.release(coming.plan) if coming is not None else []
         out += self.release_idle(group, now)
-        self._slots.drop(group)
+        self._groups.drop(group)
         return out
 
     # -- what does not come about ---------------------------------------------------------------------------------
@@ -418,7 +375,7 @@ class Rollout:
         self, group: PlanGroup, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str
     ) -> list[CoordinatorCommand]:
         """Give up a plan on its way."""
-        group.plans.abandon(record, event, now, why)
+        group.plans.step(record, event, now, why)
         return self.release(record.plan)
 
     def _handle_failed_preparation(
@@ -441,13 +398,13 @@ class Rollout:
         return out
 
     def refuse_waiting(self, group: PlanGroup, error: HeptiError, now: float) -> list[CoordinatorCommand]:
-        """Refuse the requests of a slot for which there is no plan, unless there is the one before."""
+        """Refuse the requests of a group for which there is no plan, unless there is the one before."""
         plans = group.plans
         out: list[CoordinatorCommand] = [LogEvent("no_plan", str(error))]
         if plans.active is None:
             group.error = error
             for request in [item.request for item in group.queue]:
-                out += self._requests.fail_request(group, request, error)
+                out += self._scheduler.fail_request(group, request, error)
         if (standing := plans.in_use) is not None and standing.state == "suspect":
             plans.retire(standing, "no plan", now, str(error))
         return [*out, self.publish_plan(group)]
@@ -455,29 +412,27 @@ class Rollout:
     def mark_suspect(
         self, group: PlanGroup, plan: Plan, now: float, why: str = "a run never ended"
     ) -> list[CoordinatorCommand]:
-        """Prepare a plan anew under which a run never ended; if it is one of several replicas, the others go on.
+        """Prepare a plan again under which a run never ended; other replicas of it continue.
 
-        A device may have lost its part of it unnoticed (a broker that restarts swallows wills and subscriptions). The
-        old epoch stays resident meanwhile, so that devices that have its weights need not load them again.
+        A device may have lost the plan unnoticed (a restarted broker loses wills and subscriptions). The old version
+        stays resident meanwhile, so that devices need not load its weights again.
         """
         record = group.plans.active
         if record is None or plan.version not in record.versions:
             return []
         record.suspect_versions |= {run.version for run in record.plan.replicas if run.version == plan.version}
         if not group.usable_executables or plan.version == record.version:
-            group.plans.mark_suspect(record, now, why)
+            group.plans.step(record, "overdue", now, why)
         group.plans.request_search(now, now, f"under {record.version}: {why}", forced=True)
         return [self.publish_plan(group)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Weights loaded ahead on a second device, where the plan in use has all of them on one.
+# Weights loaded ahead on a standby device, where the plan in use has all of them on one.
 #
-# If that one is lost nobody else has anything of the model, and requests would wait for all of it to be loaded. So a
-# second device is asked to prepare the plan that would follow, and to release it again: a device keeps the weights
-# that
-# it has released as long as there is room for them, so nothing makes room for these. No request ever runs under such a
-# plan. The search after a loss, for requests that wait, is asked for that device alone.
+# A second device prepares the plan that would follow a loss and releases it again: it keeps released weights while it
+# has room, so nothing makes room for these. No request runs under such a plan. The search after a loss, for requests
+# that wait, is for that device alone.
 
 
 CALM_S: Final = 3.0  # a plan is in use for so long before the next device loads
@@ -487,13 +442,12 @@ ENDS_S: Final = 60.0  # then a preparation is given up, or a refused one tried a
 
 @dataclass(slots=True)
 class _StandbyPlan:
-    """What is ahead of one plan in use, of this epoch; next_s: when the next step is due.
+    """The standby of the plan in use, `plan_version`; next_s: when the next step is due.
 
-    ticket: of the search, 0 if there was none yet. plan: that was found; boot: of its device. held: the device has it.
-    needed_bytes: of memory.
+    ticket: of the search, 0 before it. plan: that it found; boot: of its device. held: the device has the weights.
     """
 
-    epoch: PlanVersion
+    plan_version: PlanVersion
     next_s: float
     needed_bytes: int
     ticket: int = 0
@@ -507,12 +461,10 @@ class _StandbyPlan:
 
 
 class Standby:
-    """Sees what happens after the coordinator has dealt with it. ask: returns the question for a slot's next plan."""
+    """The standby devices of all groups; sees each event after the session has handled it."""
 
-    def __init__(
-        self, slots: PlanGroups, membership: Fleet, rollout: Rollout, ask: Callable[[PlanGroup, float], Question]
-    ) -> None:
-        self._slots, self._membership, self._rollout, self._question = slots, membership, rollout, ask
+    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout) -> None:
+        self._groups, self._fleet, self._rollout = groups, fleet, rollout
         self._ahead: dict[str, _StandbyPlan] = {}
 
     @property
@@ -521,8 +473,8 @@ class Standby:
         return any(ahead.loading for ahead in self._ahead.values())
 
     def question(self, group: PlanGroup, hurried: bool, now: float) -> Question:
-        """Return the question for a slot's next plan; hurried: of the device that has the weights, if one does."""
-        question, ahead = self._question(group, now), self._ahead.get(group.name)
+        """Return the question for a group's next plan; hurried: of the device that has the weights, if one does."""
+        question, ahead = self._rollout.question(group, now), self._ahead.get(group.name)
         if not hurried or group.pinned or ahead is None or ahead.plan is None or not self._there(ahead):
             return question
         able = _with_memory(question, {ahead.plan.root}, ahead.needed_bytes)
@@ -531,7 +483,7 @@ class Standby:
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Take an event and return the commands that follow from it."""
         if isinstance(event, Tick):
-            return [command for group in self._slots.defaults() for command in self._tick(group, now)]
+            return [command for group in self._groups.defaults() for command in self._tick(group, now)]
         if isinstance(event, Solved):
             return self._solved(event)
         if isinstance(event, DeviceMessage) and isinstance(event.message, Ready | PrepareFailed):
@@ -541,10 +493,7 @@ class Standby:
     def release_for_memory(
         self, record: PlanRecord | None, device: str, message: Message, now: float
     ) -> list[CoordinatorCommand]:
-        """Release what a device loads ahead if a plan is refused there for want of memory, which is then asked again.
-
-        Weights loaded ahead serve nobody yet; without this the device would be taken for smaller than it is.
-        """
+        """Release what a device loads ahead where a plan is refused for lack of memory; the plan is prepared again."""
         if record is None or not isinstance(message, PrepareFailed) or message.code != "memory":
             return []
         ahead = [ahead for ahead in self._loads() if ahead.plan is not None and device in ahead.plan.devices]
@@ -558,33 +507,33 @@ class Standby:
             return self._give_up(ahead, now) if now > ahead.next_s else []
         if record is None or len(record.plan.devices) > 1 or not group.plans.pins.is_unpinned or not group.in_use(now):
             return []
-        if ahead is None or ahead.epoch != record.version or (ahead.plan is not None and not self._there(ahead)):
+        if ahead is None or ahead.plan_version != record.version or (ahead.plan is not None and not self._there(ahead)):
             needed_bytes = record.decision.chosen.price.needs[record.plan.root]
             self._ahead[group.name] = _StandbyPlan(record.version, now + CALM_S, needed_bytes)
             return []
         if ahead.held or now < ahead.next_s or group.plans.in_transition():
             return []
         ahead.next_s = now + ENDS_S
-        usable = self._membership.usable()
+        usable = self._fleet.usable()
         quick = {n for n, m in usable.items() if ahead.needed_bytes <= LOADS_S * m.reported(0).link().up_bytes_per_s}
-        question = self._question(group, now)
+        question = self._rollout.question(group, now)
         # A hurried search of those that cannot would become a whole one, and others wait for it.
         able = _with_memory(question, quick - set(record.plan.devices), ahead.needed_bytes)
         if not able:
             return []
-        ahead.ticket = self._rollout.next_transaction_id()
+        ahead.ticket = self._rollout.ids.next_transaction()
         return [Solve(group.name, ahead.ticket, _restricted_to(question, able), None, hurried=True)]
 
     def _solved(self, event: Solved) -> list[CoordinatorCommand]:
-        ahead, group = self._ahead.get(event.model), next(iter(self._slots.of_model(event.model)), None)
+        ahead, group = self._ahead.get(event.model), next(iter(self._groups.of_model(event.model)), None)
         if ahead is None or group is None or event.ticket != ahead.ticket or event.decision is None:
             return []
         chosen = event.decision.chosen
-        member = self._membership.usable().get(chosen.plan.root)
+        member = self._fleet.usable().get(chosen.plan.root)
         if member is None or len(chosen.plan.devices) > 1 or group.plans.in_transition():
             return []
         ahead.plan, ahead.boot, ahead.needed_bytes = chosen.plan, member.boot, chosen.price.needs[member.name]
-        return [*self._rollout.probe(group, chosen.plan, [member.name])]
+        return self._rollout.probe(group, chosen.plan, [member.name])
 
     def _prepared(self, message: Ready | PrepareFailed, now: float) -> list[CoordinatorCommand]:
         for ahead in self._loads():
@@ -605,7 +554,7 @@ class Standby:
         return (ahead for ahead in self._ahead.values() if ahead.loading)
 
     def _there(self, ahead: _StandbyPlan) -> bool:
-        member = None if ahead.plan is None else self._membership.usable().get(ahead.plan.root)
+        member = None if ahead.plan is None else self._fleet.usable().get(ahead.plan.root)
         return member is not None and member.boot == ahead.boot
 
 

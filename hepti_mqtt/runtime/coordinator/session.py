@@ -1,8 +1,7 @@
 """CoordinatorSession: the planner's part in the protocol, without sockets, threads or clocks.
 
-Membership changes and drift lead to a search (`Solve`, done by the shell), the search to a prepared plan, the plan to
-an epoch under which requests are dispatched. A request ends with the right answer or an error, whatever is lost
-meanwhile.
+Membership changes and drift lead to a search (`Solve`, done by the shell), the search to a prepared plan, and requests
+are dispatched under the active plan. A request ends with the right answer or an error, whatever is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Question
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.runtime.coordinator.fleet import Fleet, HangDetector, PeerTokens
+from hepti_mqtt.runtime.coordinator.fleet import Fleet, HangDetector
 from hepti_mqtt.runtime.coordinator.interface import (
     BrokerConnection,
     CoordinatorCommand,
@@ -40,8 +37,8 @@ from hepti_mqtt.runtime.coordinator.interface import (
     devices_first,
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
-from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
-from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, Rollout, Standby, build_question
+from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
+from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import TransitionLog
 
@@ -71,14 +68,11 @@ class CoordinatorSession:
         self.fleet = Fleet(broker_bytes_per_s, mesh=secret is not None)
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters)
-        self._online, self._begun, self._number = True, False, 0
+        self._online, self._begun = True, False
         self._scheduler = Scheduler(self.topics, self.groups, in_flight, self.counters)
-        introduce = PeerTokens(secret, self.fleet).peers_of
-        self._rollout = Rollout(
-            self.topics, self.groups, in_flight, self._scheduler, self._next_plan_version, introduce
-        )
-        self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout.probe)
-        self._standby = Standby(self.groups, self.fleet, self._rollout, self._question)
+        self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, Ids(boot), in_flight, secret)
+        self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout)
+        self._standby = Standby(self.groups, self.fleet, self._rollout)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._handle_status,
             DeviceCaps: self._handle_caps,
@@ -145,7 +139,7 @@ class CoordinatorSession:
         if wrong is not None:
             self.counters["foreign_caps"] += 1
             return self._warn_implausible(
-                event.device, f"caps of {event.device} are refused ({wrong}); update the agent there"
+                event.device, f"Refused the caps of {event.device} ({wrong}). Update its agent."
             )
         member = self.fleet.member(event.device)
         before = member.refused
@@ -160,11 +154,11 @@ class CoordinatorSession:
             self.fleet.record_loading(now)
         heartbeat, wrong = sanitize_heartbeat(event.heartbeat)
         changed = self._handle_change(device, self.fleet.record_heartbeat(device, heartbeat, now), now)
-        changed += self._scheduler.retry_after_broker_loss(self.fleet.all_back) if self._online else []
+        changed += self._scheduler.retry_after_broker_loss(self.fleet) if self._online else []
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
-        text = f"a heartbeat of {device} is not believed: {wrong}; restart the agent there"
+        text = f"Implausible heartbeat from {device}: {wrong}. Restart its agent."
         return changed + self._warn_implausible(device, text)
 
     def _warn_implausible(self, device: str, text: str) -> list[CoordinatorCommand]:
@@ -182,11 +176,10 @@ class CoordinatorSession:
                 group.crash_backoff.record_return(device, self.fleet.member(device).boot, now)
                 group.missing_bytes.pop(device, None)
                 if not group.pinned or group.in_use(now):
-                    group.plans.request_search(
-                        now + SETTLE_S, now, f"{device} has joined", soon_s=now + SETTLE_UNSERVED_S
-                    )
+                    settled_s, why = now + SETTLE_S, f"{device} has joined"
+                    group.plans.request_search(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S)
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
-            drain = messages.ReleaseAll(self._rollout.next_transaction_id())
+            drain = messages.ReleaseAll(self._rollout.ids.next_transaction())
             return [self._rollout.command_device(device, drain), LogEvent("joined", f"{device} has joined")]
         if change == "starting":
             for group in self.groups:  # requests wait for it; those that have come before it were refused
@@ -229,14 +222,6 @@ class CoordinatorSession:
 
     # -- planning -------------------------------------------------------------------------------------------------
 
-    def _question(self, group: PlanGroup, now: float) -> Question:
-        plan_version = self._next_plan_version()
-        return build_question(self.site, self.groups, self.fleet, group, plan_version, self.in_flight, now)
-
-    def _next_plan_version(self) -> PlanVersion:
-        self._number += 1
-        return PlanVersion(self.boot, self._number)
-
     def _pin(self, event: PinPlan, now: float) -> list[CoordinatorCommand]:
         self.groups.default(event.model).plans.pin(event.pins, now)
         return []
@@ -265,63 +250,52 @@ class CoordinatorSession:
         if awaited or not (alone or hurried) or not self.groups.may_search(group, now):
             return []
         if plans.searching is not None:
-            plans.end_search(plans.searching, "outdated", now, "requests wait")
+            plans.step(plans.searching, "outdated", now, "requests wait")
         group.record_search_start(self.fleet.observed(), now)
-        ticket, question = self._rollout.next_transaction_id(), self._standby.question(group, hurried, now)
+        ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
         if trial := wanted.cause == "trial":
             question = group.trial_question(question)
         plans.start_search(ticket, question.plan_version, now)
-        return [
-            Solve(
-                group.name,
-                ticket,
-                question,
-                group.active,
-                hurried,
-                group.last_plan,
-                group.decision_to_revalidate(wanted),
-                trial,
-            )
-        ]
+        known = group.decision_to_revalidate(wanted)
+        return [Solve(group.name, ticket, question, group.active, hurried, group.last_plan, known, trial)]
 
     def _handle_solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         group = self.groups.group_of_search(event.model, event.ticket)
         if group is None or group.plans.searching is None:
             return []
         plans, search = group.plans, group.plans.searching
-        serves = (
-            event.hurried and group.unserved and plans.pins.is_unpinned
-        )  # and the whole search, which is wanted, follows
+        # A hurried result serves at once; the whole search, which is wanted, follows.
+        serves = event.hurried and group.unserved and plans.pins.is_unpinned
         if plans.wanted is not None and not serves:  # something changed while the search ran: search again
-            plans.end_search(search, "outdated", now)
+            plans.step(search, "outdated", now)
             return []
         if event.decision is None:
             if group.active is None and (awaited := self.fleet.describe_expected(now)):
-                plans.request_search(
-                    now + RETRY_WHILE_EXPECTED_S, now, f"there is no plan yet; {awaited} may come", forced=search.forced
-                )
-                plans.end_search(search, "no plan", now, str(event.error))
+                why = f"there is no plan yet; {awaited} may come"
+                plans.request_search(now + RETRY_WHILE_EXPECTED_S, now, why, forced=search.forced)
+                plans.step(search, "no plan", now, str(event.error))
                 return []
             error = event.error or PlanError("no plan")
             if refused := self.fleet.refusal_reasons():
                 error = PlanError("; ".join([str(error), *refused]))
-            plans.end_search(search, "no plan", now, str(error))
+            plans.step(search, "no plan", now, str(error))
             return self._rollout.refuse_waiting(group, error, now)
         chosen = event.decision.chosen.plan
         if not set(chosen.devices) <= set(self.fleet.usable()):
             plans.request_search(now, now, "a device has left while the search ran")
-            plans.end_search(search, "outdated", now)
+            plans.step(search, "outdated", now)
             return []
         group.error = None
         group.record_plan(chosen, now)
-        if kept := group.keep_active(
-            event.decision, search.forced or event.is_worth_it(group.required_gain(chosen, now))
-        ):
-            plans.end_search(search, "kept", now, f"plan {kept} is as good")
+        is_better = search.forced or event.is_worth_it(group.required_gain(chosen, now))
+        if kept := group.keep_active(event.decision, is_better):
+            plans.step(search, "kept", now, f"plan {kept} is as good")
             return [self._rollout.publish_plan(group)]
-        # Replicas are plans of their own to their devices, so each has an epoch of its own.
-        numbered = replace(event.decision.chosen, plan=chosen.with_version(chosen.version, self._next_plan_version))
-        plans.prepare_found(search, replace(event.decision, chosen=numbered), self._rollout.next_transaction_id(), now)
+        # Replicas are plans of their own to their devices, so each has its own plan version.
+        numbered = replace(
+            event.decision.chosen, plan=chosen.with_version(chosen.version, self._rollout.ids.next_version)
+        )
+        plans.prepare_found(search, replace(event.decision, chosen=numbered), self._rollout.ids.next_transaction(), now)
         if event.hurried:
             plans.request_search(now + SETTLE_S, now, "the search was hurried")
         return [LogEvent("replanned", chosen.reason), self._rollout.publish_plan(group)]
@@ -332,9 +306,8 @@ class CoordinatorSession:
         message, device = event.message, event.device
         if isinstance(message, messages.RequestTiles):
             return [SendTiles(message.model, device, message.hashes)] if message.model in self.groups else []
-        return self._handle_change(device, self.fleet.record_message(device, now), now) + self._handle_report(
-            device, message, now
-        )
+        changed = self._handle_change(device, self.fleet.record_message(device, now), now)
+        return changed + self._handle_report(device, message, now)
 
     def _handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         change = self.fleet.record_message(event.device, now, served=event.frame.kind == "done")
@@ -344,7 +317,7 @@ class CoordinatorSession:
         if isinstance(message, messages.RunFailed):
             return self._scheduler.handle_failure(device, message, now)
         if isinstance(message, messages.TaskDone):
-            return self._scheduler.leases.complete_task(device, message, now)
+            return self._scheduler.complete_task(device, message, now)
         if not isinstance(message, messages.Ready | messages.PrepareFailed | messages.PrepareProgress):
             self.counters["foreign_message"] += 1
             return []
@@ -386,21 +359,20 @@ class CoordinatorSession:
 
     def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now)
-        out += self._scheduler.leases.tick(now)
+        out += self._scheduler.lease_overdue(now)
         for group in self.groups:
             out += self._rollout.tick(group, now)
             for run in list(group.runs.values()):
                 if self._online and now > run.deadline_s:
-                    out.append(LogEvent("overdue", f"a run of {run.plan.model} is overdue; it is issued again"))
+                    out.append(LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it"))
                     out += [*self._rollout.mark_suspect(group, run.plan, now), *self._scheduler.retry(group, run)]
             out += self._scheduler.refuse_expired(group, now)
             if rested := group.crash_backoff.lift_expired(now):
                 group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
             if self._loading():
                 group.drift.record_disturbance(now)
-            if (
-                found := group.reason_to_search(self.fleet.drift_values(group.active_devices, group.drift.planned), now)
-            ) is not None:
+            measured = self.fleet.drift_values(group.active_devices, group.drift.planned)
+            if (found := group.reason_to_search(measured, now)) is not None:
                 out.append(LogEvent(*found))
                 group.plans.request_search(now, now, found[1], cause=found[0])
         for group in self.groups.defaults():
@@ -411,7 +383,7 @@ class CoordinatorSession:
         return out
 
     def _drop_silent(self, now: float) -> list[CoordinatorCommand]:
-        """Go on without whoever has stopped beating; ask for a word where something is overdue, or go on without."""
+        """Drop devices without heartbeats; probe those that others wait for, quarantine the silent."""
         lost = [self._handle_lost(device, "sends no heartbeats", now) for device in self.fleet.mark_silent_offline(now)]
         out, silent = self._hang_detector.tick(now)
         out = [command for commands in lost for command in commands] + out

@@ -224,11 +224,11 @@ class Executor:
 
     @property
     def run_ids(self) -> tuple[int, ...]:
-        """Return the admission numbers of the requests that run."""
+        """Return the ids of the runs under way."""
         return tuple(self._machine.runs)
 
     def admit(self, run_id: int, bound: BoundProgram, states: Mapping[str, Array] = _NO_STATES) -> None:
-        """Begin a request under its admission number; raises ValueError if it runs already.
+        """Begin a run under its id; raises ValueError if it runs already.
 
         states: the arrays of its session by name, which stay the session's.
         """
@@ -271,16 +271,16 @@ class Executor:
         return any(not running.received[op.slot] for op in recvs)
 
     def start_task(self, run_id: int, task: int, array: Array) -> None:
-        """Begin a task of a bag with what the request has brought; one that was begun is left alone."""
+        """Begin a leased task with the inputs of the request; one that was begun is left alone."""
         for key in self._machine.runs[run_id].start_task(task):
             self.deliver(run_id, key, array)
 
     def end_leases(self, run_id: int) -> None:
-        """Nothing more will be leased: what is left of tasks is nobody's any more."""
+        """Accept no more leases: tasks that were not leased here are never run here."""
         self._machine.runs[run_id].accepts_leases = False
 
     def next_step(self, run_id: int | None = None) -> Step | None:
-        """Return the first ready op, or None if every request waits, or if it is of another run than `admission`."""
+        """Return the first ready op; None if every run waits, or if it is of another run than `run_id`."""
         found = self._machine.next_op(run_id)
         return None if found is None else self._steps[found[0].run_id].move_to(found[1])
 
@@ -323,7 +323,7 @@ class Executor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One device's Program run to its end right here: what `model verify`, benchmarks and tests use.
+# One Program run to its end in this process: for `model verify`, benchmarks and tests.
 
 
 def pack(tensors: Mapping[str, NDArray[Any]], refs: Iterable[WeightRef]) -> dict[WeightRef, Weight]:

@@ -1,4 +1,4 @@
-"""What a device's session asks its shell to do."""
+"""The worker's interface: the commands that it returns and the events that it handles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hepti_mqtt.spec import RequestShape, Spec
 class Subscribe:
     """Subscribe the data plane to filters and the control plane to the topic `work_topic`.
 
-    Every SUBACK in, the shell reports `Subscribed(model, epoch)`.
+    The shell reports `Subscribed` when every SUBACK is in.
     """
 
     model: str
@@ -57,9 +57,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Give up the weights of one epoch (those that another resident epoch uses stay).
+    """Release the weights of one plan; those that another resident plan uses stay.
 
-    spare_bytes: of weights that no epoch uses and that may be kept all the same, because a plan may come back.
+    spare_bytes: of unused weights that may be kept, because a plan may come back.
     """
 
     model: str
@@ -77,9 +77,7 @@ class LogTrouble:
 
 @dataclass(frozen=True, slots=True)
 class AnalysePrepare:
-    """Find out what a Prepare needs here (it lowers the longest requests), beside the session's thread:
-    `PrepareAnalysed`.
-    """
+    """Analyse a Prepare (it lowers the longest requests) on another thread; the shell reports `PrepareAnalysed`."""
 
     prepare: Prepare
 
@@ -88,7 +86,7 @@ class AnalysePrepare:
 class BuildProgram:
     """Build a device's Program for a request shape beside the session's thread; the shell reports `ProgramBuilt`.
 
-    number: of the order, which `ProgramBuilt` carries. weights: of the epoch, to which the kernels are bound.
+    number: of the order, which `ProgramBuilt` carries. weights: of the plan version, to which the kernels are bound.
     """
 
     number: int
@@ -100,7 +98,7 @@ class BuildProgram:
 
 @dataclass(frozen=True, slots=True)
 class AllowPeers:
-    """Let peers read at this device's endpoint what it sends them under an epoch, each with its own token."""
+    """Let peers read at this device's endpoint what it sends them under a plan version, each with its own token."""
 
     model: str
     plan_version: PlanVersion
@@ -109,7 +107,7 @@ class AllowPeers:
 
 @dataclass(frozen=True, slots=True)
 class JoinPeers:
-    """Read at the endpoints of peers what they send under an epoch; the shell reports `PeerJoined` for each of them."""
+    """Read at the endpoints of peers what they send under a plan; the shell reports `PeerJoined` for each."""
 
     model: str
     plan_version: PlanVersion
@@ -118,7 +116,7 @@ class JoinPeers:
 
 @dataclass(frozen=True, slots=True)
 class LeavePeers:
-    """What an epoch was admitted and joined for is over."""
+    """Undo the `AllowPeers` and `JoinPeers` of a plan."""
 
     model: str
     plan_version: PlanVersion
@@ -140,7 +138,7 @@ Command = (
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a device's session is told.
+# Events.
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,7 @@ class FrameIn:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The shell has made the weights of an epoch resident."""
+    """The shell has made the weights of a plan version resident."""
 
     model: str
     plan_version: PlanVersion
@@ -187,7 +185,7 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class Subscribed:
-    """Every SUBACK of an epoch's filters is in."""
+    """Every SUBACK of a plan version's filters is in."""
 
     model: str
     plan_version: PlanVersion
@@ -211,21 +209,21 @@ class ProgramBuilt:
 
 @dataclass(frozen=True, slots=True)
 class PlannerLost:
-    """The planner restarted: its boot counter changed, so everything of the earlier boot is void."""
+    """The planner restarted: everything of an earlier boot counter is void."""
 
     boot: int
 
 
 @dataclass(frozen=True, slots=True)
 class MayHaveMissedCommands:
-    """What the planner said may have passed us by: the connection was away, or the broker has published our will."""
+    """Commands may be lost: the connection was away, or the broker has published this device's will."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
-    """What a peer sends under an epoch comes directly from now on (again)."""
+    """What a peer sends under a plan version comes directly from now on (again)."""
 
     peer: str
     model: str
@@ -234,7 +232,7 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class PeerRefused:
-    """A peer is there, but does not let this device in; it may not have heard of the epoch yet."""
+    """A peer is there, but does not let this device in; it may not have heard of the plan version yet."""
 
     peer: str
     model: str

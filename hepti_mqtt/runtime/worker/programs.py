@@ -1,8 +1,7 @@
 """The Programs of a device's plans: which is built next, and the runs that wait for theirs.
 
-Building one takes as long as many ops, so no run waits for another's. The session only decides what comes next, one
-Program at a time, and the shell calls `build` on a thread of its own: first what a run waits for, then what was wanted
-before a plan is ready or what a session goes on with, and while no request runs, what else was foreseen.
+Building takes as long as many ops, so the shell calls `build` on another thread, one Program at a time: first those
+that runs wait for, then urgent ones (a plan or a decoder session needs them next), then, while idle, the predicted.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from hepti_mqtt.spec import RequestShape
 
 
 def build(order: BuildProgram, device: str, workers: Workers) -> ProgramBuilt:
-    """Return a device's Program bound to its weights, or why there is none.
-
-    Safe beside the session's thread: of what they share, `lowered`'s cache may be used from any thread, and the weights
-    and the number of `workers` never change.
-    """
+    """Return a device's Program bound to its weights, or the error; safe on any thread."""
     try:
         return ProgramBuilt(
             order.number, bind(device_program(order.spec, order.plan, order.shape, device), order.weights, workers)
@@ -37,7 +32,7 @@ def build(order: BuildProgram, device: str, workers: Workers) -> ProgramBuilt:
 
 
 def analyse(order: AnalysePrepare, device: str, topics: Topics) -> PrepareAnalysed:
-    """Return what a Prepare needs on a device, or why it cannot be had; safe beside the session's thread as `build`."""
+    """Return the resident plan of a Prepare, or the error; safe on any thread."""
     try:
         return PrepareAnalysed(order.prepare, analyse_prepare(order.prepare, device, topics))
     except HeptiError as error:
@@ -59,9 +54,9 @@ class _Order:
 
 
 class ProgramBuildQueue:
-    """The order that is being built, and the frames of runs that wait for their Programs, by admission.
+    """The order that is being built, and the frames of the runs that wait for their Programs.
 
-    counters: `programs_built_ahead` and `programs_built_late`, for which a run waited.
+    counters: `programs_built_ahead`, and `programs_built_late` for which a run waited.
     """
 
     def __init__(self, counters: Counter[str]) -> None:
@@ -71,7 +66,7 @@ class ProgramBuildQueue:
         self._waiting: dict[int, tuple[Frame, RequestShape]] = {}
 
     def waiting_frame(self, run_id: int) -> Frame | None:
-        """Return the frame of a request that waits, None if there is none of that number."""
+        """Return the work frame of a waiting run; None if it does not wait."""
         frame, _ = self._waiting.get(run_id, (None, None))
         return frame
 
@@ -80,7 +75,7 @@ class ProgramBuildQueue:
         self._waiting[frame.run_id] = (frame, shape)
 
     def waiting(self) -> list[tuple[int, PlanKey]]:
-        """Return the requests that wait, and their epochs."""
+        """Return the waiting runs and their plans."""
         return [(run_id, (frame.model, frame.plan_version)) for run_id, (frame, _) in self._waiting.items()]
 
     def drop(self, run_id: int) -> Frame | None:
@@ -89,14 +84,14 @@ class ProgramBuildQueue:
         return frame
 
     def drop_plan(self, key: PlanKey) -> None:
-        """Forget the requests of an epoch and what is being built for it."""
+        """Forget the runs of a plan and the order for it."""
         for run_id in [a for a, (frame, _) in self._waiting.items() if (frame.model, frame.plan_version) == key]:
             del self._waiting[run_id]
         if self._order is not None and self._order.resident.key == key:
             self._order = None
 
     def next_order(self, residents: Iterable[ResidentPlan], idle: bool) -> BuildProgram | None:
-        """Return what to build now, None if something is being built or nothing is to be. idle: no request runs."""
+        """Return the next order; None while one is being built, or without one. idle: no run is under way."""
         if self._order is not None:
             return None
         loaded = [r for r in residents if r.weights is not None]
@@ -113,7 +108,7 @@ class ProgramBuildQueue:
         return BuildProgram(self._number, resident.spec, resident.plan, shape, resident.weights)
 
     def complete(self, event: ProgramBuilt) -> tuple[ResidentPlan, RequestShape, list[Frame]] | None:
-        """Keep what was built; return its plan, its shape and the requests that waited, None if nobody wants it."""
+        """Keep a Program; return its plan, its shape and the runs that waited, None if its plan is gone."""
         order = self._order
         if order is None or order.number != event.number:
             return None

@@ -1,7 +1,7 @@
-"""What a plan may ask for: every number of it is looked at before anything is built whose size follows from it.
+"""The plans on a device: how a Prepare is checked and analysed, the memory it needs, and its states.
 
-A Prepare comes from whoever may publish to the device's topic. Programs are worked out from it beside other plans, and
-their memory is known only then; so what their number of ops or regions grows with is bounded here.
+Any client that may publish to the device's topic can send a Prepare, and the memory of its Programs is known only once
+they are built. So every number that the count of ops or regions grows with is bounded first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
     try:
         return spec.input_spec.shape_of(plain)
     except ValueError as error:
-        raise _wrong("shape", plain.size, f"is none of {spec.architecture}: {error}") from error
+        raise _wrong("shape", plain.size, f"is not valid for {spec.architecture}: {error}") from error
 
 
 def _check_plan(device: str, plan: Plan) -> None:
@@ -68,7 +68,7 @@ def _check_plan(device: str, plan: Plan) -> None:
         for name in devices:
             check_name("device", name)
     except BadNameError as error:
-        raise PlanError(f"the plan cannot be right: {error}") from error
+        raise PlanError(f"Invalid plan: {error}") from error
     if device not in devices or plan.root not in devices:
         raise _wrong("devices", list(devices), f"are without {device if device not in devices else plan.root}")
     if plan.strategy not in STRATEGIES or not STRATEGIES[plan.strategy].accepts(plan.options):
@@ -122,7 +122,7 @@ def _check_number(rule: str, value: object, name: str = "") -> None:
 
 
 def _wrong(name: str, value: object, why: str) -> PlanError:
-    return PlanError(f"the plan cannot be right: {name} {str(value)[:80]} {why}")
+    return PlanError(f"Invalid plan: {name} {str(value)[:80]} {why}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,14 +136,11 @@ ResidentState = Literal["asked", "loading", "subscribing", "ready", "active", "d
 class ResidentPlan:
     """A plan on a device, ready when it is `loaded` and its filters are `subscribed`.
 
-    transaction_id: of the last Prepare. working_bytes: slots and sessions of as many requests as may run at once;
-    sessions: how many of these are kept. loading_bytes: beside the weights while they are loaded. programs_bytes: of
-    the bound Programs that are kept. work_topic: the topic of its requests. digest: as in `Ready`. urgent_shapes,
-    prebuild_shapes: shapes whose Programs are to be built, `urgent_shapes` whatever runs meanwhile. mesh_sources:
-    peers whose frames come directly; the broker's filters are of the others. loaded: weights are there, and the
-    Programs that the planner wanted before. filters_acknowledged: the broker's filters are; subscribed: and the peers
-    that are heard are joined, all at one time at least. programs: Programs by request shape, the last used last.
-    state: changed by `runtime.epochs` alone.
+    transaction_id: of the last Prepare. working_bytes: buffers and sessions of all runs in flight. loading_bytes:
+    beside the weights while they load. programs_bytes: of the cached Programs. urgent_shapes, prebuild_shapes: shapes
+    whose Programs are to be built; `prebuild_shapes` only while idle. mesh_sources: peers whose frames come directly;
+    the filters are for the others. loaded: with the urgent Programs. subscribed: the filters are acknowledged and the
+    peers were joined. programs: by request shape, least recently used first. state: changed by `ResidentPlans` only.
     """
 
     plan: Plan
@@ -169,7 +166,7 @@ class ResidentPlan:
 
     @property
     def key(self) -> tuple[str, PlanVersion]:
-        """Return the model and the epoch."""
+        """Return the model and the plan version."""
         return (self.plan.model, self.plan.version)
 
     @property
@@ -190,7 +187,7 @@ class ResidentPlan:
 
 
 def plan_key(message: Prepare) -> tuple[str, PlanVersion]:
-    """Return the model and the epoch of a Prepare; raises WireError for a plan that cannot be read."""
+    """Return the model and the plan version of a Prepare; raises WireError for a plan that cannot be read."""
     try:
         plan, _ = Plan.from_dict(message.plan), spec_from_dict(message.spec)
     except (KeyError, TypeError, ValueError) as exc:
@@ -240,7 +237,7 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
 
 
 def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
-    """Return what plans need side by side: epochs of one model share equal weights, and run one after the other.
+    """Return what plans need side by side: plan versions of one model share equal weights, and run one after the other.
 
     Each has Programs of its own. Loads run one after the other too, beside the plans that are loaded already.
     """
@@ -262,18 +259,15 @@ def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The epochs on a device: one table of states, from the planner's Prepare to their release.
+# The states of a plan on a device, from the planner's Prepare to its release.
 #
 #     asked -> loading or subscribing -> ready -> active -> released
 #
-# An epoch is `loading` when only its weights are missing or the Programs that are built with them before the first
-# request, `subscribing` when only acknowledgements of its filters are.
+# A plan is `loading` when only its weights or its urgent Programs are missing, `subscribing` when only its filters are.
 #
-# While the control connection is away the planner may hear our will and release our epochs, which we then never hear;
-# or
-# it may hear nothing (a broker that was killed, a switch that was turned off and on) and go on with them. So an epoch
-# from before a reconnection stays, `doubted`, until a request or its activation says that it lives, or a newer plan of
-# its model is activated, or its memory is needed. The planner is told of one that goes so, since it may count on it.
+# After a reconnection the device cannot know whether the planner has released its plans (it may have received this
+# device's will) or still uses them. They stay `doubted` until a request or an Activate confirms them, a newer plan of
+# the model is activated, or their memory is needed. The planner is told when one is dropped so.
 
 
 PlanKey = tuple[str, PlanVersion]
@@ -293,7 +287,7 @@ _END: Final[dict[ResidentEvent, ResidentState]] = {
     "failed": "released",
     "planner lost": "released",
 }
-# A load that was given up may end after all when its epoch is here again, so weights may come more than once.
+# A load that was given up may end after all when its plan version is here again, so weights may come more than once.
 RESIDENT_STATES: Final[StateTable[ResidentState, ResidentEvent]] = StateTable(
     name="plan on a device",
     states=get_args(ResidentState),
@@ -321,7 +315,7 @@ RESIDENT_STATES: Final[StateTable[ResidentState, ResidentEvent]] = StateTable(
 
 
 class ResidentPlans:
-    """The epochs of every model on this device, and the only place where their states change."""
+    """The plans of every model on this device, and the only place where their states change."""
 
     def __init__(self, device: str, counters: Counter[str]) -> None:
         self.story = TransitionLog(f"epochs of {device}")
@@ -339,55 +333,55 @@ class ResidentPlans:
         return key in self._residents
 
     def get(self, model: str, plan_version: PlanVersion) -> ResidentPlan | None:
-        """Return an epoch that is here."""
+        """Return a plan that is here, None if it is not."""
         return self._residents.get((model, plan_version))
 
     def add(self, resident: ResidentPlan, now: float) -> None:
-        """An epoch is here from now on."""
+        """Add a plan in its first state."""
         resident.state = self._machine.begin(_subject(resident), now)
         self._residents[resident.key] = resident
 
     def step(self, resident: ResidentPlan, event: ResidentEvent, now: float, why: str = "") -> None:
-        """Something has happened to an epoch."""
+        """Take a plan through one step of the table."""
         resident.state = self._machine.step(_subject(resident), resident.state, event, now, why)
         if resident.state == "released" and self._residents.pop(resident.key, None) is not None:
             self._released.append(resident)
 
     def end(self, keys: Iterable[PlanKey], event: EndEvent, now: float, why: str = "") -> None:
-        """Give up those of these epochs that are here."""
+        """Take each of these plans that is here through one step."""
         for key in list(keys):
             if key in self._residents:
                 self.step(self._residents[key], event, now, why)
 
     def mark_all_unconfirmed(self, now: float, why: str) -> None:
-        """The planner may have given up any epoch without our hearing it."""
+        """Doubt every plan: the planner may have released it unnoticed."""
         for resident in list(self._residents.values()):
             self.step(resident, "doubt", now, why)
 
     def unconfirmed(self, model: str | None = None, before: PlanVersion | None = None) -> list[PlanKey]:
-        """Return the epochs in doubt, oldest first; only those of a model, only those before an epoch."""
+        """Return the doubted plans, oldest first; only those of a model, only those before a version."""
         found = (k for k, r in self._residents.items() if r.state == "doubted" and model in (None, k[0]))
         return sorted((k for k in found if before is None or k[1] < before), key=lambda k: k[1])
 
     def take_released(self) -> list[ResidentPlan]:
-        """Return the epochs that were given up since this was last called."""
+        """Return the plans that were released since this was last called."""
         released, self._released = self._released, []
         return released
 
     def needed_bytes(self, *more: ResidentPlan) -> int:
-        """Return what all epochs need side by side, and these with them."""
+        """Return the bytes that all plans need side by side, with these."""
         return resident_bytes([*self._residents.values(), *more])
 
     def residents(self) -> list[ResidentPlan]:
-        """Return the epochs that are here, in the order in which they came."""
+        """Return the plans that are here, in order of arrival."""
         return list(self._residents.values())
 
     def filters(self) -> set[str]:
-        """Return the filters that some epoch needs."""
+        """Return the filters that some plan needs."""
         return {f for r in self._residents.values() for f in r.filters}
 
     def work_topics(self) -> set[str]:
-        """Return the topics of requests that some epoch needs."""
+        """Return the work topics that some plan needs."""
         return {r.work_topic for r in self._residents.values()}
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Activations and leases that arrive before the request that they belong to: kept for a while, within bounds."""
+"""The runs on a device: frames that arrive early, decoder sessions, and what runs compute and send."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ EARLY_LEASES: Final = 256  # in all
 
 
 class EarlyFrames:
-    """Frames by admission number, those of the longest waiting request first to go.
+    """Frames by run id; those of the run that has waited longest are dropped first.
 
-    Each counts for the buffer that it holds: many of a few bytes would fill a board's memory within any sum of theirs.
+    Each counts with the whole buffer that it holds, so many small frames cannot fill a board's memory.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class EarlyFrames:
         self._bytes = 0
 
     def store(self, frame: Frame, now: float) -> int:
-        """Keep a frame; return how many others were dropped for it, or had waited too long."""
+        """Keep a frame; return how many others were dropped for it or by age."""
         self._frames.setdefault(frame.run_id, []).append((now, frame))
         self._bytes += held_bytes(len(frame.body))
         dropped = 0
@@ -60,7 +60,7 @@ class EarlyFrames:
         return dropped
 
     def take(self, run_id: int, now: float) -> tuple[list[Frame], int]:
-        """Return the frames of a request, as they came, and how many had waited too long; forget all."""
+        """Remove and return the frames of a run in order of arrival, and the number dropped by age."""
         kept = self._frames.get(run_id, [])
         frames = [frame for since_s, frame in kept if now - since_s <= EARLY_S]
         self.drop(run_id)
@@ -79,7 +79,7 @@ class EarlyFrames:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that all frames that are kept hold, counted anew."""
+        """Return the bytes that the kept frames hold, summed up again."""
         return sum(held_bytes(len(frame.body)) for frames in self._frames.values() for _, frame in frames)
 
     def check(self) -> None:
@@ -90,42 +90,15 @@ class EarlyFrames:
         return next(iter(self._frames.values()))[0][0]
 
 
-class EarlyLeases:
-    """Leases of requests that are not here yet, or wait for their Programs, as they came; the oldest are first to go.
-
-    Without them a device would wait for ever for the word that no task is left, which comes once.
-    """
-
-    def __init__(self) -> None:
-        self._leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)
-
-    def store(self, lease: messages.LeaseTasks) -> int:
-        """Keep a lease; return how many others were dropped for it."""
-        full = len(self._leases) == EARLY_LEASES
-        self._leases.append(lease)
-        return int(full)
-
-    def take(self, run_id: int) -> list[messages.LeaseTasks]:
-        """Return the leases of a request, and forget them."""
-        found = [lease for lease in self._leases if lease.run_id == run_id]
-        for lease in found:
-            self._leases.remove(lease)
-        return found
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._leases.clear()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# Sessions on one device: the arrays that a request keeps from run to run, a decoder's keys and values.
+# Decoder sessions: the keys and values that a request keeps from run to run.
 
 
-SessionKey = tuple[str, PlanVersion, int]  # model, epoch, number
+SessionKey = tuple[str, PlanVersion, int]  # model, plan version, number
 
 
 class SessionLostError(Exception):
-    """A run goes on where its session is not: it was given up here, or rows of it never came."""
+    """A run continues a session that this device has dropped, or of which it never received all rows."""
 
 
 @dataclass(slots=True)
@@ -135,7 +108,7 @@ class _Session:
 
 
 class DecoderSessions:
-    """The open sessions, those used last at the end. counters: sessions given up for others, and runs without one."""
+    """The open sessions, least recently used first. counters: dropped sessions, and runs that miss theirs."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._open: OrderedDict[SessionKey, _Session] = OrderedDict()
@@ -155,8 +128,8 @@ class DecoderSessions:
     ) -> Mapping[str, Array]:
         """Return the arrays of a session for a run that adds rows at..stop; at 0 the session begins.
 
-        most: sessions kept of one model and epoch; of more, the one used longest ago and not `busy` is given up. Number
-        0 is a run without a session: its arrays are its own. Raises SessionLostError if rows before `at` are missing.
+        most: sessions kept per plan; the least recently used one that is not `busy` is dropped. Number 0: a run without
+        a session, with arrays of its own. Raises SessionLostError if rows before `at` are missing.
         """
         states = program.session_arrays()
         if not states:
@@ -184,7 +157,7 @@ class DecoderSessions:
         self._open.pop(key, None)
 
     def forget(self, model: str, plan_version: PlanVersion) -> None:
-        """Forget the sessions of an epoch."""
+        """Forget the sessions of a plan."""
         for key in [k for k in self._open if k[:2] == (model, plan_version)]:
             del self._open[key]
 
@@ -197,14 +170,13 @@ class DecoderSessions:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One run on one device, and what is written once for all runs of its Program.
+# One run on one device, and what all runs of its Program share.
 
 
 class PreparedSend(NamedTuple):
-    """How what a Send sends leaves the device, in every run of its Program: what was checked and written once.
+    """How the tensor of a Send leaves the device, the same in every run of its Program.
 
-    header_prefix: the header but for the admission number. nbytes: of all PUBLISH packets. has_body: whether there is
-    a body.
+    header_prefix: the frame header without the run id. nbytes: of all PUBLISH packets.
     """
 
     header_prefix: bytes
@@ -216,11 +188,10 @@ class PreparedSend(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerRun:
-    """A request that is under way here.
+    """A run on this device, begun by `frame`.
 
-    frame: what began it. inputs: what it brought, for tasks that are leased later. sends: of its Program. compute_s: of
-    its ops so far. sent_bytes: of its PUBLISH packets. outputs_sent: parts of the answer that were sent. key: the
-    model and the epoch of its plan. run_id_bytes: its admission number, as the headers of its frames end with it.
+    inputs: kept for tasks that are leased later. compute_s: of its ops so far. sent_bytes: of its PUBLISH packets.
+    outputs_sent: parts of the output that were sent. run_id_bytes: the end of its frame headers.
     """
 
     frame: Frame
@@ -240,11 +211,11 @@ class WorkerRun:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The runs on one device: the requests that are under way here, their sessions, and what they send.
+# All runs of a device.
 
 
 _NOTHING: Final = memoryview(b"")
-MAX_REMEMBERED_RUNS: Final = 1024  # admission numbers that are over, per model
+MAX_REMEMBERED_RUNS: Final = 1024  # ids of runs that have ended
 
 _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUMPY_DTYPE.items()}  # type: ignore[misc]
 
@@ -258,7 +229,7 @@ class WorkerRuns:
         self._executor = Executor()
         self._runs: dict[int, WorkerRun] = {}
         self._early = EarlyFrames()
-        self._leases = EarlyLeases()
+        self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # of runs that are not here yet
         self._sessions = DecoderSessions(counters)
         self._over: OrderedDict[int, None] = OrderedDict()
         self._waited_s: float | None = None  # for others, in the last run that ended
@@ -291,10 +262,10 @@ class WorkerRuns:
         """Forget the numbers of requests: a new planner counts its own from the beginning."""
         self._over.clear()
         self._early.clear()
-        self._leases.clear()
+        self._early_leases.clear()
 
     def drop_plan(self, key: PlanKey) -> None:
-        """Give up the runs and sessions of an epoch, what is being built for it, and what the runs have left."""
+        """Give up the runs and sessions of a plan version, what is being built for it, and what the runs have left."""
         self._building.drop_plan(key)
         self._sessions.forget(*key)
         for run_id in [a for a, r in self._runs.items() if r.key == key]:
@@ -328,8 +299,7 @@ class WorkerRuns:
             code = event.result.code if isinstance(event.result, HeptiError) else "device"
             out.append(LogTrouble("programs_failed", text))
             for frame in waited:
-                self.end(frame.run_id)
-                out.append(self._up(messages.RunFailed(frame.model, frame.plan_version, frame.run_id, code, text)))
+                out += self._end_failed(resident.key, frame.run_id, code, text)
             return resident, out
         for frame in waited:
             out += self.start(resident, frame, now)
@@ -348,13 +318,11 @@ class WorkerRuns:
         try:
             shape = shape_of(resident.spec, plain)
         except PlanError as error:
-            self.end(frame.run_id)
-            return [self._refuse(frame, error.code, str(error))]
+            return self._refuse(frame, error.code, str(error))
         dims, dtype = resident.spec.input_spec.input_layout(shape)
         if inputs.shape != dims or inputs.dtype != NUMPY_DTYPE[dtype]:
-            self.end(frame.run_id)
             text = f"inputs {inputs.dtype}{list(inputs.shape)} are not the {dtype}{list(dims)} that {frame.model} reads"
-            return [self._refuse(frame, "wire", text)]
+            return self._refuse(frame, "wire", text)
         bound = resident.programs.get(shape)
         if bound is None:
             self._building.enqueue(frame, shape)
@@ -364,8 +332,7 @@ class WorkerRuns:
         try:
             states = self._session_arrays(resident, bound, session, inputs, shape)
         except SessionLostError as error:
-            self.end(frame.run_id)
-            return [self._refuse(frame, "session", str(error))]
+            return self._refuse(frame, "session", str(error))
         self._runs[frame.run_id] = WorkerRun(frame, now, session, inputs, bound.sends)
         self._executor.admit(frame.run_id, bound, states)
         for key in bound.template.inputs:
@@ -373,7 +340,7 @@ class WorkerRuns:
         first = initial_task(resident.plan.devices, self._device, len(bound.template.task_inputs))
         if first is not None:
             self._executor.start_task(frame.run_id, first, inputs)
-        out = [c for lease in self._leases.take(frame.run_id) for c in self.handle_lease(lease, now)]
+        out = [c for lease in self._take_leases(frame.run_id) for c in self.handle_lease(lease, now)]
         kept, stale = self._early.take(frame.run_id, now)
         if stale:
             self._counters["early_dropped"] += stale
@@ -390,17 +357,20 @@ class WorkerRuns:
             return []
         self._counters["contradicted"] += 1
         self.cancel(frame.run_id)
-        epochs = {(f.model, f.plan_version): f for f in (known, frame)}.values()
-        return [self._refuse(f, "wire", f"two frames with different work claim run {f.run_id}") for f in epochs]
+        plans = {(f.model, f.plan_version): f for f in (known, frame)}.values()
+        text = f"two frames with different work claim run {frame.run_id}"
+        return [command for f in plans for command in self._refuse(f, "wire", text)]
 
     def handle_lease(self, message: messages.LeaseTasks, now: float) -> list[Command]:
-        """Take tasks of a request's bag; if there are none left, end what only waited for more."""
+        """Start leased tasks of a run; if none are left, end what only waited for more."""
         request = self._runs.get(message.run_id)
         if request is None:
             if self.has_ended(message.run_id):
                 self._counters["late"] += 1
-            elif dropped := self._leases.store(message):
-                self._counters["early_dropped"] += dropped
+            else:  # kept: that no task is left is said only once
+                if len(self._early_leases) == EARLY_LEASES:
+                    self._counters["early_dropped"] += 1
+                self._early_leases.append(message)
             return []
         for task in message.tasks:
             self._executor.start_task(message.run_id, task, request.inputs)
@@ -409,9 +379,20 @@ class WorkerRuns:
         self._executor.end_leases(message.run_id)
         return self._finish_if_done(message.run_id, now)
 
-    def _refuse(self, frame: Frame, code: str, text: str) -> Command:
-        text = f"{self._device}: {text}"
-        return self._up(messages.RunFailed(frame.model, frame.plan_version, frame.run_id, code, text))
+    def _take_leases(self, run_id: int) -> list[messages.LeaseTasks]:
+        found = [lease for lease in self._early_leases if lease.run_id == run_id]
+        for lease in found:
+            self._early_leases.remove(lease)
+        return found
+
+    def _refuse(self, frame: Frame, code: str, text: str) -> list[Command]:
+        """End a run that cannot begin."""
+        return self._end_failed((frame.model, frame.plan_version), frame.run_id, code, f"{self._device}: {text}")
+
+    def _end_failed(self, key: PlanKey, run_id: int, code: str, text: str) -> list[Command]:
+        """End a run; the planner hears why."""
+        self.end(run_id)
+        return [self._up(messages.RunFailed(*key, run_id, code, text))]
 
     def _session_arrays(
         self, resident: ResidentPlan, bound: BoundProgram, session: DecoderSession, inputs: Array, shape: RequestShape
@@ -550,23 +531,19 @@ class WorkerRuns:
         return [Publish(topic, encode(done), 1)]
 
     def fail_after_loss(self, source: str | None, keys: Iterable[PlanKey], text: str) -> list[Command]:
-        """Give up the runs of epochs that miss frames of a device, or all of them; they are issued again."""
+        """Give up the runs of plan versions that miss frames of a device, or all of them; they are retried."""
         of = set(keys)
         running = [
             (a, r.key) for a, r in self._runs.items() if source is None or self._executor.awaits_source(a, source)
         ]
         out: list[Command] = []
         for run_id, key in [(a, k) for a, k in [*running, *self._building.waiting()] if k in of]:
-            self.end(run_id)
-            out.append(self._up(messages.RunFailed(*key, run_id, "link", text)))
+            out += self._end_failed(key, run_id, "link", text)
         return out
 
     def _fail_run(self, run_id: int, code: str, text: str) -> list[Command]:
-        request = self._runs.get(run_id)
-        if request is None:
-            return []
-        self.end(run_id)
-        return [self._up(messages.RunFailed(*request.key, run_id, code, text))]
+        run = self._runs.get(run_id)
+        return [] if run is None else self._end_failed(run.key, run_id, code, text)
 
     def end(self, run_id: int) -> None:
         """Forget a request; what still comes of it is late."""
@@ -574,7 +551,7 @@ class WorkerRuns:
         self._runs.pop(run_id, None)
         self._building.drop(run_id)
         self._early.drop(run_id)
-        self._leases.take(run_id)
+        self._take_leases(run_id)
         self._over[run_id] = None
         while len(self._over) > MAX_REMEMBERED_RUNS:
             self._over.popitem(last=False)
@@ -583,7 +560,7 @@ class WorkerRuns:
         return Publish(self._topics.reports(self._device), messages.encode(message), 1)
 
     def check(self, epochs: ResidentPlans) -> None:
-        """Raise AssertionError if an invariant is broken; epochs: those that are here."""
+        """Raise AssertionError if an invariant is broken; plan versions: those that are here."""
         assert set(self._runs) == set(self._executor.run_ids)
         self._early.check()
         self._building.check()

@@ -1,14 +1,14 @@
-"""Which peers this device hears directly under each epoch, and what follows when it does not.
+"""A device's part in the protocol without sockets, threads or clocks: `WorkerSession`, and its mesh routes.
 
-An epoch is not ready before all of these are joined. A peer that cannot be reached within a while is told to the
-planner, which makes a plan whose frames from there go over the broker. A connection that is lost later takes with it
-what was on it: requests that await frames of that peer end at once and are issued again.
+A plan is ready once all peers that the device reads from are joined. A peer that stays unreachable is reported to the
+planner, whose next plan relays its frames over the broker. A connection that is lost later loses the frames on it:
+runs that await that peer end at once and are retried.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -51,16 +51,16 @@ from hepti_mqtt.runtime.worker.interface import (
 from hepti_mqtt.runtime.worker.residents import EndEvent, PlanKey, ResidentPlan, ResidentPlans, plan_key
 from hepti_mqtt.runtime.worker.runs import WorkerRuns
 
-JOIN_S: Final = 5.0  # a peer that cannot be connected to for so long will not be
-WELCOME_S: Final = 20.0  # one that is there, but has not heard of the epoch, is waited for
-RETURN_S: Final = 2.0  # a connection that was lost comes back within so long, or its pair is given up
+JOIN_S: Final = 5.0  # to connect to a peer
+WELCOME_S: Final = 20.0  # for a peer that is there but has not received its Prepare
+RETURN_S: Final = 2.0  # for a lost connection to come back
 
 
 @dataclass(slots=True)
 class _PlanRoutes:
-    """One epoch's. sources: peers by name; give_up_s: those that are not joined now, with when each is given up.
+    """Routes of one plan. sources: peers by name; give_up_s: deadlines of the peers that are not joined.
 
-    welcome_by_s: until then a peer that is there may have yet to hear of the epoch.
+    welcome_by_s: until then a peer that is there may not have received its Prepare.
     """
 
     sources: Mapping[str, Peer]
@@ -70,21 +70,21 @@ class _PlanRoutes:
 
 @dataclass(frozen=True, slots=True)
 class UnreachablePeers:
-    """An epoch that waits in vain for peers."""
+    """A plan and the peers that it cannot reach."""
 
     key: PlanKey
     peers: tuple[str, ...]
 
 
 class MeshRoutes:
-    """The mesh routes of all epochs on one device."""
+    """The mesh routes of all plans on one device."""
 
     def __init__(self) -> None:
-        self._admitted: dict[PlanKey, frozenset[str]] = {}  # who may read here under each epoch
+        self._admitted: dict[PlanKey, frozenset[str]] = {}  # peers that may read here, by plan
         self._routes: dict[PlanKey, _PlanRoutes] = {}
 
     def admit(self, key: PlanKey, message: Prepare) -> list[Command]:
-        """Let those in that a Prepare names, before this device itself is as far: its peers may be faster."""
+        """Admit the peers of a Prepare at once: they may be ready before this device is."""
         guests = tuple(peer for peer in message.peers if peer.token_in)
         if not guests:
             return []
@@ -92,7 +92,7 @@ class MeshRoutes:
         return [AllowPeers(*key, guests)]
 
     def join(self, key: PlanKey, peers: Iterable[Peer], now: float) -> list[Command]:
-        """Hear peers directly from now on."""
+        """Connect to the peers that a plan reads from."""
         heard = {peer.device: peer for peer in peers}
         if not heard:
             return []
@@ -101,35 +101,35 @@ class MeshRoutes:
         return [JoinPeers(*key, tuple(heard.values()))]
 
     def leave(self, key: PlanKey) -> list[Command]:
-        """An epoch is over."""
+        """Forget the routes of a plan that has ended."""
         self._routes.pop(key, None)
         return [] if self._admitted.pop(key, None) is None else [LeavePeers(*key)]
 
     def complete(self, key: PlanKey) -> bool:
-        """Return whether every peer that an epoch hears directly is joined."""
+        """Return whether every peer that a plan reads from is joined."""
         routes = self._routes.get(key)
         return routes is None or not routes.give_up_s
 
     def record_joined(self, peer: str, key: PlanKey) -> bool:
-        """Take it that a peer is joined; return whether it was missing."""
+        """Record that a peer is joined; return whether it was missing."""
         routes = self._routes.get(key)
         return routes is not None and routes.give_up_s.pop(peer, None) is not None
 
     def record_refused(self, peer: str, key: PlanKey) -> None:
-        """Take it that a peer is there but does not know this device yet."""
+        """Record that a peer is there but does not admit this device yet."""
         routes = self._routes.get(key)
         if routes is not None and peer in routes.give_up_s:
             routes.give_up_s[peer] = max(routes.give_up_s[peer], routes.welcome_by_s)
 
     def record_lost(self, peer: str, now: float) -> list[PlanKey]:
-        """Take it that the connection to a peer is gone; return the epochs that heard it."""
+        """Record that the connection to a peer is lost; return the plans that read from it."""
         keys = [k for k, r in self._routes.items() if peer in r.sources and peer not in r.give_up_s]
         for key in keys:
             self._routes[key].give_up_s[peer] = now + RETURN_S
         return keys
 
     def deadline(self) -> float:
-        """Return when `overdue` has something to tell, infinity if nothing is waited for."""
+        """Return when `take_unreachable` has something to report; infinity if all peers are joined."""
         deadline = inf
         for routes in self._routes.values():
             if routes.give_up_s:  # hardly ever; this is asked between ops
@@ -137,7 +137,7 @@ class MeshRoutes:
         return deadline
 
     def take_unreachable(self, now: float) -> list[UnreachablePeers]:
-        """Return the epochs that wait for peers in vain, each peer once."""
+        """Return the plans whose peers have not joined in time, each peer once."""
         found = []
         for key, routes in self._routes.items():
             late = [peer for peer, at in routes.give_up_s.items() if at <= now]
@@ -148,24 +148,21 @@ class MeshRoutes:
         return found
 
     def plans_read_by(self, peer: str) -> list[PlanKey]:
-        """Return the epochs under which a peer reads what this device sends, whether it is heard or not."""
+        """Return the plans under which a peer reads from this device."""
         return [key for key, guests in self._admitted.items() if peer in guests]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# WorkerSession: one device's part in the protocol, without sockets, threads or clocks.
-#
-# The shell hands it what arrived with the time, runs the ops that `next` returns, and carries out the commands.
+# The session: the shell hands it events with the time, runs the steps of `next_step` and carries out the commands.
 
 
-MAX_BEING_ANALYSED: Final = 32  # plans that wait to be studied
+MAX_BEING_ANALYSED: Final = 32
 
 
 class WorkerSession:
     """The state machine of one agent.
 
-    memory_bytes: budget for weights and live slots together. counters: frames dropped, by reason. plans: the plans
-    that are here. runs: the requests that are under way.
+    memory_bytes: budget for weights and live buffers together. counters: dropped frames by reason.
     """
 
     def __init__(self, device: str, site: str, memory_bytes: int) -> None:
@@ -175,14 +172,9 @@ class WorkerSession:
         self.counters: Counter[str] = Counter()
         self.plans = ResidentPlans(device, self.counters)
         self._mesh = MeshRoutes()
-        self._being_analysed: dict[PlanKey, messages.Prepare] = {}  # that are being studied; the last of each
+        self._being_analysed: dict[PlanKey, messages.Prepare] = {}  # the last Prepare of each plan
         self.runs = WorkerRuns(device, self.topics, self.counters)
-        self._illegal = 0  # steps that the log tells of
-
-    @property
-    def open_sessions(self) -> int:
-        """Return how many sessions have arrays here."""
-        return self.runs.open_sessions
+        self._illegal = 0  # illegal steps that were logged
 
     @property
     def deadline(self) -> float:
@@ -200,7 +192,7 @@ class WorkerSession:
         if isinstance(event, FrameIn):
             out = self._frame(event.frame, now)
             if not out and event.frame.kind == "tensor":
-                return out  # what a peer has sent, as most events are, changes no plan and no order
+                return out  # a peer's tensor, the most frequent event, changes no plan and no build order
         elif isinstance(event, MessageIn):
             out = self._message(event.message, now)
         elif isinstance(event, Loaded | LoadProgress | LoadFailed | Subscribed):
@@ -225,25 +217,26 @@ class WorkerSession:
         return [*out, *self._unload(), *self.runs.next_build(self.plans.residents())]
 
     def _message(self, message: messages.Message, now: float) -> list[Command]:
-        handler = self._messages().get(type(message))
-        if handler is None:
-            self.counters["foreign_message"] += 1
-            return []
-        return handler(message, now)
+        match message:
+            case messages.Prepare():
+                return self._prepare(message)
+            case messages.Activate():
+                return self._activate(message, now)
+            case messages.Release():
+                return self._release([(message.model, message.plan_version)], "release", now)
+            case messages.ReleaseAll():
+                return self._release([*self.plans, *self._being_analysed], "drain", now)
+            case messages.Cancel():
+                self.runs.cancel(message.run_id)
+            case messages.LeaseTasks():
+                return self.runs.handle_lease(message, now)
+            case _:
+                self.counters["foreign_message"] += 1
+        return []
 
-    def _messages(self) -> Mapping[type, Callable[..., list[Command]]]:
-        return {
-            messages.Prepare: self._prepare,
-            messages.Activate: self._activate,
-            messages.Release: lambda m, now: self._release([(m.model, m.plan_version)], "release", now),
-            messages.Cancel: self._cancel,
-            messages.LeaseTasks: self.runs.handle_lease,
-            messages.ReleaseAll: lambda _, now: self._release([*self.plans, *self._being_analysed], "drain", now),
-        }
+    # -- plans ----------------------------------------------------------------------------------------------------
 
-    # -- epochs ---------------------------------------------------------------------------------------------------
-
-    def _prepare(self, message: messages.Prepare, _now: float) -> list[Command]:
+    def _prepare(self, message: messages.Prepare) -> list[Command]:
         try:
             key = plan_key(message)
         except WireError:
@@ -251,33 +244,31 @@ class WorkerSession:
             raise
         if (known := self.plans.get(*key)) is not None:
             known.transaction_id = message.transaction_id
-            return self._ready_if_complete(known) or [self._progress_unchanged(message.transaction_id, key)]
+            return self._ready_if_complete(known) or [self._progress(message.transaction_id, key)]
         if key not in self._being_analysed and len(self._being_analysed) >= MAX_BEING_ANALYSED:
-            text = f"{self.device} has {MAX_BEING_ANALYSED} plans to study already"
-            return [self._failed(message.transaction_id, key, PlanError.code, text, 0)]
-        studied, self._being_analysed[key] = key in self._being_analysed, message
-        return (
-            [self._progress_unchanged(message.transaction_id, key)]
-            if studied
-            else [*self._mesh.admit(key, message), AnalysePrepare(message)]
-        )
+            text = f"{self.device} is already analysing {MAX_BEING_ANALYSED} plans"
+            return [self._failed(message.transaction_id, key, PlanError.code, text)]
+        is_repeated, self._being_analysed[key] = key in self._being_analysed, message
+        if is_repeated:
+            return [self._progress(message.transaction_id, key)]
+        return [*self._mesh.admit(key, message), AnalysePrepare(message)]
 
-    def _progress_unchanged(self, transaction_id: int, key: PlanKey) -> Publish:
-        """Say to a planner that asks again that this device is there, and has not got further."""
-        return self._up(messages.PrepareProgress(transaction_id, *key, 0, 0))
+    def _progress(self, transaction_id: int, key: PlanKey, done_bytes: int = 0, total_bytes: int = 0) -> Publish:
+        """Report bytes of weights; 0 of 0: this device is there, and has made no progress."""
+        return self._up(messages.PrepareProgress(transaction_id, *key, done_bytes, total_bytes))
 
     def _handle_analysed(self, event: PrepareAnalysed, now: float) -> list[Command]:
         key = plan_key(event.prepare)
         message = self._being_analysed.get(key)
         if message is None:  # released meanwhile
             return []
-        if message.plan != event.prepare.plan:  # asked for anew as another plan: one of both was forged
+        if message.plan != event.prepare.plan:  # repeated with another plan: one of both was forged
             return [*self._mesh.admit(key, message), AnalysePrepare(message)]
         del self._being_analysed[key]
         if isinstance(event.result, HeptiError):
             self.counters["bad_prepare"] += 1
             text = f"{self.device}: {event.result}"
-            failed = self._failed(message.transaction_id, key, event.result.code, text, 0)
+            failed = self._failed(message.transaction_id, key, event.result.code, text)
             return [*self._mesh.leave(key), LogTrouble("event_errors", text), failed]
         resident = event.result
         resident.transaction_id = message.transaction_id
@@ -305,13 +296,10 @@ class WorkerSession:
         if resident is None:
             return []
         if isinstance(event, LoadProgress):
-            progress = messages.PrepareProgress(
-                resident.transaction_id, *resident.key, event.done_bytes, event.total_bytes
-            )
-            return [self._up(progress)]
+            return [self._progress(resident.transaction_id, resident.key, event.done_bytes, event.total_bytes)]
         if isinstance(event, LoadFailed):
             out = self._release([resident.key], "failed", now, str(event.error))
-            return [*out, self._failed(resident.transaction_id, resident.key, event.error.code, str(event.error), 0)]
+            return [*out, self._failed(resident.transaction_id, resident.key, event.error.code, str(event.error))]
         if isinstance(event, Loaded):
             resident.weights = event.weights
             return self._loaded_if_complete(resident, now) or [self._progress_loaded(resident)]
@@ -341,9 +329,9 @@ class WorkerSession:
         return [*out, *(self._loaded_if_complete(resident, now) or [self._progress_loaded(resident)])]
 
     def _progress_loaded(self, resident: ResidentPlan) -> Publish:
-        """Say that a plan whose weights are there has got further, though it is not ready."""
+        """Report progress of a plan that has its weights but is not ready."""
         nbytes = max(weights_bytes(resident.refs), 1)
-        return self._up(messages.PrepareProgress(resident.transaction_id, *resident.key, nbytes, nbytes))
+        return self._progress(resident.transaction_id, resident.key, nbytes, nbytes)
 
     def _ready_if_complete(self, resident: ResidentPlan) -> list[Command]:
         if not resident.ready:
@@ -352,7 +340,7 @@ class WorkerSession:
         return [self._up(ready)]
 
     def _failed(
-        self, transaction_id: int, key: PlanKey, code: str, text: str, missing: int, peers: tuple[str, ...] = ()
+        self, transaction_id: int, key: PlanKey, code: str, text: str, missing: int = 0, peers: tuple[str, ...] = ()
     ) -> Publish:
         return self._up(messages.PrepareFailed(transaction_id, *key, code, text, missing, peers))
 
@@ -366,7 +354,7 @@ class WorkerSession:
             text = f"{self.device}: the connection to {event.peer} is lost ({event.reason})"
             return self.runs.fail_after_loss(event.peer, self._mesh.record_lost(event.peer, now), text)
         if isinstance(event, PeerFrameDropped):
-            text = f"{self.device}: {event.peer} does not take what it is sent; a frame of {event.nbytes} bytes is lost"
+            text = f"{self.device}: {event.peer} reads too slowly; a frame of {event.nbytes} bytes is lost"
             return self.runs.fail_after_loss(None, self._mesh.plans_read_by(event.peer), text)
         resident = self.plans.get(event.model, event.plan_version)
         if resident is None or not self._mesh.record_joined(event.peer, resident.key):
@@ -374,12 +362,11 @@ class WorkerSession:
         if not resident.subscribed:
             return self._subscribed_if_complete(resident, now)
         # What the peer sent while the connection was away went nowhere.
-        return self.runs.fail_after_loss(
-            event.peer, [resident.key], f"{self.device}: the connection to {event.peer} was away"
-        )
+        text = f"{self.device}: the connection to {event.peer} was away"
+        return self.runs.fail_after_loss(event.peer, [resident.key], text)
 
     def _report_unreachable(self, late: UnreachablePeers, now: float) -> list[Command]:
-        """Tell the planner of peers that cannot be heard; a plan that was ready once goes on until it knows better."""
+        """Report unreachable peers; a plan that was ready once stays until the planner replaces it."""
         resident = self.plans.get(*late.key)
         if resident is None:
             return []
@@ -400,11 +387,9 @@ class WorkerSession:
     def _release_unconfirmed(self, keys: list[PlanKey], event: EndEvent, now: float) -> list[Command]:
         out: list[Command] = []
         for model, plan_version in keys:
-            out.append(
-                LogTrouble("epochs_forgotten", f"plan {plan_version} of {model} was given up while we were away")
-            )
-            text = f"{self.device} has given up plan {plan_version} of {model}, not knowing whether it is in use"
-            out.append(self._failed(0, (model, plan_version), "forgotten", text, 0))
+            text = f"{self.device} released plan {plan_version} of {model}: after a reconnection it could not tell "
+            text += "whether the plan was still in use"
+            out += [LogTrouble("epochs_forgotten", text), self._failed(0, (model, plan_version), "forgotten", text)]
         return [*out, *self._release(keys, event, now)]
 
     def _release(self, keys: Collection[PlanKey], event: EndEvent, now: float, why: str = "") -> list[Command]:
@@ -413,7 +398,7 @@ class WorkerSession:
         return [*out, *self._unload()]
 
     def _unload(self) -> list[Command]:
-        """Give up what the epochs hold that have been released."""
+        """Give up the weights, filters and routes of released plans."""
         released = self.plans.take_released()
         if not released:
             return []
@@ -432,10 +417,6 @@ class WorkerSession:
 
     def _spare_bytes(self) -> float:
         return max(self.memory_bytes - self.plans.needed_bytes(), 0)
-
-    def _cancel(self, message: messages.Cancel, _now: float) -> list[Command]:
-        self.runs.cancel(message.run_id)
-        return []
 
     # -- frames ---------------------------------------------------------------------------------------------------
 
@@ -459,11 +440,11 @@ class WorkerSession:
     # -- ops ------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Step | None:
-        """Return the next op to run; the shell runs it and calls `done` or `fail_step`."""
+        """Return the next step; the shell runs it and calls `finish_step` or `fail_step`."""
         return self.runs.next_step()
 
     def finish_step(self, step: Step, outgoing: OutgoingTensor | None, seconds: float, now: float) -> list[Command]:
-        """Take the result of steps of one run, as `Runs.done`; return what must be published."""
+        """Take the result of steps as `WorkerRuns.finish_step` does."""
         out = self.runs.finish_step(step, outgoing, seconds, now)
         # What is built only while no request runs may have waited for this one's end.
         return [*out, *self.runs.next_build(self.plans.residents())] if self.runs.idle else out
