@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.ops import (
@@ -54,28 +54,15 @@ class Repeat:
         return self.stop - self.first - self.kept + 1
 
 
-class SkippedLayers(NamedTuple):
-    """Equal layers that a graph is without: before the op at `place`, how many blocks and ops of the whole graph."""
-
-    place: int
-    blocks: int
-    ops: int
-
-
-NOTHING_SKIPPED: Final = SkippedLayers(0, 0, 0)
-
-
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Ops in topological order; blocks: the first op of each block.
 
-    skipped: what it is without. The index of an op is its place in the whole graph. Graphs are not compared: equal ops
-    may differ in their names, by which tables and answers are made.
+    Graphs are not compared: equal ops may differ in their names, by which tables and answers are made.
     """
 
     ops: tuple[Op, ...]
     blocks: tuple[int, ...]
-    skipped: SkippedLayers = NOTHING_SKIPPED
 
     @property
     def output(self) -> Op:
@@ -125,7 +112,7 @@ class Graph:
 
     @cached_property
     def repeat(self) -> Repeat | None:
-        """Return the longest run of equal blocks that is worth cutting short, None if there is none."""
+        """Return the longest run of equal blocks, None if it is too short to abbreviate."""
         best = Repeat(0, 0)
         patterns = [self._pattern(block) for block in range(len(self.blocks))]
         for first, block in _runs(patterns):
@@ -161,18 +148,6 @@ class Graph:
             (op, op.role, *[(True, at - start) if (at := place[x]) >= near else (False, at) for x in op.inputs])
             for op in self.ops[start:stop]
         ]
-
-    def same_repeat_as(self, whole: Graph) -> bool:
-        """Return whether the run of equal blocks is that of `whole`, and what is skipped is not needed of it."""
-        run, other = self.repeat, whole.repeat
-        if run is None or other is None:
-            return False
-        behind = self.blocks[run.stop - (KEPT_BLOCKS - TEMPLATE_BLOCK - 1)]
-        return (
-            self.block_range(run.first + TEMPLATE_BLOCK)[1] <= self.skipped.place <= behind
-            and (run.first, run.stop + self.skipped.blocks) == (other.first, other.stop)
-            and len(self.ops) + self.skipped.ops == len(whole.ops)
-        )
 
     def shortened(self) -> Graph:
         """Return the graph with its run of equal blocks cut to `KEPT`; itself if there is none.
@@ -212,10 +187,6 @@ def _runs(patterns: Sequence[object]) -> Iterator[tuple[int, int]]:
 # Builds a graph: every method adds a tensor and returns its name.
 
 
-FIRST_LAYERS: Final = 5  # layers that are built where others are skipped: the first ones and the last ones
-LAST_LAYERS: Final = 3
-
-
 @lru_cache(maxsize=256)
 def _op(kind: Callable[..., Op], **what: Any) -> Op:
     """Return an op without a name."""
@@ -223,32 +194,19 @@ def _op(kind: Callable[..., Op], **what: Any) -> Op:
 
 
 class GraphBuilder:
-    """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it.
+    """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it."""
 
-    skip: leaves out most of many equal layers.
-    """
-
-    def __init__(self, skip: bool = False) -> None:
+    def __init__(self) -> None:
         self._ops: dict[str, Op] = {}
         self._blocks: list[int] = []
         self._layer = 0
         self._branch = -1
-        self._skip = skip
-        self._skipped = NOTHING_SKIPPED
 
     def layers(self, count: int) -> Iterator[int]:
-        """Yield the numbers of layers that differ in what they are called alone; what is added then stands in them."""
-        left_out = range(FIRST_LAYERS, count - LAST_LAYERS) if self._skip else range(0)
-        ends: list[int] = []
+        """Yield the numbers of the layers; what is added then stands in them."""
         for layer in range(count):
-            if layer in left_out:
-                continue
-            if layer == left_out.stop and left_out:
-                each = ends[-1] - ends[-2]
-                self._skipped = SkippedLayers(len(self._ops), len(left_out), len(left_out) * each)
             self.set_layer(layer)
             yield layer
-            ends.append(len(self._ops))
 
     def set_layer(self, layer: int, branch: int = -1) -> None:
         """Let what follows stand in `layer`, and in a branch of it if one is named."""
@@ -266,7 +224,7 @@ class GraphBuilder:
         if op.name in self._ops:
             raise ValueError(f"two tensors are called {op.name!r}")
         # The op is ours alone until the graph is handed out, and these say where it stands, not what it is.
-        op.__dict__.update(layer=self._layer, branch=self._branch, index=len(self._ops) + self._skipped.ops)
+        op.__dict__.update(layer=self._layer, branch=self._branch, index=len(self._ops))
         self._ops[op.name] = op
         return op.name
 
@@ -289,7 +247,7 @@ class GraphBuilder:
 
     def build(self) -> Graph:
         """Return the graph; the last tensor is the answer."""
-        return Graph(tuple(self._ops.values()), tuple(self._blocks), self._skipped)
+        return Graph(tuple(self._ops.values()), tuple(self._blocks))
 
     def input(self, name: str, shape: Sequence[int], dtype: SlotDtype) -> str:
         """Return what the request brings."""

@@ -9,6 +9,7 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_builder import ProgramBuilder
 from sites import FAMILIES, always, plan, request, tensors
 from swarm import Swarm
 
@@ -28,7 +29,7 @@ from hepti_mqtt.lowering.passes import set_routes
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import Program, ProgramBuilder, Send, SlotSpec
+from hepti_mqtt.program import Program, Send, SlotSpec
 from hepti_mqtt.spec import TaskHead
 
 NAMING = TopicNames("home", "m")
@@ -265,7 +266,7 @@ def test_what_was_measured_of_a_pair_counts_instead_of_its_links_to_the_broker()
 
 
 def test_a_shared_medium_carries_everything_once_more():
-    station = replace(site(*NAMES), shared=frozenset(NAMES))
+    station = replace(site(*NAMES), shared_medium=frozenset(NAMES))
     assert max(everyone_to_everyone(station).values()) == pytest.approx(2 * LATENCY + 24 * SIZE / RATE)
     wired = replace(station, shared_medium=frozenset({"d1"}))
     assert links(wired).via_mesh(0.0, "d0", "d1", SIZE, "") == pytest.approx(2 * LATENCY + SIZE / RATE)
@@ -323,7 +324,7 @@ def test_bytes_are_those_of_a_publish_to_each_receiver():
 @pytest.mark.parametrize("method", [("row", {"variant": "kv"}), ("two_d", {"x": "2"})], ids=["row", "two_d"])
 def test_devices_count_what_the_simulator_does(method):
     spec = FAMILIES["bert-embedding"]
-    fixed = replace(plan(spec, method, (1.0, 2.0, 1.0, 1.0)), route="mesh", relayed=(("d0", "d2"), ("d0", "d3")))
+    fixed = replace(plan(spec, method, (1.0, 2.0, 1.0, 1.0)), route="mesh", relayed_pairs=(("d0", "d2"), ("d0", "d3")))
     swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(4)}, decider=always(fixed))
     shape, inputs = request(spec, (13, 4))
     swarm.submit("r", shape, inputs)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_builder import ProgramBuilder
 from programs_run import run_programs
 from sites import EVERY_FAMILY, FAMILIES, METHODS, always, plan, request, served, tensors
 from small_cnns import cnn, conv
@@ -26,7 +27,7 @@ from hepti_mqtt.lowering.passes import fuse_conversions, merge_copies, narrow_we
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_program, device_programs, lower_plan, programs_digest, resident_weights
 from hepti_mqtt.planner.accuracy import _ReferenceRun, _Weights
-from hepti_mqtt.program import Compute, Program, ProgramBuilder, Recv, Send, publish_targets, validate
+from hepti_mqtt.program import Compute, Program, Recv, Send, publish_targets, validate
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack, run_local
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES
@@ -362,7 +363,7 @@ def test_memory_is_counted_as_it_is_held():
 @pytest.mark.parametrize("storage", COSINE)
 def test_matrices_of_convolutions_are_never_narrow_whatever_they_are_called(storage):
     spec = cnn(6, conv(), names="layers.")
-    fixed = replace(plan(spec, ("single", {}), (1.0,)), storage=storage)
+    fixed = replace(plan(spec, ("single", {}), (1.0,)), weight_dtype=storage)
     with pytest.raises(ValueError, match=storage):
         device_program(spec, fixed, request(spec, (1,))[0], "d0")
     with pytest.raises(ValueError, match=storage):
@@ -381,7 +382,7 @@ def test_narrow_weights_stay_near_the_reference_on_a_site(method):
     place = METHODS.index(method)
     spec, storage = FAMILIES[("bert-embedding", "vit-classifier")[place % 2]], list(STORAGES)[place % 3]
     devices = 1 if STRATEGIES[method[0]].max_devices == 1 else 3
-    fixed = replace(plan(spec, method, (1.0, 2.0, 1.0)[:devices]), storage=storage)
+    fixed = replace(plan(spec, method, (1.0, 2.0, 1.0)[:devices]), weight_dtype=storage)
     swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(devices)}, decider=always(fixed))
     shape, inputs = request(spec, served(spec, (13, 4)), "hidden")
     hidden, _ = models.reference(spec, tensors(spec), inputs, shape)

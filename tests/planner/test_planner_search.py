@@ -30,12 +30,12 @@ from hepti_mqtt.planner.candidates import candidate_routes, explain_choice, rela
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
 from hepti_mqtt.planner.search import (
     MIN_SPEEDUP,
-    UnpricedPlan,
+    Draft,
     _initial_plans,
     _queue,
     _whole_bytes,
     best_fitting,
-    price_guess,
+    price_draft,
 )
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
@@ -285,7 +285,7 @@ NAMES = ("pi0", "pi1", "pi2", "pi3")
 
 
 def tried(site, relayed=frozenset()):
-    return list(subsets(question(SMALL, site, relayed=relayed), NAMES, pinned=False))
+    return list(subsets(question(SMALL, site, relayed_pairs=relayed), NAMES, pinned=False))
 
 
 def test_of_devices_that_differ_in_name_alone_one_subset_of_each_size_is_tried():
@@ -299,7 +299,7 @@ def test_of_devices_that_differ_in_name_alone_one_subset_of_each_size_is_tried()
         lambda site: replace(site, devices=site.devices | {"pi3": device("pi3", 24.6, memory=1e9)}),
         lambda site: replace(site, links={**site.links, "pi3": Link(1e-3, 1e6, 1e6)}),
         lambda site: replace(site, endpoints=frozenset(NAMES[:3])),
-        lambda site: replace(site, shared=frozenset(NAMES[3:])),
+        lambda site: replace(site, shared_medium=frozenset(NAMES[3:])),
         lambda site: replace(site, peer_links={("pi3", name): PeerLink(1e-3) for name in NAMES[:3]}),
     ],
     ids=["memory", "link", "endpoint", "shared", "peers"],
@@ -346,9 +346,9 @@ def test_no_plan_takes_less_than_its_bound(family, mbit):
     spec = EVERY_FAMILY[family]
     asked = question(spec, site, tokens=largest_shape(spec).tokens)
     steps, _ = _queue(asked, list(_initial_plans(asked)))
-    bounds = [(least, plan) for least, _, plan, _ in steps if isinstance(plan, UnpricedPlan)]
+    bounds = [(least, plan) for least, _, plan, _ in steps if isinstance(plan, Draft)]
     assert len(bounds) > 10
-    assert all((0, 0) < least <= price_guess(asked, plan).price.cost for least, plan in bounds)
+    assert all((0, 0) < least <= price_draft(asked, plan).price.cost for least, plan in bounds)
 
 
 def test_what_has_no_room_for_all_weights_together_is_told_once_for_each_method():
@@ -406,7 +406,7 @@ def test_a_pinned_route_is_obeyed():
 def test_pairs_that_cannot_connect_are_relayed_and_so_is_who_has_no_endpoint():
     site = meshed(four_pis(940))
     apart = frozenset({("pi2", "pi0"), ("elsewhere", "pi1")})
-    asked = question(BASE, site, strategy="row", devices=NAMES, relayed=apart)
+    asked = question(BASE, site, strategy="row", devices=NAMES, relayed_pairs=apart)
     chosen = decide(asked).chosen.plan
     assert (chosen.route, chosen.relayed_pairs) == ("mesh", (("pi2", "pi0"),))
     some = question(BASE, replace(site, endpoints=frozenset(NAMES[:3])), route="mesh", devices=NAMES)
@@ -423,7 +423,7 @@ def test_mesh_is_no_choice_where_somebody_cannot_or_nobody_connects():
         "mesh",
         "broker",
     )
-    nobody = question(BASE, meshed(site), relayed=frozenset(permutations(NAMES, 2)))
+    nobody = question(BASE, meshed(site), relayed_pairs=frozenset(permutations(NAMES, 2)))
     assert candidate_routes(nobody, NAMES) == ("broker",)
 
 

@@ -207,7 +207,7 @@ SHARES = ((1.0,), (1.0, 2.0), (0.0, 1.0, 3.0), (1.0, 0.5, 2.0, 1.0, 1.0))
 
 
 def batches(spec):
-    return ((13,), (5, 7, 3)) if isinstance(spec.reads, TextInput) else ((1,),)
+    return ((13,), (5, 7, 3)) if isinstance(spec.input_spec, TextInput) else ((1,),)
 
 
 @pytest.mark.parametrize(("kind", "name"), ABLE)
