@@ -12,7 +12,7 @@ from hepti_mqtt import plan_programs
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.explain import task_owners, task_summary, timeline_svg, timeline_text
+from hepti_mqtt.cost.explain import task_owners, task_summary, timeline_svg
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import (
     RequestTimes,
@@ -216,8 +216,6 @@ def test_explained_are_the_devices_that_took_each_task():
         "head: d0",
     )
     seconds = found.runs[0].answered_s
-    lines = [line for line in timeline_text(found.events, tuple(found.devices), seconds) if " task " in line]
-    assert set("".join(line.split("|")[1] for line in lines)) - {" "} == set("01234567")
     picture = timeline_svg(found.events, tuple(found.devices), seconds, "x")
     assert "<title>task 1 (given up)" in picture
     assert picture.count(">task</text>") == len(SLOW)

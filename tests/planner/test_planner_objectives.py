@@ -69,7 +69,7 @@ def test_most_throughput_comes_near_the_sum_of_the_devices(speeds, least):
 def test_of_throughputs_that_are_alike_the_plan_that_sends_least_is_chosen():
     """A little experience with one device must not bring devices to wait for each other."""
     slower = Corrections({("single", 1, 0, "f32", "f32", "broker"): 1.03})
-    asked = question((1, 1, 1, 1), objective="throughput", compare=False, learned=slower)
+    asked = question((1, 1, 1, 1), objective="throughput", is_exhaustive=False, learned=slower)
     fast = dict.fromkeys(asked.cluster.devices, Link(1e-5, 1e9, 1e9))
     found = decide(replace(asked, cluster=replace(asked.cluster, links=fast, endpoints=frozenset(fast))))
     assert found.chosen.name == found.ranking[0].name == "replicas"
@@ -77,7 +77,7 @@ def test_of_throughputs_that_are_alike_the_plan_that_sends_least_is_chosen():
 
 
 def test_replicas_are_priced_by_what_they_have_taught_themselves():
-    asked = question((1, 1), objective="throughput", strategy="replicas", compare=False)
+    asked = question((1, 1), objective="throughput", strategy="replicas", is_exhaustive=False)
     price = decide(asked).chosen.price
     alone, side_by_side = ("single", 1, 0, "f32", "f32", "broker"), ("replicas", 2, 2, "f32", "f32", "broker")
     for factors, learned in (({alone: 1.5}, 1.5), ({alone: 1.5, side_by_side: 2.5}, 2.5), ({side_by_side: 0.9}, 0.9)):
