@@ -100,7 +100,7 @@ def _tasks(spec: Spec, divided: _PlanKey) -> int:
 
 
 def _task_places(plan: Plan) -> int:
-    """Return for how many tasks the table of a plan has places, 0 if it has no bag."""
+    """Return for how many tasks the table of a plan has places, 0 if it has no tasks."""
     return STRATEGIES[plan.strategy].task_count(plan.options)
 
 

@@ -34,16 +34,12 @@ class Work(NamedTuple):
 # The Program: what one device does for one request, as data.
 #
 # A strategy turns a model spec, a plan and a request shape into one Program per device. Executor, loader, simulator
-# and
-# explainer read it, and none of them knows the strategies by name. A Program is a template: it is built once per
-# (plan,
-# shape), its slots are integers, and it names no request.
+# and explainer read it, and none of them knows the strategies by name. A Program is a template: it is built once per
+# (plan, shape), its slots are integers, and it names no request.
 #
-# An op is ready when all slots that it reads are filled; of the ready ones the first by (admission number of the
-# request,
-# position in the list) runs. A slot is written once. Exchanges meet by (node, part, source), which is unique among the
-# Recvs of a Program: the tensor of the model's graph, by number, and the number of the message among those of its
-# source.
+# An op is ready when all slots that it reads are filled; of the ready ones the first by (run id, position in the list)
+# runs. A slot is written once. Exchanges meet by (node, part, source), unique among the Recvs of a Program: the tensor
+# of the model's graph, by number, and the number of the message among those of its source.
 
 
 Slot = int
@@ -150,7 +146,7 @@ class Send(NamedTuple):
 class Recv(NamedTuple):
     """Fill a slot with what `source` sends as a part of a node.
 
-    alternates: devices any of which may send it instead; the first to come counts. task: that of a bag which begins
+    alternates: devices any of which may send it instead; the first to come counts. task: the leased task that begins
     with this part of the request, once it is leased to this device; -1 for what the request brings at once.
     """
 
@@ -170,7 +166,7 @@ class Recv(NamedTuple):
 
     @property
     def keys(self) -> tuple[ExchangeKey, ...]:
-        """Return by what the exchange is known, whoever sends it."""
+        """Return by what the exchange is known, for each device that may send it."""
         return self.key, *((self.node, self.part, other) for other in self.alternates)
 
 

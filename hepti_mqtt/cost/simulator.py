@@ -177,7 +177,7 @@ def steady_state(runs: Sequence[RequestTimes], in_flight: int) -> Throughput:
 class TimelineEvent(NamedTuple):
     """One bar of a time line: what a device (`compute`, `send`) or a link (`up`, `down`) did, in seconds.
 
-    What a device does to take a frame is in `send` too. Lane `task`: from the lease of a bag's task to its end there.
+    What a device does to take a frame is in `send` too. Lane `task`: from the lease of a task to its end there.
     """
 
     device: str
@@ -329,7 +329,7 @@ Note = Callable[[str, str, str, float, float], None]  # device, lane, label, sta
 
 
 class LinkQueues:
-    """When packets arrive that are sent over them; `note` is told how long each link is taken."""
+    """When packets arrive that are sent over them; `note` records how long each link is busy."""
 
     def __init__(self, cluster: Cluster, note: Note) -> None:
         self._cluster, self._note = cluster, note
@@ -544,7 +544,7 @@ class Simulator:
         return self._known[key]
 
     def on_output(self, now: float, run_id: int) -> None:
-        """Take a part of an answer: with the last one it leaves, whoever has yet to report."""
+        """Take a part of an answer: with the last one it leaves, before all reports."""
         flight = self.flights[run_id]
         flight.outputs -= 1
         if not flight.outputs:

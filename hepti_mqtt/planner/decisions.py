@@ -19,7 +19,7 @@ from hepti_mqtt.planner.price import Question, price
 from hepti_mqtt.planner.search import balance_shares
 from hepti_mqtt.spec import Spec
 
-KNOWN: Final = 0.96  # of the running plan's time: what another way must promise where runs have told what ours takes
+KNOWN: Final = 0.96  # of the running plan's measured time: what a trial must promise
 OTHERS: Final = 4  # ways that stay in sight after a trial
 LOADS_S: Final = 60.0  # a trial for which a device would load for longer costs more than it may win
 
@@ -32,7 +32,7 @@ def with_exploration(learned: Corrections) -> Corrections:
 def next_trial(decision: Decision, learned: Corrections, not_again: Set[StrategyKey] = frozenset()) -> Candidate | None:
     """Return the candidate of a decision that by runs, or by hope, beats the chosen plan by most; None if none does.
 
-    Only for latency, and where runs have told what the chosen plan takes.
+    Only for latency, and where the chosen plan was measured.
     """
     chosen, learned = decision.chosen, with_exploration(learned)
     if chosen.price.objective != "latency" or not learned.knows(chosen.plan):

@@ -220,7 +220,7 @@ def _queue(question: Question, guesses: Sequence[Draft]) -> tuple[list[_Step], L
 
 
 def _smallest(guesses: Sequence[Draft]) -> set[int]:
-    """Return the number of each method's first guess of the fewest devices: the soonest priced, it tells of others."""
+    """Return the number of each method's first guess of the fewest devices: priced first, it bounds others."""
     best: dict[str, int] = {}
     for n, guess in enumerate(guesses):
         devices = len(guess.plan.devices)
@@ -488,7 +488,7 @@ def _joined(question: Question, method: Method, options: Options, parts: Sequenc
 SEARCH_ROUNDS: Final = 4  # steps of balancing
 STEPPED: Final = 2  # candidates whose shares are tried step by step
 STEPS: Final = (1.3, 1.15, 1.07)  # of one device's share, where a map has few rows to share out
-# One device is taken if the fastest plan of several is not so many times as fast: less than predictions are off by.
+# The least speed-up for which several devices are taken: below it, predictions are too inexact.
 MIN_SPEEDUP: Final = 1.04
 # Throughputs that differ by less are alike: a short load ends where it ends, and devices that wait for each other lose
 # more on a busy machine than the simulator says. Of such plans the one that sends least is taken.

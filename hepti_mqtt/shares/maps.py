@@ -438,7 +438,7 @@ def solve_shares(costs: Costs, power: Sequence[Power] = (), deadline_s: float = 
     """Return the share of each device, None if no shares meet deadline and memory.
 
     Least is the time of the layers one behind the other, each as long as its slowest device, or with `power` the energy
-    under the deadline. A share is nothing or at least as large as the halo of every layer: whoever has less after a
+    under the deadline. A share is nothing or at least as large as the halo of every layer: a device with less after a
     solution is left out of the next one, the smallest share first, as in CoEdge, and gets that much if nothing else is
     in time.
     """
