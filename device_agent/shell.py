@@ -165,7 +165,7 @@ class SessionLoop:
         self._command_handlers: Mapping[type, Callable[[Any], None]] = {
             Publish: self._publish,
             Subscribe: self._subscribe,
-            Unsubscribe: lambda c: self._subscriptions.unsubscribe(c.filters, c.works),
+            Unsubscribe: lambda c: self._subscriptions.unsubscribe(c.filters, c.work_topics),
             Load: loader.post,
             BuildProgram: builder.post,
             AnalysePrepare: builder.post,

@@ -116,7 +116,7 @@ def make(_options: Options, task: Task) -> Made:
         made = session(task, Path(directory), 1)  # what is mapped stays when the file is gone
 
     def compute() -> Array:
-        result: Array = made.repeat(None, {"input": task.values})[0]
+        result: Array = made.run(None, {"input": task.values})[0]
         return result
 
     return Made(compute, {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__})

@@ -264,9 +264,7 @@ def plan(args: argparse.Namespace) -> int:
     if asked and needs_simulation(args):
         cluster = cluster_of_devices(found, asked[1].devices)
         played = simulate_plan(args.site, *asked, cluster)
-        load = (
-            simulate_plan_load(args.site, played, cluster, shown.get("in_flight", 1)) if args.format_program else None
-        )
+        load = simulate_plan_load(args.site, played, cluster, shown.get("in_flight", 1)) if args.explain else None
     if args.json:
         told = {"load": load.to_dict()} if load is not None else {}
         work = {"work": plan_work_factor(*asked).to_dict()} if asked else {}
@@ -385,7 +383,7 @@ class SimulatedPlan:
 
 def needs_simulation(args: argparse.Namespace) -> bool:
     """Return whether the arguments ask for what only the simulator knows."""
-    return bool(args.format_program or args.svg or args.layout_svg)
+    return bool(args.explain or args.svg or args.layout_svg)
 
 
 def simulate_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> SimulatedPlan:

@@ -40,7 +40,7 @@ def simulate(args: argparse.Namespace) -> int:
         )
         return 0
     _print_ranking(args.model, question, decision)
-    if played is not None and args.format_program:
+    if played is not None and args.explain:
         output.print_lines(what_if(args.site, spec, chosen, question.shape, cluster))
         explain_plan(played, args.layer)
     return 0
@@ -63,7 +63,7 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
         objective=pins.objective,
         accuracy=pins.accuracy,
         in_flight=args.in_flight,
-        requests=args.requests or (ROUNDS * args.in_flight if args.format_program else 0),
+        requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
     )
 
 

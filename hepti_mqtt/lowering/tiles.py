@@ -298,7 +298,7 @@ def _asked(op: Op, want: Mapping[int, Sequence[Region]]) -> Requested:
 
 
 def _where_asked(op: Op, asked: Requested) -> tuple[tuple[Tile, ...], Needs]:
-    """Return the tiles of a tensor that the table does not place, and what they need: every asking device computes it."""
+    """Return the tiles of a tensor that the table does not place, and their needs: every asking device computes it."""
     known: dict[tuple[Region, ...], list[tuple[Region, list[tuple[int, Region]]]]] = {}
     tiles: list[Tile] = []
     needs: list[tuple[int, int, Region]] = []

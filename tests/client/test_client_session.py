@@ -53,11 +53,11 @@ def test_a_request_is_published_and_its_answer_shown_once(session):
     publication = session.add_request("m", "q1", {"text": "x"}, "token", 10.0)
     assert publication.topic == T.request("m", "me")
     assert json.loads(publication.payload) == {"text": "x", "id": "q1"}
-    ((token, outcome),) = session.heard(*reply(result=1), now=10.25)
+    ((token, outcome),) = session.handle_message(*reply(result=1), now=10.25)
     assert token == "token"
     assert isinstance(outcome, Answer)
     assert outcome.latency_ms == pytest.approx(250)
-    assert session.heard(*reply(result=1), now=11.0) == []
+    assert session.handle_message(*reply(result=1), now=11.0) == []
     assert session.counters["not asked"] == 1
 
 
@@ -65,7 +65,7 @@ def test_an_error_answer_ends_a_request(session):
     session.add_request("m", "q1", {}, "token", 0.0)
     topic = T.response("m", "me", "q1")
     payload = json.dumps({"id": "q1", "ok": False, "error": {"code": "overloaded", "message": "later"}}).encode()
-    ((_, outcome),) = session.heard(topic, payload, 1.0)
+    ((_, outcome),) = session.handle_message(topic, payload, 1.0)
     assert isinstance(outcome, OverloadedError)
 
 
@@ -76,19 +76,19 @@ def test_an_error_answer_ends_a_request(session):
 )
 def test_a_malformed_answer_ends_nothing(session, payload):
     session.add_request("m", "q1", {}, "token", 0.0)
-    assert session.heard(T.response("m", "me", "q1"), payload, 1.0) == []
-    assert session.heard(*reply(), now=1.0)
+    assert session.handle_message(T.response("m", "me", "q1"), payload, 1.0) == []
+    assert session.handle_message(*reply(), now=1.0)
 
 
 def test_what_waits_is_published_again_when_connection_or_planner_come_back(session):
-    session.heard(*status(boot=1), now=0.0)
+    session.handle_message(*status(boot=1), now=0.0)
     first = session.add_request("m", "q1", {"text": "x"}, 1, 0.0)
     second = session.add_request("m", "q2", {"text": "y"}, 2, 0.0)
     assert session.to_resend() == [first, second]
-    session.heard(*reply("q1"), now=0.5)
-    assert session.heard(*status("offline", 1), now=1.0) == []
-    assert session.heard(*status("online", 2), now=2.0) == [second]
-    assert session.heard(*status("online", 2), now=3.0) == [second], "it was away, its boot is the same"
+    session.handle_message(*reply("q1"), now=0.5)
+    assert session.handle_message(*status("offline", 1), now=1.0) == []
+    assert session.handle_message(*status("online", 2), now=2.0) == [second]
+    assert session.handle_message(*status("online", 2), now=3.0) == [second], "it was away, its boot is the same"
     session.forget("m", "q2", 2)
     assert session.to_resend() == []
 
@@ -96,7 +96,7 @@ def test_what_waits_is_published_again_when_connection_or_planner_come_back(sess
 def test_requests_that_the_broker_refuses_are_given_up(session):
     session.add_request("m", "q1", {}, 1, 0.0)
     session.add_request("n", "q2", {}, 2, 0.0)
-    assert session.refused([T.request("m", "me")]) == [1]
+    assert session.drop_refused([T.request("m", "me")]) == [1]
     assert session.abandon() == [2]
     assert session.to_resend() == []
 
@@ -136,8 +136,10 @@ def test_everybody_who_asks_the_same_under_one_id_is_told(session):
 
     ask()
     part, answer = reply(final=False, index=0, token=7, text="a"), reply(result=1)
-    assert [item.token for item in session.heard(*part, now=1.0)] == [1, 2], "who was cancelled takes nobody along"
-    ended = session.heard(*answer, now=1.0)
+    assert [item.token for item in session.handle_message(*part, now=1.0)] == [1, 2], (
+        "who was cancelled takes nobody along"
+    )
+    ended = session.handle_message(*answer, now=1.0)
     assert [(item.token, round(item.outcome.latency_ms)) for item in ended] == [(1, 1000), (2, 500)]
     ask()
     assert session.refused([T.request("m", "me")]) == [1, 2]
@@ -147,14 +149,14 @@ def test_everybody_who_asks_the_same_under_one_id_is_told(session):
 
 
 def test_records_count_while_their_planner_is_there(session):
-    session.heard(*record("m", boot=1), now=0.0)
+    session.handle_message(*record("m", boot=1), now=0.0)
     assert session.models() == [], "no planner has said that it is there"
-    session.heard(*status(boot=1), now=0.0)
-    session.heard(*record("n", boot=1), now=0.0)
+    session.handle_message(*status(boot=1), now=0.0)
+    session.handle_message(*record("n", boot=1), now=0.0)
     assert session.models() == ["m", "n"]
-    session.heard(*status(boot=2), now=0.0)
+    session.handle_message(*status(boot=2), now=0.0)
     assert session.record("m") is None, "left behind by the planner before"
-    session.heard(*record("m", boot=2), now=0.0)
+    session.handle_message(*record("m", boot=2), now=0.0)
     assert session.models() == ["m"]
     session.heard(T.plan("m"), b"", 0.0)
     assert session.models() == []
@@ -182,16 +184,16 @@ OLD = {
 
 @pytest.mark.parametrize("lacks", OLD)
 def test_a_record_of_another_version_is_told_so(session, lacks):
-    session.heard(*status(boot=1), now=0.0)
-    session.heard(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
+    session.handle_message(*status(boot=1), now=0.0)
+    session.handle_message(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
     assert session.models() == ["m"], "it is served"
     with pytest.raises(WireError):
         session.record("m")
     assert session.unused() == {}, "the other models' are told"
-    session.heard(*record("m", boot=1, unused={"a": "put aside"}), now=0.0)
+    session.handle_message(*record("m", boot=1, unused={"a": "put aside"}), now=0.0)
     assert session.record("m") is not None
     assert session.unused() == {"a": "put aside"}
-    session.heard(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
+    session.handle_message(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
     session.heard(T.plan("m"), b"", 0.0)
     assert session.record("m") is None
 
@@ -202,21 +204,21 @@ def test_an_answer_of_another_version_ends_its_request_with_the_reason(session, 
     answer = an_answer("q1")
     old = {**without(answer, lacks), "plan": without(answer["plan"], lacks)}
     payload = json.dumps(old if lacks != "plan" else without(answer, "plan")).encode()
-    ((_, outcome),) = session.heard(T.response("m", "me", "q1"), payload, 1.0)
+    ((_, outcome),) = session.handle_message(T.response("m", "me", "q1"), payload, 1.0)
     assert isinstance(outcome, WireError)
     assert session.to_resend() == []
 
 
 def test_devices_are_put_together_from_what_they_say(session):
     beat = protocol_messages.Heartbeat(3, 1, 0.25, 1 << 30, None, None, None, 1.0, 0)
-    session.heard(T.status("a"), encode_status(Status("online", 3)), 0.0)
-    session.heard(T.caps("a"), messages.encode_caps(CAPS), 0.0)
+    session.handle_message(T.status("a"), encode_status(Status("online", 3)), 0.0)
+    session.handle_message(T.caps("a"), messages.encode_caps(CAPS), 0.0)
     device = session.devices["a"].to_dict("a")
     assert (device["device"], device["status"], device["boot"], device["threads"]) == ("a", "online", 3, 2)
     assert device["heartbeat"] is None
-    session.heard(T.heartbeat("a"), messages.encode_heartbeat(beat), 0.0)
+    session.handle_message(T.heartbeat("a"), messages.encode_heartbeat(beat), 0.0)
     assert session.devices["a"].to_dict("a")["heartbeat"]["cpu_other"] == 0.25
-    session.heard(T.status("a"), encode_status(Status("online", 4)), 0.0)
+    session.handle_message(T.status("a"), encode_status(Status("online", 4)), 0.0)
     assert session.devices["a"].to_dict("a")["heartbeat"] is None, "of an earlier start"
     session.heard(T.status("b"), encode_status(Status("offline", 1)), 0.0)
     assert session.devices["b"].to_dict("b")["status"] == "offline"
@@ -227,12 +229,12 @@ def test_devices_are_put_together_from_what_they_say(session):
 
 
 def test_a_device_whose_caps_cannot_be_read_is_listed_with_the_reason(session):
-    session.heard(T.status("a"), encode_status(Status("online", 3)), 0.0)
-    session.heard(T.caps("a"), b'{"device": "a", "boot": 3, "threads": 1e400}', 0.0)
+    session.handle_message(T.status("a"), encode_status(Status("online", 3)), 0.0)
+    session.handle_message(T.caps("a"), b'{"device": "a", "boot": 3, "threads": 1e400}', 0.0)
     told = session.devices["a"].to_dict("a")
     assert told["status"] == "online"
     assert "Caps lacks" in told["caps_unread"]
-    session.heard(T.caps("a"), messages.encode_caps(CAPS), 0.0)
+    session.handle_message(T.caps("a"), messages.encode_caps(CAPS), 0.0)
     told = session.devices["a"].to_dict("a")
     assert "caps_unread" not in told
     assert told["caps_boot"] == 3
@@ -241,8 +243,8 @@ def test_a_device_whose_caps_cannot_be_read_is_listed_with_the_reason(session):
 def test_invented_devices_are_not_remembered_without_end(session, monkeypatch):
     monkeypatch.setattr(module, "DEVICES", 2)
     for name in ("a", "b", "c"):
-        session.heard(T.status(name), encode_status(Status("online", 3)), 0.0)
-    session.heard(T.status("a"), encode_status(Status("offline", 4)), 0.0)
+        session.handle_message(T.status(name), encode_status(Status("online", 3)), 0.0)
+    session.handle_message(T.status("a"), encode_status(Status("offline", 4)), 0.0)
     assert set(session.devices) == {"a", "b"}
     assert session.devices["a"].status == Status("offline", 4)
     assert session.counters["devices beyond"] == 1

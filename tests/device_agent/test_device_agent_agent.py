@@ -15,7 +15,7 @@ import pytest
 from device_agent.agent import StopRequested, StopSignals, _Agent, agent_directories, device_lock, run_agent
 from device_agent.background import LOG_S, StartupStatus
 from device_agent.config import AgentConfig
-from device_agent.machine import Allowed, allowed, core_capacities, free_memory, usable_cores
+from device_agent.machine import core_capacities, free_memory, usable_cores
 from device_agent.network import AgentEvent, Stop
 from hepti_mqtt.errors import BadNameError, ConfigError, NetworkError
 from hepti_mqtt.protocol.messages import Status
@@ -123,7 +123,6 @@ def test_of_nested_groups_the_one_with_the_least_left_counts(system, tightest):
         (place / "cpu.max").write_text("30000 100000\n" if group == tightest else "max 100000\n")
     assert free_memory(root) == 50 * MIB
     assert usable_cores(root) == 0.3
-    assert allowed(root) == Allowed(0.3, 0.1)
 
 
 def test_version_2_beside_version_1_has_a_directory_of_its_own(system):

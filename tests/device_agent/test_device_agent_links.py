@@ -266,7 +266,7 @@ def probes(d):
 def measured(d, large=True):
     """Let a device know its way to the broker."""
     for now in range(6):
-        answer(d.network.prober, d.network.prober.due(float(now), not large), float(now))
+        answer(d.network.prober, d.network.prober.due_probes(float(now), not large), float(now))
 
 
 def answer(prober, payloads, now, rate=RATE):

@@ -184,7 +184,7 @@ def test_unanswered_asks_are_repeated_after_a_while_and_on_reconnection(device):
     device.loader.retry_if_due(device.loader.deadline())
     assert set(device.asks) == asked
     device.asks.clear()
-    device.loader.again(device.now)
+    device.loader.request_again(device.now)
     assert set(device.asks) == asked
     assert device.counters["tiles_reasked"] == 2 * len(asked)
 
@@ -231,11 +231,11 @@ def test_progress_is_told_now_and_then_for_all_loads(device):
     for _ in range(10):
         device.serve(BIG, most=1)
         device.now += PROGRESS_S / 2
-    told = [e for e in device.of(LoadProgress) if e.epoch == PlanVersion(1, 1)]
+    told = [e for e in device.of(LoadProgress) if e.plan_version == PlanVersion(1, 1)]
     assert len(told) in (5, 6), "at once, and every PROGRESS_S"
     assert [e.done_bytes for e in told] == sorted(e.done_bytes for e in told)
     assert told[-1].total_bytes == sum(t.nbytes for t in BIG.manifest.tiles(refs[0]))
-    waits = [e for e in device.of(LoadProgress) if e.epoch == PlanVersion(1, 2)]
+    waits = [e for e in device.of(LoadProgress) if e.plan_version == PlanVersion(1, 2)]
     assert len(waits) == len(told)
     assert all(e.done_bytes == 0 < e.total_bytes for e in waits), "0 of 0 would say that nothing moves"
 
@@ -304,7 +304,7 @@ def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
     assert type(failed.error) is error
     device.asks.popleft()
     device.serve(MODEL)
-    assert [e.epoch for e in device.of(Loaded)] == [PlanVersion(1, 2)]
+    assert [e.plan_version for e in device.of(Loaded)] == [PlanVersion(1, 2)]
 
 
 @given(data=st.data())

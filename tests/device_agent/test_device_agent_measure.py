@@ -145,7 +145,7 @@ class Cached:
     def neighbour(self):
         """Let another agent measure; return what was written before it did."""
         before = file_stamps([self.directory / "shared.json"])
-        self(own="neighbour.json", anew=True)
+        self(own="neighbour.json", force=True)
         return before
 
 
@@ -254,14 +254,14 @@ def test_under_a_quota_time_is_processor_time_over_the_share(monkeypatch, cores,
         now["cpu"] += 1.0
 
     monkeypatch.setattr(measuring, "time", Clocks)
-    monkeypatch.setattr(measuring, "cores", lambda: cores)
+    monkeypatch.setattr(measuring, "usable_cores", lambda: cores)
     assert measuring._seconds(act, threads, before) == pytest.approx(seconds)
 
 
 def test_a_run_that_the_system_held_up_changes_little(monkeypatch):
     now, runs = [0.0], iter([0.01, 0.01, 3.0, 0.01, 0.01])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measuring, "cores", lambda: 1.0)
+    monkeypatch.setattr(measuring, "usable_cores", lambda: 1.0)
 
     def act():
         now[0] += next(runs)
@@ -282,7 +282,7 @@ def test_an_op_that_fits_into_a_slice_of_a_hidden_quota_is_as_slow_as_the_quota_
         spent[0] += op_s
 
     monkeypatch.setattr(measuring.time, "perf_counter", wall)
-    monkeypatch.setattr(measuring, "cores", lambda: 1.0)
+    monkeypatch.setattr(measuring, "usable_cores", lambda: 1.0)
     assert measuring._seconds(act) == pytest.approx(op_s / share, rel=0.1)
 
 

@@ -106,7 +106,7 @@ def test_a_few_ops_behind_many_say_little(meter):
 
 def test_what_was_seen_against_another_measurement_does_not_count(meter):
     second(meter, 1.3, 0.0)
-    meter.measured(CURVES)
+    meter.set_curves(CURVES)
     assert meter.update_slowdown(0.1) == 1.0
     assert second(meter, 1.1, 0.2) == pytest.approx(1.1)
 
@@ -254,9 +254,9 @@ def device():
 
 
 def test_a_beat_says_how_the_device_is(device):
-    device.thread.beat(10.0)
+    device.thread.publish_heartbeat(10.0)
     device.round(10.25)
-    device.thread.beat(11.0)
+    device.thread.publish_heartbeat(11.0)
     assert device.beats() == [
         protocol_messages.Heartbeat(9, 1, 0.25, 1000, 45.5, None, None, 1.0, 2000, {"late": 3}),
         protocol_messages.Heartbeat(9, 2, 0.25, 1000, 45.5, 0.25, None, 1.0, 2000, {"late": 3}),
@@ -270,19 +270,19 @@ def test_requests_of_before_are_no_more_of_late_while_the_device_is_offline(devi
     meter = device.thread._meter
     op = Compute("linear", (0,), (1,), (WeightRef("w", (0, 64), (0, 64)),), {"bias": False})
     meter.samples.append((op, (SlotSpec((128, 64)), SlotSpec((128, 64))), 1.0))
-    device.thread.beat(10.0)
+    device.thread.publish_heartbeat(10.0)
     assert meter.last_slowdown > 2
     device.planes["data"].connected = False
-    device.thread.beat(10.0 + 2 * IDLE_S)
+    device.thread.publish_heartbeat(10.0 + 2 * IDLE_S)
     assert meter.last_slowdown == 1.0
     assert len(device.beats()) == 1
 
 
 def test_no_large_probe_while_ops_run(device):
-    device.thread.beat(10.0)
+    device.thread.publish_heartbeat(10.0)
     device.round(10.01)
     device.stepped_s = 10.9
-    device.thread.beat(11.0)
+    device.thread.publish_heartbeat(11.0)
     assert max(len(f.body) for f in device.probes()) < LARGE_BYTES
     device.thread.beat(12.0)
     assert max(len(f.body) for f in device.probes()) == LARGE_BYTES

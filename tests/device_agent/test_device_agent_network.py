@@ -99,12 +99,12 @@ def test_tiles_go_to_the_loader(wired):
     frame = frames.encode(frames.Frame("tile", MODEL, EPOCH, 0, shape=(4,), body=b"tile"))
     wired.hear(TOPICS.weights("d1"), frame)
     wired.hear(TOPICS.weights("all"), frame)
-    assert [(sha(t.body), t.mine) for t in wired.tiles] == [(sha(b"tile"), True), (sha(b"tile"), False)]
+    assert [(sha(t.body), t.addressed_here) for t in wired.tiles] == [(sha(b"tile"), True), (sha(b"tile"), False)]
     assert wired.events() == []
 
 
 def test_probes_go_to_the_prober_and_trials_of_large_packets_nowhere(wired):
-    (probe,) = wired.prober.due(0.0, True)
+    (probe,) = wired.prober.due_probes(0.0, True)
     wired.hear(TOPICS.probe("d1"), bytes(5000), "data")
     wired.hear(TOPICS.probe("d1"), probe, "data")
     assert wired.prober.round_trip_s() is not None

@@ -86,7 +86,7 @@ def test_a_request_is_answered_right_and_its_matmuls_are_metered(device, monkeyp
     output, done = d.ups(frames.Frame)
     expected = models.reference(SPEC, TENSORS, inputs, shape)[1]
     np.testing.assert_allclose(output.array(), expected, atol=sites.TOLERANCE)
-    assert (output.kind, done.kind, done.admission) == ("output", "done", 1)
+    assert (output.kind, done.kind, done.run_id) == ("output", "done", 1)
     assert len(done.numbers) == 4
     assert done.numbers[3] == 1  # parts of the answer
     assert len(d.meter.samples) == sum(op.kernel == "linear" for op, _, _ in d.meter.samples) > SPEC.layers
@@ -113,9 +113,9 @@ def test_an_op_that_fails_ends_its_request_only(device):
     bad = frames.encode_work(PLAN.model, PLAN.version, 1, shape, np.array([1, 10**6], np.int32))
     d.run(FrameIn(frames.decode(bad)), request(2)[2])
     (failed,) = d.ups(messages.RunFailed)
-    assert (failed.admission, failed.code) == (1, "device")
+    assert (failed.run_id, failed.code) == (1, "device")
     assert d.complaints.counters["op_errors"] == 1
-    assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
+    assert [f.run_id for f in d.ups(frames.Frame)] == [2, 2]
 
 
 def test_a_request_that_cannot_be_read_is_reported(device):
@@ -124,8 +124,8 @@ def test_a_request_that_cannot_be_read_is_reported(device):
     frame = frames.decode(frames.encode(frames.Frame("work", PLAN.model, PLAN.version, 7, shape=(64,), body=bytes(64))))
     d.run(FrameIn(frame), request(8)[2])
     (failed,) = d.ups(messages.RunFailed)
-    assert (failed.admission, failed.code, failed.epoch) == (7, "wire", PLAN.version)
-    assert [f.admission for f in d.ups(frames.Frame)] == [8, 8]
+    assert (failed.run_id, failed.code, failed.plan_version) == (7, "wire", PLAN.version)
+    assert [f.run_id for f in d.ups(frames.Frame)] == [8, 8]
 
 
 def test_work_that_brings_what_the_model_does_not_read_is_refused_and_leaves_nothing_behind(device):
@@ -134,8 +134,8 @@ def test_work_that_brings_what_the_model_does_not_read_is_refused_and_leaves_not
     picture = frames.encode_work(PLAN.model, PLAN.version, 1, TokenBatch((3,)), np.zeros((1, 1, 1, 5), np.uint8))
     d.run(FrameIn(frames.decode(picture)), request(2)[2])
     (failed,) = d.ups(messages.RunFailed)
-    assert (failed.admission, failed.code) == (1, "wire")
-    assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
+    assert (failed.run_id, failed.code) == (1, "wire")
+    assert [f.run_id for f in d.ups(frames.Frame)] == [2, 2]
     assert d.session.runs.idle
 
 
@@ -145,9 +145,14 @@ def test_a_plan_that_cannot_be_read_is_reported_where_it_says_whose_it_is(device
     broken = {**PLAN.to_dict(), "strategy": "of the future"}
     d.run(MessageIn(messages.Prepare(3, broken, SPEC.to_dict(), bytes(32), 1)))
     d.run(MessageIn(messages.Prepare(4, {}, {}, bytes(32), 1)))
-    d.run(MessageIn(messages.Prepare(5, {"model": 7, "epoch": "x"}, {}, bytes(32), 1)))
+    d.run(MessageIn(messages.Prepare(5, {"model": 7, "plan_version": "x"}, {}, bytes(32), 1)))
     (failed,) = d.ups()
-    assert (failed.txn, failed.model, failed.epoch, failed.code) == (3, PLAN.model, PLAN.version, "no_plan")
+    assert (failed.transaction_id, failed.model, failed.plan_version, failed.code) == (
+        3,
+        PLAN.model,
+        PLAN.version,
+        "no_plan",
+    )
     assert d.complaints.counters["event_errors"] == 3
 
 
@@ -162,9 +167,9 @@ def test_a_mistake_in_the_session_is_survived(device, monkeypatch):
         patch.setattr(d.session, "handle", mistaken)
         d.run(request(1)[2], MessageIn(messages.Cancel(PLAN.model, PLAN.version, 1)))
     assert d.complaints.counters["event_errors"] == 2
-    assert [m.admission for m in d.ups(messages.RunFailed)] == [1]
+    assert [m.run_id for m in d.ups(messages.RunFailed)] == [1]
     d.run(request(2)[2])
-    assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
+    assert [f.run_id for f in d.ups(frames.Frame)] == [2, 2]
 
 
 def test_an_error_whose_text_cannot_be_written_is_told_all_the_same(device, monkeypatch, caplog):
@@ -177,7 +182,7 @@ def test_an_error_whose_text_cannot_be_written_is_told_all_the_same(device, monk
     (failed,) = d.ups(messages.RunFailed)
     assert failed.text.encode(), "it can be written"
     d.run(request(2)[2])
-    assert [f.admission for f in d.ups(frames.Frame)] == [2, 2]
+    assert [f.run_id for f in d.ups(frames.Frame)] == [2, 2]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), WireError("a mistake")])
@@ -197,14 +202,14 @@ def test_a_mistake_anywhere_on_the_session_thread_is_survived_and_does_not_take_
     assert d.complaints.counters["session_errors"] == len(pauses) == 5
     assert min(pauses) > 0
     d.run(request()[2])
-    assert [f.admission for f in d.ups(frames.Frame)] == [1, 1]
+    assert [f.run_id for f in d.ups(frames.Frame)] == [1, 1]
 
 
 def test_what_the_session_wants_besides_is_done_though_a_message_of_the_run_cannot_leave(device, monkeypatch):
     d = device(limit=1100)
     d.ready()
     done = d.session.finish_step
-    monkeypatch.setattr(d.session, "done", lambda *a: [*done(*a), LogTrouble("wanted", "besides")])
+    monkeypatch.setattr(d.session, "finish_step", lambda *a: [*done(*a), LogTrouble("wanted", "besides")])
     shape, inputs = sites.request(SPEC, (7,), "hidden")
     d.run(FrameIn(frames.decode(frames.encode_work(PLAN.model, PLAN.version, 1, shape, inputs))))
     [_] = d.ups(messages.RunFailed)
@@ -218,7 +223,7 @@ def test_a_refused_subscription_fails_the_plan(device):
     d.prepare(TWO)
     d.run(RefusedByBroker("data", 2, ("hepti/x",), "not authorised"))
     (failed,) = d.ups()
-    assert (failed.code, failed.epoch) == ("refused", TWO.version)
+    assert (failed.code, failed.plan_version) == ("refused", TWO.version)
 
 
 def test_a_refused_base_subscription_ends_the_agent(device):
@@ -226,7 +231,7 @@ def test_a_refused_base_subscription_ends_the_agent(device):
     d.inbox.post(RefusedByBroker("control", 1, ("hepti/cmd",), "not authorised"))
     with pytest.raises(RefusedError):
         d.shell.run()
-    assert d.shell.farewell
+    assert d.shell.announce_offline
 
 
 def test_a_refused_publish_is_a_complaint(device):
@@ -282,7 +287,7 @@ def test_a_planner_of_an_earlier_start_that_a_broker_still_retains_voids_nothing
     d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot - 1)))
     assert unloaded(d) == []
     d.run(request()[2])
-    assert [f.admission for f in d.ups(frames.Frame)] == [1, 1]
+    assert [f.run_id for f in d.ups(frames.Frame)] == [1, 1]
 
 
 NEXT = replace(PLAN, version=PlanVersion(1, 2))

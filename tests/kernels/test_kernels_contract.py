@@ -85,7 +85,7 @@ def examples():
                             found.setdefault(op.kernel, (op, program.slots))
     op, slots = found["linear"]
     for storage in set(get_args(WeightDtype)) - {"f32"}:
-        refs = tuple(r._replace(storage=storage) if r.layout == "packed" else r for r in op.weights)
+        refs = tuple(r._replace(weight_dtype=storage) if r.layout == "packed" else r for r in op.weights)
         found[f"linear in {storage}"] = op._replace(weights=refs), slots
     return found
 

@@ -192,7 +192,8 @@ def separate(spec, fixed, shape):
     """Return the Programs with an op for each conversion."""
     made = lower_plan(spec, fixed, shape)
     return {
-        device: narrow_wire(merge_copies(made.full_program(device)), fixed.wire) for device in fixed.runs[0].devices
+        device: narrow_wire(merge_copies(made.full_program(device)), fixed.wire)
+        for device in fixed.executables[0].devices
     }
 
 

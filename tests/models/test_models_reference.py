@@ -40,7 +40,7 @@ def checkpoint(request, tmp_path_factory):
 
 def batch(spec, lengths, seed=0):
     """Return inputs and shape of a batch; for images the numbers of `lengths` do not matter."""
-    reads = spec.reads
+    reads = spec.input_spec
     shape = reads.batch(len(lengths) if isinstance(reads, ImageInput) else tuple(lengths))
     if isinstance(reads, TextInput) and reads.masks:
         masks = tuple(start + length // 2 for start, length in zip(shape.starts, lengths, strict=True))
@@ -244,7 +244,7 @@ def value(program, slots, slot):
 
 
 def batch_of(spec):
-    reads = spec.reads
+    reads = spec.input_spec
     if isinstance(reads, ImageInput):
         shape = reads.batch(3)
     else:

@@ -52,7 +52,7 @@ MINILM = GOLDEN / "minilm.npz"
 
 def request(spec):
     """Return inputs and shape of a case: two texts of 21 and 9 tokens, or one picture (tiny: two)."""
-    reads = spec.reads
+    reads = spec.input_spec
     if isinstance(reads, ImageInput):
         side = reads.size
         images = 1 if side > 100 else 2

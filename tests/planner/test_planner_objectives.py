@@ -280,8 +280,8 @@ def test_slower_links_leave_the_helpers_fewer_rows() -> None:
 @pytest.mark.parametrize(
     ("kind", "asked"),
     [
-        ("tiny-convnet", {"storage": "w8a8"}),
-        ("tiny-convnet", {"storage": "w8a8", "strategy": "map_rows"}),
+        ("tiny-convnet", {"weight_dtype": "w8a8"}),
+        ("tiny-convnet", {"weight_dtype": "w8a8", "strategy": "map_rows"}),
         ("tiny-vgg", {"strategy": "coedge", "options": {"goal": "energy"}, "devices": ("pi1", "hub")}),
     ],
     ids=["weights", "weights of a method", "no watts"],

@@ -508,7 +508,7 @@ def test_a_wire_that_nobody_has_measured_is_not_taken_in_a_hurry():
         {"strategy": "magic"},
         {"strategy": "megatron", "options": {"variant": "kv"}},
         {"strategy": "block", "options": {"nt": "2"}},
-        {"strategy": "voltage", "options": {"shares": "equal", "order": "reordered"}, "storage": "w8a32"},
+        {"strategy": "voltage", "options": {"shares": "equal", "order": "reordered"}, "weight_dtype": "w8a32"},
         {"strategy": "grid", "options": {"nt": "3"}, "devices": ("pi0", "pi1", "pi2", "pi3")},
         {"strategy": "single", "devices": ("pi0", "pi1")},
     ],

@@ -73,7 +73,7 @@ CASES = {
     "of another device": lambda f: [replace(f, source="d9")],
     "of a run that has yet to come": lambda f: [replace(f, admission=77)],
     "of a run that is over": lambda f: [replace(f, admission=1)],
-    "of an epoch that is not here": lambda f: [replace(f, epoch=f.epoch._replace(number=9999))],
+    "of an epoch that is not here": lambda f: [replace(f, plan_version=f.plan_version._replace(number=9999))],
     "of a model that is not here": lambda f: [replace(f, model="other")],
 }
 

@@ -632,14 +632,14 @@ def test_both_ends_of_a_pair_are_told_one_token_and_nobody_else_is():
     tokens = [p.token_in for peers in told.values() for p in peers.values()]
     assert len(set(tokens)) == len(tokens) == 6
     assert introductions.peers_of(mesh(), "a") == tuple(told["a"].values()), "a Prepare that is repeated says the same"
-    later = PeerTokens(SECRET, members).peers_of(replace(mesh(), epoch=PlanVersion(1, 2)), "a")
+    later = PeerTokens(SECRET, members).peers_of(replace(mesh(), version=PlanVersion(1, 2)), "a")
     assert not {p.token_in for p in later} & set(tokens)
 
 
 def test_relayed_pairs_and_plans_over_the_broker_have_no_tokens():
     members = membership(a=THERE, b=THERE, c=None)
     introductions = PeerTokens(SECRET, members)
-    (b,) = introductions.peers_of(mesh(relayed=(("b", "a"), ("a", "c"), ("c", "a"))), "a")
+    (b,) = introductions.peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a")
     assert (b.device, b.token_out) == ("b", "")
     assert b.token_in
     assert introductions.peers_of(replace(mesh(), route="broker"), "a") == ()

@@ -466,7 +466,7 @@ def test_the_planners_own_plan_makes_room_for_pins_and_comes_back_by_itself() ->
     site.ready()
     back = site.plan
     assert back is not None
-    assert (back.storage, back.devices) == (first.weight_dtype, first.devices)
+    assert (back.weight_dtype, back.devices) == (first.weight_dtype, first.devices)
     assert not site.session.groups.pinned()
 
 

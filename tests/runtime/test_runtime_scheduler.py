@@ -156,7 +156,7 @@ def test_the_queue_is_bounded_for_a_client_and_for_all() -> None:
 
 def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     site = busy()
-    monkeypatch.setattr(scheduler, "QUEUE_BYTES", 100)
+    monkeypatch.setattr(scheduler, "MAX_QUEUED_BYTES", 100)
     for name, length in (("r0", 20), ("r1", 8), ("r2", 5)):
         site.submit(name, length, client=f"c-{name}")
     assert {name: type(error) for name, error in site.errors.items()} == {"r1": OverloadedError}

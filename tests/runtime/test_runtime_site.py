@@ -206,7 +206,7 @@ def stranger(swarm: Swarm, **changes) -> frames.Frame:
 def test_frames_of_dead_epochs_duplicates_and_lies_change_nothing():
     swarm = site(n=2)
     host = swarm.hosts["d0"].session
-    dead = stranger(swarm, epoch=plan_of(swarm).version._replace(number=9999))
+    dead = stranger(swarm, plan_version=plan_of(swarm).version._replace(number=9999))
     assert host.handle(session.FrameIn(dead), swarm.now) == []
     assert host.counters["dead_epoch"] == 1
     lied = []
@@ -230,7 +230,7 @@ def test_early_frames_of_a_wrong_shape_cost_an_attempt_and_no_answer():
     exchanges = [key for key in template.slot_of_exchange if key[2] == "d1"]
     assert len(exchanges) > 1
     for node, part, _ in exchanges:
-        frame = stranger(swarm, admission=2, node=node, part=part)
+        frame = stranger(swarm, run_id=2, node=node, part=part)
         assert host.handle(session.FrameIn(frame), swarm.now) == []
     ask(swarm, "second")
     assert host.counters["bad_shape"] == 1, "the first one ends the run"
@@ -240,7 +240,7 @@ def test_early_frames_are_bounded():
     swarm = site(n=2)
     host, body = swarm.hosts["d0"].session, np.zeros(1 << 20, np.float32)
     for admission in range(100, 140):
-        host.handle(session.FrameIn(stranger(swarm, admission=admission, shape=body.shape, body=body)), swarm.now)
+        host.handle(session.FrameIn(stranger(swarm, run_id=admission, shape=body.shape, body=body)), swarm.now)
         host.check()
     assert 0 < host.runs.early_bytes <= EARLY_BYTES
     assert host.counters["early_dropped"] > 0

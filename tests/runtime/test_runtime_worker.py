@@ -149,7 +149,7 @@ class Device:
         return [message for message in self.sent if isinstance(message, kind)]
 
     def done(self) -> list[int]:
-        return [frame.admission for frame in self.said(frames.Frame) if frame.kind == "done"]
+        return [frame.run_id for frame in self.said(frames.Frame) if frame.kind == "done"]
 
     def ready(self) -> bool:
         return bool(self.said(messages.Ready))
@@ -435,7 +435,7 @@ def test_refuses_what_does_not_fit_with_the_missing_bytes() -> None:
 
 def test_a_plan_is_studied_once_however_often_it_is_asked_for() -> None:
     device, order = asked(prepare(fixed=HALVES))
-    (said,) = device.handle(MessageIn(replace(prepare(fixed=HALVES), txn=7)), 0.0)
+    (said,) = device.handle(MessageIn(replace(prepare(fixed=HALVES), transaction_id=7)), 0.0)
     assert messages.decode(said.payload) == messages.PrepareProgress(7, *ONE, 0, 0), "it is at it"
     assert [type(c) for c in studied(device, order)] == [Subscribe, Load]
     assert studied(device, order) == []
@@ -482,7 +482,7 @@ def test_plans_of_every_family_are_believed(name):
 
 @pytest.fixture
 def nothing_built(monkeypatch):
-    for name in ("resident_weights", "most_live_bytes", "programs_bytes", "peers", "programs_digest"):
+    for name in ("resident_weights", "max_live_bytes", "programs_bytes", "peers", "programs_digest"):
         monkeypatch.setattr(residents, name, lambda *_, name=name: pytest.fail(f"{name} was worked out"))
 
 
@@ -654,7 +654,7 @@ def test_of_two_requests_that_claim_one_number_neither_is_answered(built: bool) 
     device.admission -= 1
     admission = device.ask(shape(4), seed=1)
     (failed,) = device.said(messages.RunFailed)
-    assert (failed.admission, failed.code) == (admission, "wire")
+    assert (failed.run_id, failed.code) == (admission, "wire")
     device.build()
     device.run()
     assert device.done() == []
@@ -681,7 +681,7 @@ def test_a_program_that_cannot_be_built_ends_what_waits_for_it_and_nothing_else(
     waiting, other = device.ask(shape(3)), device.ask(shape(4))
     device(ProgramBuilt(device.orders.pop().number, ValueError("no")))
     (failed,) = device.said(messages.RunFailed)
-    assert (failed.admission, failed.code) == (waiting, "device")
+    assert (failed.run_id, failed.code) == (waiting, "device")
     device.run()
     assert device.done() == [other]
 
@@ -701,7 +701,7 @@ def test_no_more_programs_are_kept_than_the_account_says() -> None:
 @pytest.mark.parametrize("kind", ["tiny-minilm", "tiny-gpt2"])
 def test_the_account_of_programs_is_a_bound(kind: str, storage: str) -> None:
     spec = spec_of_kind(kind)
-    single = replace(plan(spec, ("single", {}), (1.0,)), storage=storage)
+    single = replace(plan(spec, ("single", {}), (1.0,)), weight_dtype=storage)
     weights = pack(tensors(spec), resident_weights(spec, single, "d0"))
     shapes = [replace(models.representative_shape(spec, 30), lengths=(n,)) for n in range(3, 4 + KEPT_PROGRAMS)]
     made = [device_program(spec, single, each, "d0") for each in shapes]

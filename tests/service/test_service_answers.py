@@ -99,7 +99,7 @@ def plan_for(checkpoint, number=1):
 
 def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
     """Return the Answer of a job whose runs all ended."""
-    for place, chunk in enumerate(job.chunks):
+    for place, chunk in enumerate(job.batches):
         plan = plans[place] if plans else plan_for(checkpoint)
         run = Run(place + 1, (WorkItem(job, place),), chunk.shape, plan, CLUSTER, begun_s, 0.0, 100, ran_alone=True)
         run.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
@@ -123,9 +123,9 @@ def test_a_name_is_made_only_where_it_is_needed(desk):
     def made():
         raise AssertionError("the request has a name")
 
-    assert desk.read_request("bert", "me", b'{"text": "a", "id": "q1"}', 0.0, made).key.request == "q1"
-    assert desk.read_request("bert", "me", b'{"text": "a"}', 0.0, lambda: "m1").key.request == "m1"
-    assert desk.read_request("bert", "me", b"{", 0.0, lambda: "m2").request == "m2"
+    assert desk.read_request("bert", "me", b'{"text": "a", "id": "q1"}', 0.0, made).key.id == "q1"
+    assert desk.read_request("bert", "me", b'{"text": "a"}', 0.0, lambda: "m1").key.id == "m1"
+    assert desk.read_request("bert", "me", b"{", 0.0, lambda: "m2").id == "m2"
 
 
 def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, checkpoints, forecasts):
@@ -134,7 +134,7 @@ def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, checkpoints, 
     row[:3] = 16777217, 1e-45, 0.1
     checkpoint = checkpoints["bert"]
     job = ask(desk, {"text": "hello"})
-    reply = desk.answer(foreseen(forecasts, finish(job, checkpoint, [row[None]])), now=100.5)
+    reply = desk.encode_answer(foreseen(forecasts, finish(job, checkpoint, [row[None]])), now=100.5)
     found = told(reply)["result"]["embedding"]
     assert np.array(found, np.float32).tolist() == row.tolist()
     assert b"0.100000001," in reply.payload
@@ -143,10 +143,10 @@ def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, checkpoints, 
 def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
     job = ask(desk, {"texts": ["hello world", "more"], "id": "q1"})
-    reply = desk.answer(foreseen(forecasts, finish(job, checkpoint)), now=100.5)
+    reply = desk.encode_answer(foreseen(forecasts, finish(job, checkpoint)), now=100.5)
     assert reply.topic == TOPICS.response("bert", "me", "q1")
     data = told(reply)
-    plan, shape = plan_for(checkpoint), job.chunks[0].shape
+    plan, shape = plan_for(checkpoint), job.batches[0].shape
     assert missing_answer_key(data) is None
     assert data["ok"] is True
     assert data["id"] == "q1"
@@ -179,9 +179,9 @@ def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk,
     run.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
     for job in jobs:
         job.outputs[0] = np.ones((1, 32), np.float32)
-        told_of = told(desk.answer(foreseen(forecasts, AnswerRequest(job, run.plan, (run.stats(),))), now=100.5))
+        told_of = told(desk.encode_answer(foreseen(forecasts, AnswerRequest(job, run.plan, (run.stats(),))), now=100.5))
         assert told_of["batched_with"] == 1
-        assert told_of["tokens"] == job.chunks[0].shape.tokens
+        assert told_of["tokens"] == job.batches[0].shape.tokens
         assert told_of["compute_ms"] == {"a": 2.0, "b": 1.0}
         parts = device_programs(checkpoint.spec, run.plan, whole.shape)
         assert told_of["predicted_bytes"] == sent_bytes(TopicNames("home", "bert"), checkpoint.spec, whole.shape, parts)
@@ -191,8 +191,8 @@ def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkp
     checkpoint = checkpoints["bert"]
     limit = checkpoint.spec.max_tokens
     job = ask(desk, {"ids": [[1] * limit, [2] * 4]})
-    assert len(job.chunks) == 2
-    plans = [plan_for(checkpoint, 1), replace(plan_for(checkpoint, 2), weights={"rows": (1.0, 1.0)})]
+    assert len(job.batches) == 2
+    plans = [plan_for(checkpoint, 1), replace(plan_for(checkpoint, 2), shares={"rows": (1.0, 1.0)})]
     data = told(desk.answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
     exact = sum(
         sent_bytes(TopicNames("home", "bert"), checkpoint.spec, c.shape, device_programs(checkpoint.spec, p, c.shape))
@@ -209,7 +209,7 @@ def test_a_prediction_has_what_the_planner_itself_took_of_late(desk, checkpoints
     for number, begun_s in enumerate((100.03, 100.02, 100.5, 100.0)):  # the third one has waited for others
         job = ask(desk, {"text": "hello", "id": f"q{number}"})
         answer = foreseen(forecasts, finish(job, checkpoint, begun_s=begun_s))
-        found.append(told(desk.answer(answer, now=101.0))["predicted_ms"])
+        found.append(told(desk.encode_answer(answer, now=101.0))["predicted_ms"])
     assert [ms - found[3] for ms in found] == pytest.approx([30.0, 20.0, 20.0, 0.0])
 
 
@@ -217,7 +217,7 @@ def test_an_answer_tells_what_was_expected_after_what_runs_had_taught(desk, chec
     checkpoint = checkpoints["bert"]
     answer = foreseen(forecasts, finish(ask(desk, {"text": "hello"}), checkpoint, begun_s=100.02))
     taught = replace(answer, stats=tuple(replace(stats, correction=1.5) for stats in answer.stats))
-    data = told(desk.answer(taught, now=101.0))
+    data = told(desk.encode_answer(taught, now=101.0))
     assert data["expected_ms"] - 20.0 == pytest.approx(1.5 * (data["predicted_ms"] - 20.0))
 
 
@@ -225,9 +225,9 @@ def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, fo
     checkpoint = checkpoints["bert"]
     job = ask(desk, {"texts": ["hello world", "more"], "want": "plan", "id": "q1"})
     assert not job.wants_result
-    plan, shape = plan_for(checkpoint), job.chunks[0].shape
+    plan, shape = plan_for(checkpoint), job.batches[0].shape
     answer = AnswerRequest(job, plan, (RunStats(plan, CLUSTER, shape, {}, {}, {}, 0),))
-    data = told(desk.answer(foreseen(forecasts, answer), now=100.5))
+    data = told(desk.encode_answer(foreseen(forecasts, answer), now=100.5))
     parts = device_programs(checkpoint.spec, plan, shape)
     assert (
         data["predicted_ms"]
@@ -240,7 +240,7 @@ def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, fo
 
 def test_the_same_request_again_gets_the_same_answer(desk, checkpoints):
     job = ask(desk, {"text": "hello", "id": "q1"})
-    first = desk.answer(finish(job, checkpoints["bert"]), now=101.0)
+    first = desk.encode_answer(finish(job, checkpoints["bert"]), now=101.0)
     assert ask(desk, {"text": "hello", "id": "q1"}, now=200.0) == first
     assert isinstance(ask(desk, {"text": "hello", "id": "q1"}, client="other"), Request), "ids belong to a client"
 
@@ -272,7 +272,7 @@ def test_errors_are_answered_under_the_requests_id(desk, wrong):
 def test_reply_to_is_honoured(desk, checkpoints):
     topic = TOPICS.response("bert", "me", "q1") + "/there"
     job = ask(desk, {"text": "hello", "id": "q1", "reply_to": topic})
-    assert desk.answer(finish(job, checkpoints["bert"]), now=101.0).topic == topic
+    assert desk.encode_answer(finish(job, checkpoints["bert"]), now=101.0).topic == topic
 
 
 def test_hidden_states_of_several_chunks_are_one_array(desk, checkpoints):
@@ -280,7 +280,7 @@ def test_hidden_states_of_several_chunks_are_one_array(desk, checkpoints):
     limit = checkpoint.spec.max_tokens
     job = ask(desk, {"ids": [[1] * limit, [2] * 3], "want": "hidden"})
     values = np.arange((limit + 3) * 32, dtype=np.float32).reshape(-1, 32)
-    data = told(desk.answer(finish(job, checkpoint, outputs=[values[:limit], values[limit:]]), now=101.0))
+    data = told(desk.encode_answer(finish(job, checkpoint, outputs=[values[:limit], values[limit:]]), now=101.0))
     assert data["result"]["shape"] == [limit + 3, 32]
     np.testing.assert_array_equal(
         np.frombuffer(base64.b64decode(data["result"]["base64"]), "<f4").reshape(-1, 32), values
@@ -290,11 +290,11 @@ def test_hidden_states_of_several_chunks_are_one_array(desk, checkpoints):
 @pytest.mark.parametrize("output", [np.ones((7, 3), np.float32), np.full((1, 32), np.nan, np.float32)])
 def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints, output):
     job = ask(desk, {"text": "hello", "id": "q1"})
-    data = told(desk.answer(finish(job, checkpoints["bert"], outputs=[output]), now=101.0))
+    data = told(desk.encode_answer(finish(job, checkpoints["bert"], outputs=[output]), now=101.0))
     assert data["ok"] is False
     job = ask(desk, {"ids": [[1] * checkpoints["bert"].spec.max_tokens, [2]], "id": "q2"})
     odd = [np.ones((1, 32), np.float32), np.ones((1, 31), np.float32)]
-    data = told(desk.answer(finish(job, checkpoints["bert"], outputs=odd), now=101.0))
+    data = told(desk.encode_answer(finish(job, checkpoints["bert"], outputs=odd), now=101.0))
     assert data["error"]["code"] == RemoteError.code
 
 
@@ -323,7 +323,7 @@ def test_a_request_that_is_too_large_to_be_read_is_refused_under_its_id(desk, re
 def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same_id(desk):
     payload = json.dumps({"id": "q", "ok": True, "result": [0] * 1000}).encode()
     long = Reply(TOPICS.response("bert", "me", "q"), payload, "q")
-    short = desk.too_large(long, PacketLimitError("raise max_packet_size"))
+    short = desk.encode_too_large(long, PacketLimitError("raise max_packet_size"))
     assert short.topic == long.topic
     assert told(short) == {
         "id": "q",
@@ -338,7 +338,7 @@ def test_what_waits_is_bounded_in_total_until_it_is_answered(desk, checkpoints, 
     assert told(ask(desk, {"ids": [7] * 20}))["error"]["code"] == "overloaded"
     assert isinstance(ask(desk, {"ids": [7] * 5}), Request)
     answer = finish(first, checkpoints["bert"])
-    desk.answer(answer, 101.0)
+    desk.encode_answer(answer, 101.0)
     del first, answer
     gc.collect()  # a traceback of the refusal may hold the answer's frame
     assert isinstance(ask(desk, {"ids": [7] * 20}), Request)
@@ -542,9 +542,9 @@ def job_of(key=KEY, digest=b"d"):
 def test_a_request_that_came_twice_is_acknowledged_twice_when_its_answer_is(live):
     journal, acknowledged = live()
     for packet in (1, 2):
-        journal.wait(delivered(packet), job_of())
-    journal.wait(delivered(3), job_of(digest=b"other"))
-    taken = journal.over(job_of())
+        journal.record_waiting(delivered(packet), job_of())
+    journal.record_waiting(delivered(3), job_of(digest=b"other"))
+    taken = journal.settle_when_sent(job_of())
     assert not acknowledged
     taken()
     assert acknowledged == [Receipt(1, 1), Receipt(1, 2)], "another request under the same id has an end of its own"
@@ -554,36 +554,36 @@ def test_a_request_that_came_twice_is_acknowledged_twice_when_its_answer_is(live
 
 def test_an_answer_of_an_earlier_life_is_known(live):
     first, _ = live()
-    assert not first.answer(KEY)
+    assert not first.record_answer(KEY)
     second, _ = live()
-    assert second.answered(KEY)
-    assert second.answer(KEY)
-    assert not second.answered(RequestKey("m", "you", "q1"))
+    assert second.was_answered(KEY)
+    assert second.record_answer(KEY)
+    assert not second.was_answered(RequestKey("m", "you", "q1"))
 
 
 def test_a_request_without_a_name_has_the_same_one_when_it_comes_again(live):
     first, _ = live()
-    name = first.name(delivered())
+    name = first.name_for(delivered())
     second, _ = live()
-    assert second.name(delivered(repeated=True)) == name
-    assert second.name(delivered(packet=2, repeated=True)) != name
-    assert second.name(RawRequest("m", "me", b"{}")) != name
+    assert second.name_for(delivered(repeated=True)) == name
+    assert second.name_for(delivered(packet=2, repeated=True)) != name
+    assert second.name_for(RawRequest("m", "me", b"{}")) != name
     second.answer(RequestKey("m", "me", name))
-    assert second.name(delivered()) != name, "the broker has begun to count its packets anew"
+    assert second.name_for(delivered()) != name, "the broker has begun to count its packets anew"
 
 
 def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
     for life in range(MAX_DELIVERY_ATTEMPTS + 1):
         journal, _ = live()
         assert (
-            journal.lives(delivered(repeated=True))
-            == journal.lives(delivered(repeated=True))
+            journal.count_attempts(delivered(repeated=True))
+            == journal.count_attempts(delivered(repeated=True))
             == min(life + 1, MAX_DELIVERY_ATTEMPTS + 1)
         )
-        assert journal.lives(delivered(payload=b"[]")) == 0
+        assert journal.count_attempts(delivered(payload=b"[]")) == 0
     journal.turned_away(delivered(repeated=True))()
     journal, _ = live()
-    assert journal.lives(delivered(repeated=True)) == 1
+    assert journal.count_attempts(delivered(repeated=True)) == 1
 
 
 class _Yielding(OrderedDict):
@@ -626,20 +626,20 @@ def test_what_is_kept_is_bounded(live, tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "FILE_BYTES", MAX_MARKS * 17 + 100)
     journal, _ = live()
     for n in range(MAX_MARKS + 50):
-        journal.answer(RequestKey("m", "me", f"q{n}"))
-    assert not journal.answered(RequestKey("m", "me", "q49"))
-    assert journal.answered(RequestKey("m", "me", "q50"))
+        journal.record_answer(RequestKey("m", "me", f"q{n}"))
+    assert not journal.was_answered(RequestKey("m", "me", "q49"))
+    assert journal.was_answered(RequestKey("m", "me", "q50"))
     assert (tmp_path / "requests").stat().st_size <= MAX_MARKS * 17 + 117
 
 
 def test_a_file_that_was_cut_short_or_cannot_be_written_stops_nothing(live, tmp_path, caplog):
     first, _ = live()
-    first.answer(KEY)
+    first.record_answer(KEY)
     with (tmp_path / "requests").open("ab") as file:
         file.write(b"A123")
     second, _ = live()
-    assert second.answer(KEY)
-    assert not second.answer(RequestKey("m", "me", "q2"))
+    assert second.record_answer(KEY)
+    assert not second.record_answer(RequestKey("m", "me", "q2"))
     assert live()[0].answered(RequestKey("m", "me", "q2"))
     nowhere = Journal(tmp_path / "missing" / "requests", print)
     assert not nowhere.record_answer(KEY)
@@ -648,7 +648,7 @@ def test_a_file_that_was_cut_short_or_cannot_be_written_stops_nothing(live, tmp_
 
 
 def test_another_request_under_a_remembered_id_is_an_error(desk, checkpoints):
-    first = desk.answer(finish(ask(desk, {"text": "hello", "id": "q1"}), checkpoints["bert"]), now=101.0)
+    first = desk.encode_answer(finish(ask(desk, {"text": "hello", "id": "q1"}), checkpoints["bert"]), now=101.0)
     for other in ({"text": "other"}, {"text": "hello", "top_k": 3}, {"text": "hello", "wire": "f16"}):
         reply = ask(desk, {**other, "id": "q1"})
         assert (reply.topic, told(reply)["error"]["code"]) == (first.topic, "id_in_use")
@@ -657,9 +657,9 @@ def test_another_request_under_a_remembered_id_is_an_error(desk, checkpoints):
 
 
 def test_few_answers_are_kept_and_no_refusal(desk, checkpoints, monkeypatch):
-    monkeypatch.setattr(desk_module, "KEPT", 2)
+    monkeypatch.setattr(desk_module, "MAX_CACHED_ANSWERS", 2)
     for name in ("q1", "q2", "q3"):
-        desk.answer(finish(ask(desk, {"text": "hello", "id": name}), checkpoints["bert"]), now=101.0)
+        desk.encode_answer(finish(ask(desk, {"text": "hello", "id": name}), checkpoints["bert"]), now=101.0)
     assert isinstance(ask(desk, {"text": "hello", "id": "q1"}), Request)
     assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Reply)
     monkeypatch.setattr(desk_module, "KEPT_BYTES", 10)

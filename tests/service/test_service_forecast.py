@@ -59,7 +59,9 @@ def forecasts(spec, clock):
 def made(monkeypatch):
     """The (epoch, shape) of every forecast, in the order in which they are made."""
     keys = []
-    monkeypatch.setattr(module, "programs", lambda *a: keys.append((a[1].epoch.number, a[2])) or device_programs(*a))
+    monkeypatch.setattr(
+        module, "device_programs", lambda *a: keys.append((a[1].version.number, a[2])) or device_programs(*a)
+    )
     return keys
 
 
@@ -83,8 +85,8 @@ def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, mad
     one = standing(spec)
     forecasts.set_plans((one,))
     for shape in SHAPES:
-        forecasts.begin("bert", [shape])
-    forecasts.begin("bert", SHAPES[:1])
+        forecasts.request("bert", [shape])
+    forecasts.request("bert", SHAPES[:1])
     make_all(forecasts)
     assert made == [(1, SHAPES[0]), (1, SHAPES[2]), (1, SHAPES[1])]
     exact = sent_bytes(TopicNames("home", "bert"), spec, SHAPES[1], device_programs(spec, one.plan, SHAPES[1]))
@@ -96,8 +98,8 @@ def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(foreca
     one, shape = standing(spec), TokenBatch((5, 6))
     forecasts.set_plans((one,))
     first = run_of(one, shape)
-    forecasts.met(first)
-    forecasts.met(first)  # by another request of the same run
+    forecasts.record_batched_run(first)
+    forecasts.record_batched_run(first)  # by another request of the same run
     make_all(forecasts)
     assert not made
     assert not forecasts.told(one.plan, shape).simulated
@@ -109,7 +111,7 @@ def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(foreca
 
 
 def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, spec, made):
-    forecasts.begin("bert", SHAPES)
+    forecasts.request("bert", SHAPES)
     make_all(forecasts)
     assert not made, "there is no plan yet"
     forecasts.set_plans((standing(spec, 1),))
@@ -122,7 +124,7 @@ def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, sp
 def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(forecasts, spec, made):
     one = standing(spec)
     forecasts.set_plans((one,))
-    forecasts.begin("bert", SHAPES[:1])
+    forecasts.request("bert", SHAPES[:1])
     make_all(forecasts)
     before = forecasts.told(one.plan, SHAPES[0])
     slow = DeviceProfile("any", profile_curve(2e8), 2e8, 1e9)
@@ -142,7 +144,7 @@ def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(
     simulation = simulate(
         TopicNames("home", "bert"), spec, SHAPES[0], device_programs(spec, one.plan, SHAPES[0]), CLUSTER
     )
-    forecasts.begin("bert", SHAPES[:2])
+    forecasts.request("bert", SHAPES[:2])
     forecasts.set_plans((replace(one, simulated=SimulatedRequest(SHAPES[0], simulation)), other))
     told = forecasts.told(one.plan, SHAPES[0])
     assert not forecasts.told(other.plan, SHAPES[0]).simulated, "the search has simulated it under one plan"
@@ -158,7 +160,7 @@ def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(
 def test_what_is_only_foreseen_waits_for_a_pause_of_its_model(forecasts, spec, made, clock):
     forecasts.set_plans((standing(spec),))
     for shape in SHAPES[:2]:
-        forecasts.begin("bert", [shape])
+        forecasts.request("bert", [shape])
         forecasts.set_busy_models(frozenset({"bert"}))
         clock.now += 1
         assert not forecasts.step(), "the devices compute"
@@ -176,7 +178,7 @@ def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, made
     forecasts.set_plans((standing(spec),))
     forecasts.set_busy_models(frozenset({"bert"}))
     for _ in range(round(2.5 * UNPAUSED_S)):
-        forecasts.begin("bert", SHAPES)
+        forecasts.request("bert", SHAPES)
         clock.now += 1
         while forecasts.step():
             continue
@@ -186,7 +188,7 @@ def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, made
 def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, made):
     one = standing(spec)
     forecasts.set_plans((standing(spec, 2),))
-    forecasts.begin("bert", SHAPES)
+    forecasts.request("bert", SHAPES)
     forecasts.set_plans((one,))
     forecasts.set_busy_models(frozenset({"bert"}))
     forecasts.call_when_ready([run_of(one, TokenBatch((9,)))], lambda: made.append("answered"))
@@ -205,7 +207,7 @@ def test_the_thread_makes_what_waits_when_the_pause_comes(forecasts, spec):
     forecasts.set_busy_models(frozenset({"bert"}))
     thread = threading.Thread(target=forecasts.run)
     thread.start()
-    forecasts.begin("bert", SHAPES[:1])
+    forecasts.request("bert", SHAPES[:1])
     forecasts.set_busy_models(frozenset())
     assert made.wait(PATIENCE_S)
     forecasts.close()
@@ -214,7 +216,7 @@ def test_the_thread_makes_what_waits_when_the_pause_comes(forecasts, spec):
 
 
 def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypatch):
-    monkeypatch.setattr(module, "WAITING", 2)
+    monkeypatch.setattr(module, "MAX_PENDING", 2)
     monkeypatch.setattr(module, "KEPT", 1)
     monkeypatch.setattr(module, "LATE", 1)
     one = standing(spec)
@@ -230,13 +232,13 @@ def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypat
 
 def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, spec):
     one = standing(spec)
-    first = forecasts.told(one.plan, TokenBatch((5,)))
+    first = forecasts.lookup(one.plan, TokenBatch((5,)))
     assert (first.seconds, first.nbytes, first.simulated) == (pytest.approx(0.002), 500, False)
     assert shares([first]) == {"a": 0.75, "b": 0.25}
     forecasts.call_when_ready([run_of(one, TokenBatch((n,))) for n in (5, 20)], lambda: None)
     assert forecasts.step()
-    known = forecasts.told(one.plan, TokenBatch((5,)))
-    near = forecasts.told(one.plan, TokenBatch((6,)))
+    known = forecasts.lookup(one.plan, TokenBatch((5,)))
+    near = forecasts.lookup(one.plan, TokenBatch((6,)))
     assert (near.nbytes, near.seconds) == (pytest.approx(1.2 * known.nbytes), pytest.approx(1.2 * known.seconds))
     other = standing(spec, 2)
     assert forecasts.told(other.plan, TokenBatch((5,))).nbytes == 500, "of another plan nothing is known"
@@ -244,7 +246,7 @@ def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, 
 
 def test_a_mistake_leaves_an_estimate_and_an_answer(forecasts, spec, monkeypatch, caplog):
     one = standing(spec)
-    monkeypatch.setattr(module, "programs", None)
+    monkeypatch.setattr(module, "device_programs", None)
     answered = []
     forecasts.call_when_ready([run_of(one, SHAPES[0])], lambda: answered.append(True))
     make_all(forecasts)

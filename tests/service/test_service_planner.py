@@ -402,13 +402,13 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
         messages.RequestTiles("bert", (b"\0" * 32,)),
     ]
     beat = protocol_messages.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
-    unconnected.heard(topics.heartbeat("a"), messages.encode_heartbeat(beat))
-    unconnected.heard(topics.reports("a"), messages.encode(messages.PrepareProgress(1, "bert", epoch, 1, 2)))
-    unconnected.heard(topics.status("a"), encode_status(will))
+    unconnected._handle_message(topics.heartbeat("a"), messages.encode_heartbeat(beat))
+    unconnected._handle_message(topics.reports("a"), messages.encode(messages.PrepareProgress(1, "bert", epoch, 1, 2)))
+    unconnected._handle_message(topics.status("a"), encode_status(will))
     for message in said:
-        unconnected.heard(topics.reports("a"), messages.encode(message))
+        unconnected._handle_message(topics.reports("a"), messages.encode(message))
     for frame in (output, done):
-        unconnected.heard(topics.reports("a"), frames.encode(frame))
+        unconnected._handle_message(topics.reports("a"), frames.encode(frame))
     unconnected.connection(Connected(4, None))
     kept = waiting(unconnected.inbox)
     assert kept[0] == DeviceStatus("a", will)
@@ -419,10 +419,10 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
 
 
 def test_a_broker_that_has_forgotten_the_planner_is_told_of(unconnected, caplog):
-    unconnected.post._changed(Connected(5, None))
-    unconnected.post._changed(Connected(5, None, resumed=True))
+    unconnected.channel._changed(Connected(5, None))
+    unconnected.channel._changed(Connected(5, None, resumed=True))
     assert not caplog.records, "the first time in this life nobody knows us"
-    unconnected.post._changed(Connected(5, None, resumed=False))
+    unconnected.channel._changed(Connected(5, None, resumed=False))
     assert len(caplog.records) == 1
 
 
@@ -431,13 +431,13 @@ def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog)
     monkeypatch.setattr(unconnected.control, "publish", lambda topic, payload, *_: said.append((topic, payload)))
     topic = unconnected.topics.planner_status()
     for boot in (4_000_000_000, 4_000_000_001, 2**62):
-        unconnected.heard(topic, json.dumps({"state": "online", "boot": boot}).encode())
+        unconnected._handle_message(topic, json.dumps({"state": "online", "boot": boot}).encode())
     for action in waiting(unconnected.inbox):
         action()
     assert unconnected.failure is None
     assert said == [(topic, encode_status(Status("online", unconnected.boot)))] * 2, "what is retained is put right"
     assert [r.levelname for r in caplog.records] == ["WARNING"], "one warning"
-    unconnected.heard(topic, encode_status(Status("online", unconnected.boot + 5)))
+    unconnected._handle_message(topic, encode_status(Status("online", unconnected.boot + 5)))
     for action in waiting(unconnected.inbox):
         action()
     assert isinstance(unconnected.failure, ConfigError)

@@ -404,7 +404,7 @@ def reader(request, tmp_path_factory):
 @settings(max_examples=150, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=400).map("".join).filter(str.strip))
 def test_a_long_text_gives_the_first_tokens_of_the_whole(reader, text):
-    longest = reader.spec.reads.longest
+    longest = reader.spec.input_spec.longest
     room = longest - reader.tokenizer.num_special_tokens_to_add(False)
     whole = reader.tokenizer.encode(text, add_special_tokens=False)
     whole.truncate(room)
@@ -417,7 +417,7 @@ def test_a_long_text_gives_the_first_tokens_of_the_whole(reader, text):
 @pytest.mark.parametrize("shift", range(16))
 def test_a_special_token_across_the_border_is_not_taken_apart(reader, shift, monkeypatch):
     """Cut in two it would be several words."""
-    longest = reader.spec.reads.longest
+    longest = reader.spec.input_spec.longest
     special = "<|the|door|>"
     reader.tokenizer.add_special_tokens([special])
     monkeypatch.setattr(service_requests, "CHARACTERS_PER_TOKEN", 2)
@@ -438,7 +438,7 @@ def read_of(reader, text, monkeypatch):
 
 def test_of_a_text_of_megabytes_little_is_read(reader, monkeypatch):
     text = "the sensor is warm, " * 500_000
-    assert read_of(reader, text, monkeypatch) < 100 * reader.spec.reads.longest
+    assert read_of(reader, text, monkeypatch) < 100 * reader.spec.input_spec.longest
 
 
 def test_a_text_too_long_without_truncation_is_hardly_read(reader, monkeypatch):
@@ -446,7 +446,7 @@ def test_a_text_too_long_without_truncation_is_hardly_read(reader, monkeypatch):
     monkeypatch.setattr(CharacterBudget, "take", lambda self, count: given.append(count))
     with pytest.raises(RequestError):
         read_input(reader, {"text": "the sensor is warm, " * 500_000})
-    assert sum(given) < 100 * reader.spec.reads.longest
+    assert sum(given) < 100 * reader.spec.input_spec.longest
 
 
 def test_a_text_of_few_tokens_is_read_as_far_as_the_limit(reader):
@@ -459,7 +459,7 @@ def test_a_text_of_few_tokens_is_read_as_far_as_the_limit(reader):
 
 def test_the_limit_is_that_of_all_texts_together(reader):
     one = "x" * (service_requests.MAX_CHARACTERS // 8)
-    assert service_requests.CHARACTERS_PER_TOKEN * reader.spec.reads.longest < len(one)
+    assert service_requests.CHARACTERS_PER_TOKEN * reader.spec.input_spec.longest < len(one)
     read_input(reader, {"text": one, "truncate": True})
     with pytest.raises(RequestError):
         read_input(reader, {"texts": [one] * 10, "truncate": True})

@@ -70,7 +70,7 @@ def test_tiles_come_in_the_order_of_asking_and_are_what_their_name_says(serve, c
     _, messages = serve([("bert", "a", wanted)], 5)
     assert [tile_hash(frame.body) for _, frame in messages] == wanted
     assert {topic for topic, _ in messages} == {TOPICS.weights("a")}
-    assert {(f.kind, f.model, f.epoch.boot) for _, f in messages} == {("tile", "bert", 7)}
+    assert {(f.kind, f.model, f.plan_version.boot) for _, f in messages} == {("tile", "bert", 7)}
 
 
 def test_each_device_has_one_tile_in_turn_however_many_others_have_asked_for(serve, checkpoints):

@@ -223,7 +223,7 @@ def test_a_header_that_was_read_before_is_no_leave_for_another_body():
 
 WRONG = [
     *({"dtype": "f32", "shape": (2,), "body": body} for body in (np.zeros(3, "<f4"), np.zeros(2, "<f8"), bytes(9))),
-    *({"model": "M"}, {"model": ""}, {"admission": -1}, {"node": -1}, {"dtype": "f64"}, {"kind": "letter"}),
+    *({"model": "M"}, {"model": ""}, {"run_id": -1}, {"node": -1}, {"dtype": "f64"}, {"kind": "letter"}),
     {"numbers": (2**32,)},
 ]
 
@@ -420,7 +420,7 @@ def test_an_empty_array_is_always_read():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(protocol_frames, "REMEMBERED", 4)
+    monkeypatch.setattr(protocol_frames, "MAX_EXCHANGES", 4)
     known = ExchangeCache()
     for node in range(11):
         frame = replace(FRAME, node=node)

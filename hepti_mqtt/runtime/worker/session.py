@@ -235,7 +235,7 @@ class WorkerSession:
         return {
             messages.Prepare: self._prepare,
             messages.Activate: self._activate,
-            messages.Release: lambda m, now: self._release([(m.model, m.epoch)], "release", now),
+            messages.Release: lambda m, now: self._release([(m.model, m.plan_version)], "release", now),
             messages.Cancel: self._cancel,
             messages.LeaseTasks: self.runs.handle_lease,
             messages.ReleaseAll: lambda _, now: self._release([*self.plans, *self._being_analysed], "drain", now),
