@@ -228,7 +228,7 @@ class GraphBuilder:
         self._ops[op.name] = op
         return op.name
 
-    def add_cached_op(
+    def _add(
         self,
         name: str,
         inputs: tuple[str, ...],
@@ -237,7 +237,7 @@ class GraphBuilder:
         kind: Callable[..., Op],
         **what: Any,
     ) -> str:
-        """Add a tensor of a kind that a model has in every layer: equal ops are worked out once. Return its name."""
+        """Add a tensor; equal ops are worked out once. Return its name."""
         return self.add_op(_op(kind, **what).relabelled(name=name, inputs=inputs, role=role, tensors=tensors))
 
     def shape_of(self, x: str) -> tuple[int, ...]:
@@ -267,27 +267,27 @@ class GraphBuilder:
         tensors = tuple(f"{t}.weight" for t in matrices) + (tuple(f"{t}.bias" for t in matrices) if bias else ())
         widths = tuple(matrices.values())
         space = (m, sum(widths), k)
-        return self.add_cached_op(
+        return self._add(
             name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation
         )
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:
         """x -> function(x)."""
         dims = self.shape_of(x)
-        return self.add_cached_op(name, (x,), role, (), Activation, space=dims, rank=len(dims), function=function)
+        return self._add(name, (x,), role, (), Activation, space=dims, rank=len(dims), function=function)
 
     def sum(self, name: str, x: str, y: str, role: str) -> str:
         """x, y -> x + y."""
         dims = self.shape_of(x)
-        return self.add_cached_op(name, (x, y), role, (), Add, space=dims, rank=len(dims))
+        return self._add(name, (x, y), role, (), Add, space=dims, rank=len(dims))
 
     def norm(self, name: str, x: str, role: str, tensor: str, eps: float) -> str:
         """x [m, h] -> layer norm; its moments are a tensor of their own, with a role of their own."""
         m, h = self.shape_of(x)
         inner = TASK_MOMENTS if role == TASK else MOMENTS
-        sums = self.add_cached_op(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
+        sums = self._add(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
         tensors = (f"{tensor}.weight", f"{tensor}.bias")
-        return self.add_cached_op(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
+        return self._add(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
 
     def attention(
         self,
@@ -304,7 +304,7 @@ class GraphBuilder:
     ) -> str:
         """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors."""
         space = (self.shape_of(q)[0], width, self.shape_of(kv)[0])
-        return self.add_cached_op(
+        return self._add(
             name, (q, kv), role, (), Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
             causal=causal,
         )  # fmt: skip
@@ -314,48 +314,39 @@ class GraphBuilder:
         m, h = self.shape_of(x)
         chosen = None if rows is None else tuple(rows)
         space = (m if chosen is None else len(chosen), h)
-        return self.add_op(Rows(name=name, inputs=(x,), role=role, space=space, rows=chosen))
+        return self._add(name, (x,), role, (), Rows, space=space, rows=chosen)
 
     def columns(self, name: str, x: str, role: str, start: int, stop: int) -> str:
         """x [m, h] -> columns start..stop."""
-        return self.add_op(
-            Columns(name=name, inputs=(x,), role=role, space=(self.shape_of(x)[0], stop - start), start=start)
-        )
+        return self._add(name, (x,), role, (), Columns, space=(self.shape_of(x)[0], stop - start), start=start)
 
     def slice(self, name: str, x: str, role: str, start: int, stop: int) -> str:
         """x [n] -> x[start:stop]."""
-        dtype = self._ops[x].dtype
-        return self.add_op(Slice(name=name, inputs=(x,), role=role, space=(stop - start,), dtype=dtype, start=start))
+        return self._add(name, (x,), role, (), Slice, space=(stop - start,), dtype=self._ops[x].dtype, start=start)
 
     def append_to_cache(self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int) -> str:
         """qkv [m, start + w], at [1] -> the session's `state` [rows, w] with the new rows at `at`."""
         m, width = self.shape_of(qkv)
         space = (rows, width - start)
-        past = self.add_op(SessionState(name=f"{name}.past", role=roles.CACHE, tensors=(state,), space=space))
-        inputs = (past, qkv, at)
-        return self.add_op(
-            AppendRows(name=name, inputs=inputs, role=roles.CACHE, tensors=(state,), space=space, start=start, rows=m)
-        )
+        past = self._add(f"{name}.past", (), roles.CACHE, (state,), SessionState, space=space)
+        return self._add(name, (past, qkv, at), roles.CACHE, (state,), AppendRows, space=space, start=start, rows=m)
 
     def cached_attention(
         self, name: str, q: str, kv: str, at: str, *, heads: int, columns: tuple[int, int, int]
     ) -> str:
         """q [m, *], kv [C, 2 width], at [1] -> attention [m, width]; columns: where q, k and v begin in theirs."""
         rows, width = self.shape_of(kv)[0], self.shape_of(kv)[1] // 2
-        space, inputs = (self.shape_of(q)[0], width, rows), (q, kv, at)
-        return self.add_op(
-            CachedAttention(
-                name=name, inputs=inputs, role=roles.ATTENTION, space=space, d=width // heads, columns=columns
-            )
-        )  # fmt: skip
+        space = (self.shape_of(q)[0], width, rows)
+        return self._add(
+            name, (q, kv, at), roles.ATTENTION, (), CachedAttention, space=space, d=width // heads, columns=columns
+        )
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:
         """Tensors [m, h_i] -> side by side [m, sum of h_i]."""
         xs = tuple(xs)
         *starts, total = accumulate((self.shape_of(x)[1] for x in xs), initial=0)
-        return self.add_op(
-            ConcatColumns(name=name, inputs=xs, role=role, space=(self.shape_of(xs[0])[0], total), starts=tuple(starts))
-        )
+        space = (self.shape_of(xs[0])[0], total)
+        return self._add(name, xs, role, (), ConcatColumns, space=space, starts=tuple(starts))
 
     def opaque(
         self,
