@@ -14,7 +14,7 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.cost.explain import layout_svg, timeline_svg
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import TopicNames, simulate_requests, simulated_request, simulate
+from hepti_mqtt.cost.simulator import TopicNames, simulate, simulate_requests, simulated_request
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.shapes import TokenBatch

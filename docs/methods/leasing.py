@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.simulator import TopicNames, Simulation, simulate
+from hepti_mqtt.cost.simulator import Simulation, TopicNames, simulate
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
