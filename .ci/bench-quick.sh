@@ -22,7 +22,7 @@ for name in "$@"; do
     # INT, as from a keyboard: a lab is taken down by who made it. What does not end by that is killed.
     more=""
     [ "$name" != kernels ] || more="seconds=10"
-    timeout -s INT -k 30 "$limit" $bench "$name" --quick --calibrations "$out/calibrations" --out "$out/$name" $more
+    timeout -s INT -k 30 "$limit" $bench "$name" --quick --out "$out/$name" $more
     status=$?
     case $status in
         0) ;;

@@ -56,7 +56,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("given", nargs="*", metavar="KEY=VALUE", help="in place of what the file has, in YAML")
     parser.add_argument("--quick", action="store_true", help="with the file's `quick:` values, a sample")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: benchmarks/results/...)")
-    parser.add_argument("--calibrations", type=Path, metavar="DIR", help="of labs, for several runs together")
 
 
 def _run(args: argparse.Namespace, command: str) -> int:
@@ -80,7 +79,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
     header = {"experiment": made.name, "kind": data.get("kind", DEFAULT), "seed": made.seed, "command": command}
     try:
         with Writer(out, {**provenance(), **header, "file": data}) as writer:
-            running.run(made, out, writer, output.err, args.calibrations or files.ROOT / ".cache" / "lab-calibrations")
+            running.run(made, out, writer, output.err)
     finally:  # what was interrupted keeps what it has
         if (out / "results.jsonl").exists():
             _report(reporting, out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 import signal
@@ -33,11 +32,6 @@ from hepti_mqtt.errors import ConfigError
 PATIENCE_S: Final = 600.0
 TOLERANCE: Final = 1e-4  # of five f32 sums over 1024 terms whose results are of size 1
 _KEYS: Final = ("name", "kind", "lab", "rates", "cpu", "rows", "shares", "chunks", "rounds", "seed", "dilation")
-_COLUMNS: Final = (
-    *("rate_mbit", "cpu_percent", "round", "rows", "share", "chunks", "kind", "latency_s", "primary_compute_s"),
-    *("secondary_compute_s", "bytes", "error"),
-)
-
 # Section 3 of the Hepti paper (ICS 2024). Figure (a): 940 Mbit/s, 90 % of 256 rows on the secondary device; the gain is
 # over every m of the figure. Figure (b), m = 256: the best share of the secondary in percent, by (Mbit/s, percent of
 # its CPU). Only figures that its text states are here.
@@ -110,7 +104,7 @@ def count(experiment: ChainExperiment) -> int:
     return len(experiment.conditions) * len(experiment.cases)
 
 
-def run(experiment: ChainExperiment, out: Path, writer: Writer, console: Console, calibrations: Path) -> None:
+def run(experiment: ChainExperiment, out: Path, writer: Writer, console: Console) -> None:
     """Measure and write it down; raises the error of a lab or a device."""
     e = experiment
     with ExitStack() as stack:
@@ -129,7 +123,7 @@ def run(experiment: ChainExperiment, out: Path, writer: Writer, console: Console
             spec = e.spec(condition)
             for name in (HUB, PRIMARY, SECONDARY) if spec.rate_mbit is not None else ():
                 lab.set_rate(name, spec.rate_mbit or 0.0)
-            figures = calibrate(lab, spec, calibrations, lambda line: console.print(line, markup=False))
+            figures = calibrate(lab, spec, lambda line: console.print(line, markup=False))
             writer.add("lab", **condition._asdict(), lab=asdict(spec), calibration=asdict(figures))
             lab.throttle(True)
             bar.update(task, description=condition.label)
@@ -137,7 +131,7 @@ def run(experiment: ChainExperiment, out: Path, writer: Writer, console: Console
                 measure(pair, case)
             for number in range(e.rounds):
                 for case in random.Random(f"{e.seed}/{number}").sample(e.cases, len(e.cases)):
-                    writer.add("case", echo=number, **condition._asdict(), **measure(pair, case))
+                    writer.add("case", round=number, **condition._asdict(), **measure(pair, case))
                     bar.advance(task)
             lab.throttle(False)
         for process in (*pair.values(), broker):
@@ -238,17 +232,12 @@ def best_shares(found: Mapping[Key, Point], rows: int, curve: str) -> dict[Condi
 
 
 def write(results: Results, directory: Path) -> list[Path]:
-    """Write report.md, results.csv and plots beside the results; return the files."""
-    records, rows, text = results.of("case"), directory / "results.csv", directory / "report.md"
-    with rows.open("w", newline="", encoding="utf-8") as file:
-        lines = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
-        lines.writeheader()
-        lines.writerows(records)
-    found = points(records)
+    """Write report.md and a plot beside the results; return the files."""
+    text, found = directory / "report.md", points(results.of("case"))
     drawn = [_plot(found, directory / "shares.png")] if found else []
     said = [*_markdown(results, found), *(f"![{path.stem}]({path.name})" for path in drawn)]
     text.write_text("\n".join(said) + "\n", encoding="utf-8")
-    return [directory / FILE, rows, text, *drawn]
+    return [directory / FILE, text, *drawn]
 
 
 def _markdown(results: Results, found: Mapping[Key, Point]) -> Iterator[str]:

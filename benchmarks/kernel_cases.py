@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, get_args
 
-from benchmarks import kernel_linear, kernel_maps
+from benchmarks import kernel_linear
 from benchmarks.kernel_layer import checked_runners
+from benchmarks.kernel_roofs import Roof, multiply_adds, reads_of_memory
 from benchmarks.kernel_timing import Contender, Shape, interleaved, shapes
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.kernels.peak import Roof, multiply_adds, reads_of_memory
 from hepti_mqtt.models import require_transformer
 from hepti_mqtt.plan import WeightDtype
 
 # Shapes with fewer weights than this are judged in the mean alone.
 LARGE_WEIGHTS: Final = 1 << 18
-QUICK_SHAPES, QUICK_INT8_SHAPES, QUICK_MANY_ROWS, QUICK_LAYERS = 24, 8, 16, 4
+QUICK_SHAPES, QUICK_INT8_SHAPES, QUICK_MANY_ROWS = 24, 8, 16
 # Rows from which several threads are held against one.
 MANY_ROWS: Final = 64
 SINGLE: Final = "ours, 1 thread"
@@ -43,22 +43,16 @@ _STORAGES: Final[tuple[WeightDtype, ...]] = get_args(WeightDtype)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shape of one group; `storage` is that of the weights, where a group has cases in several.
-
-    model, layer: of an image model, where the product is one of patches.
-    """
+    """One shape of one group; `storage` is that of the weights, where a group has cases in several."""
 
     group: str
     shape: Shape
     storage: WeightDtype = "f32"
-    model: str = ""
-    layer: kernel_maps.Layer | None = None
 
     @property
     def key(self) -> str:
         """Return what names the case in the file of results."""
-        shape = f"{self.shape.m}x{self.shape.n}x{self.shape.k}" if self.layer is None else f"{self.model}:{self.layer}"
-        return f"{self.group}:{shape}:{self.storage}"
+        return f"{self.group}:{self.shape.m}x{self.shape.n}x{self.shape.k}:{self.storage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +70,12 @@ class Conditions:
 
 
 Pools = Mapping[str, Workers]
-Chosen = tuple[Shape, WeightDtype, str, kernel_maps.Layer | None]
+Chosen = tuple[Shape, WeightDtype]
 Cases = Iterator[Chosen]
 
 
 def _f32(shape: Shape) -> Chosen:
-    return shape, "f32", "", None
+    return shape, "f32"
 
 
 def _sample(of: Sequence[Shape], count: int, quick: bool, seed: int) -> Cases:
@@ -102,7 +96,7 @@ def _stream_shapes(quick: bool, _seed: int) -> Cases:
     for n, k in _MATRICES[: 1 if quick else None]:
         for storage in _STORAGES:
             rows = (1,) if quick else (1, 2, 4, 8)
-            yield from ((Shape(m, n, k, 0.0), storage, "", None) for m in rows)
+            yield from ((Shape(m, n, k, 0.0), storage) for m in rows)
 
 
 def _int8_shapes(quick: bool, seed: int) -> Cases:
@@ -118,14 +112,6 @@ def _many_rows_shapes(quick: bool, seed: int) -> Cases:
 def _layer_shapes(_quick: bool, _seed: int) -> Cases:
     spec = require_transformer(spec_of_kind(LAYER_MODEL))
     return (_f32(Shape(m, spec.mlp, spec.hidden, 0.0)) for m in LAYER_ROWS)
-
-
-def _layers_of_maps(quick: bool, seed: int) -> Cases:
-    """Return the convolutions of image models, whole and in shares of rows, each with its FLOPs in all of them."""
-    for model in kernel_maps.MODELS:
-        found = kernel_maps.layers(model)
-        for layer, weight in random.Random(seed).sample(found, min(QUICK_LAYERS, len(found))) if quick else found:
-            yield layer.shape._replace(weight=weight), "f32", model, layer
 
 
 # The loop of one pool is the same for all cases.
@@ -193,15 +179,6 @@ def _layer(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
     return {"seconds": interleaved(contenders, conditions.rounds, conditions.pause_s), "flops": flops}
 
 
-def _convolution(case: Case, conditions: Conditions, pools: Pools) -> dict[str, Any]:
-    if case.layer is None:
-        raise ValueError(f"{case.key} has no layer")
-    of = kernel_maps.data(case.layer, conditions.seed)
-    contenders = {"ours": kernel_maps.ours(of, pools["ours"]), **kernel_maps.theirs(of, conditions.threads)}
-    found = _below({ROOF: _peak(pools["ours"])}, contenders, conditions.rounds, conditions.pause_s)
-    return {**found, "flops": case.shape.flops, "model": case.model}
-
-
 Measure = Callable[[Case, Conditions, Pools], dict[str, Any]]
 Choose = Callable[[bool, int], Cases]
 
@@ -211,7 +188,6 @@ GROUPS: Final[Mapping[str, tuple[Choose, Measure]]] = {
     "stream": (_stream_shapes, _streaming),
     "int8": (_int8_shapes, _narrow),
     "layer": (_layer_shapes, _layer),
-    "maps": (_layers_of_maps, _convolution),
     THREADS: (_many_rows_shapes, _beside_one_thread),
 }
 

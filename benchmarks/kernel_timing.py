@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from statistics import median
 from typing import Final, NamedTuple
-
-import numpy as np
 
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import PlanVersion
@@ -79,15 +76,6 @@ Contender = Callable[[], object]
 
 # A sample repeats a short call until it takes this long: the clock and the call's overhead must not show.
 SAMPLE_S: Final = 2e-3
-_RESAMPLES: Final = 1000
-
-
-class Ratio(NamedTuple):
-    """A speed-up: ratio of the medians, with a 95 % bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 def interleaved(
@@ -110,15 +98,6 @@ def interleaved(
             _clock(contenders[name], 1 + times[name] // 10)
             samples[name].append(_clock(contenders[name], times[name]))
     return samples
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int) -> Ratio:
-    """Return the speed-up of `ours`; rounds are resampled as pairs, since both sides drift together."""
-    mine, other = np.asarray(ours), np.asarray(theirs)
-    drawn = np.random.default_rng(seed).integers(0, len(mine), (_RESAMPLES, len(mine)))
-    resampled = np.median(other[drawn], axis=1) / np.median(mine[drawn], axis=1)
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return Ratio(median(theirs) / median(ours), float(low), float(high))
 
 
 def _calls(contender: Contender, sample_s: float) -> int:

@@ -7,14 +7,13 @@ several threads of ours gain over one is measured in another, where no rival has
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,6 @@ from benchmarks import plots
 from benchmarks.errors import BenchError
 from benchmarks.experiment import require, whole, wholes, words
 from benchmarks.kernel_cases import GROUPS, LARGE_WEIGHTS, ROOF, SINGLE, THREADS, Conditions, cases, measure
-from benchmarks.kernel_timing import ratio
 from benchmarks.lab.spec import only
 from benchmarks.provenance import FILE, Results, Writer, head
 from benchmarks.tables import table
@@ -38,7 +36,6 @@ _KEYS: Final = ("name", "kind", "threads", "groups", "seed", "rounds", "sample",
 _THREAD_VARIABLES: Final = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _RIVALS_SETTINGS: Final = ("OPENBLAS_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_")
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 384)  # ticks of the axis of rows
-_COLUMNS: Final = ("group", "storage", "threads", "m", "n", "k", "contender", "median_s", "gflop_per_s", "ours_times")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ def count(experiment: KernelExperiment) -> int:
     return sum(len(list(cases(groups, e.sample, e.seed))) for _, groups in _sittings(e))
 
 
-def run(experiment: KernelExperiment, _out: Path, writer: Writer, console: Console, _calibrations: Path) -> None:
+def run(experiment: KernelExperiment, _out: Path, writer: Writer, console: Console) -> None:
     """Measure and write it down; raises BenchError if a kernel or a rival computes wrongly."""
     e = experiment
     stop = time.monotonic() + (e.seconds or math.inf)
@@ -124,13 +121,9 @@ def _measure_all(said: Mapping[str, Any]) -> None:
 
 
 def write(results: Results, directory: Path) -> list[Path]:
-    """Write report.md, results.csv and plots of time over rows; return the files."""
+    """Write report.md and plots of time over rows; return the files."""
     records = results.of("case")
-    rows, text = directory / "results.csv", directory / "report.md"
-    with rows.open("w", newline="", encoding="utf-8") as file:
-        lines = csv.writer(file)
-        lines.writerow((*_COLUMNS, "low", "high"))
-        lines.writerows(_csv(records))
+    text = directory / "report.md"
     drawn = []
     for threads in sorted({r["threads"] for r in records if r["group"] == "curve"}):
         curve = [r for r in records if (r["group"], r["threads"]) == ("curve", threads)]
@@ -139,7 +132,7 @@ def write(results: Results, directory: Path) -> list[Path]:
     said = [*head(results.header["experiment"], results.header), *_summary(records), ""]
     said += [*_durations(records), "", *(f"![{path.stem}]({path.name})" for path in drawn)]
     text.write_text("\n".join(said) + "\n", encoding="utf-8")
-    return [directory / FILE, rows, text, *drawn]
+    return [directory / FILE, text, *drawn]
 
 
 def _rivals(records: Sequence[Record]) -> list[str]:
@@ -160,8 +153,8 @@ def _roof(record: Record) -> float:
 def _summary(records: Sequence[Record]) -> list[str]:
     """Return our speed-up over every rival and the part of each roof, by group: over all shapes, few and many rows."""
     rows: list[list[Any]] = []
-    for key in dict.fromkeys((r["group"], r["threads"], r.get("model", ""), r["storage"]) for r in records):
-        own = [r for r in records if (r["group"], r["threads"], r.get("model", ""), r["storage"]) == key]
+    for key in dict.fromkeys((r["group"], r["threads"], r["storage"]) for r in records):
+        own = [r for r in records if (r["group"], r["threads"], r["storage"]) == key]
         for word, chosen in (("", own), ("m ≤ 48", [r for r in own if r["m"] <= 48])):
             for rival in _rivals(own) if chosen else ():
                 speed_ups = [(r, median(r["seconds"][rival]) / median(r["seconds"]["ours"])) for r in chosen]
@@ -175,7 +168,6 @@ def _summary(records: Sequence[Record]) -> list[str]:
     names = (
         "group",
         "threads",
-        "model",
         "weights",
         "rows",
         "figure",
@@ -196,15 +188,6 @@ def _figures(values: Sequence[tuple[Record, float]]) -> list[Any]:
     worst, least = min(large, key=lambda rv: rv[1])
     where = f"m={worst['m']} n={worst['n']} k={worst['k']}"
     return [mean, f"{median(v for _, v in values):.3f}", f"{least:.3f}", len(values), where]
-
-
-def _csv(records: Sequence[Record]) -> Iterator[list[Any]]:
-    """Yield a row per record and contender: median, GFLOP/s, and our speed-up over it, with its interval."""
-    for r in records:
-        for name, seconds in r["seconds"].items():
-            ours = [f"{value:.4f}" for value in ratio(r["seconds"]["ours"], seconds, r["seed"])]
-            figures = [f"{median(seconds):.9f}", f"{_flops_per_s(r, name) / 1e9:.2f}", *ours]
-            yield [*(r[key] for key in ("group", "storage", "threads", "m", "n", "k")), name, *figures]
 
 
 def _durations(records: Sequence[Record]) -> list[str]:

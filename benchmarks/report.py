@@ -19,7 +19,7 @@ from benchmarks.lab.site import SITE
 from benchmarks.provenance import FILE, Results, head
 from benchmarks.tables import Interval, median_interval, ratio, table
 from hepti_mqtt.client.described import cluster_of_devices
-from hepti_mqtt.cost.explain import flops, timeline_svg
+from hepti_mqtt.cost.explain import flops
 from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink
 from hepti_mqtt.cost.simulator import TopicNames, simulate, simulate_requests, simulated_request, steady_state
 from hepti_mqtt.ids import PlanVersion
@@ -92,7 +92,7 @@ def write(results: Results, directory: Path) -> list[Path]:
                 own = {"devices": " ".join(r["of"]["devices"]), "repetition": place, "failure": r.get("message")}
                 lines.writerow({**r["of"], **r, **own, "latency_ms": latency})
     found, plays = figures(results), plays_of(results)
-    drawn = [*_time_lines(found, directory), *plots.draw(found, directory)]
+    drawn = list(plots.draw(found, directory))
     drawn += [plots.under_changes(p, directory / f"changes-{n}.svg") for n, p in enumerate(plays, 1)]
     said = [*_markdown(results, found, plays), *(f"![{path.stem}]({path.name})" for path in drawn)]
     text.write_text("\n".join(said) + "\n", encoding="utf-8")
@@ -334,19 +334,6 @@ def _whole(turn: Turn) -> Mapping[str, Any]:
 def plan_words(plan: Mapping[str, Any]) -> str:
     """Return what a plan is, e.g. "row/kv on pi1, pi2"."""
     return f"{'/'.join([plan['strategy'], *plan['options'].values()])} on {', '.join(plan['devices'])}"
-
-
-def _time_lines(found: Sequence[Figures], directory: Path) -> Iterator[Path]:
-    """Draw the simulated time line of every plan that Hepti chose itself, from what the devices said of themselves."""
-    for number, f in enumerate((f for f in found if f.cell.strategy == AUTO and f.turn.get("active")), 1):
-        turn, file = f.turn, directory / f"timeline-{number}.svg"
-        spec, plan = spec_from_dict(turn["spec"]), Plan.from_dict(turn["active"]).executables[0]  # replicas are alike
-        shape, cluster = representative_shape(spec, turn["tokens"]), cluster_of_devices(turn["devices"], plan.devices)
-        result = simulate(
-            TopicNames(SITE, plan.model), spec, shape, device_programs(spec, plan, shape), cluster, record=True
-        )
-        file.write_text(timeline_svg(result.events, plan.devices, result.seconds, f"{f.cell.title}, simulated"))
-        yield file
 
 
 # -- under changes --------------------------------------------------------------------------------------------------

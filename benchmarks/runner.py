@@ -46,7 +46,7 @@ def count(experiment: Experiment) -> int:
     return len(cells(experiment))
 
 
-def run(experiment: Experiment, out: Path, writer: Writer, console: Console, calibrations: Path) -> None:
+def run(experiment: Experiment, out: Path, writer: Writer, console: Console) -> None:
     """Measure and write it down; raises the error of a lab, a site or a driver."""
     require(experiment.outside)
     wanted = cells(experiment)
@@ -59,7 +59,7 @@ def run(experiment: Experiment, out: Path, writer: Writer, console: Console, cal
             own = list(part)
             watched = _watched(experiment, own)
             spec = experiment.labs[lab].with_rate(rate)
-            measuring = _Measuring(experiment, out, writer, bar, task, models, calibrations)
+            measuring = _Measuring(experiment, out, writer, bar, task, models)
             measuring.network(spec, own, watched[0] if watched else None, timed=True)
             for cell in watched[1:]:  # each on a lab of its own
                 measuring.network(spec, [cell], cell, timed=False)
@@ -111,10 +111,9 @@ class _Measuring:
         bar: Progress,
         task: TaskID,
         models: Mapping[str, Path],
-        calibrations: Path,
     ) -> None:
         self.experiment, self.out, self.writer = experiment, out, writer
-        self.bar, self.task, self.models, self.calibrations = bar, task, models, calibrations
+        self.bar, self.task, self.models = bar, task, models
 
     def network(self, spec: LabSpec, own: Sequence[Cell], watched: Cell | None, *, timed: bool) -> None:
         """Measure the cells of one lab at one rate; then, with a cell to watch, what changes do to it."""
@@ -124,7 +123,7 @@ class _Measuring:
             # Every rate measures its hosts again; the tiles of weights are the same at all of them.
             kept = logs / f"{spec.name}-kept"
             self.lab = stack.enter_context(Lab(made, logs / f"{spec.name}-{spec.rate_mbit or 0:g}", kept))
-            figures = calibrate(self.lab, spec, self.calibrations, self.say)
+            figures = calibrate(self.lab, spec, self.say)
             for line in figures.lines():
                 self.say(line)
             used = {cell.model: self.models[cell.model] for cell in own}
@@ -152,7 +151,7 @@ class _Measuring:
                 else:
                     last = (cell.strategy == AUTO or cell.requests > 0) and number == e.rounds - 1
                     answer = self._site(cell, describe=last)
-                self.writer.add("turn", of=asdict(cell), echo=number, **answer)
+                self.writer.add("turn", of=asdict(cell), round=number, **answer)
                 self.bar.advance(self.task)
 
     def _site(self, cell: Cell, describe: bool) -> dict[str, Any]:

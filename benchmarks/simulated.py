@@ -185,7 +185,7 @@ def count(experiment: Simulated) -> int:
     return len(experiment.points)
 
 
-def run(experiment: Simulated, _out: Path, writer: Writer, console: Console, _calibrations: Path) -> None:
+def run(experiment: Simulated, _out: Path, writer: Writer, console: Console) -> None:
     """Simulate and write it down."""
     for place, point in enumerate(experiment.points, 1):
         found = _simulated(point, experiment.layers)
@@ -226,6 +226,10 @@ def _table(found: Sequence[tuple[Point, Mapping[str, Any]]]) -> Iterator[str]:
     if alone is not None and not p.requests:
         gains = [f"{n}: {alone['ms'] / r['ms']:.2f}" for n in counts if (r := place.get((AUTO, n), {})).get("ok")]
         yield f"Speed-up over one device, by devices: {', '.join(gains)}.\n"
+    by_hand = [r["ms"] for q, r in found if r["ok"] and q.strategy != AUTO]
+    if chosen and by_hand and not p.requests:
+        best = min(place[AUTO, n]["ms"] for n in chosen)
+        yield f"Hepti's choice over the best method by hand: {best / min(by_hand):.3f}.\n"
     yield from (f"- {q.strategy} on {q.devices}: {r['message']}" for q, r in found if not r["ok"])
     yield ""
 

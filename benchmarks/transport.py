@@ -35,9 +35,7 @@ _AT_ONCE: Final = 8 << 20  # bytes of messages in one case
 _KEYS: Final = ("name", "kind", "lab", "rates", "dilation", "kilobytes", "exchanges", "ways", "rounds", "repeat")
 _WHAT: Final = {
     "round trip": "There and back, two processes; milliseconds.",
-    "round trip, computing": "The same while both multiply matrices half of the time, on another thread.",
     "one way": "Messages one after the other without waiting for answers, until the last is there; milliseconds each.",
-    "fan-out": "The same to three receivers.",
     "all-gather": "Each process sends to all others, and waits for all; milliseconds.",
 }
 
@@ -78,7 +76,7 @@ def count(experiment: TransportExperiment) -> int:
     return len(e.rates) * len(e.kilobytes) * len(e.exchanges) * len(e.ways)
 
 
-def run(experiment: TransportExperiment, out: Path, writer: Writer, console: Console, calibrations: Path) -> None:
+def run(experiment: TransportExperiment, out: Path, writer: Writer, console: Console) -> None:
     """Measure and write it down; raises BenchError."""
     e = experiment
     emulated = e.lab.kind == "emulated"
@@ -98,7 +96,7 @@ def run(experiment: TransportExperiment, out: Path, writer: Writer, console: Con
             for name in (HUB, *lab.hosts) if rate is not None else ():
                 lab.set_rate(name, rate or 0.0)
             if emulated:
-                figures = calibrate(lab, spec, calibrations, lambda line: console.print(line, markup=False))
+                figures = calibrate(lab, spec, lambda line: console.print(line, markup=False))
                 writer.add("lab", lab=asdict(spec), calibration=asdict(figures))
             lab.throttle(emulated)
             for record in _measured(crew, e):
@@ -151,11 +149,10 @@ class Crew:
         self._tell({"stop": True})
         cpu_s = [words["cpu_s"] for words in self._hear()]
         broker_cpu_s = (self._broker_cpu_s() - before) / repeat
-        if kind in ("one way", "fan-out"):
-            ends = times[1:2] if kind == "one way" else times[1:]
-            seconds = (max(end for (end,) in ends) - times[0][0]) / repeat
+        if kind == "one way":
+            seconds = (times[1][0] - times[0][0]) / repeat
         else:
-            seconds = median(times[0]) if "round trip" in kind else max(mean for (mean,) in times)
+            seconds = median(times[0]) if kind == "round trip" else max(mean for (mean,) in times)
         cpu = {"sender_cpu_s": cpu_s[0], "receiver_cpu_s": cpu_s[1], "broker_cpu_s": broker_cpu_s}
         return {"kind": kind, "bytes": nbytes, "way": way, "seconds": seconds, **cpu}
 

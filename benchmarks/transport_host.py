@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from benchmarks.transport_ways import HEADER, WAYS, Array, Raw, Way
 from hepti_mqtt.errors import HeptiError
 
 _SWITCH_S: Final = 0.0005  # as agents have it: what hears must not wait for what computes
-_BURN: Final = 256
 
 
 class Rank:
@@ -42,19 +40,12 @@ class Rank:
 
     def one_way(self, way: Way, body: Array, repeat: int) -> list[float]:
         """Send all from rank 0 to rank 1; return when this began or ended, on the machine's clock."""
-        return self._stream(way, body, repeat, 1)
-
-    def fan_out(self, way: Way, body: Array, repeat: int) -> list[float]:
-        """The same to everybody."""
-        return self._stream(way, body, repeat, None)
-
-    def _stream(self, way: Way, body: Array, repeat: int, to: int | None) -> list[float]:
         start = time.monotonic()
         if self.rank == 0:
             for _ in range(repeat):
-                way.send(body, to)
+                way.send(body, 1)
             return [start]
-        for _ in range(repeat if to in (None, self.rank) else 0):
+        for _ in range(repeat if self.rank == 1 else 0):
             way.receive()
         return [time.monotonic()]
 
@@ -79,26 +70,9 @@ class Rank:
 
 KINDS: Final[dict[str, Callable[[Rank, Way, Array, int], list[float]]]] = {
     "round trip": Rank.round_trip,
-    "round trip, computing": Rank.round_trip,
     "one way": Rank.one_way,
-    "fan-out": Rank.fan_out,
     "all-gather": Rank.all_gather,
 }
-
-
-class _Burner:
-    """Computes half of the time while `on`, on a thread of its own, as a device does between exchanges."""
-
-    def __init__(self) -> None:
-        self.on = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        a = np.ones((_BURN, _BURN), np.float32)
-        while self.on.wait():
-            start = time.perf_counter()
-            a @ a
-            time.sleep(time.perf_counter() - start)
 
 
 def measure(rank: Rank, way: Way, case: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +96,6 @@ def main() -> None:
     addresses = spec["addresses"]
     rank = Rank(spec["rank"], len(addresses))
     ways = {name: WAYS[name](spec["rank"], spec["largest"], spec["broker"], addresses) for name in spec["ways"]}
-    burner = _Burner()
     try:
         _say({name: way.port for name, way in ways.items()})
         ports = _hear()["ports"]
@@ -130,10 +103,7 @@ def main() -> None:
             way.connect([there[name] for there in ports])
         _say({"up": True})
         while case := _hear():
-            if "computing" in case["kind"] and rank.rank < 2:
-                burner.on.set()
             _say(measure(rank, ways[case["way"]], case))
-            burner.on.clear()
     except HeptiError as error:
         _say({"error": str(error)})
     finally:

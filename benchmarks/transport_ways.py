@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from paho.mqtt.client import Client
 from paho.mqtt.enums import CallbackAPIVersion
 
 from benchmarks.errors import BenchError
-from hepti_mqtt.transport import BrokerUrl, DataConnection, PahoTransport, Subscribed
+from hepti_mqtt.transport import BrokerUrl, DataConnection, Subscribed
 from hepti_mqtt.transport.mesh import Address, Joined, Mesh, MeshEvent
 
 HEADER: Final = bytes(256)  # as a frame has one before its array
@@ -195,8 +194,8 @@ class OverMesh(Way):
 class ByBroker(Way):
     """A broker between; header and body are joined, since a client takes one payload."""
 
-    def __init__(self, rank: int, _largest_bytes: int, broker: str, _addresses: Sequence[str], *, qos: int = 0) -> None:
-        self._rank, self._broker, self._qos = rank, BrokerUrl.parse(broker), qos
+    def __init__(self, rank: int, _largest_bytes: int, broker: str, _addresses: Sequence[str]) -> None:
+        self._rank, self._broker = rank, BrokerUrl.parse(broker)
         self._queue: SimpleQueue[str] = SimpleQueue()
         self._up: SimpleQueue[None] = SimpleQueue()
         self._publish: Callable[..., object]
@@ -212,7 +211,7 @@ class ByBroker(Way):
 
     @property
     def _kind(self) -> str:
-        return f"{type(self).__name__}{self._qos}"  # two ways over one broker must not hear each other
+        return type(self).__name__  # two ways over one broker must not hear each other
 
     def _start(self, names: Sequence[str]) -> None:
         raise NotImplementedError
@@ -221,7 +220,7 @@ class ByBroker(Way):
         self._queue.put(name)
 
     def send(self, body: Array, to: int | None) -> None:
-        self._publish(f"{self._kind}/{topic(self._rank, to)}", b"".join((HEADER, body.data)), self._qos)
+        self._publish(f"{self._kind}/{topic(self._rank, to)}", b"".join((HEADER, body.data)))
 
     def receive(self) -> int:
         try:
@@ -242,7 +241,7 @@ class StockPaho(ByBroker):
         client.on_message = lambda _client, _data, message: self._hear(message.topic, message.payload)
 
         def come_in(*_: Any) -> None:
-            client.subscribe([(name, self._qos) for name in names])
+            client.subscribe([(name, 0) for name in names])
 
         client.on_socket_open = _no_delay
         client.on_connect = come_in
@@ -255,18 +254,15 @@ class StockPaho(ByBroker):
 class OwnTransport(ByBroker):
     """This project's connection to a broker, as tensors take it."""
 
-    tensors = True
-
     def _start(self, names: Sequence[str]) -> None:
-        make = DataConnection if self.tensors else partial(PahoTransport, protocol=4)
-        transport = make(
+        transport = DataConnection(
             self._broker,
             f"{self._kind}-{self._rank}",
             on_message=self._hear,
             on_state=lambda state: self._up.put(None) if isinstance(state, Subscribed) else None,
         )
         transport.connect(PATIENCE_S)
-        transport.subscribe([(name, self._qos) for name in names])
+        transport.subscribe([(name, 0) for name in names])
         self._publish, self._end = transport.publish, lambda: transport.close(timeout_s=0.5)
         self._transport = transport
 
@@ -274,20 +270,12 @@ class OwnTransport(ByBroker):
         self._transport.send(f"{self._kind}/{topic(self._rank, to)}", HEADER, body.data)
 
 
-class OwnByPaho(OwnTransport):
-    """The same connection where paho carries it, as control messages take it."""
-
-    tensors = False
-
-
 # By name: what makes a rank's end of it, from its number, the largest message in bytes, the broker and all addresses.
 WAYS: Final[Mapping[str, Callable[[int, int, str, Sequence[str]], Way]]] = {
     "raw TCP": Raw,
     "mesh": OverMesh,
     "broker, paho": StockPaho,
-    "broker, paho, QoS 1": lambda *of: StockPaho(*of, qos=1),
     "broker, ours": OwnTransport,
-    "broker, ours by paho": OwnByPaho,
 }
 
 

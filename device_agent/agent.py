@@ -340,7 +340,7 @@ class _Agent:
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _will(self) -> Will:
-        status = encode_status(Status("offline", self._boot))
+        status = encode_status(Status("offline", self._boot, version=__version__))
         return Will(self._topics.status(self._config.device_id), status, 1, True)
 
     def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> Transport:
@@ -454,7 +454,7 @@ class _Agent:
         self._announced = largest, link
         self._prober.set_packet_limit(limit, link.broker_is_local)
         self._network.publish("control", self._topics.caps(device), encode_caps(caps(largest, link.protocol)), 1, True)
-        online = encode_status(Status("online", self._boot))
+        online = encode_status(Status("online", self._boot, version=__version__))
         self._network.publish("control", self._topics.status(device), online, 1, True)
         self._log.info("%s is online at site %s (boot %d)", device, self._config.site, self._boot)
         if self._heartbeat is not None:

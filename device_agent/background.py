@@ -16,6 +16,7 @@ from typing import Final, Self
 from device_agent.heartbeat import Meter
 from device_agent.machine import free_memory, usable_cores
 from device_agent.measure import has_narrow_curves, load_or_measure
+from hepti_mqtt import __version__
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.kernels import Workers, isa, precompile
 from hepti_mqtt.kernels.compile_cache import compile_lock
@@ -41,7 +42,7 @@ class StartupStatus:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._publish, self._log, self._clock = publish, log, clock
-        self._status = Status("starting", boot)
+        self._status = Status("starting", boot, version=__version__)
         self._logged_s = float("-inf")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="hepti-starting", daemon=True)
@@ -59,7 +60,7 @@ class StartupStatus:
 
     def update(self, doing: str, done: int = 0, total: int = 0) -> None:
         """Say what is done now, and how much of it is done already."""
-        status = Status("starting", self._status.boot, doing, done, total)
+        status = Status("starting", self._status.boot, doing, done, total, __version__)
         if status == self._status:
             return
         now, other = self._clock(), doing != self._status.doing

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from device_agent.machine import HealthMonitor
 from device_agent.network import ErrorLog, Network
 from device_agent.probes import BUSY_S, Prober
-from hepti_mqtt.cost.profiles import DeviceProfile, FrameCost, default_frame_cost, profile_from_caps
+from hepti_mqtt.cost.profiles import DeviceProfile, FrameCost, default_frame_cost
+from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.kernels import works
 from hepti_mqtt.program import Compute, Op, SlotSpec
 from hepti_mqtt.protocol.messages import Heartbeat, LinkReport, PeerStats, encode_heartbeat

@@ -16,7 +16,8 @@ from hepti_mqtt.errors import ConfigError, WireError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import ExchangeCache, Frame, TensorArrival
-from hepti_mqtt.protocol.messages import MAX_PEERS, MAX_TROUBLE, Endpoint, PeerStats
+from hepti_mqtt.protocol.messages import MAX_TROUBLE, Endpoint, PeerStats
+from hepti_mqtt.protocol.plausible import MAX_PEERS
 from hepti_mqtt.protocol.topics import MAX_TOPIC_BYTES, Topics
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.interface import (

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from device_agent.machine import core_capacities, last_level_cache_bytes, usable_cores
 from hepti_mqtt import __version__
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.cost.profiles import profile_from_caps
+from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, twin, weight_bytes

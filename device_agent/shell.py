@@ -30,12 +30,14 @@ from device_agent.network import (
     Subscriptions,
 )
 from device_agent.probes import BUSY_S
-from hepti_mqtt.config.state import max_plausible_boot
+from hepti_mqtt import __version__
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import TensorArrival
+from hepti_mqtt.protocol.messages import is_compatible
+from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES, max_plausible_boot
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane, Publish
 from hepti_mqtt.runtime.worker.executor import Step
@@ -62,6 +64,7 @@ from hepti_mqtt.runtime.worker.interface import (
     Unsubscribe,
 )
 from hepti_mqtt.runtime.worker.programs import analyse, build
+from hepti_mqtt.runtime.worker.residents import plan_key
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport import Inbox
 
@@ -151,6 +154,7 @@ class SessionLoop:
         self._up: dict[Plane, LinkUp] = {}
         self._announced = False
         self._planner_boot: int | None = None
+        self._planner_version: str | None = None  # None: no planner has shown itself yet
         self.announce_offline = True
         self.packet_limit_bytes: int | None = None
         self.last_op_s = float("-inf")  # when an op was last run, by time.perf_counter()
@@ -160,6 +164,7 @@ class SessionLoop:
             SubscriptionAcknowledged: self._acknowledged,
             RefusedByBroker: self._filters_refused,
             PlannerStatus: self._planner_status,
+            MessageIn: self._message,
             OwnStatus: self._own_status,
         }
         self._command_handlers: Mapping[type, Callable[[Any], None]] = {
@@ -408,10 +413,29 @@ class SessionLoop:
             return
         if self._planner_boot is not None and event.status.boot < self._planner_boot:
             return  # of an earlier start: a broker that lost its last save retains it
+        self._planner_version = event.status.version
         if event.status.boot != self._planner_boot:
             self._planner_boot = event.status.boot
             self._feed_session(PlannerLost(event.status.boot))
         self._loader.post(RequestAgain())
+
+    def _message(self, event: MessageIn) -> None:
+        """Feed the session, but answer a Prepare of an incompatible planner as one that it refuses itself.
+
+        Every planner refuses a device whose Programs differ, and names both versions in its log and record.
+        """
+        message, version = event.message, self._planner_version
+        if not isinstance(message, messages.Prepare) or version is None or is_compatible(version):
+            self._feed_session(event)
+            return
+        theirs = version or "before 0.2.0"
+        self._complaints.record(
+            "other_version",
+            f"Refused a plan: the planner runs version {theirs}, this device {__version__}. Install the same on both.",
+        )
+        model, plan_version = plan_key(message)
+        ready = messages.Ready(message.transaction_id, model, plan_version, 0, bytes(PROGRAMS_BYTES))
+        self._execute([Publish(self._session.topics.reports(self._session.device), messages.encode(ready), 1)])
 
     def _own_status(self, event: OwnStatus) -> None:
         """Mend what the site is told about this device.

@@ -1,3 +1,3 @@
 """Hepti: MQTT middleware that lets the small computers of one site answer one transformer inference together."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

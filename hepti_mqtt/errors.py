@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final, Self
+
+BROKER_PACKET_SETTINGS: Final = (
+    "max_packet_size in mosquitto.conf (2,000,000 by default since 2.1; message_size_limit must be 0), "
+    "mqtt.max_packet_size of EMQX or max_payload_size of rumqttd"
+)
 
 
 class HeptiError(Exception):
@@ -108,6 +113,18 @@ class PacketLimitError(NetworkError):
 
     code = "packet_limit"
     exit_code = 1
+
+    @classmethod
+    def of(cls, what: str, needed_bytes: int, broker: str, largest_bytes: int, *, narrows: bool = True) -> Self:
+        """Return the error for `what` that needs larger packets than a broker accepts.
+
+        narrows: a smaller wire dtype makes them smaller, which does not hold for weights.
+        """
+        fewer = ", or send fewer bytes with --wire f16" if narrows else ""
+        return cls(
+            f"{what} needs packets of {needed_bytes} bytes; {broker} accepts at most about {largest_bytes}. "
+            f"Raise {BROKER_PACKET_SETTINGS}{fewer}."
+        )
 
 
 class RemoteError(HeptiError):

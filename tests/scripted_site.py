@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
@@ -56,7 +57,7 @@ LOST_S = 7.0  # more than the heartbeats that may be missed
 
 
 def caps(device: str, boot: int, memory: int = 1 << 30) -> Caps:
-    return Caps(device, boot, 1, 1, memory, 0, "plain", "0", CURVES, 0, 4)
+    return Caps(device, boot, 1, 1, memory, 0, "plain", __version__, CURVES, 0, 4)
 
 
 def heartbeat(boot: int, slowdown: float = 1.0) -> Heartbeat:

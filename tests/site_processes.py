@@ -22,7 +22,7 @@ from hepti_mqtt.client import Answer
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.forecast import PAUSE_S
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
+from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
@@ -166,23 +166,49 @@ def running_site(
             site.close()
 
 
-class User:
+class Voice:
+    """A raw MQTT client: keeps what it hears on some topics, and says what it is given."""
+
+    def __init__(self, url: str, *topics: str) -> None:
+        self.heard: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        states: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.transport = PahoTransport(
+            BrokerUrl.parse(url),
+            f"voice-{uuid.uuid4().hex[:8]}",
+            on_message=self.hear,
+            on_state=states.put,
+        )
+        self.transport.subscribe([(topic, 1) for topic in topics])
+        self.transport.connect(PATIENCE_S)
+        while not isinstance(states.get(timeout=PATIENCE_S), Subscribed):
+            pass
+
+    def hear(self, topic: str, payload: bytes) -> None:
+        self.heard.put((topic, bytes(payload)))
+
+    def say(self, topic: str, payload: bytes, retain: bool = False) -> None:
+        self.transport.publish(topic, payload, 1, retain)
+
+    def next(self, topic: str | None = None) -> tuple[str, bytes]:
+        """Return the next message, of one topic or of any."""
+        while (found := self.heard.get(timeout=PATIENCE_S))[0] != topic and topic is not None:
+            pass
+        return found
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class User(Voice):
     """Someone with an MQTT client and no library of ours."""
 
     def __init__(self, url: str, name: str = "someone", site: str = SITE) -> None:
         self.name, self.topics = name, Topics(site)
         self.answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        states: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.transport = PahoTransport(
-            BrokerUrl.parse(url),
-            f"user-{uuid.uuid4().hex[:8]}",
-            on_message=lambda topic, payload: self.answers.put((topic, json.loads(payload))),
-            on_state=states.put,
-        )
-        self.transport.subscribe([(self.topics.responses(name).removesuffix("+") + "#", 1)])
-        self.transport.connect(PATIENCE_S)
-        while not isinstance(states.get(timeout=PATIENCE_S), Connected):
-            pass
+        super().__init__(url, self.topics.responses(name).removesuffix("+") + "#")
+
+    def hear(self, topic: str, payload: bytes) -> None:
+        self.answers.put((topic, json.loads(payload)))
 
     def send(self, model: str, payload: bytes | Mapping[str, Any]) -> None:
         raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
@@ -192,6 +218,3 @@ class User:
         """Send a request; return topic and JSON of the next answer."""
         self.send(model, payload)
         return self.answers.get(timeout=PATIENCE_S)
-
-    def close(self) -> None:
-        self.transport.close()

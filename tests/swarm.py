@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from hepti_mqtt import __version__
 from hepti_mqtt.cost.profiles import Curve
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
@@ -226,7 +227,7 @@ class Swarm:
             memory_budget_bytes=memory,
             rss_idle_bytes=0,
             isa="test",
-            version="0",
+            version=__version__,
             curves=curves(flops_per_s),
             largest_packet_bytes=1 << 24,
             mqtt=4,

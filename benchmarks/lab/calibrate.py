@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final
 
@@ -106,15 +104,12 @@ class Calibration:
         return [*table((*names, "up", "down", "round trip ms"), rows), "", f"{self.machine}{full}", *off, ""]
 
 
-def calibrate(lab: Lab, spec: LabSpec, cache: Path | None, report: Report) -> Calibration:
+def calibrate(lab: Lab, spec: LabSpec, report: Report) -> Calibration:
     """Set every host's quota so that it has the speed of its spec, and return what all of them have.
 
-    spec: the lab's own, or with other speeds and rates. cache: a directory of earlier calibrations, None to begin
-    afresh; one that is found is verified by a measurement per host. report: hears a line per step. All hosts are to be
-    idle. Raises LabError if a speed cannot be reached, or the quotas are more than the machine has.
+    spec: the lab's own, or with other speeds and rates. report: hears a line per step. All hosts are to be idle. Raises
+    LabError if a speed cannot be reached, or the quotas are more than the machine has.
     """
-    place = None if cache is None else cache / f"{_key(spec)}.json"
-    known = _load(place)
     full = _full_speed(lab, spec)
     if full is not None:
         check_quotas(spec, full, os.cpu_count() or 1)
@@ -122,37 +117,16 @@ def calibrate(lab: Lab, spec: LabSpec, cache: Path | None, report: Report) -> Ca
     for own in spec.hosts:
         slowed, host = replace(own, gflops=spec.slowed(own.gflops)), lab.hosts[own.name]
         alike = next((f.cpu for f in figures if f.cpu and f.target_gflops == slowed.gflops), None)
-        made = _speeds(host, slowed, spec.calibrate, full, known.get(own.name), alike)
+        made = _speeds(host, slowed, spec.calibrate, full, alike)
         rate = spec.rate_of(own.name)
         up, down, rtt_ms = _checked_link(host, lab.hub, rate)
         figures.append(replace(made, rate_mbit=rate, up_mbit=up, down_mbit=down, rtt_ms=rtt_ms))
         report(f"{own.name}: {made.gflops:.1f} GFLOP/s, {up:.0f} Mbit/s up, {down:.0f} down")
     of = machine() if spec.isa is None else f"{machine()}, held to {spec.isa}"
-    found = Calibration(spec.name, of, tuple(figures), full)
-    if place is not None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(asdict(found)), encoding="utf-8")
-    return found
+    return Calibration(spec.name, of, tuple(figures), full)
 
 
-def _key(spec: LabSpec) -> str:
-    """Return the name of a calibration: the same machine, hosts and speeds; rates are always measured."""
-    hosts = [(h.name, spec.slowed(h.gflops), h.threads) for h in spec.hosts]
-    text = json.dumps([machine(), spec.name, spec.kind, spec.calibrate, hosts, spec.isa])
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _load(place: Path | None) -> Mapping[str, HostFigures]:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        if place is not None:
-            found = Calibration.from_dict(json.loads(place.read_text(encoding="utf-8")))
-            return {host.host: host for host in found.hosts}
-    return {}
-
-
-def _speeds(
-    host: Host, spec: HostSpec, by: Yardstick, full: float | None, before: HostFigures | None, alike: float | None
-) -> HostFigures:
+def _speeds(host: Host, spec: HostSpec, by: Yardstick, full: float | None, alike: float | None) -> HostFigures:
     """alike: the quota that was found for another host of the same target, which this one gets too if it fits."""
     target = spec.gflops
     with _prober(host, spec.threads) as ask:
@@ -166,14 +140,13 @@ def _speeds(
             return median(float(ask(by)["gflops_per_s"]) for _ in range(REPEATS))
 
         if target is not None and host.adjustable:
-            known = alike if alike is not None else None if before is None else before.cpu
-            if known is not None:
-                speed = measure(known)
+            if alike is not None:
+                speed = measure(alike)
                 # Equal hosts get equal quotas: what one measurement says of two of them differs by more than they do.
-                if abs(speed / target - 1) <= (WITHIN if alike is None else ALIKE):
-                    cpu, found[by] = known, speed
+                if abs(speed / target - 1) <= ALIKE:
+                    cpu, found[by] = alike, speed
             if cpu is None:
-                guess = known or (target / full if full else spec.threads / 2)
+                guess = alike or (target / full if full else spec.threads / 2)
                 cpu, found[by] = solve(measure, target, float(spec.threads), guess)
         else:
             host.throttle(True)

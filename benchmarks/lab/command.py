@@ -61,7 +61,7 @@ def lab(args: argparse.Namespace) -> int:
 
 def _calibrated(made: Lab) -> None:
     if made.spec.kind == "emulated" and any(host.gflops for host in made.spec.hosts):
-        found = calibrate(made, made.spec, files.ROOT / ".cache" / "lab-calibrations", output.err.print)
+        found = calibrate(made, made.spec, output.err.print)
         for line in found.lines():
             output.err.print(line, markup=False)
         made.throttle(True)

@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks.tables import table
 from device_agent.measure import measure
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cost.profiles import DeviceProfile, profile_from_caps
+from hepti_mqtt.cost.profiles import DeviceProfile
+from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Weight, Workers, allocate, works

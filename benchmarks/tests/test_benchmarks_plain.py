@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import chain_experiment, experiment, files, report
+from benchmarks import chain_experiment, experiment, files, kernel_roofs, report
 from benchmarks.__main__ import KINDS, _kind, _parse, main
 from benchmarks.chain import PRIMARY, Case, left, programs, reference, weights
 from benchmarks.errors import LabError
@@ -27,6 +27,8 @@ from benchmarks.tables import median_interval, ratio, table
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.kernels.cpu import TILE
+from hepti_mqtt.kernels.jit import compile_all
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack
 
 PAIR = {"name": "pair", "rate": 100, "hosts": {"pi1": {"gflops": 20}, "pi2": {"gflops": 20}}}
@@ -167,6 +169,16 @@ def test_both_programs_of_the_chain_give_its_product(case: Case) -> None:
                 elif out is not None:
                     executors[out.op.to[0]].deliver(1, (out.op.node, out.op.part, device), np.array(out.array))
     np.testing.assert_allclose(output, reference(case, x, matrices), atol=1e-4)
+
+
+@pytest.mark.parametrize("streams", kernel_roofs._STREAMS)
+def test_the_roofs_read_every_element_once_and_say_how_much_they_do(streams: int) -> None:
+    compile_all()
+    array, out = np.arange(64 * TILE.lanes, dtype=np.float32), np.empty(TILE.lanes, np.float32)
+    kernel_roofs._read(out, array, streams)
+    np.testing.assert_array_equal(out, array.reshape(-1, TILE.lanes).sum(axis=0))
+    assert kernel_roofs.reads_of_memory(1 << 16, repeats=1).amount == 1 << 16
+    assert kernel_roofs.multiply_adds(Workers(1)).amount >= 2 * 1000 * TILE.lanes
 
 
 def chain_records(best: int) -> list[dict[str, Any]]:

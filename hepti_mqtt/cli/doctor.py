@@ -26,9 +26,9 @@ from hepti_mqtt.errors import BadNameError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.kernels import isa, precompile
 from hepti_mqtt.kernels.jit import cache_directory
-from hepti_mqtt.protocol.limits import LOW_QUEUE, low_queue_warning
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet, queue_capacity
+from hepti_mqtt.transport.broker_limits import LOW_QUEUE, low_queue_warning
 
 T = TypeVar("T")
 

@@ -41,6 +41,7 @@ from hepti_mqtt.planner import Candidate, Decision, Question, decide
 from hepti_mqtt.planner.candidates import relayed, with_route
 from hepti_mqtt.program import Program
 from hepti_mqtt.protocol.messages import version_mismatch
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -89,20 +90,9 @@ def search_now(
     """
     spec, plan, shape = model
     cluster = cluster_of_devices(found, [d["device"] for d in found if d["status"] == "online" and "curves" in d])
-    return decide(
-        Question(
-            naming,
-            spec,
-            cluster,
-            shape,
-            plan.version,
-            in_flight,
-            wire=plan.wire,
-            weight_dtype=plan.weight_dtype,
-            requests=ROUNDS * in_flight,
-            objective=objective,
-        )
-    )
+    pins = Pins(wire=plan.wire, weight_dtype=plan.weight_dtype, objective=objective)
+    requests = ROUNDS * in_flight
+    return decide(pins.question(naming, spec, cluster, shape, plan.version, in_flight=in_flight, requests=requests))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -48,23 +48,10 @@ def simulate(args: argparse.Namespace) -> int:
 
 def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Question:
     pins = PinOptions.from_args(args).to_pins()
-    return Question(
-        TopicNames(args.site, "model"),
-        spec,
-        cluster,
-        representative_shape(spec, args.tokens, args.sequences),
-        PlanVersion(1, 1),
-        strategy=pins.strategy,
-        options=pins.options,
-        devices=pins.devices,
-        wire=pins.wire,
-        weight_dtype=pins.weight_dtype,
-        route=pins.route,
-        objective=pins.objective,
-        accuracy=pins.accuracy,
-        in_flight=args.in_flight,
-        requests=args.requests or (ROUNDS * args.in_flight if args.explain else 0),
-    )
+    shape = representative_shape(spec, args.tokens, args.sequences)
+    requests = args.requests or (ROUNDS * args.in_flight if args.explain else 0)
+    naming, version = TopicNames(args.site, "model"), PlanVersion(1, 1)
+    return pins.question(naming, spec, cluster, shape, version, in_flight=args.in_flight, requests=requests)
 
 
 def _decide(model: str, question: Question) -> Decision:

@@ -1,4 +1,4 @@
-"""The name of a client who has not chosen one, and what a broker has against it."""
+"""A connection of a user's program to one site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +38,7 @@ from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTranspo
 
 
 def client_name(user: str | None) -> str:
-    """Return the broker's user if that can stand in a topic, as access lists want it, else a random name."""
+    """Return the broker's user if it is valid in a topic, as access lists require, else a random name."""
     try:
         return check_name("client", user or "")
     except BadNameError:
@@ -47,19 +46,15 @@ def client_name(user: str | None) -> str:
 
 
 def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:
-    """Return the error of a client whom the broker does not let do something; what: "publish to" or the like."""
+    """Return the error of a client whose publish or subscription the broker refused; what: "publish to" ...."""
     return RefusedError(
         f"the broker does not let client {client_id} {what} {', '.join(state.topics)}: {state.reason}; "
         "a client's name must be its user's, and the user a client (`hepti site add client NAME`, --client NAME)"
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The futures of answers.
-
-
 class AnswerStream(Future[Answer]):
-    """The future of an answer whose parts are shown as they come; None in `parts` is the end."""
+    """The future of an answer, with its parts as they come; None in `parts` is the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +62,7 @@ class AnswerStream(Future[Answer]):
 
 
 def settle(token: object, outcome: Answer | HeptiError) -> None:
-    """Give a future its answer, or the error that a request ended with; one that was cancelled keeps that."""
+    """Give a future its answer or error, unless it was cancelled."""
     assert isinstance(token, Future)
     if not token.set_running_or_notify_cancel():
         return
@@ -86,7 +81,7 @@ _LONGEST_PATH: Final = 1024
 
 
 def encode_picture(picture: Picture) -> str:
-    """Return a picture as base64, from a file's path, a file's bytes, a Pillow image, or base64 as it is.
+    """Return a picture as base64, from a path, a file's bytes, a Pillow image, or base64.
 
     Raises RequestError if the file cannot be read.
     """
@@ -126,12 +121,12 @@ def request_body(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A connection of a user's program to one site.
+# The connection.
 
 
-GRACE_S: Final = 1.0  # between a planner's retained status and its plans, at the most
-PAUSE_S: Final = 0.2  # between retained records that come together
-PLANNER_S: Final = 5.0  # to hear of a planner that restarts
+GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
+PAUSE_S: Final = 0.2  # at most, between two retained records
+PLANNER_S: Final = 5.0  # for a planner that restarts
 
 
 class Hepti:
@@ -145,7 +140,7 @@ class Hepti:
         self._refused: RefusedError | None = None
         self._subscribed: set[int] = set()
         self._watching: int | None = None
-        # Two programs of one user must not throw each other off.
+        # Two programs of one user must not disconnect each other.
         own = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
         self._transport = PahoTransport(url, own, on_message=self._heard, on_state=self._state, name="hepti-client")
 
@@ -179,7 +174,7 @@ class Hepti:
         return hepti
 
     def close(self) -> None:
-        """Disconnect; requests that still wait end with NetworkError."""
+        """Disconnect; pending requests end with NetworkError."""
         self._transport.close()
         with self._changed:
             ended = self._session.abandon()
@@ -225,14 +220,13 @@ class Hepti:
         """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
 
         image: a path, a file's bytes or a Pillow image. want="hidden": final hidden states instead of the task's
-        result; want="plan": nothing is computed, the answer comes when the plan is up and tells what this request would
-        take. empty="zero": zeros instead of an error for empty ones of texts. strategy ("auto" to free it), options,
-        devices, wire, accuracy, weights, route, objective pin what the planner would choose, for this request alone. A
-        broker that is lost is waited for, and the request sent again. report: the answer waits for what the devices
-        counted.
+        result; want="plan": computes nothing; the answer comes when the plan is active and has the predicted cost.
+        empty="zero": zeros instead of an error for empty texts. strategy ("auto" to free it), options, devices, wire,
+        accuracy, weights, route, objective pin the planner's choice for this request alone. report: the answer waits
+        for the devices' counters. If the broker is lost, the request is sent again after reconnection.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
-        deadline_ms or if no answer comes within timeout_s, NetworkError if broker or planner are away all that time.
+        deadline_ms or without an answer within timeout_s, NetworkError if broker or planner are away all that time.
         """
         future = self.submit(
             model,
@@ -292,16 +286,16 @@ class Hepti:
         return answer
 
     def foretold(self, answer: Answer, **request: Any) -> Answer:
-        """Return an answer with what the simulator predicts for it, where it came before its forecast was made.
+        """Return an answer with its simulated forecast, if it came with an estimate.
 
-        request: what `infer` was given, without the model; not want="hidden". It is sent once more for its forecast
-        alone, which computes nothing. If that fails, or another plan is up by then, the answer stays as it is.
+        request: what `infer` was given, without the model; not want="hidden". It is sent again with want="plan". If
+        that fails, or another plan is active by then, the answer is returned unchanged.
         """
         if answer.raw.get("forecast") != "estimated":
             return answer
         try:
             told = self.infer(answer.model, **{**request, "want": "plan"})
-        except HeptiError:  # the answer is there
+        except HeptiError:  # the answer itself is complete
             return answer
         if told.plan["id"] != answer.plan["id"]:
             return answer
@@ -309,16 +303,14 @@ class Hepti:
         return replace(answer, raw={**answer.raw, **{key: told.raw[key] for key in keys if key in told.raw}})
 
     def submit(self, model: str, *, request_id: str | None = None, **request: Any) -> Future[Answer]:
-        """Send a request with the arguments of `infer` and return its future; cancelling it stops the waiting.
+        """Send a request with the arguments of `infer` and return its future; cancelling it ends the wait.
 
-        request_id: the same id again gives the same answer without computing it again; under it another request is
-        refused (IdInUseError). Raises RequestError for what is no JSON, BadNameError, NetworkError if too much waits
-        for the broker already.
+        request_id: repeating a request with its id returns the same answer without computing it again; another request
+        with that id raises IdInUseError. Raises RequestError if the request is not valid JSON, BadNameError,
+        NetworkError if the send queue is full.
         """
-        body = request_body(**request)
-        name = request_id or uuid.uuid4().hex
         future: Future[Answer] = Future()
-        self._send(model, name, body, future)
+        self._send(model, request_id or uuid.uuid4().hex, request_body(**request), future)
         return future
 
     def _send(self, model: str, name: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
@@ -339,7 +331,7 @@ class Hepti:
         with self._changed:
             connected, planner = self._connected, self._session.planner_online
         if not connected:
-            return NetworkError(f"the broker was lost and did not come back within {timeout_s:g} s")
+            return NetworkError(f"The connection to the broker was lost for {timeout_s:g} s")
         if not planner:
             return NetworkError(f"no planner answers at site {self.site}; start one with: hepti planner --model ...")
         return DeadlineError(f"no answer within {timeout_s:g} s; the planner is there, see `hepti plan` and its log")
@@ -350,21 +342,22 @@ class Hepti:
         """Return the names of the models that the planner serves; raises NetworkError if there is no planner."""
         self._require_planner(timeout)
         count = 0
-        # Retained records come one after the other, and nothing says which one is the last.
-        while self._wait_until(partial(self._more_models, count), PAUSE_S if count else GRACE_S):
+
+        def has_more() -> bool:
+            return len(self._session.models()) > count
+
+        # Retained records come one by one, and none is marked as the last.
+        while self._wait_until(has_more, PAUSE_S if count else GRACE_S):
             with self._changed:
                 count = len(self._session.models())
         with self._changed:
             return self._session.models()
 
-    def _more_models(self, known: int) -> bool:
-        return len(self._session.models()) > known
-
     def plan(self, model: str, timeout: float = PLANNER_S) -> dict[str, Any]:
         """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error, story.
 
-        Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if it is
-        of a version whose record this one cannot read.
+        Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if its
+        version is incompatible.
         """
         self._require_planner(timeout)
         self._wait_until(lambda: self._session.record(model) is not None, GRACE_S)
@@ -383,8 +376,8 @@ class Hepti:
     ) -> dict[str, Any]:
         """Wait until a plan of the model is active (and `predicate(record)` holds); return its record.
 
-        patience_s: give up when the planner has said for so long that there is no plan; by default the whole timeout.
-        Raises as `plan` does, and PlanError with the planner's words.
+        patience_s: give up after the planner has reported an error for this long; by default the whole timeout.
+        Raises as `plan` does, and PlanError with the planner's message.
         """
         until = time.monotonic() + timeout
         hopeless_since: float | None = None
@@ -408,9 +401,9 @@ class Hepti:
         raise PlanError(error["message"] if error else f"no plan of {model} was active within {timeout:g} s")
 
     def devices(self, wait_s: float = 1.5) -> list[dict[str, Any]]:
-        """Return what every device says of itself: device, status, boot, its caps, and `heartbeat` or None.
+        """Return every device's own description: device, status, boot, its caps, and `heartbeat` or None.
 
-        wait_s: how long to listen for heartbeats; shorter if every device that is online has been heard.
+        wait_s: longest wait for the heartbeats of all online devices.
         """
         with self._changed:
             if self._watching is None:
@@ -424,7 +417,7 @@ class Hepti:
             return [d.to_dict(name) for name, d in sorted(self._session.devices.items())]
 
     def unused(self) -> dict[str, str]:
-        """Return why the planner uses devices that are online for no plan, by name; none where there is no planner."""
+        """Return why the planner leaves online devices out of all plans, by name; empty without a planner."""
         with self._changed:
             return self._session.unused()
 
@@ -472,7 +465,7 @@ class Hepti:
     def _state(self, state: State) -> None:
         again: list[RequestPublish] = []
         refused: list[object] = []
-        refusal: RefusedError | None = None
+        refusal = refusal_error(self.client_id, "publish to", state) if isinstance(state, Refused) else None
         with self._changed:
             if isinstance(state, Connected):
                 again = self._session.to_resend()
@@ -482,10 +475,7 @@ class Hepti:
             elif isinstance(state, Subscribed):
                 self._subscribed.add(state.token)
             elif state.token is None:
-                refused, refusal = (
-                    self._session.drop_refused(state.topics),
-                    refusal_error(self.client_id, "publish to", state),
-                )
+                refused = self._session.drop_refused(state.topics)
             else:
                 self._refused = refusal_error(self.client_id, "subscribe to", state)
             self._changed.notify_all()

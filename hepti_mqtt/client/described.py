@@ -13,26 +13,19 @@ from numpy.typing import NDArray
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.cost.profiles import (
-    Cluster,
-    DeviceProfile,
-    Link,
-    PeerLink,
-    frame_cost,
-    make_cluster,
-    profile_from_caps,
-    symmetric_peer_links,
-    with_frame_costs,
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.reported import (
+    PLANNED,
+    ReportedDevice,
+    implausible_caps,
+    reported_cluster,
+    sanitize_heartbeat,
 )
 from hepti_mqtt.errors import ConfigError, RequestError
 from hepti_mqtt.models.shapes import ImageInput, TextInput
-from hepti_mqtt.protocol import messages as peer_forms
-from hepti_mqtt.protocol.messages import Heartbeat
-from hepti_mqtt.runtime.coordinator.fleet import PLAUSIBLE, implausible_caps, sanitize_heartbeat
+from hepti_mqtt.protocol import messages
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.spec import Spec
-
-LEAST_SLOWDOWN: Final = 0.05  # that a plan is made with, as the planner has it
 
 
 def unusable_reason(device: Mapping[str, Any]) -> str | None:
@@ -48,18 +41,23 @@ def unusable_reason(device: Mapping[str, Any]) -> str | None:
     return wrong and f"its capabilities cannot be right ({wrong[:200]}); restart the agent there, or update it"
 
 
+def _heartbeat(told: Mapping[str, Any]) -> messages.Heartbeat:
+    """Return a heartbeat with the numbers that plans are made with."""
+    planned: dict[str, Any] = {key: told.get(key) for key in PLANNED if key != "slowdown"}
+    peers = {name: messages.LinkReport(**report) for name, report in (told.get("peers") or {}).items()}
+    blank = messages.Heartbeat(0, 0, 0.0, 0, None, None, None, told.get("slowdown") or 1.0, 0)
+    return replace(blank, peers=peers, **planned)
+
+
 def sanitize_device(device: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """Return a device without the numbers of its heartbeat that the planner does not believe, and what was wrong."""
+    """Return a device without the numbers of its heartbeat that no plan is made with, and what is wrong with them."""
     heartbeat = device.get("heartbeat")
     if heartbeat is None:
         return dict(device), None
-    peers = {name: peer_forms.LinkReport(**report) for name, report in heartbeat.get("peers", {}).items()}
-    kept, wrong = sanitize_heartbeat(Heartbeat(**{**heartbeat, "peers": peers}))
+    kept, wrong = sanitize_heartbeat(_heartbeat(heartbeat))
     links = {name: report._asdict() for name, report in kept.peers.items()}
-    return {
-        **device,
-        "heartbeat": {**heartbeat, **{key: getattr(kept, key) for key in PLAUSIBLE}, "peers": links},
-    }, wrong
+    numbers = {key: getattr(kept, key) for key in PLANNED}
+    return {**device, "heartbeat": {**heartbeat, **numbers, "peers": links}}, wrong
 
 
 def usable(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -80,29 +78,20 @@ def cluster_of_devices(found: Sequence[Mapping[str, Any]], names: Sequence[str])
             f"devices of the plan are not there any more, or refused: {', '.join(missing)}; see `hepti devices`, and "
             "try again"
         )
-    profiles: dict[str, DeviceProfile] = {}
-    links, peers = {}, {}
-    for name in names:
-        device = by_name[name]
-        hb = device.get("heartbeat") or {}
-        profiles[name] = profile_from_caps(
-            name,
-            device["curves"],
-            device["memory_budget_bytes"],
-            max(hb.get("slowdown") or 1.0, LEAST_SLOWDOWN),
-            frame_cost(hb.get("peer_frame_s"), hb.get("peer_byte_s")),
+    reported = []
+    for device in map(by_name.__getitem__, names):
+        heartbeats = [_heartbeat(told)] if (told := device.get("heartbeat")) else []
+        reported.append(
+            ReportedDevice(
+                device["device"],
+                device["curves"],
+                device["memory_budget_bytes"],
+                [hb.slowdown for hb in heartbeats],
+                heartbeats,
+                messages.endpoint(device.get("endpoint")),
+            )
         )
-        rate = hb.get("bandwidth_bytes_per_s") or Link().up_bytes_per_s
-        links[name] = Link((hb.get("round_trip_s") or 2 * Link().latency_s) / 2, rate, rate)
-        peers[name] = {
-            target: PeerLink(told["round_trip_s"] / 2, told["bytes_per_s"])
-            for target, told in (hb.get("peers") or {}).items()
-        }
-    endpoints = {name: told for name in names if (told := peer_forms.endpoint(by_name[name].get("endpoint")))}
-    profiles = with_frame_costs(profiles, [name for name, endpoint in endpoints.items() if not endpoint.loopback])
-    return replace(
-        make_cluster(profiles, links), endpoints=frozenset(endpoints), peer_links=symmetric_peer_links(peers)
-    )
+    return reported_cluster(reported)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

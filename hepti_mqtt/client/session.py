@@ -1,4 +1,4 @@
-"""What a user gets: the planner's JSON with the parts that programs want as arrays, and errors as exceptions."""
+"""Answers as Python objects, errors as exceptions, and the client's session without I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from hepti_mqtt.errors import HeptiError, IdInUseError, RemoteError, RequestError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import TOKEN, missing_answer_key, missing_record_key, version_mismatch
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 
@@ -27,7 +26,7 @@ Floats = NDArray[np.float32]
 class Answer:
     """The answer to one request.
 
-    raw: the planner's JSON as it came. latency_ms: from publish to answer, measured here.
+    raw: the planner's JSON. latency_ms: from publish to answer, measured by the client.
     """
 
     raw: Mapping[str, Any]
@@ -45,7 +44,7 @@ class Answer:
 
     @property
     def result(self) -> Any:
-        """Return what the model said, as JSON gives it: embedding, labels, masks, hidden states; None if not asked."""
+        """Return the result as JSON: embedding, labels, masks, hidden states; None with want="plan"."""
         return self.raw["result"]
 
     @property
@@ -56,7 +55,7 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens were computed."""
+        """Return the number of tokens computed."""
         return int(self.raw["tokens"])
 
     @property
@@ -70,7 +69,7 @@ class Answer:
 
     @property
     def embeddings(self) -> Floats:
-        """Return the embeddings [B, h]; raises RequestError if the model gives none."""
+        """Return the embeddings [B, h]; raises RequestError if there are none."""
         return np.array(self._parts("embedding"), np.float32)
 
     @property
@@ -87,7 +86,7 @@ class Answer:
 
     @property
     def generated(self) -> str:
-        """Return the text that a decoder has generated; raises RequestError if the model generates none."""
+        """Return the generated text; raises RequestError if there is none."""
         return str(self._parts("text")[0])
 
     @property
@@ -115,18 +114,18 @@ class Answer:
 def _tree(cls: type[HeptiError]) -> dict[str, type[HeptiError]]:
     found: dict[str, type[HeptiError]] = {}
     for child in cls.__subclasses__():
-        if child.__module__ == HeptiError.__module__:  # others borrow their code from those
+        if child.__module__ == HeptiError.__module__:  # subclasses elsewhere inherit their code
             found.update(_tree(child))
-    return {**found, cls.code: cls}  # a subclass without a code of its own is not what the code means
+    return {**found, cls.code: cls}  # a code names the class that defines it
 
 
 _BY_CODE = _tree(HeptiError)
 
 
 def error_from(data: Mapping[str, Any]) -> HeptiError:
-    """Return the exception of an error answer; a code that this version does not know becomes RemoteError.
+    """Return the exception of an error answer; an unknown code becomes RemoteError.
 
-    Raises WireError if `data` is no error answer.
+    Raises WireError if `data` is not an error answer.
     """
     error = data.get("error")
     if not isinstance(error, Mapping) or not isinstance(error.get("message"), str):
@@ -135,7 +134,7 @@ def error_from(data: Mapping[str, Any]) -> HeptiError:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# ClientSession: which requests wait for an answer, and what is known of the site; no sockets, threads or clocks.
+# ClientSession: pending requests and the state of the site; no sockets, threads or clocks.
 
 
 class RequestPublish(NamedTuple):
@@ -146,14 +145,14 @@ class RequestPublish(NamedTuple):
 
 
 class PartialAnswer(NamedTuple):
-    """A part of an answer of which more comes; `handle` is the shell's own handle."""
+    """A part of an answer; `handle` is the caller's own."""
 
     handle: object
     data: Mapping[str, Any]
 
 
 class RequestEnded(NamedTuple):
-    """A request that is over; `handle` is the shell's own handle."""
+    """The end of a request; `handle` is the caller's own."""
 
     handle: object
     outcome: Answer | HeptiError
@@ -164,31 +163,34 @@ class _Caller(NamedTuple):
     since_s: float
 
 
+ClientEvent = RequestEnded | PartialAnswer | RequestPublish
+
+
 @dataclass(frozen=True, slots=True)
 class _PendingRequest:
-    """A request that waits, and everybody who has asked it under this id."""
+    """A pending request and its callers: all who sent it under this id."""
 
     publication: RequestPublish
     callers: list[_Caller]
 
 
-DEVICES: Final = 1024  # that are remembered: names cost nothing to invent
+DEVICES: Final = 1024  # remembered at most: names cost a peer nothing to invent
 
 
 @dataclass(slots=True)
 class DeviceView:
-    """A device as it described itself. caps_error: why its last caps cannot be read, "" if they can."""
+    """A device's own description; caps_error: why its last caps are invalid, else ""."""
 
-    status: protocol_messages.Status | None = None
-    caps: protocol_messages.Caps | None = None
-    heartbeat: protocol_messages.Heartbeat | None = None
+    status: messages.Status | None = None
+    caps: messages.Caps | None = None
+    heartbeat: messages.Heartbeat | None = None
     caps_error: str = ""
 
     def to_dict(self, name: str) -> dict[str, Any]:
         """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None).
 
-        Of a device that is starting also `doing`, `done` and `total`; `caps_unread` and `caps_boot` say why its caps
-        cannot be read, and of which start they are.
+        For a starting device also `doing`, `done` and `total`. `caps_unread`: why its caps are invalid. `caps_boot`:
+        the boot counter of its caps.
         """
         out: dict[str, Any] = {} if self.caps is None else {**asdict(self.caps), "caps_boot": self.caps.boot}
         out |= {"caps_unread": self.caps_error} if self.caps_error else {}
@@ -198,19 +200,17 @@ class DeviceView:
         if self.status is not None and self.status.state == "starting":
             out |= {"doing": self.status.doing, "done": self.status.done, "total": self.status.total}
         current = self.heartbeat is not None and self.heartbeat.boot == out["boot"]
-        out["heartbeat"] = _told(self.heartbeat) if current and self.heartbeat is not None else None
+        out["heartbeat"] = _heartbeat_dict(self.heartbeat) if current and self.heartbeat is not None else None
         return out
 
 
 @dataclass(slots=True)
 class ClientSession:
-    """What one client knows. unreadable_records: what records that cannot be read lack. counters: messages dropped,
-    by reason.
-    """
+    """The state of one client; unreadable_records: the missing key by model; counters: dropped messages by reason."""
 
     site: str
     client: str
-    planner: protocol_messages.Status | None = None
+    planner: messages.Status | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     unreadable_records: dict[str, str] = field(default_factory=dict)
     devices: dict[str, DeviceView] = field(default_factory=dict)
@@ -224,20 +224,18 @@ class ClientSession:
 
     @property
     def planner_online(self) -> bool:
-        """Return whether a planner has said that it is there."""
+        """Return whether a planner is online."""
         return self.planner is not None and self.planner.state == "online"
 
     def record(self, model: str) -> dict[str, Any] | None:
-        """Return the record of a model's plans, if the planner that is there now published it.
+        """Return the record of a model's plans if the current planner published it.
 
-        Raises WireError for one that this version cannot read.
+        Raises WireError if its version is incompatible.
         """
         if not self._served(model):
             return None
         if model in self.unreadable_records:
-            raise version_mismatch(
-                f"what is told of model {model} and its plans lacks {self.unreadable_records[model]!r}"
-            )
+            raise version_mismatch(f"the record of model {model} lacks {self.unreadable_records[model]!r}")
         return self.records[model]
 
     def models(self) -> list[str]:
@@ -245,7 +243,7 @@ class ClientSession:
         return sorted(filter(self._served, self.records))
 
     def unused(self) -> dict[str, str]:
-        """Return why the planner uses devices that are online for no plan, as far as its records can be read."""
+        """Return why the planner leaves online devices out of all plans, by name, from its readable records."""
         records = [self.records[name] for name in self.models() if name not in self.unreadable_records]
         return {device: why for record in records for device, why in record["unused"].items()}
 
@@ -257,9 +255,10 @@ class ClientSession:
     def add_request(
         self, model: str, request: str, body: Mapping[str, Any], token: object, now: float
     ) -> RequestPublish:
-        """Note a request and return what to publish; raises BadNameError, or RequestError for what is no JSON.
+        """Add a request, or one more caller of a pending one, and return what to publish.
 
-        One that waits already gets one more to tell. Raises IdInUseError while another request waits under this id.
+        Raises BadNameError, RequestError if it is not valid JSON, IdInUseError if another request with this id is
+        pending.
         """
         check_name("request", request)
         try:
@@ -275,7 +274,7 @@ class ClientSession:
         return publication
 
     def forget(self, model: str, request: str, token: object) -> None:
-        """Wait no longer for a request on behalf of who asked with this token; others may have asked the same."""
+        """Remove one caller of a request; others may still wait for it."""
         waiting = self._pending.get((model, request))
         if waiting is None:
             return
@@ -284,41 +283,37 @@ class ClientSession:
             del self._pending[model, request]
 
     def abandon(self) -> list[object]:
-        """Give up all requests; return their tokens."""
+        """Drop all requests; return their handles."""
         tokens = [caller.handle for p in self._pending.values() for caller in p.callers]
         self._pending.clear()
         return tokens
 
     def drop_refused(self, topics: Iterable[str]) -> list[object]:
-        """Give up the requests that the broker does not take; return their tokens."""
+        """Drop the requests that the broker refused; return their handles."""
         gone = {key: p.callers for key, p in self._pending.items() if p.publication.topic in set(topics)}
         for key in gone:
             del self._pending[key]
         return [caller.handle for callers in gone.values() for caller in callers]
 
     def to_resend(self) -> list[RequestPublish]:
-        """Return the requests to publish again when a connection stands: an answer may have passed unheard."""
+        """Return the requests to publish again after a reconnection: their answers may have been missed."""
         return [p.publication for p in self._pending.values()]
 
-    def handle_message(
-        self, topic: str, payload: bytes, now: float
-    ) -> list[RequestEnded | PartialAnswer | RequestPublish]:
-        """Take a message; return what is over and what must be published again. Each answer is shown once."""
+    def handle_message(self, topic: str, payload: bytes, now: float) -> list[ClientEvent]:
+        """Take a message; return ended requests, parts of answers, and requests to publish again."""
         try:
             return self._heard(self.topics.parse(topic), payload, now)
         except (WireError, ValueError, TypeError, KeyError, RecursionError) as error:
             self.counters[f"malformed {type(error).__name__}"] += 1
             return []
 
-    def _heard(
-        self, topic: ParsedTopic, payload: bytes, now: float
-    ) -> list[RequestEnded | PartialAnswer | RequestPublish]:
+    def _heard(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
         if topic.kind == "response":
             return self._answered(topic, payload, now)
         if topic.kind == "planner_status":
             self.planner = messages.decode_status(payload) if payload else None
-            # A planner that says so anew may be a new one, or have been away while a broker without memory took
-            # requests that nobody was subscribed to. It recognises those that it has.
+            # This may be a new planner, or a broker without persistence may have dropped requests while the planner
+            # was away. The planner recognises those it already has.
             return list(self.to_resend()) if self.planner_online else []
         if topic.kind == "plan":
             self._planned(topic.model, payload)
@@ -326,9 +321,7 @@ class ClientSession:
             self._device(topic, payload)
         return []
 
-    def _answered(
-        self, topic: ParsedTopic, payload: bytes, now: float
-    ) -> list[RequestEnded | PartialAnswer | RequestPublish]:
+    def _answered(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
         pending = self._pending.get((topic.model, topic.request))
         if pending is None:
             self.counters["not asked"] += 1
@@ -343,12 +336,11 @@ class ClientSession:
         error = None if data.get("ok") is True else error_from(data)
         if error is None and (lacks := missing_answer_key(data)) is not None:
             error = version_mismatch(f"the answer lacks {lacks!r}")
-        ended: list[RequestEnded | PartialAnswer | RequestPublish] = [
-            RequestEnded(token, Answer(data, (now - since_s) * 1e3) if error is None else error)
-            for token, since_s in pending.callers
-        ]
         del self._pending[topic.model, topic.request]
-        return ended
+        return [
+            RequestEnded(handle, Answer(data, (now - since_s) * 1e3) if error is None else error)
+            for handle, since_s in pending.callers
+        ]
 
     def _planned(self, model: str, payload: bytes) -> None:
         if not payload:
@@ -382,20 +374,20 @@ class ClientSession:
     def _caps(self, device: DeviceView, payload: bytes) -> None:
         try:
             device.caps, device.caps_error = messages.decode_caps(payload), ""
-        except (WireError, ValueError, TypeError) as error:  # the device is there, so that it is listed with the reason
+        except (WireError, ValueError, TypeError) as error:
             self.counters["unread caps"] += 1
             device.caps, device.caps_error = None, str(error)
 
 
 def _plain(value: Any) -> Any:
-    """Return an array or a number of NumPy as plain data."""
+    """Return a NumPy array or number as plain data."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def _told(heartbeat: protocol_messages.Heartbeat) -> dict[str, Any]:
-    """Return a heartbeat as maps, those of its peers too."""
+def _heartbeat_dict(heartbeat: messages.Heartbeat) -> dict[str, Any]:
+    """Return a heartbeat and its nested reports as plain data."""
     peers = {name: report._asdict() for name, report in heartbeat.peers.items()}
     edges = {name: edge._asdict() for name, edge in heartbeat.edges.items()}
     return asdict(heartbeat) | {"peers": peers, "edges": edges}

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -66,6 +67,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 REPEAT_S: Final = 10.0
 MAX_REMEMBERED: Final = 256
+MAX_SUBJECTS: Final = 64  # of each kind: names cost a peer nothing to invent
 OWN_LOGGERS: Final = ("hepti", "hepti_mqtt", "device_agent")  # Numba alone writes megabytes at DEBUG
 
 _Key = tuple[str, int, str]
@@ -99,6 +101,36 @@ class RepeatFilter(logging.Filter):
             again = f"{text} ({times} more like it in {REPEAT_S:.0f} s)"
             self._handler.emit(logging.LogRecord(name, level, "", 0, again, None, None))
         return fresh
+
+
+class RateLimitedLog:
+    """Counts kinds of trouble and logs few of them, so that a peer cannot flood the log; usable from any thread.
+
+    counters: by kind; shared if given.
+    """
+
+    def __init__(self, log: logging.Logger, counters: Counter[str] | None = None) -> None:
+        self.log, self.counters = log, Counter[str]() if counters is None else counters
+        self._lock = threading.Lock()  # guards the counters and what follows
+        self._warned: dict[str, set[str]] = {}  # subjects by kind
+
+    def record(self, kind: str, text: str, error: BaseException | None = None) -> None:
+        """Count one of `kind` and log the 1st, 2nd, 4th, 8th ...; `error` is logged with its traceback."""
+        with self._lock:
+            self.counters[kind] += 1
+            count = self.counters[kind]
+        if count & (count - 1) == 0:
+            self.log.warning("%s (%s, %d so far)", text, kind, count, exc_info=error)
+
+    def warn_once(self, kind: str, subject: str, text: str) -> None:
+        """Count one of `kind` and log it once for each subject, of at most `MAX_SUBJECTS` subjects of a kind."""
+        with self._lock:
+            self.counters[kind] += 1
+            warned = self._warned.setdefault(kind, set())
+            if subject in warned or len(warned) >= MAX_SUBJECTS:
+                return
+            warned.add(subject)
+        self.log.warning("%s", text)
 
 
 def setup_logging(handler: logging.Handler, form: str, verbose: bool = False) -> None:

@@ -16,8 +16,6 @@ from hepti_mqtt.protocol.plausible import MAX_BOOT
 
 _log: Final = logging.getLogger(__name__)
 DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more
-MAX_CLOCK_SKEW_S: Final = 30 * 86_400  # a clock may be wrong by so much and be believed
-MIN_SET_CLOCK_S: Final = 1_700_000_000  # no clock that was set since this was written shows less
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
@@ -34,16 +32,6 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-def max_plausible_boot(own: int, unix_s: float) -> int:
-    """Return the highest boot counter that another start may have, seen from one whose own is `own`.
-
-    What is beyond was forged, or its clock is wrong by more than `MAX_CLOCK_SKEW_S`. Where our own clock was never
-    set, nobody's is.
-    """
-    known = max(own, int(unix_s))
-    return known + MAX_CLOCK_SKEW_S if known >= MIN_SET_CLOCK_S else MAX_BOOT
 
 
 def next_boot(

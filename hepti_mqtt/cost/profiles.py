@@ -5,10 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import inf, log
 from statistics import median
-from typing import Any, Final, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 from hepti_mqtt.plan import DevicePair, Route, WeightDtype
 from hepti_mqtt.program import Work
@@ -17,10 +16,6 @@ from hepti_mqtt.program import Work
 # is noise.
 LOCAL_BYTES_PER_S: Final = 250e6
 
-# What a device can measure of itself: FLOP/s or bytes/s, and seconds of one matmul.
-RATES: Final = (1e4, 1e16)
-SECONDS: Final = (1e-9, 3600.0)
-MOST_CURVES: Final = 64
 # Of a frame over mesh, sent or received, as measured on a core of a server; the copy is the kernel's.
 MESH_FRAME_S: Final = 40e-6
 MESH_COPY_BYTES_PER_S: Final = 4e9
@@ -29,7 +24,6 @@ MESH_COPY_BYTES_PER_S: Final = 4e9
 # shaped link cuts frames into packets of about 1448 bytes.
 UNSEEN_FRAME: Final = 1 / 2
 UNSEEN_BYTE: Final = 1 / (30 * 1448)
-MOST_POINTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,50 +186,6 @@ def symmetric_peer_links(reported: Mapping[str, Mapping[str, PeerLink]]) -> dict
     return found
 
 
-def check_range(what: str, value: Any, low: float, high: float) -> float:
-    """Return a published number if it is within its range; raises ValueError with its name and range otherwise."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{what} is not a number from {low:g} to {high:g}")
-    return float(value)
-
-
-def profile_from_caps(
-    name: str,
-    curves: Mapping[str, Any],
-    memory_bytes: float,
-    slowdown: float,
-    mesh_frame_cost: FrameCost | None = None,
-) -> DeviceProfile:
-    """Return the profile that an agent's caps describe; mesh_frame_cost: its frame costs by heartbeat.
-
-    Raises KeyError, TypeError or ValueError on other data, and for numbers that no device can have.
-    """
-    frame_s = check_range("frame_s", curves["frame_s"], 0.0, 1.0)
-    # An agent without an endpoint has not measured mesh.
-    mesh_frame_s = check_range("mesh_frame_s", curves.get("mesh_frame_s", min(frame_s, MESH_FRAME_S)), 0.0, 1.0)
-    measured = curves["linear"]
-    if not isinstance(measured, list) or not 0 < len(measured) <= MOST_CURVES:
-        raise ValueError(f"caps have 1 to {MOST_CURVES} time curves")
-    return DeviceProfile(
-        name,
-        tuple(map(_curve, measured)),
-        attention_flops_per_s=check_range("attention_flops_per_s", curves["attention_flops_per_s"], *RATES),
-        rowwise_bytes_per_s=check_range("rowwise_bytes_per_s", curves["rowwise_bytes_per_s"], *RATES),
-        op_overhead_s=check_range("op_overhead_s", curves["op_overhead_s"], 0.0, 1.0),
-        # What is measured of the broker's has no hand-over to a network thread in it: it is no less than mesh, which
-        # has none.
-        frame_s=max(frame_s, mesh_frame_s),
-        copy_bytes_per_s=check_range("copy_bytes_per_s", curves["copy_bytes_per_s"], *RATES),
-        mesh_frame_s=mesh_frame_s,
-        mesh_copy_bytes_per_s=check_range(
-            "mesh_copy_bytes_per_s", curves.get("mesh_copy_bytes_per_s", MESH_COPY_BYTES_PER_S), *RATES
-        ),
-        memory_bytes=memory_bytes,
-        slowdown=slowdown,
-        mesh_frame_cost=mesh_frame_cost,
-    )
-
-
 def with_frame_costs(devices: Mapping[str, DeviceProfile], remote: Collection[str]) -> dict[str, DeviceProfile]:
     """Return the profiles with a frame cost for every `remote` device, estimated for those without traffic so far.
 
@@ -256,38 +206,10 @@ def with_frame_costs(devices: Mapping[str, DeviceProfile], remote: Collection[st
     return found
 
 
-def frame_cost(frame_s: float | None, byte_s: float | None) -> FrameCost | None:
-    """Return a device's published cost of mesh frames, None without any."""
-    return None if frame_s is None or byte_s is None else FrameCost(frame_s, byte_s)
-
-
 def default_frame_cost(device: DeviceProfile) -> FrameCost:
     """Return what frames off loopback cost as long as none was seen."""
     frame_s = device.mesh_frame_s
     return FrameCost(frame_s * UNSEEN_FRAME, frame_s * UNSEEN_BYTE + 1 / device.mesh_copy_bytes_per_s)
-
-
-def _curve(reported: Mapping[str, Any]) -> Curve:
-    """Return a time curve as caps tell it; raises KeyError, TypeError or ValueError."""
-    k, n = (check_range(side, reported[side], 1, 1e6) for side in ("k", "n"))
-    storage = reported.get("storage", "f32")
-    if storage not in get_args(WeightDtype):
-        raise ValueError("a time curve is of a storage that is not known")
-    if not 0 < len(reported["points"]) <= MOST_POINTS:
-        raise ValueError(f"a time curve has 1 to {MOST_POINTS} points")
-    points = tuple((_rows(r), check_range("seconds", s, *SECONDS)) for r, s in reported["points"])
-    for (rows, seconds), (more_rows, more_seconds) in pairwise(points):
-        # What is measured twice differs, but no device takes half as long for more.
-        if more_rows <= rows or more_seconds < seconds / 2:
-            raise ValueError("a time curve falls")
-    return Curve(int(k), int(n), points, storage)
-
-
-def _rows(reported: Any) -> int:
-    rows = check_range("rows", reported, 1, 1e6)
-    if not rows.is_integer():
-        raise ValueError("the rows of a time curve are not whole")
-    return int(rows)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from itertools import accumulate, count, pairwise, permutations
 from typing import Final, NamedTuple
 
 from hepti_mqtt.cost.memory import weights_bytes
-from hepti_mqtt.errors import ConfigError, PlanError
+from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
@@ -44,7 +44,6 @@ from hepti_mqtt.planner.price import (
     price,
     tile_packet,
 )
-from hepti_mqtt.protocol.limits import packet_limit_error
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import pixels
 from hepti_mqtt.spec import Spec
@@ -590,10 +589,10 @@ def _within_packet_limit(question: Question, guesses: Sequence[Draft]) -> Sequen
     tiles = tile_packet(question)
     if tiles > limit:
         what = f"bringing the weights of {question.naming.model}"
-        raise packet_limit_error(limit, tiles, what, _BROKER, narrows=False)
+        raise PacketLimitError.of(what, tiles, _BROKER, limit, narrows=False)
     sizes = [plan_packet(question, g.plan) for g in guesses]
     if min(sizes) > limit:
-        raise packet_limit_error(limit, min(sizes), f"every plan of {question.naming.model}", _BROKER)
+        raise PacketLimitError.of(f"every plan of {question.naming.model}", min(sizes), _BROKER, limit)
     return [g for g, size in zip(guesses, sizes, strict=True) if size <= limit]
 
 

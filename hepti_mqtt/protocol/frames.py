@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import PLANNER, PlanVersion, check_name
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, ExchangeKey, SlotDtype
-from hepti_mqtt.protocol.topics import MAX_LAYER, check_source
+from hepti_mqtt.protocol.plausible import COUNT, U32, U63, number
+from hepti_mqtt.protocol.topics import check_source
 from hepti_mqtt.spec import PlainShape, RequestShape, Want
 
 BUFFER_GRANULARITY: Final = (
@@ -31,7 +32,7 @@ def held_bytes(nbytes: int) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 # Frames: one publish that carries one array, as a header of fixed size and raw little-endian bytes.
 #
-#     offset 0    4 bytes   magic b"HPT3" (the last byte is the version)
+#     offset 0    4 bytes   magic b"HPT4" (the last byte is the version)
 #     offset 4    2 bytes   length n of the header fields, little-endian
 #     offset 6    n bytes   the fields, a msgpack array in the order of `Frame` without the admission number, `kind`
 # and
@@ -54,7 +55,7 @@ KINDS: Final[tuple[FrameKind, ...]] = ("tensor", "work", "output", "done", "tile
 DTYPES: Final[tuple[SlotDtype, ...]] = ("f32", "f16", "i8", "u8", "i32")
 WANTS: Final[tuple[Want, ...]] = ("task", "hidden")
 
-MAGIC: Final = b"HPT3"
+MAGIC: Final = b"HPT4"
 HEADER_BYTES: Final = 256
 ALIGN: Final = 64
 _PREFIX_BYTES: Final = 6
@@ -64,8 +65,6 @@ _CACHED_PREFIXES: Final = 512  # read headers that are remembered, 2 KB each: th
 MAX_BODY_BYTES: Final = 256_000_000  # an MQTT packet ends at 268,435,455
 MAX_DIMS: Final = 4
 MAX_NUMBERS: Final = 8
-U32: Final = 2**32 - 1
-U63: Final = 2**63 - 1
 MAX_SEQUENCES: Final = 65_536
 MAX_TOKENS: Final = 16_777_216
 MAX_SESSION: Final = 2**31 - 1
@@ -73,6 +72,7 @@ MAX_SESSION: Final = 2**31 - 1
 _KIND_INDEX: Final = {name: index for index, name in enumerate(KINDS)}
 _DTYPE_INDEX: Final = {name: index for index, name in enumerate(DTYPES)}
 _FIELDS: Final = 12
+_NUMBERS: Final = {name: number(name) for name in ("layer", "node", "part", "row_start")}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,16 +231,13 @@ def _index(what: str, value: object, count: int) -> int:
 
 def _check_fields(frame: Frame) -> None:
     """Raise WireError unless every field is of its type and within its limit."""
-    for what, value, limit in (
-        ("boot", frame.plan_version[0], U63),
-        ("epoch", frame.plan_version[1], U63),
-        ("layer", frame.layer, MAX_LAYER),
-        ("node", frame.node, U32),
-        ("part", frame.part, U32),
-        ("first row", frame.row_start, U32),
-    ):
-        if type(value) is not int or not 0 <= value <= limit:
-            raise WireError(f"the frame's {what} {value!r} is not a number from 0 to {limit}")
+    boot, version = frame.plan_version
+    numbers = [(name, getattr(frame, name), rule) for name, rule in _NUMBERS.items()]
+    for what, value, rule in [("boot", boot, COUNT), ("plan version", version, COUNT), *numbers]:
+        try:
+            rule(value)
+        except ValueError as error:
+            raise WireError(f"the frame's {what} {value!r} is {error}") from error
     _check_counts("shape", frame.shape, MAX_DIMS)
     _check_counts("numbers", frame.numbers, MAX_NUMBERS)
     if not (frame.model == "" and frame.kind == "probe"):

@@ -1,25 +1,34 @@
-"""What devices are told of each other's endpoints, and what they tell of the links between them."""
+"""What the planner, the agents and the clients tell each other beside frames; docs/reference/wire.md is normative.
+
+Between planner and agents a message is one msgpack array [code, field, field, ...], codes as in `CODES`. Status and
+capabilities are JSON objects, which people read; a heartbeat is an array without a code. Unknown keys of a JSON object
+are ignored and fields with a default may be missing, so that versions can differ; arrays have exactly their fields.
+Each field is declared in its class alone; `plausible.FIELDS` says by its name what it may hold.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from ipaddress import ip_address
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgpack
 
+from hepti_mqtt import __version__
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import PlanVersion, check_name
 from hepti_mqtt.plan import KEYS, Plan
 from hepti_mqtt.protocol import plausible
-from hepti_mqtt.protocol.frames import MAGIC, Body, Frame
+from hepti_mqtt.protocol.frames import MAGIC, WANTS, Body, Frame, check_shape
 from hepti_mqtt.protocol.frames import decode as decode_frame
-from hepti_mqtt.protocol.plausible import Plain
+from hepti_mqtt.protocol.plausible import MAX_PEERS, Check, Plain
 from hepti_mqtt.spec import PlainShape
 
-MAX_PEERS: Final = 64
+MAX_MESSAGE_BYTES: Final = 1_000_000
+MAX_SHAPES: Final = 16
+MAX_SHAPE_NUMBERS: Final = 4096  # lengths and mask rows of one shape
 MAX_TOKEN: Final = 128
 MAX_TROUBLE: Final = 200
 FINGERPRINT_DIGITS: Final = 64
@@ -27,7 +36,7 @@ FINGERPRINT_DIGITS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a device is an MQTT endpoint for what it publishes itself: an address, never a name, and a port.
+    """Where a device is an MQTT endpoint for what it publishes itself: an IP address, never a name, and a port.
 
     fingerprint: SHA-256 of its certificate in hex, "" without TLS.
     """
@@ -44,10 +53,10 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A device that another one has a mesh route to or from, under one epoch.
+    """A device that another one has a mesh route to or from, under one plan version.
 
-    token_out: with which it comes to the other's endpoint; token_in: with which the other one comes to it. Each is ""
-    where the broker carries what travels that way.
+    token_out: with which it connects to the other's endpoint; token_in: with which the other connects to it. Each is ""
+    where the broker carries that direction.
     """
 
     device: str
@@ -57,18 +66,18 @@ class Peer:
 
 
 class LinkReport(NamedTuple):
-    """The way to a peer as measured: round trip, and the rate where it could be told."""
+    """The measured link to a peer: round trip, and the rate where it was measured."""
 
     round_trip_s: float
     bytes_per_s: float | None
 
 
 class PeerStats(NamedTuple):
-    """What went between a device and one of its peers, since the boot.
+    """The traffic between a device and one of its peers since the boot.
 
-    frames and bytes, in and out; queued_bytes: that wait now, because the peer is slow to take them; dropped: messages
-    for which there was no room; reconnections: to its endpoint. joined: 1 if this device hears the peer now; trouble:
-    why it does not, in words.
+    frames and bytes, in and out; queued_bytes: waiting now, because the peer reads slowly; dropped: messages for which
+    there was no room; reconnections: to its endpoint. joined: 1 if this device receives from the peer now; trouble: why
+    not, in words.
     """
 
     frames_in: int
@@ -82,104 +91,12 @@ class PeerStats(NamedTuple):
     trouble: str = ""
 
 
-def plain(value: object) -> Any:
-    """Return an Endpoint or a Peer as plain data."""
-    if isinstance(value, Peer):
-        return [value.device, value.endpoint.host, value.endpoint.port, value.endpoint.fingerprint, *_tokens(value)]
-    if isinstance(value, Endpoint):
-        return asdict(value)
-    return value
-
-
-def endpoint(value: Any) -> Endpoint | None:
-    """Return an endpoint from its plain form, or None."""
-    if value is None:
-        return None
-    told = plain(value)
-    if not isinstance(told, dict) or not {"host", "port", "fingerprint"} <= told.keys():
-        raise ValueError("not an endpoint with host, port and fingerprint")
-    return _endpoint(told["host"], told["port"], told["fingerprint"])
-
-
-def peers(value: Any) -> tuple[Peer, ...]:
-    """Return a bounded tuple of peers, from their plain form or as they are."""
-    if type(value) not in (list, tuple) or len(value) > MAX_PEERS:
-        raise ValueError(f"not a list of at most {MAX_PEERS} peers")
-    return tuple(_peer(plain(entry)) for entry in value)
-
-
-def names(value: Any) -> tuple[str, ...]:
-    """Return a bounded tuple of devices; raises `BadNameError` too."""
-    if type(value) not in (list, tuple) or len(value) > MAX_PEERS:
-        raise ValueError(f"not a list of at most {MAX_PEERS} devices")
-    return tuple(plausible.device_name(entry) for entry in value)
-
-
-def reports(value: Any) -> dict[str, LinkReport]:
-    """Return the measured links of a heartbeat by peer; raises `BadNameError` too."""
-    found = {}
-    for name, entry in _by_peer(value, 2).items():
-        rate = entry[1]
-        found[name] = LinkReport(plausible.positive(entry[0]), None if rate is None else plausible.positive(rate))
-    return found
-
-
-def peer_stats(value: Any) -> dict[str, PeerStats]:
-    """Return the counts of a heartbeat by peer; raises `BadNameError` too."""
-    found = {}
-    for name, (*counts, trouble) in _by_peer(value, len(PeerStats._fields)).items():
-        found[name] = PeerStats._make((*map(plausible.count, counts), plausible.text(trouble)[:MAX_TROUBLE]))
-    return found
-
-
-def _by_peer(value: Any, fields: int) -> dict[str, Any]:
-    if not isinstance(value, dict) or len(value) > MAX_PEERS:
-        raise ValueError(f"not a map of at most {MAX_PEERS} peers")
-    if not all(isinstance(entry, list | tuple) and len(entry) == fields for entry in value.values()):
-        raise ValueError(f"not {fields} numbers for each peer")
-    return {check_name("device", name): entry for name, entry in value.items()}
-
-
-def _peer(value: Any) -> Peer:
-    if type(value) not in (list, tuple) or len(value) != 6:
-        raise ValueError("not a peer [device, host, port, fingerprint, token, token]")
-    device, host, port, fingerprint, token_out, token_in = value
-    return Peer(plausible.device_name(device), _endpoint(host, port, fingerprint), _token(token_out), _token(token_in))
-
-
-def _endpoint(host: Any, port: Any, fingerprint: Any) -> Endpoint:
-    if type(host) is not str or type(port) is not int or not 0 < port < 65_536:
-        raise ValueError("not a host and a port")
-    ip_address(plausible.whole(host))  # a name would be looked up by whoever connects, which may take seconds
-    if type(fingerprint) is not str or (fingerprint and not _hex(fingerprint)):
-        raise ValueError("not the fingerprint of a certificate")
-    return Endpoint(host, port, fingerprint)
-
-
-def _hex(text: str) -> bool:
-    return len(text) == FINGERPRINT_DIGITS and set(text) <= set("0123456789abcdef")
-
-
-def _token(value: Any) -> str:
-    if type(value) is not str or len(value) > MAX_TOKEN or not value.isascii():
-        raise ValueError(f"not a token of at most {MAX_TOKEN} characters")
-    return value
-
-
-def _tokens(peer: Peer) -> tuple[str, str]:
-    return peer.token_out, peer.token_in
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What devices and the planner tell of themselves: their state, what they can do, how they are.
-
-
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Retained word of a device or the planner about itself; boot tells a late will from a new start.
+    """Retained state of a device or the planner; boot orders a late will and a new start.
 
-    A device that is starting says what it is doing, and how much of it is done, in steps; of other states they are
-    empty.
+    doing, done, total: the activity of a starting device and its steps; empty in other states. version: of Hepti, ""
+    from those before 0.2.0.
     """
 
     state: Literal["online", "offline", "starting"]
@@ -187,6 +104,7 @@ class Status:
     doing: str = ""
     done: int = 0
     total: int = 0
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +134,9 @@ class Heartbeat:
     """What changes on a device from second to second.
 
     cpu_other: 0..1 of all cores, without the agent and a local broker. slowdown: observed over predicted op time, 1 is
-    as measured. counters: bytes, packets, drops, ... since the boot. peers: the ways to peers, as measured; edges: what
-    went there and came from them. peer_frame_s, peer_byte_s: what a frame from or to a peer costs the device, and each
-    byte of it, None until there were some.
+    as measured. counters: bytes, packets, drops, ... since the boot. peers: the measured links to peers; edges: the
+    traffic with them. peer_frame_s, peer_byte_s: the device's cost per frame from or to a peer, and per byte of it,
+    None until there were some.
     """
 
     boot: int
@@ -237,28 +155,16 @@ class Heartbeat:
     peer_byte_s: float | None = None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Control messages: small dataclasses, their codes on the wire, and checks of every field.
-#
-# Between planner and agents a message is one msgpack array [code, field, field, ...]; codes are in `CODES`. What a
-# person
-# may read (status, capabilities) is a JSON object. A heartbeat is a msgpack array without a code: its topic says what
-# it
-# is. Unknown keys of a JSON object are ignored, so that a newer agent can say more, and what has a default may be left
-# out; arrays have exactly their fields.
-
-
-MAX_MESSAGE_BYTES: Final = 1_000_000
+# -- control messages ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
     """Planner to agent: make a plan ready (weights, kernels, subscriptions), then answer `Ready`.
 
-    plan, spec: `to_dict` of Plan and ModelSpec. manifest: SHA-256 of the model's manifest. in_flight: requests that may
-    be under way at once. shapes: of requests that are foreseen, the most urgent first; the Programs of the first
-    `build_first` of them are built before the device is ready, the others while no request runs. peers: who this
-    device has a mesh route to or from.
+    plan, spec: `to_dict` of Plan and ModelSpec. manifest: SHA-256 of the model's manifest. in_flight: concurrent
+    requests. shapes: of expected requests, the most urgent first; the Programs of the first `build_first` are built
+    before the device is ready, the others while it is idle. peers: devices with a mesh route to or from this one.
     """
 
     transaction_id: int
@@ -273,7 +179,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """Planner to agent: requests of this epoch may come."""
+    """Planner to agent: requests under this plan version may come."""
 
     transaction_id: int
     model: str
@@ -282,7 +188,7 @@ class Activate:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Planner to agent: forget this epoch; its frames are dead."""
+    """Planner to agent: forget this plan version and drop its frames."""
 
     transaction_id: int
     model: str
@@ -300,7 +206,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTasks:
-    """Planner to agent: compute these tasks of a request's bag; none: all are computed, leave what you have of them."""
+    """Planner to agent: compute these tasks of a request's queue; none: all are computed, abandon the rest."""
 
     model: str
     plan_version: PlanVersion
@@ -310,16 +216,16 @@ class LeaseTasks:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseAll:
-    """Planner to agent: give up every plan, with what runs under it."""
+    """Planner to agent: release every plan and cancel its runs."""
 
     transaction_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Agent to planner: the plan is loaded, and every subscription is acknowledged.
+    """Agent to planner: the plan is loaded and every subscription acknowledged.
 
-    digest: `Lowered.digest` of the longest request, by which the planner sees that both derive the same Programs.
+    digest: `Lowered.digest` of the longest request; the planner compares it with its own.
     """
 
     transaction_id: int
@@ -331,7 +237,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """Agent to planner: how much of the weights is there."""
+    """Agent to planner: how many of the weights have arrived."""
 
     transaction_id: int
     model: str
@@ -344,7 +250,7 @@ class PrepareProgress:
 class PrepareFailed:
     """Agent to planner: the plan cannot be made ready; `code` is that of an error class, missing_bytes 0 if unknown.
 
-    peers: with code "mesh", those that the device cannot hear directly; the plan may have been ready before.
+    peers: with code "mesh", those that the device cannot reach; the plan may have been ready before.
     """
 
     transaction_id: int
@@ -377,7 +283,7 @@ class RunFailed:
 
 @dataclass(frozen=True, slots=True)
 class TaskDone:
-    """Agent to planner: a task of a request's bag is computed and sent."""
+    """Agent to planner: a task of a request's queue is computed and sent."""
 
     model: str
     plan_version: PlanVersion
@@ -406,94 +312,126 @@ CODES: Final[Mapping[int, type[Any]]] = {
 }
 _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 
-Rules = Mapping[str, Callable[[Any], Any]]
-
-_EPOCH_KEY: Final[Rules] = {
-    "transaction_id": plausible.count,
-    "model": plausible.model_name,
-    "plan_version": plausible.epoch,
-}
-_REQUEST_KEY: Final[Rules] = {
-    "model": plausible.model_name,
-    "plan_version": plausible.epoch,
-    "run_id": plausible.count,
-}
-_WHY: Final[Rules] = {"code": plausible.text, "text": plausible.text}
-_RULES: Final[Mapping[type[Any], Rules]] = {
-    Prepare: {
-        "transaction_id": plausible.count,
-        "plan": plausible.plain,
-        "spec": plausible.plain,
-        "manifest": plausible.digest,
-        "in_flight": plausible.count,
-        "shapes": plausible.shapes,
-        "build_first": plausible.count,
-        "peers": peers,
-    },
-    Activate: _EPOCH_KEY,
-    Release: _EPOCH_KEY,
-    Cancel: _REQUEST_KEY,
-    ReleaseAll: {"transaction_id": plausible.count},
-    LeaseTasks: {**_REQUEST_KEY, "tasks": plausible.tasks},
-    Ready: {**_EPOCH_KEY, "resident_bytes": plausible.count, "digest": plausible.programs_digest},
-    PrepareProgress: {**_EPOCH_KEY, "done_bytes": plausible.count, "total_bytes": plausible.count},
-    PrepareFailed: {**_EPOCH_KEY, **_WHY, "missing_bytes": plausible.count, "peers": names},
-    RequestTiles: {"model": plausible.model_name, "hashes": plausible.digests},
-    RunFailed: {**_REQUEST_KEY, **_WHY},
-    TaskDone: {**_REQUEST_KEY, "task": plausible.count},
-    Status: {
-        "state": plausible.state,
-        "boot": plausible.boot,
-        "doing": plausible.text,
-        "done": plausible.count,
-        "total": plausible.count,
-    },
-    Caps: {
-        "device": plausible.device_name,
-        "boot": plausible.boot,
-        **dict.fromkeys(("cores", "threads", "memory_budget_bytes", "rss_idle_bytes"), plausible.count),
-        "isa": plausible.text,
-        "version": plausible.text,
-        "curves": plausible.plain,
-        "largest_packet_bytes": plausible.count,
-        "mqtt": plausible.protocol,
-        "endpoint": endpoint,
-    },
-    Heartbeat: {
-        "boot": plausible.boot,
-        "seq": plausible.count,
-        "cpu_other": plausible.share,
-        "free_bytes": plausible.count,
-        **dict.fromkeys(("temperature_c", "round_trip_s", "bandwidth_bytes_per_s"), plausible.maybe_real),
-        "slowdown": plausible.positive,
-        "rss_bytes": plausible.count,
-        "counters": plausible.counters,
-        "peers": reports,
-        "edges": peer_stats,
-        **dict.fromkeys(("peer_frame_s", "peer_byte_s"), plausible.maybe_real),
-    },
-}
-# What may be left out of a JSON object, and what that means.
-_DEFAULTS: Final[Mapping[type[Any], Mapping[str, Any]]] = {
-    Caps: {"endpoint": None},
-    Status: {"doing": "", "done": 0, "total": 0},
-}
-
-for _cls, _rules in _RULES.items():  # a field without a check must not reach a peer
-    if [entry.name for entry in fields(_cls)] != list(_rules):
-        raise TypeError(f"{_cls.__name__}: fields and checks differ: {list(_rules)}")
-if set(_RULES) - {Status, Caps, Heartbeat} != set(CODES.values()):
-    raise TypeError("every control message needs a code and checks")
-
 Known = TypeVar("Known")
 
 
+# -- fields that are more than a number or a text ---------------------------------------------------------------------
+
+
+def endpoint(value: Any) -> Endpoint | None:
+    """Return an endpoint, from its plain form or as it is, or None; raises ValueError."""
+    if value is None:
+        return None
+    entry = asdict(value) if isinstance(value, Endpoint) else value
+    if not isinstance(entry, dict) or not {"host", "port", "fingerprint"} <= entry.keys():
+        raise ValueError("not an endpoint with host, port and fingerprint")
+    return _endpoint(entry["host"], entry["port"], entry["fingerprint"])
+
+
+def _endpoint(host: Any, port: Any, fingerprint: Any) -> Endpoint:
+    if type(host) is not str:
+        raise ValueError("not a host")
+    ip_address(plausible.encodable(host))  # resolving a name may take a peer seconds
+    plausible.number("peer.port")(port)
+    if type(fingerprint) is not str or (fingerprint and not _is_fingerprint(fingerprint)):
+        raise ValueError("not the fingerprint of a certificate")
+    return Endpoint(host, port, fingerprint)
+
+
+def _is_fingerprint(text: str) -> bool:
+    return len(text) == FINGERPRINT_DIGITS and set(text) <= set("0123456789abcdef")
+
+
+def _plain_peer(peer: Peer) -> list[Any]:
+    at = peer.endpoint
+    return [peer.device, at.host, at.port, at.fingerprint, peer.token_out, peer.token_in]
+
+
+def _peer(value: Any) -> Peer:
+    entry = _plain_peer(value) if isinstance(value, Peer) else value
+    if type(entry) not in (list, tuple) or len(entry) != 6:
+        raise ValueError("not a peer [device, host, port, fingerprint, token, token]")
+    device, host, port, fingerprint, token_out, token_in = entry
+    return Peer(plausible.device_name(device), _endpoint(host, port, fingerprint), _token(token_out), _token(token_in))
+
+
+def _token(value: Any) -> str:
+    if type(value) is not str or len(value) > MAX_TOKEN or not value.isascii():
+        raise ValueError(f"not a token of at most {MAX_TOKEN} characters")
+    return value
+
+
+def _plain_shape(shape: PlainShape) -> list[Any]:
+    return [WANTS.index(shape.want), shape.session_rows, list(shape.sizes), list(shape.mask_rows)]
+
+
+def _shape(value: Any) -> PlainShape:
+    entry = _plain_shape(value) if isinstance(value, PlainShape) else value
+    if type(entry) is not list or len(entry) != 4:
+        raise ValueError("not a shape [want, cache, lengths, mask rows]")
+    want, cache, lengths, masks = entry
+    if type(lengths) is not list or type(masks) is not list or len(lengths) + len(masks) > MAX_SHAPE_NUMBERS:
+        raise ValueError(f"a shape's lengths and mask rows are not lists of {MAX_SHAPE_NUMBERS} numbers together")
+    count = plausible.COUNT
+    if count(want) >= len(WANTS):
+        raise ValueError(f"a shape cannot have want {want}")
+    shape = PlainShape(tuple(map(count, lengths)), WANTS[want], tuple(map(count, masks)), count(cache))
+    check_shape(shape)
+    return shape
+
+
+def _link_reports(value: Any) -> dict[str, LinkReport]:
+    checks = [plausible.number("peer.round_trip_s"), plausible.number("peer.bytes_per_s")]
+    return {
+        name: LinkReport(*(check(part) for check, part in zip(checks, entry, strict=True)))
+        for name, entry in _by_peer(value, 2).items()
+    }
+
+
+def _peer_stats(value: Any) -> dict[str, PeerStats]:
+    found = {}
+    for name, (*counts, trouble) in _by_peer(value, len(PeerStats._fields)).items():
+        found[name] = PeerStats._make((*map(plausible.COUNT, counts), plausible.text(trouble)[:MAX_TROUBLE]))
+    return found
+
+
+def _by_peer(value: Any, length: int) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) > MAX_PEERS:
+        raise ValueError(f"not a map of at most {MAX_PEERS} peers")
+    if not all(isinstance(entry, list | tuple) and len(entry) == length for entry in value.values()):
+        raise ValueError(f"not {length} numbers for each peer")
+    return {check_name("device", name): entry for name, entry in value.items()}
+
+
+_STRUCTURED: Final[Mapping[str, Check]] = {
+    "shapes": plausible.bounded("shapes", MAX_SHAPES, _shape),
+    "endpoint": endpoint,
+    "edges": _peer_stats,
+    "Prepare.peers": plausible.bounded("peers", MAX_PEERS, _peer),
+    "PrepareFailed.peers": plausible.bounded("devices", MAX_PEERS, plausible.device_name),
+    "Heartbeat.peers": _link_reports,
+}
+_ALL: Final[Mapping[str, Check]] = {**plausible.FIELDS, **_STRUCTURED}
+# A field without a rule fails here, at import.
+_RULES: Final[Mapping[type[Any], Mapping[str, Check]]] = {
+    cls: {f.name: _ALL.get(f"{cls.__name__}.{f.name}") or _ALL[f.name] for f in fields(cls)}
+    for cls in (*CODES.values(), Status, Caps, Heartbeat)
+}
+# What a JSON object may lack.
+_DEFAULTS: Final[Mapping[type[Any], Mapping[str, Any]]] = {
+    cls: {f.name: f.default for f in fields(cls) if f.default is not MISSING} for cls in (Status, Caps)
+}
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
 def encode(message: Message) -> bytes:
-    """Return the payload of a control message; raises `WireError` if a field is not what its peer would accept."""
+    """Return the payload of a control message; raises `WireError` if its peer would not accept a field."""
     code = _CODE_OF.get(type(message))
     if code is None:
         raise WireError(f"{type(message).__name__} is not a control message")
-    if isinstance(message, PrepareFailed | RunFailed):  # whatever an error says, it must be told
+    if isinstance(message, PrepareFailed | RunFailed):  # an error's text must not keep it from being reported
         message = replace(message, text=plausible.sendable(message.text))
     return _pack(message, [code])
 
@@ -549,20 +487,20 @@ def _pack(message: object, head: list[Any]) -> bytes:
         payload: bytes = msgpack.packb(head + values, default=_plain)
     except (ValueError, TypeError, OverflowError) as error:
         raise WireError(f"{type(message).__name__} cannot be packed: {error}") from error
-    return _limit(message, payload)
+    _check_size(type(message).__name__, payload)
+    return payload
 
 
 def _plain(value: object) -> list[Any]:
     if isinstance(value, PlainShape):
-        return plausible.plain_shape(value)
+        return _plain_shape(value)
     if isinstance(value, Peer):
-        return list(plain(value))
-    raise TypeError(f"{type(value).__name__} is no plain data")
+        return _plain_peer(value)
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def _unpack(payload: Body) -> list[Any]:
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    _check_size("a message", payload)
     try:
         values = msgpack.unpackb(payload, strict_map_key=True)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
@@ -575,34 +513,33 @@ def _unpack(payload: Body) -> list[Any]:
 def _to_json(message: Any) -> bytes:
     _verify(message)
     try:
-        absent = _DEFAULTS.get(type(message), {})
-        said = {key: value for key, value in asdict(message).items() if key not in absent or value != absent[key]}
-        payload = json.dumps(said, allow_nan=False).encode()
+        absent = _DEFAULTS[type(message)]
+        values = {key: value for key, value in asdict(message).items() if key not in absent or value != absent[key]}
+        payload = json.dumps(values, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
         raise WireError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
-    return _limit(message, payload)
+    _check_size(type(message).__name__, payload)
+    return payload
 
 
 def _from_json(cls: type[Known], payload: Body) -> Known:
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    _check_size("a message", payload)
     try:
         values = json.loads(bytes(payload))
     except (ValueError, RecursionError) as error:
         raise WireError(f"the payload is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise WireError("the payload is not a JSON object")
-    values = {**_DEFAULTS.get(cls, {}), **values}
+    values = {**_DEFAULTS[cls], **values}
     try:
         return _build(cls, [values[name] for name in _RULES[cls]])
     except KeyError as error:
         raise WireError(f"{cls.__name__} lacks {error}") from error
 
 
-def _limit(message: object, payload: bytes) -> bytes:
+def _check_size(what: str, payload: Body) -> None:
     if len(payload) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{type(message).__name__} has {len(payload)} bytes; the limit is {MAX_MESSAGE_BYTES}")
-    return payload
+        raise WireError(f"{what} of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
 
 
 def _verify(message: object) -> None:
@@ -617,17 +554,16 @@ def _build(cls: type[Known], values: list[Any]) -> Known:
     return cls(*(_checked(cls, name, check, value) for (name, check), value in zip(rules.items(), values, strict=True)))
 
 
-def _checked(cls: type[Any], name: str, check: Callable[[Any], Any], value: Any) -> Any:
+def _checked(cls: type[Any], name: str, check: Check, value: Any) -> Any:
     try:
         return check(value)
     except (ValueError, BadNameError) as error:
         raise WireError(f"{cls.__name__}.{name}: {error}") from error
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What the planner tells users in maps: the keys of a model's record and of an answer, and what one of them lacks.
+# -- what the planner tells users in maps: its record of a model's plans, and answers --------------------------------
 #
-# A planner of another version may leave out what this one reads. What it says beyond is nobody's loss.
+# A planner of another version may lack keys that this one reads; keys beyond are ignored.
 
 
 RECORD: Final = (
@@ -643,9 +579,7 @@ CANDIDATE: Final = (
 )  # fmt: skip
 STEP: Final = ("time", "plan", "from", "to", "cause")
 ERROR: Final = ("code", "message")
-# Few plans have replicas.
 PLAN: Final = tuple(KEYS.get(f.name, f.name) for f in fields(Plan) if f.name != "replicas")
-# Of an answer what `hepti infer` shows.
 ANSWER: Final = (
     "id", "model", "result", "plan", "tokens", "compute_ms", "wait_ms", "bytes_on_wire", "predicted_bytes",
     "predicted_ms",
@@ -654,13 +588,18 @@ TOKEN: Final = ("index", "token", "text")  # of each of them, before the answer
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 
 
+def is_compatible(version: str) -> bool:
+    """Return whether a program of this version speaks the same wire format: the first two numbers decide."""
+    return version.split(".")[:2] == __version__.split(".")[:2]
+
+
 def version_mismatch(what: str) -> WireError:
-    """Return the error for what a planner tells otherwise than this version reads it."""
+    """Return the error for a record or answer that this version cannot read."""
     return WireError(f"{what}: the planner is of another version than this program; update one of them")
 
 
 def missing_record_key(record: Mapping[str, Any]) -> str | None:
-    """Return what a record of a model's plans lacks, None if it has all that this version reads."""
+    """Return the first key that a record of a model's plans lacks, None if it is complete."""
     for key in RECORD:
         if key not in record or not isinstance(record[key], _KINDS.get(key, object)):
             return key
@@ -672,10 +611,9 @@ def missing_record_key(record: Mapping[str, Any]) -> str | None:
 
 
 def missing_answer_key(answer: Mapping[str, Any]) -> str | None:
-    """Return what an answer lacks, None if it has all that this version reads."""
+    """Return the first key that an answer lacks, None if it is complete."""
     return _missing(answer, ANSWER) or _missing(answer["plan"], ANSWER_PLAN)
 
 
 def _missing(part: Any, keys: Sequence[str]) -> str | None:
-    """Return the first of `keys` that a map does not have; of what is no map that is the first."""
     return next((key for key in keys if not isinstance(part, Mapping) or key not in part), None)

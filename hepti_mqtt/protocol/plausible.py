@@ -1,89 +1,140 @@
-"""Checks of single fields of a message: a value goes in, the value to keep comes out, ValueError says what is wrong."""
+"""Which values are believed: one table of fields with units and bounds, and the checks made from it.
+
+Decoding refuses a message with a field out of its bounds. `credible` is narrower: such a number is read but not planned
+with; of a heartbeat `instead` is taken, anything else is refused by name. The tables in docs/reference/wire.md come
+from here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
 from hepti_mqtt.ids import PlanVersion, check_name
-from hepti_mqtt.protocol.frames import U63, WANTS, check_shape
-from hepti_mqtt.spec import PlainShape
+from hepti_mqtt.protocol.topics import MAX_LAYER
 
 Plain = Mapping[str, Any]
+Check = Callable[[Any], Any]
 
-HASH_BYTES: Final = 32
+U32: Final = 2**32 - 1
+U63: Final = 2**63 - 1
+MAX_REAL: Final = 1e15
 MAX_TEXT: Final = 65_536
 MAX_HASHES: Final = 16_384
 MAX_COUNTERS: Final = 256
 MAX_DEPTH: Final = 16
 MAX_TASKS: Final = 1024
-MAX_SHAPES: Final = 16
-MAX_SHAPE_NUMBERS: Final = 4096  # lengths and mask rows of one shape
+MAX_PEERS: Final = 64
+MAX_CURVES: Final = 64
+MAX_POINTS: Final = 64  # of a curve
+MAX_LABELS: Final = 65_536
+MAX_REASON: Final = 4096
+HASH_BYTES: Final = 32
 PROGRAMS_BYTES: Final = 8
-MAX_BOOT: Final = 2**32 - 1  # boot counters are unix seconds, or a little more
+MAX_BOOT: Final = U32
+MAX_CLOCK_SKEW_S: Final = 30 * 86_400
+MIN_SET_CLOCK_S: Final = 1_700_000_000  # a clock that shows less was never set
 
 
-def count(value: Any) -> int:
-    """Return a whole number from 0 to 2^63 - 1."""
-    if type(value) is not int or not 0 <= value <= U63:
-        raise ValueError("not a number from 0 to 2^63 - 1")
-    return value
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number with its unit and bounds, both included; calling it checks a value and raises ValueError.
+
+    real: a float, else a whole number. optional: may be None. credible: narrower bounds; instead: what replaces a
+    number of a heartbeat beyond them.
+    """
+
+    unit: str = ""
+    low: float = 0
+    high: float = U63
+    real: bool = False
+    optional: bool = False
+    credible: tuple[float, float] | None = None
+    instead: float | None = None
+
+    def __call__(self, value: Any) -> Any:
+        """Return the value as it is kept; raises ValueError."""
+        if value is None and self.optional:
+            return None
+        types = (int, float) if self.real else (int,)
+        if type(value) not in types or not self.low <= value <= self.high:
+            raise ValueError(f"not a number from {self.low:.16g} to {self.high:.16g}")
+        return float(value) if self.real else value
+
+    def check_credible(self, value: float) -> float:
+        """Return a number within the narrower bounds; raises ValueError for any other."""
+        low, high = self.credible or (self.low, self.high)
+        if not low <= value <= high:
+            raise ValueError(f"not a number from {low:.16g} to {high:.16g}")
+        return value
 
 
-def boot(value: Any) -> int:
-    """Return a boot counter."""
-    if type(value) is not int or not 0 <= value <= MAX_BOOT:
-        raise ValueError(f"not a boot counter from 0 to {MAX_BOOT}")
-    return value
+@dataclass(frozen=True, slots=True)
+class Octets:
+    """Bytes of one length."""
+
+    length: int
+
+    def __call__(self, value: Any) -> bytes:
+        """Return the bytes; raises ValueError."""
+        if type(value) is not bytes or len(value) != self.length:
+            raise ValueError(f"not {self.length} bytes")
+        return value
 
 
-def real(value: Any, low: float = -1e15, high: float = 1e15) -> float:
-    """Return a finite number within `low` and `high` as float."""
-    if type(value) not in (int, float) or not isfinite(value) or not low <= value <= high:
-        raise ValueError(f"not a number from {low:g} to {high:g}")
-    return float(value)
+def real(unit: str, low: float, high: float) -> Number:
+    """Return the rule of a float without narrower bounds."""
+    return Number(unit, low, high, real=True)
 
 
-def maybe_real(value: Any) -> float | None:
-    """Return a finite number, or None."""
-    return None if value is None else real(value)
-
-
-def share(value: Any) -> float:
-    """Return a number from 0 to 1."""
-    return real(value, 0.0, 1.0)
-
-
-def positive(value: Any) -> float:
-    """Return a number from 0 on."""
-    return real(value, 0.0)
+def measured(unit: str, low: float, high: float) -> Number:
+    """Return the rule of a float that may be None, and counts as None beyond credible bounds."""
+    return Number(unit, -MAX_REAL, MAX_REAL, True, True, credible=(low, high))
 
 
 def text(value: Any) -> str:
     """Return a text of bounded length."""
     if type(value) is not str or len(value) > MAX_TEXT:
         raise ValueError(f"not a text of at most {MAX_TEXT} characters")
-    return whole(value)
+    return encodable(value)
 
 
 def sendable(value: str) -> str:
-    """Return a text of whatever origin as `text` takes it: cut, and "?" for what cannot be written."""
+    """Return a text that `text` accepts: truncated, and "?" for what cannot be encoded."""
     return value[:MAX_TEXT].encode(errors="replace").decode()
 
 
-def whole(value: str) -> str:
-    """Return a text that can be written; JSON can spell half a character (a lone surrogate), which cannot."""
+def encodable(value: str) -> str:
+    """Return a text that UTF-8 can encode: JSON can spell a lone surrogate, which it cannot."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("a text that cannot be written as UTF-8") from error
+        raise ValueError("not a text in UTF-8") from error
     return value
 
 
-def model_name(value: Any) -> str:
-    """Return a model's name; raises `BadNameError`."""
-    return check_name("model", value)
+def bounded(what: str, limit: int, check: Check, least: int = 0) -> Check:
+    """Return the rule of a list of `least` to `limit` values, which are kept as a tuple."""
+
+    def rule(value: Any) -> tuple[Any, ...]:
+        if type(value) not in (list, tuple) or not least <= len(value) <= limit:
+            raise ValueError(f"not a list of {least} to {limit} {what}")
+        return tuple(map(check, value))
+
+    return rule
+
+
+def one_of(*values: Any) -> Check:
+    """Return the rule of a value that is one of these."""
+
+    def rule(value: Any) -> Any:
+        if type(value) is not type(values[0]) or value not in values:
+            raise ValueError(f"none of {', '.join(map(repr, values))}")
+        return value
+
+    return rule
 
 
 def device_name(value: Any) -> str:
@@ -91,82 +142,8 @@ def device_name(value: Any) -> str:
     return check_name("device", value)
 
 
-def digest(value: Any) -> bytes:
-    """Return a SHA-256."""
-    if type(value) is not bytes or len(value) != HASH_BYTES:
-        raise ValueError(f"not a hash of {HASH_BYTES} bytes")
-    return value
-
-
-def digests(value: Any) -> tuple[bytes, ...]:
-    """Return a bounded, non-empty tuple of SHA-256."""
-    if type(value) not in (list, tuple) or not 0 < len(value) <= MAX_HASHES:
-        raise ValueError(f"not a list of 1 to {MAX_HASHES} hashes")
-    return tuple(digest(entry) for entry in value)
-
-
-def programs_digest(value: Any) -> bytes:
-    """Return the digest of Programs."""
-    if type(value) is not bytes or len(value) != PROGRAMS_BYTES:
-        raise ValueError(f"not a digest of {PROGRAMS_BYTES} bytes")
-    return value
-
-
-def shapes(value: Any) -> tuple[PlainShape, ...]:
-    """Return a bounded tuple of request shapes, from their plain form or as they are; raises `WireError` too."""
-    if type(value) not in (list, tuple) or len(value) > MAX_SHAPES:
-        raise ValueError(f"not a list of at most {MAX_SHAPES} shapes")
-    return tuple(_shape(plain_shape(entry) if isinstance(entry, PlainShape) else entry) for entry in value)
-
-
-def plain_shape(shape: PlainShape) -> list[Any]:
-    """Return a request's shape as plain data: [want, cache, lengths, mask rows]."""
-    return [WANTS.index(shape.want), shape.session_rows, list(shape.sizes), list(shape.mask_rows)]
-
-
-def _shape(value: Any) -> PlainShape:
-    if type(value) is not list or len(value) != 4:
-        raise ValueError("not a shape [want, cache, lengths, mask rows]")
-    want, cache, lengths, masks = value
-    if type(lengths) is not list or type(masks) is not list or len(lengths) + len(masks) > MAX_SHAPE_NUMBERS:
-        raise ValueError(f"a shape's lengths and mask rows are not lists of {MAX_SHAPE_NUMBERS} numbers together")
-    if count(want) >= len(WANTS):
-        raise ValueError(f"a shape cannot have want {want}")
-    shape = PlainShape(tuple(map(count, lengths)), WANTS[want], tuple(map(count, masks)), count(cache))
-    check_shape(shape)
-    return shape
-
-
-def epoch(value: Any) -> PlanVersion:
-    """Return an epoch of [boot, number]."""
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError("not an epoch [boot, number]")
-    return PlanVersion(count(value[0]), count(value[1]))
-
-
-def tasks(value: Any) -> tuple[int, ...]:
-    """Return a bounded tuple of the numbers of tasks."""
-    if type(value) not in (list, tuple) or len(value) > MAX_TASKS:
-        raise ValueError(f"not a list of at most {MAX_TASKS} tasks")
-    return tuple(map(count, value))
-
-
-def state(value: Any) -> str:
-    """Return online | offline | starting."""
-    if value not in ("online", "offline", "starting"):
-        raise ValueError("none of 'online', 'offline', 'starting'")
-    return str(value)
-
-
-def protocol(value: Any) -> int:
-    """Return the number of an MQTT protocol, 4 or 5."""
-    if type(value) is not int or value not in (4, 5):
-        raise ValueError("neither 4 (MQTT 3.1.1) nor 5")
-    return value
-
-
 def plain(value: Any) -> Plain:
-    """Return a map of plain data: None, bool, int, finite float, str, bytes, list, map of texts, not too deep."""
+    """Return a map of plain data: None, bool, int, finite float, text, bytes, list, map of texts, not too deep."""
     _check_plain(value, MAX_DEPTH)
     if type(value) is not dict:
         raise ValueError("not a map")
@@ -177,24 +154,167 @@ def _check_plain(value: Any, depth: int) -> None:
     if depth == 0:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if isinstance(value, dict):
-        if not all(type(key) is str for key in value):
-            raise ValueError("has a key that is not a text")
         for key, entry in value.items():
-            whole(key)
+            if type(key) is not str:
+                raise ValueError("a key is not a text")
+            encodable(key)
             _check_plain(entry, depth - 1)
     elif isinstance(value, (list, tuple)):
         for entry in value:
             _check_plain(entry, depth - 1)
     elif type(value) is str:
-        whole(value)
+        encodable(value)
     elif not (value is None or type(value) in (bool, int, float, bytes)):
-        raise ValueError(f"holds {type(value).__name__}, which is no plain data")
+        raise ValueError(f"{type(value).__name__} is not plain data")
     elif type(value) is float and not isfinite(value):
-        raise ValueError("holds a number that is not finite")
+        raise ValueError("a number is not finite")
 
 
-def counters(value: Any) -> Mapping[str, int]:
-    """Return a map of names to counts."""
+def _plan_version(value: Any) -> PlanVersion:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError("not a plan version [boot, number]")
+    return PlanVersion(COUNT(value[0]), COUNT(value[1]))
+
+
+def _counters(value: Any) -> Mapping[str, int]:
     if not isinstance(value, dict) or len(value) > MAX_COUNTERS:
         raise ValueError(f"not a map of at most {MAX_COUNTERS} counters")
-    return {text(key): count(entry) for key, entry in value.items()}
+    return {text(key): COUNT(entry) for key, entry in value.items()}
+
+
+COUNT: Final = Number()
+BYTES: Final = Number("bytes")
+_RATE: Final = (1e4, 1e16)
+
+# By name; `CLASS.name` and `spec.name` where one name has several meanings. Fields that are lists or maps of what only
+# messages know (peers, shapes) have their rules there.
+FIELDS: Final[Mapping[str, Check]] = {
+    # Control messages.
+    "transaction_id": COUNT,
+    "model": lambda value: check_name("model", value),
+    "plan_version": _plan_version,
+    "run_id": COUNT,
+    "plan": plain,
+    "spec": plain,
+    "manifest": Octets(HASH_BYTES),
+    "in_flight": Number("runs", credible=(0, 64)),
+    "build_first": Number("shapes"),
+    "resident_bytes": BYTES,
+    "digest": Octets(PROGRAMS_BYTES),
+    "done_bytes": BYTES,
+    "total_bytes": BYTES,
+    "missing_bytes": BYTES,
+    "code": text,
+    "text": text,
+    "hashes": bounded("hashes", MAX_HASHES, Octets(HASH_BYTES), least=1),
+    "task": COUNT,
+    "tasks": bounded("tasks", MAX_TASKS, COUNT),
+    # Status and capabilities.
+    "state": one_of("online", "offline", "starting"),
+    "boot": Number("unix s", 0, MAX_BOOT),
+    "doing": text,
+    "done": Number("steps"),
+    "total": Number("steps"),
+    "version": text,
+    "device": device_name,
+    "cores": COUNT,
+    "threads": COUNT,
+    "memory_budget_bytes": Number("bytes", credible=(0, 1 << 50)),
+    "rss_idle_bytes": BYTES,
+    "isa": text,
+    "curves": plain,
+    "largest_packet_bytes": BYTES,
+    "mqtt": one_of(4, 5),
+    # Measured curves.
+    "frame_s": real("s", 0, 1),
+    "mesh_frame_s": real("s", 0, 1),
+    "op_overhead_s": real("s", 0, 1),
+    "attention_flops_per_s": real("FLOP/s", *_RATE),
+    "rowwise_bytes_per_s": real("bytes/s", *_RATE),
+    "copy_bytes_per_s": real("bytes/s", *_RATE),
+    "mesh_copy_bytes_per_s": real("bytes/s", *_RATE),
+    "curve.k": Number("columns", 1, 10**6),
+    "curve.n": Number("columns", 1, 10**6),
+    "curve.rows": Number("rows", 1, 10**6),
+    "curve.seconds": real("s", 1e-9, 3600),
+    # Heartbeats.
+    "seq": COUNT,
+    "cpu_other": real("of all cores", 0, 1),
+    "free_bytes": BYTES,
+    "temperature_c": Number("°C", -MAX_REAL, MAX_REAL, real=True, optional=True),
+    "round_trip_s": measured("s", 0, 3600),
+    "bandwidth_bytes_per_s": measured("bytes/s", 1, MAX_REAL),
+    "slowdown": Number("ratio", 0, MAX_REAL, real=True, credible=(0, 1e4), instead=1.0),
+    "rss_bytes": BYTES,
+    "counters": _counters,
+    "peer_frame_s": measured("s", 0, 10),
+    "peer_byte_s": measured("s", 0, 1e-3),
+    "peer.round_trip_s": Number("s", 0, MAX_REAL, real=True, credible=(0, 3600)),
+    "peer.bytes_per_s": Number("bytes/s", 0, MAX_REAL, real=True, optional=True, credible=(1, MAX_REAL)),
+    "peer.port": Number("", 1, 65_535),
+    # Frames.
+    "layer": Number("", 0, MAX_LAYER),
+    "node": Number("", 0, U32),
+    "part": Number("", 0, U32),
+    "row_start": Number("rows", 0, U32),
+    # A plan and its spec, before an agent builds anything whose size follows from them.
+    "plan.devices": Number("devices", 1, 64),
+    "plan.share": real("", 0, 1e18),  # the search may double a speed in FLOP/s where a device computes little
+    "plan.range": Number("rows or columns", 0, 1 << 24),
+    "spec.layers": Number("", 0, 1024),
+    "spec.groups": Number("", 0, 1024),
+    "spec.parts": Number("", 0, 64),
+    "spec.heads": Number("", 0, 4096),
+    "spec.max_tokens": Number("tokens", 0, 65_536),
+    "spec.positions": Number("tokens", 0, 1 << 20),
+    "spec.size": Number("pixels", 0, 4096),
+    "spec.*": Number("rows or columns", 0, 1 << 24),
+}
+
+
+def number(name: str) -> Number:
+    """Return the rule of a number of the table."""
+    rule = FIELDS[name]
+    assert isinstance(rule, Number)
+    return rule
+
+
+def check(name: str, value: Any) -> Any:
+    """Return a field's value as it is kept; raises ValueError that names the field if it is not believed."""
+    try:
+        kept = FIELDS[name](value)
+        return number(name).check_credible(kept) if isinstance(FIELDS[name], Number) and kept is not None else kept
+    except ValueError as error:
+        raise ValueError(f"{name} is {error}") from error
+
+
+def max_plausible_boot(own: int, unix_s: float) -> int:
+    """Return the highest boot counter that another start may have, seen from one with the counter `own`.
+
+    Beyond it a counter was forged, or a clock is wrong by more than `MAX_CLOCK_SKEW_S`. If our own clock was never set,
+    every counter is accepted.
+    """
+    known = max(own, int(unix_s))
+    return known + MAX_CLOCK_SKEW_S if known >= MIN_SET_CLOCK_S else MAX_BOOT
+
+
+def limits_table() -> str:
+    """Return the table in Markdown, without numbers that have no bound of their own, for docs/reference/wire.md."""
+    rows = ["| field | unit | decoded | believed | instead |", "|---|---|---|---|---|"]
+    for name, rule in FIELDS.items():
+        if isinstance(rule, Number) and (rule.high != U63 or rule.credible):
+            read = f"{_span(rule.low, rule.high)}{' or nil' if rule.optional else ''}"
+            believed = _span(*rule.credible) if rule.credible else ""
+            instead = "" if rule.instead is None else f"{rule.instead:g}"
+            rows.append(f"| `{name}` | {rule.unit} | {read} | {believed} | {instead} |")
+    return "\n".join(rows)
+
+
+def _span(low: float, high: float) -> str:
+    return f"{_short(low)} to {_short(high)}"
+
+
+def _short(value: float) -> str:
+    if value in (U32, U63, 1 << 50):
+        return {U32: "2^32 − 1", U63: "2^63 − 1"}.get(int(value), "2^50")
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

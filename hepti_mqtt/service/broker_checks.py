@@ -1,4 +1,4 @@
-"""What a planner asks its broker before it begins: whether it is alone."""
+"""Ensure at the start that no other planner serves the site."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _QUESTION: Final = Status("offline", 0)
 
 
 def ensure_single_planner(url: BrokerUrl, site: str) -> None:
-    """Return when no other planner serves the site.
+    """Return if no other planner serves the site.
 
-    A planner that lives contradicts at once who says on its status topic that it is offline; so we say it, not
-    retained. Our own words come back to us after what the broker had retained, so that nothing needs to be waited out
-    at a site without a planner. A status that a dead planner left behind costs some seconds of waiting.
+    A running planner contradicts at once an "offline" on its status topic, so we publish one, not retained. It comes
+    back after the retained status, so a site without a planner costs no waiting; a stale status of a dead planner
+    costs some seconds.
 
     Raises ConfigError naming the other planner; NetworkError and RefusedError of the connection.
     """
@@ -34,7 +34,7 @@ def ensure_single_planner(url: BrokerUrl, site: str) -> None:
         try:
             inbox.put(decode_status(payload))
         except WireError:
-            return  # cleared, or of a program that is not ours
+            return  # cleared, or of a foreign program
 
     name = f"hepti-{site}-planner-check-{uuid.uuid4().hex[:12]}"
     transport = PahoTransport(url, name, on_message=heard, on_state=inbox.put, name="planner-check")
@@ -44,14 +44,14 @@ def ensure_single_planner(url: BrokerUrl, site: str) -> None:
         known = _retained_status(inbox, transport, topic)
         if known is not None and known.state == "online" and _contradicted(inbox):
             raise ConfigError(
-                f"site {site} has a planner already (boot {known.boot}); stop it first, or choose another --site"
+                f"Site {site} already has a planner (boot {known.boot}). Stop it, or choose another --site."
             )
     finally:
         transport.close()
 
 
 def _retained_status(inbox: queue.SimpleQueue[Status | State], transport: PahoTransport, topic: str) -> Status | None:
-    """Return the retained status: what comes before the question that we publish."""
+    """Return the retained status: the one that arrives before our own question."""
     known = None
     until = time.monotonic() + ECHO_S
     while (got := _get(inbox, until)) is not None:

@@ -1,30 +1,24 @@
-"""What arrives from the broker, decoded on the network thread and put where it is dealt with."""
+"""Decode what arrives from the broker, on the network thread."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.plausible import MAX_BOOT
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.transport import Delivery
 
-_log: Final = logging.getLogger("hepti.planner")
-TOLD: Final = 64  # devices whose caps cannot be read that are told of
-DISBELIEVED: Final = 64  # topics with impossible boot counters that are told of
-
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """A user's request, unread; delivery: how it came, None where nobody keeps it for us."""
+    """A user's request, not yet parsed; delivery: how it came, None if the broker does not keep it."""
 
     model: str
     client: str
@@ -36,7 +30,7 @@ class RawRequest:
 class PlannerStatus:
     """A planner's retained status: our own, or another's."""
 
-    status: protocol_messages.Status
+    status: messages.Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +42,11 @@ class RetainedPlan:
 
 @dataclass(frozen=True, slots=True)
 class ImplausibleBoot:
-    """A status, caps or heartbeat with a boot counter that no start can have: forged, or of a clock that is wrong."""
+    """A status, caps or heartbeat with a boot counter in the future: forged, or from a wrong clock."""
 
     topic: str
     kind: str
     boot: int
-
-
-class ImplausibleBootLog:
-    """Tells the log once of each topic with an impossible boot counter, of a bounded number of topics."""
-
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
-        self._told: set[str] = set()
-
-    def warn_once(self, arrival: ImplausibleBoot) -> None:
-        """Tell of what was ignored."""
-        if arrival.topic in self._told or len(self._told) >= DISBELIEVED:
-            return
-        self._told.add(arrival.topic)
-        self._log.warning(
-            "ignored what %s says: boot counter %d is of a time that has not come; clear the topic if it was forged, "
-            "or set the clock there and remove the file `boot` of its state",
-            arrival.topic,
-            arrival.boot,
-        )
 
 
 DecodedMessage = (
@@ -89,10 +63,7 @@ DecodedMessage = (
 
 
 def is_droppable(arrival: DecodedMessage) -> bool:
-    """Return whether a message is soon followed by another one that says the same: only such may be dropped.
-
-    Nobody repeats a will, an output, what a device counted of a run, or what becomes of a plan.
-    """
+    """Return whether a later message replaces this one; wills, outputs, reports and plan states are never repeated."""
     match arrival:
         case interface.DeviceHeartbeat() | interface.DeviceMessage(message=messages.PrepareProgress()):
             return True
@@ -101,16 +72,18 @@ def is_droppable(arrival: DecodedMessage) -> bool:
 
 
 class MessageDecoder:
-    """Topics and payloads to arrivals; what is not valid is counted and dropped.
+    """Topics and payloads to messages; invalid ones are counted and dropped.
 
-    latest_boot: returns the highest boot counter that is believed now.
+    latest_boot: returns the highest plausible boot counter.
     """
 
-    def __init__(self, site: str, latest_boot: Callable[[], int] = lambda: MAX_BOOT) -> None:
+    def __init__(
+        self, site: str, latest_boot: Callable[[], int] = lambda: MAX_BOOT, log: RateLimitedLog | None = None
+    ) -> None:
         self.topics = Topics(site)
         self._latest_boot = latest_boot
-        self.counters: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self.log = log or RateLimitedLog(logging.getLogger("hepti.planner"))
+        self.counters = self.log.counters
         self._decoders: Mapping[str, Callable[[ParsedTopic, bytes], DecodedMessage]] = {
             "status": _status,
             "caps": _caps,
@@ -122,7 +95,7 @@ class MessageDecoder:
         }
 
     def filters(self) -> list[tuple[str, int]]:
-        """Return what the planner subscribes to beside requests, with the QoS of each."""
+        """Return what the planner subscribes to besides requests, with the QoS of each."""
         t = self.topics
         return [
             (t.all_status(), 1),
@@ -134,11 +107,11 @@ class MessageDecoder:
         ]
 
     def requests(self) -> list[tuple[str, int]]:
-        """Return what brings the planner requests."""
+        """Return the subscription for requests."""
         return [(self.topics.all_requests(), 1)]
 
     def decode(self, topic: str, payload: bytes) -> DecodedMessage | None:
-        """Return what a message says, None if it is empty (a retained one that was cleared) or not valid."""
+        """Return a decoded message; None if it is empty (a cleared retained one) or invalid."""
         if not payload:
             return None
         parsed = None
@@ -150,21 +123,22 @@ class MessageDecoder:
                 return None
             arrival = decoder(parsed, payload)
         except WireError as error:
-            self.counters["malformed"] += 1
             if parsed is not None and parsed.kind == "caps":
-                self._unread(parsed.device, error)
+                text = f"Refused {parsed.device}: its caps are not valid ({error}). Update its agent."
+                self.log.warn_once("malformed", parsed.device, text)
+            else:
+                self.counters["malformed"] += 1
             return None
         boot = _boot(arrival)
         if boot <= self._latest_boot():
             return arrival
-        self.counters["implausible_boot"] += 1
+        self.log.warn_once(
+            "implausible_boot",
+            topic,
+            f"Ignored {topic}: boot counter {boot} is in the future. Set that machine's clock and delete `boot` in its "
+            "state directory, or clear the topic if it was forged.",
+        )
         return ImplausibleBoot(topic, parsed.kind, boot)
-
-    def _unread(self, device: str, error: WireError) -> None:
-        """Tell once of a device that no plan can use; names cost nothing to invent, so of a bounded number of them."""
-        if device not in self._told and len(self._told) < TOLD:
-            self._told.add(device)
-            _log.warning("refused: the caps of %s cannot be read (%s); update the agent there", device, error)
 
 
 def _boot(arrival: DecodedMessage) -> int:

@@ -1,9 +1,8 @@
-"""What requests will cost under their plans, worked out on a thread of its own so that no answer waits for it.
+"""Cost forecasts of requests, made on a thread of their own so that no answer waits for them.
 
-What a plan was chosen by the search has simulated already: that is its forecast for requests of this length. Any other
-takes as long as building every device's Program. It is wanted when a request comes in, or when a plan is prepared for
-lengths that were asked for of late, and made in a pause of its model: beside a run it would take the processor from
-whoever has that. An answer that is ready first goes out with an estimate.
+The search has simulated its plan for one length already. Any other forecast takes as long as building every device's
+Program, so it is made in a pause of the model: for each new request, and for recent lengths under a new plan. An answer
+that is ready first contains an estimate.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.spec import RequestShape, Spec
 
 KEPT: Final = 1024
-MAX_PENDING: Final = 64  # forecasts to be made; of more, those that have waited longest are given up
-LATE: Final = 4  # shapes of each model that a new plan is expected to see
-PAUSE_S: Final = 0.25  # without a run, and since the last request: one that comes right behind it is no pause
-UNPAUSED_S: Final = 30.0  # without a pause, one forecast is made beside the runs
+MAX_PENDING: Final = 64  # pending forecasts; beyond, the least urgent are dropped
+LATE: Final = 4  # recent shapes of each model that are forecast for a new plan
+PAUSE_S: Final = 0.25  # since the model's last run or request
+UNPAUSED_S: Final = 30.0  # without a pause; then one forecast is made beside the runs
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ _log = logging.getLogger(__name__)
 class Forecast:
     """Of one run: seconds from dispatch to output, bytes of all PUBLISH packets, FLOPs by device.
 
-    simulated: False if it was scaled from another length; then only the proportions of `flops` mean something.
+    simulated: False if scaled from another length; then only the proportions of `flops` are valid.
     """
 
     tokens: int
@@ -57,7 +56,7 @@ class Forecast:
 
     @classmethod
     def of(cls, played: SimulatedRequest) -> Forecast:
-        """Return what a simulation says."""
+        """Return the forecast of a simulation."""
         simulation = played.simulation
         flops = {name: use.flops for name, use in simulation.devices.items()}
         return cls(played.shape.size, simulation.seconds, simulation.nbytes, flops)
@@ -74,7 +73,7 @@ class _ForecastJob(NamedTuple):
 
 
 class Forecasts:
-    """The forecasts of one site. Only `step` and `run` take their time; all else may be called on any thread.
+    """The forecasts of one site. Only `step` and `run` are slow; all else may be called on any thread.
 
     clock: seconds, as `time.monotonic`.
     """
@@ -91,14 +90,14 @@ class Forecasts:
         self._known: OrderedDict[tuple[PlanVersion, RequestShape], Forecast] = OrderedDict()
         self._met: OrderedDict[RequestShape, RunStats] = OrderedDict()
         self._computing: frozenset[str] = frozenset()
-        self._used_s = dict.fromkeys(specs, -inf)  # when a request of each model last came, or a run of it ended
-        self._waits_s: dict[str, float] = {}  # since when forecasts of each model wait for a pause
+        self._used_s = dict.fromkeys(specs, -inf)  # last request or end of a run, by model
+        self._waits_s: dict[str, float] = {}  # since when forecasts wait for a pause, by model
         self._closed = False
 
     def set_plans(self, standing: tuple[PlanSnapshot, ...]) -> None:
-        """Take the plans that there are now, and foresee under the new ones what was asked for of late.
+        """Set the current plans, and queue forecasts of recent shapes for the new ones.
 
-        A plan that was priced anew counts as a new one. What the search has simulated is known at once.
+        A repriced plan counts as new. The search's own simulation is known at once.
         """
         with self._changed:
             before = {s.plan.version: s.cluster for s in self._standing}
@@ -115,7 +114,7 @@ class Forecasts:
             self._changed.notify()
 
     def request(self, model: str, shapes: Iterable[RequestShape]) -> None:
-        """Foresee a request under every plan of its model that there is, the newest request first."""
+        """Queue forecasts of a request under every plan of its model, the newest request first."""
         with self._changed:
             late, self._used_s[model] = self._late[model], self._clock()
             for shape in shapes:
@@ -129,7 +128,7 @@ class Forecasts:
             self._changed.notify()
 
     def set_busy_models(self, models: frozenset[str]) -> None:
-        """Take the models of which runs are under way: what is only foreseen of them waits."""
+        """Set the models with runs in progress: their forecasts wait."""
         if models == self._computing:
             return
         with self._changed:
@@ -140,9 +139,9 @@ class Forecasts:
                 self._changed.notify()
 
     def record_batched_run(self, run: RunStats) -> None:
-        """Take note of the shape of a run of several requests: most come once, one that comes again is foreseen.
+        """Note the shape of a batched run; if it repeats, queue its forecast as the least urgent.
 
-        With the least haste; the same run may be told several times.
+        The same run may be recorded several times.
         """
         with self._changed:
             before = self._met.setdefault(run.shape, run)
@@ -154,16 +153,13 @@ class Forecasts:
                 self._changed.notify()
 
     def call_when_ready(self, runs: Iterable[RunStats], act: Callable[[], None]) -> None:
-        """Call `act` on the forecasts' own thread when those of `runs` are made, before any that are only foreseen."""
+        """Make the forecasts of `runs` before all others, then call `act` on the forecasts' thread."""
         with self._changed:
             self._asked.append(([_ForecastJob(r.plan, r.cluster, r.shape) for r in runs], act))
             self._changed.notify()
 
     def lookup(self, plan: Plan, shape: RequestShape) -> Forecast:
-        """Return the forecast of one run, at once: without one, an estimate by the nearest that is known of the plan.
-
-        What the plan was chosen by is known of every plan.
-        """
+        """Return the forecast of one run at once, or an estimate from the plan's nearest known length."""
         with self._changed:
             key = plan.version, shape
             known = self._known.get(key)
@@ -180,7 +176,7 @@ class Forecasts:
             continue
 
     def step(self, wait: bool = False) -> bool:
-        """Make the most urgent forecast; return False if none may be made now, with `wait` only after `close`."""
+        """Make the most urgent forecast; return False if none is due, with `wait` only after `close`."""
         with self._changed:
             works, act, due_s = self._next()
             while wait and not works and act is None and not self._closed:
@@ -201,7 +197,7 @@ class Forecasts:
             self._changed.notify()
 
     def _next(self) -> tuple[list[_ForecastJob], Callable[[], None] | None, float]:
-        """Take what is to be made now, and whom to tell; or else say when to look again, infinity: after a change."""
+        """Return the forecasts to make now and the callback; else when to look again, infinity: after a change."""
         if self._asked:
             return *self._asked.popleft(), 0.0
         now, due_s = self._clock(), inf
@@ -234,8 +230,8 @@ class Forecasts:
                 return
         try:
             forecast = self._simulated(work)
-        except Exception:  # an estimate is told instead
-            _log.exception("a run of %d tokens under plan %s cannot be foreseen", work.shape.size, work.plan.version)
+        except Exception:  # the answer contains an estimate instead
+            _log.exception("Cannot forecast a run of %d tokens under plan %s", work.shape.size, work.plan.version)
             return
         with self._changed:
             self._know(work.key, forecast)
@@ -253,7 +249,7 @@ class Forecasts:
 
 
 def _of_plan(plan: Plan) -> Forecast:
-    """Return what a plan says of itself."""
+    """Return the forecast that a plan contains."""
     parts: list[list[float]] = [list(weights) for weights in plan.shares.values()]
     parts += [[float(stop - start) for start, stop in ranges] for ranges in plan.ranges.values()]
     whole = [[x / (sum(part) or 1.0) for x in part] for part in parts] or [[1.0] * len(plan.devices)]
@@ -262,7 +258,7 @@ def _of_plan(plan: Plan) -> Forecast:
 
 
 def shares(forecasts: Iterable[Forecast]) -> dict[str, float]:
-    """Return each device's fraction of the FLOPs of several runs together; estimated runs count by their tokens."""
+    """Return each device's fraction of the FLOPs of several runs; estimated runs count by their tokens."""
     runs = list(forecasts)
     exact = all(f.simulated for f in runs)
     flops: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""The desk: users' JSON in, jobs for the coordinator; the coordinator's results in, JSON for the users.
+"""Users' JSON to requests for the coordinator, and its results to JSON.
 
-Several threads use it, so that tokenising and writing JSON hold up neither the session nor other clients.
+Several threads use it, so that tokenising and writing JSON delay neither the session nor other clients.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
 from hepti_mqtt.runtime.coordinator.requests import Generation, Pins, Request, RequestKey, RunStats
 from hepti_mqtt.service import answers, requests
+from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts, shares
 from hepti_mqtt.service.requests import (
     MAX_WAITING_BYTES,
@@ -33,24 +34,32 @@ from hepti_mqtt.service.requests import (
     split_into_batches,
 )
 
-DEADLINE_S: Final = 600.0  # of requests that name none: every request ends
+DEADLINE_S: Final = 600.0  # of requests without one: every request ends
 SIMULATED: Final = "simulated"
 ESTIMATED: Final = "estimated"  # the answer was ready before its forecast
 MAX_CACHED_ANSWERS: Final = 256
-LATE: Final = 8  # requests of a model by which the planner knows its own part
+LATE: Final = 8  # last requests of a model whose overhead in the planner is remembered
 MAX_CACHED_BYTES: Final = 64 << 20
 
 
 class Reply(NamedTuple):
-    """What to publish to a user; request_id: the name under which it was asked, or one that was made for it."""
+    """What to publish to a user; the id in `key` is the client's own, or a generated one."""
 
     topic: str
     payload: bytes
-    request_id: str
+    key: RequestKey
+
+    def as_repeated(self) -> Reply:
+        """Return the reply with the note that there may have been one before."""
+        return self._replace(payload=b'{"repeated": true, ' + self.payload.removeprefix(b"{"))
+
+    def too_large(self, error: PacketLimitError) -> Reply:
+        """Return the error that replaces an answer which the broker rejects."""
+        return self._replace(payload=_failure(json.loads(self.payload)["id"], error))
 
 
 class _CachedAnswer(NamedTuple):
-    """An answer that is remembered, and the digest of what was asked."""
+    """An answer kept for repetitions, and the digest of its request."""
 
     digest: bytes
     payload: bytes
@@ -67,19 +76,25 @@ class OpenModel:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _ReplyContext:
-    """How to answer a job."""
+    """How to answer a request; weakly referenced by the memory quota."""
 
     topic: str
-    request_id: str
     model_input: requests.ModelInput
     received_s: float
 
 
-class RequestHandler:
-    """Turns requests into jobs and results into answers; keeps late answers for requests that come again.
+MakeId = Callable[[RawRequest], str]
 
-    forecasts: wanted with every request, and told in its answer as far as they have come. request_pins: whether
-    requests may pin anything.
+
+def _new_id(_raw: RawRequest) -> str:
+    return uuid.uuid4().hex
+
+
+class RequestHandler:
+    """Reads requests and writes answers; keeps the last answers for repeated requests.
+
+    forecasts: requested with every request; its answer contains what is ready. request_pins: whether requests may pin
+    anything.
     """
 
     def __init__(
@@ -89,33 +104,27 @@ class RequestHandler:
         self._request_pins = request_pins
         self._models = models
         self._forecasts = forecasts
-        self._room = MemoryQuota(MAX_WAITING_BYTES)
+        self._quota = MemoryQuota(MAX_WAITING_BYTES)
         self._lock = threading.Lock()  # guards the answers that are kept
         self._answered: OrderedDict[RequestKey, _CachedAnswer] = OrderedDict()
         self._answered_bytes = 0
-        self._read_s: dict[str, deque[float]] = {}  # by model: from a request to its first dispatch, of late
+        self._read_s: dict[str, deque[float]] = {}  # by model: from arrival to first dispatch, of the last requests
 
-    def read_request(
-        self, model: str, client: str, payload: bytes, now: float, made: Callable[[], str] | None = None
-    ) -> Request | Reply:
-        """Return the job of a user's request, or the answer if there is one already: an error, or what it was told.
+    def read_request(self, raw: RawRequest, now: float, make_id: MakeId = _new_id) -> Request | Reply:
+        """Return the parsed request, or its answer if there is one: an error, or the answer given before.
 
-        now: on the session's clock; deadlines count from it. made: gives the name of a request that brings none.
+        now: on the session's clock; deadlines count from it. make_id: gives the id of a request without one.
         """
-        made = made or _new_name
-        name: str | None = None
+        own_id: str | None = None
         try:
-            data = parse(payload)
-            name = request_id(data)
-            return self._build_request(model, client, name or made(), data, now)
+            data = parse(raw.payload)
+            own_id = request_id(data)
+            return self._build_request(RequestKey(raw.model, raw.client, own_id or make_id(raw)), data, now)
         except HeptiError as error:
-            name = name or peek_id(payload)
-            asked = name or made()
-            return Reply(self._topics.response(model, client, asked), _failure(name, error), asked)
+            return self.refuse_unread(raw, error, make_id, own_id)
 
-    def _build_request(
-        self, model: str, client: str, name: str, data: Mapping[str, Any], now: float
-    ) -> Request | Reply:
+    def _build_request(self, key: RequestKey, data: Mapping[str, Any], now: float) -> Request | Reply:
+        model, client = key.model, key.client
         served = self._models.get(model)
         if served is None:
             raise UnknownModelError(f"no model {model} is served here; there are: {', '.join(sorted(self._models))}")
@@ -125,78 +134,84 @@ class RequestHandler:
                 f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
                 "operator"
             )
-        topic = parts.reply_to or self._topics.response(model, client, name)
+        topic = parts.reply_to or self._topics.response(model, client, key.id)
         if parts.reply_to and not self._topics.response_allowed(parts.reply_to, model, client):
             own = self._topics.responses(client, model).removesuffix("+")
             raise RequestError(f"reply_to must be a topic below {own}, where only {client} reads")
-        key = RequestKey(model, client, name)
-        asked = digest(data) if parts.id else b""  # an id that was made here cannot come again
+        asked = digest(data) if parts.id else b""  # a generated id is never repeated by the client
         known = self._cached_answer(key)
         if known is not None and known.digest != asked:
-            raise IdInUseError.of(name)
+            raise IdInUseError.of(key.id)
         if known is not None:
-            return Reply(topic, known.payload, name)
+            return Reply(topic, known.payload, key)
         prepared = requests.read_input(served.checkpoint, parts.body)
-        chunks = split_into_batches(prepared, largest_shape(served.checkpoint.spec).size)
+        batches = split_into_batches(prepared, largest_shape(served.checkpoint.spec).size)
         generation = None
         if prepared.new_tokens:
             prompt = tuple(prepared.inputs[1:].tolist())
             end = requests.end_token(served.checkpoint)
             generation = Generation(prompt, prepared.new_tokens, prepared.shape, end)
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
-        ticket = _ReplyContext(topic, name, prepared, now)
-        self._room.take(prepared.inputs.nbytes, ticket)
-        pins, computes, report = parts.pins, prepared.wants_result, parts.report
+        context = _ReplyContext(topic, prepared, now)
+        self._quota.take(prepared.inputs.nbytes, context)
         return Request(
-            key, chunks, ticket, deadline_s, pins, computes, generation=generation, digest=asked, wants_report=report
+            key,
+            batches,
+            context,
+            deadline_s,
+            parts.pins,
+            prepared.wants_result,
+            generation=generation,
+            digest=asked,
+            wants_report=parts.report,
         )
 
-    def refuse_unread(self, model: str, client: str, payload: bytes, error: HeptiError, made: str = "") -> Reply:
-        """Return the answer to a request that is not even looked at; callable on any thread."""
-        name = peek_id(payload)
-        asked = name or made or _new_name()
-        return Reply(self._topics.response(model, client, asked), _failure(name, error), asked)
+    def refuse_unread(
+        self, raw: RawRequest, error: HeptiError, make_id: MakeId = _new_id, own_id: str | None = None
+    ) -> Reply:
+        """Return the error that answers a request; callable on any thread. own_id: searched for unless given."""
+        own_id = own_id or peek_id(raw.payload)
+        key = RequestKey(raw.model, raw.client, own_id or make_id(raw))
+        return Reply(self._topics.response(key.model, key.client, key.id), _failure(own_id, error), key)
 
     def request_forecast(self, request: Request) -> None:
-        """Want worked out, on another thread, what a job will cost: its answer tells it, but does not wait for it."""
+        """Request a cost forecast on another thread; the answer contains it if it is ready in time."""
         self._forecasts.request(request.key.model, dict.fromkeys(request.run_shapes()))
 
-    def _overhead_s(self, command: AnswerRequest, ticket: _ReplyContext) -> float:
-        """Return what the planner itself takes until a request of a model is dispatched: the least of late."""
+    def _overhead_s(self, command: AnswerRequest, received_s: float) -> float:
+        """Return the planner's time from arrival to first dispatch: the minimum over the model's last requests."""
         begun_s = min((s.dispatched_s for s in command.stats if s.dispatched_s is not None), default=None)
         with self._lock:
             late = self._read_s.setdefault(command.request.key.model, deque(maxlen=LATE))
             if begun_s is not None:
-                late.append(max(begun_s - ticket.received_s, 0.0))
+                late.append(max(begun_s - received_s, 0.0))
             return min(late, default=0.0)
 
     def encode_token(self, command: TokenReady) -> Reply:
-        """Return the JSON of one token of an answer: it goes out before the answer, which has all of them."""
-        request, ticket = command.request, command.request.reply_context
-        assert isinstance(ticket, _ReplyContext)
+        """Return the JSON of one token, sent before the answer, which has all tokens."""
+        request = command.request
         told = {
-            "request": ticket.request_id,
+            "request": request.key.id,
             "index": command.index,
             "token": command.tokens[-1],
             "text": answers.token_text(self._models[request.key.model].checkpoint, command.tokens),
             "final": False,
         }
-        return Reply(ticket.topic, json.dumps(told).encode(), ticket.request_id)
+        return Reply(_context(request).topic, json.dumps(told).encode(), request.key)
 
     def encode_answer(self, command: AnswerRequest, now: float) -> Reply:
-        """Return the JSON of a result; a result that cannot be told becomes an error."""
-        request, ticket = command.request, command.request.reply_context
-        assert isinstance(ticket, _ReplyContext)
+        """Return the JSON of a result; an invalid result becomes an error."""
+        request, context = command.request, _context(command.request)
         model = self._models[request.key.model]
         try:
             result = (
-                answers.decode_output(model.checkpoint, ticket.model_input, request.output())
+                answers.decode_output(model.checkpoint, context.model_input, request.output())
                 if request.wants_result
                 else None
             )
         except HeptiError as error:
             return self.encode_refusal(RefuseRequest(request, error))
-        except ValueError as error:  # outputs of the chunks that do not fit together
+        except ValueError as error:  # the outputs of the batches have different shapes
             return self.encode_refusal(
                 RefuseRequest(request, RemoteError(f"the devices' outputs do not fit together: {error}"))
             )
@@ -204,7 +219,7 @@ class RequestHandler:
         for stats in command.stats:
             if stats.requests > 1:
                 self._forecasts.record_batched_run(stats)
-        plan, reading_s = command.plan, self._overhead_s(command, ticket)
+        plan, overhead_s = command.plan, self._overhead_s(command, context.received_s)
         expected_s = sum(f.seconds * s.correction for f, s in zip(forecasts, command.stats, strict=True))
         told = {
             "plan": {
@@ -221,33 +236,28 @@ class RequestHandler:
                 "predicted_ms": plan.predicted_s * 1e3,
                 "predicted_tokens": plan.predicted_tokens,
             },
-            "tokens": ticket.model_input.shape.size,
+            "tokens": context.model_input.shape.size,
             "runs": len(command.stats) if request.wants_result else 0,
             "batched_with": sum(s.requests - 1 for s in command.stats),
             **_reported_costs(command.stats),
             "forecast": SIMULATED if all(f.simulated for f in forecasts) else ESTIMATED,
-            "predicted_ms": (reading_s + sum(f.seconds for f in forecasts)) * 1e3,
-            "expected_ms": (reading_s + expected_s) * 1e3,
+            "predicted_ms": (overhead_s + sum(f.seconds for f in forecasts)) * 1e3,
+            "expected_ms": (overhead_s + expected_s) * 1e3,
             "predicted_bytes": round(sum(f.nbytes for f in forecasts)),
-            "latency_ms": (now - ticket.received_s) * 1e3,
+            "latency_ms": (now - context.received_s) * 1e3,
         }
         if request.generation is not None:
             told["final"] = True
-        head = {"id": ticket.request_id, "model": request.key.model, "ok": True}
+        head = {"id": request.key.id, "model": request.key.model, "ok": True}
         text = "null" if result is None else answers.to_json(result)
         payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(told, allow_nan=False)[1:]}'.encode()
         self._cache_answer(request, payload)
-        return Reply(ticket.topic, payload, ticket.request_id)
-
-    def encode_too_large(self, reply: Reply, error: PacketLimitError) -> Reply:
-        """Return the error that takes the place of an answer which the broker does not take; callable on any thread."""
-        return reply._replace(payload=_failure(json.loads(reply.payload)["id"], error))
+        return Reply(context.topic, payload, request.key)
 
     def encode_refusal(self, command: RefuseRequest) -> Reply:
-        """Return the JSON of an error; the same request may be sent again."""
-        ticket = command.request.reply_context
-        assert isinstance(ticket, _ReplyContext)
-        return Reply(ticket.topic, _failure(ticket.request_id, command.error), ticket.request_id)
+        """Return the JSON of an error, which is not cached: the same request may be sent again."""
+        key = command.request.key
+        return Reply(_context(command.request).topic, _failure(key.id, command.error), key)
 
     def _cached_answer(self, key: RequestKey) -> _CachedAnswer | None:
         with self._lock:
@@ -267,13 +277,9 @@ class RequestHandler:
                 self._answered_bytes -= len(old.payload)
 
 
-def _new_name() -> str:
-    return uuid.uuid4().hex
-
-
-def mark_repeated(reply: Reply) -> Reply:
-    """Return a reply that says that there may have been one before."""
-    return reply._replace(payload=b'{"repeated": true, ' + reply.payload.removeprefix(b"{"))
+def _context(request: Request) -> _ReplyContext:
+    assert isinstance(request.reply_context, _ReplyContext)
+    return request.reply_context
 
 
 def _failure(name: str | None, error: HeptiError) -> bytes:
@@ -281,7 +287,7 @@ def _failure(name: str | None, error: HeptiError) -> bytes:
 
 
 def _reported_costs(runs: Sequence[RunStats]) -> dict[str, Any]:
-    """Return what the devices counted; null unless all of them have said so of every run."""
+    """Return what the devices counted; null unless every device has reported every run."""
     if not all(s.reported for s in runs):
         return {"compute_ms": None, "wait_ms": None, "bytes_on_wire": None}
     return {

@@ -1,4 +1,4 @@
-"""Pictures to pixels: headers first, so that nothing is decoded of a request whose pictures are too large together."""
+"""Pictures to pixels: all headers first, so that nothing is decoded of a request that is too large in total."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from hepti_mqtt.errors import ModelError, RequestError
 from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, describe
 
-# Formats and modes of 8 bits per channel; Pillow would cut 16 bits off at white.
+# Modes of 8 bits per channel; Pillow clips 16 bits at white.
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 _MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
-# Pillow decodes these in Python: seconds for a megabyte, and no other thread runs meanwhile.
+# Pillow decodes these in Python: seconds for a megabyte, with the interpreter locked.
 _SLOW: Final = {
     "ppm": "PPM of another largest value than 255",
     "ppm_plain": "PPM in plain text",
     "bmp_rle": "BMP with run lengths",
 }
-_WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory that it takes to decode a pixel
+_WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory for decoding a pixel
 _SPACES: Final = b" \t\r\n"
-_SCAN: Final = b"\xff\xda"  # begins one in a JPEG file
+_SCAN: Final = b"\xff\xda"  # marker in a JPEG file
 
-Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound, which is higher than MAX_PIXELS: a warning, and a shorter word
+Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is stricter, with a better message
 
 
 def resampling(preprocessor: Mapping[str, Any]) -> Image.Resampling:
-    """Return how preprocessor_config.json has pictures scaled; raises ModelError if it names no way."""
+    """Return the resampling filter of preprocessor_config.json; raises ModelError if it is unknown."""
     value = preprocessor.get("resample", Image.Resampling.BILINEAR)
     try:
         return Image.Resampling(value)
@@ -43,9 +43,9 @@ def resampling(preprocessor: Mapping[str, Any]) -> Image.Resampling:
 
 
 def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
-    """Return pictures, in base64 under the names of their places, as uint8 [B, C, S, S].
+    """Return base64 pictures as uint8 [B, C, S, S]; mean and std are applied on the device.
 
-    Mean and std are applied on the device. Raises RequestError that names a picture, or what is too much of them all.
+    items: with the names for errors. Raises RequestError for an invalid picture, or too many pixels in total.
     """
     files = [_file(name, value) for name, value in items]
     total = 0
@@ -75,7 +75,7 @@ def _file(name: str, value: Any) -> bytes:
 
 @contextlib.contextmanager
 def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
-    """Open a picture, of which only the header is read; whatever else goes wrong with it is a RequestError too."""
+    """Open a picture and read only its header; every later error with it becomes a RequestError too."""
     try:
         with Image.open(io.BytesIO(file), formats=_FORMATS) as opened:
             if opened.mode not in _MODES:
@@ -84,11 +84,11 @@ def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
             if slow is not None:
                 raise RequestError(f"{name} is {slow}, which takes too long to read; send PNG or JPEG")
             if opened.format in ("JPEG", "MPO") and (scans := file.count(_SCAN)) > MAX_SCANS:
-                raise RequestError(f"{name} has {scans} scans, and at most {MAX_SCANS} are read; save it anew")
+                raise RequestError(f"{name} has {scans} scans, the maximum is {MAX_SCANS}; save it again")
             yield opened
     except RequestError:
         raise
-    except Exception as error:  # Pillow's decoders raise whatever hostile bytes lead them to
+    except Exception as error:  # Pillow's decoders raise anything on hostile bytes
         raise RequestError(
             f"{name} is not a picture that can be read ({type(error).__name__}); send {', '.join(_FORMATS)}"
         ) from error
@@ -98,7 +98,7 @@ def _pixels(name: str, file: bytes, reads: ImageInput, resample: Image.Resamplin
     """Return a picture as uint8 [C, S, S]."""
     with _opened(name, file) as picture:
         ImageOps.exif_transpose(picture, in_place=True)
-        # Without the detour Pillow warns of a palette's transparency, and drops it just so.
+        # Without this step Pillow drops a palette's transparency with a warning.
         known = picture.convert("RGBA") if "transparency" in picture.info else picture
         colours = known if known.mode == "RGB" else known.convert("RGB")
         seen = _middle(colours, reads, resample) if reads.shortest else colours.resize((reads.size,) * 2, resample)
@@ -106,9 +106,9 @@ def _pixels(name: str, file: bytes, reads: ImageInput, resample: Image.Resamplin
 
 
 def _middle(picture: Image.Image, reads: ImageInput, resample: Image.Resampling) -> Image.Image:
-    """Return the middle S x S of a picture whose shorter side becomes `shortest`; what is odd is cut off behind.
+    """Return the middle S x S of a picture whose shorter side becomes `shortest`; an odd rest is cut off at the end.
 
-    Only what is seen of it is computed, whatever the picture's other side: a line of a million pixels has no end here.
+    Only the crop is computed, so that a line of a million pixels stays cheap.
     """
     width, height = picture.size
     short = min(width, height)

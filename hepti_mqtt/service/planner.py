@@ -1,4 +1,4 @@
-"""The retained record of a model's plans, as programs and people read it."""
+"""The planner process: threads, clock and connections around `CoordinatorSession`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from typing import Any, Final
 
 import msgpack
 
-from hepti_mqtt.config.state import max_plausible_boot
+from hepti_mqtt import __version__
+from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.protocol.plausible import max_plausible_boot
 from hepti_mqtt.runtime.coordinator import interface, session
 from hepti_mqtt.runtime.coordinator.fleet import LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
@@ -31,7 +33,6 @@ from hepti_mqtt.service.broker_checks import ensure_single_planner
 from hepti_mqtt.service.channel import RequestChannel
 from hepti_mqtt.service.decoder import (
     ImplausibleBoot,
-    ImplausibleBootLog,
     MessageDecoder,
     PlannerStatus,
     RawRequest,
@@ -116,26 +117,26 @@ def encode_record(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The planner process: threads, clock and connections around `CoordinatorSession`.
+# The threads of a planner.
 #
-# The network thread decodes and enqueues. The session thread (the caller of `run_planner`) takes one event after the
-# other and carries the commands out; it alone touches the session, and hands the others immutable values: commands,
-# and
-# the plans that stand. Searching, tokenising, forecasting and reading tiles each have a thread of their own, so that
-# none
-# of them keeps a running request waiting.
+# The network thread decodes and enqueues. The session thread (the caller of `run_planner`) handles one event at a time
+# and executes the commands; it alone touches the session, and gives the other threads immutable values: commands, and
+# the current plans. Searching, tokenising, forecasting and reading tiles have threads of their own, so that none of
+# them delays a running request.
 
 
 TICK_S: Final = 0.1
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
-MAX_UNREAD: Final = 256  # requests that wait for the desk
+MAX_UNREAD: Final = 256  # requests that wait to be parsed
 MAX_UNREAD_BYTES: Final = 64 << 20
-MAX_UNREFUSED: Final = 4096  # requests beyond, which wait to be refused
+MAX_UNREFUSED: Final = 4096  # further requests, which wait to be refused
 MAX_UNREFUSED_BYTES: Final = 32 << 20
-READER_THREADS: Final = 2  # threads: what one client asks is read by one of them at a time
+READER_THREADS: Final = 2  # requests of one client are read by one thread at a time
 ANSWER_THREADS: Final = 2
 TILES_QUEUED_BYTES: Final = 2 << 20
+
+Answering = interface.AnswerRequest | interface.TokenReady | interface.RefuseRequest
 
 
 def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> None:
@@ -162,8 +163,9 @@ class _Planner:
     def __init__(self, config: PlannerConfig, boot: int, models: Mapping[str, OpenModel]) -> None:
         self.config, self.boot, self.models = config, boot, models
         self.log = config.log
-        self.decoder = MessageDecoder(config.site, lambda: max_plausible_boot(boot, time.time()))
-        self.disbelief = ImplausibleBootLog(self.log)
+        self.decoder = MessageDecoder(
+            config.site, lambda: max_plausible_boot(boot, time.time()), RateLimitedLog(self.log)
+        )
         self.topics = self.decoder.topics
         served = tuple(
             ServedModel(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
@@ -179,10 +181,10 @@ class _Planner:
         self.inbox: Inbox[Callable[[], None] | interface.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         self.reading = FairExecutor("planner-reader", READER_THREADS, self._run_guarded, MAX_UNREAD, MAX_UNREAD_BYTES)
         self.telling = FairExecutor("planner-teller", ANSWER_THREADS, self._run_guarded)
-        self.refusals: Inbox[Callable[[], None] | None] = Inbox(MAX_UNREFUSED, MAX_UNREFUSED_BYTES)
+        self.refusing = FairExecutor("planner-refuser", 1, self._run_guarded, MAX_UNREFUSED, MAX_UNREFUSED_BYTES)
+        self.searching = FairExecutor("planner-search", 1, self._run_guarded)
+        self.hurried = FairExecutor("planner-hurried", 1, self._run_guarded)  # waits for no other search
         self.throttle = SearchThrottle(lambda: not (self.inbox.empty() and self.reading.idle and self.telling.idle))
-        self.searches: queue.SimpleQueue[interface.Solve | None] = queue.SimpleQueue()
-        self.hurried: queue.SimpleQueue[interface.Solve | None] = queue.SimpleQueue()  # they wait for no other search
         self.failure: HeptiError | None = None
         name = f"hepti-{config.site}-planner"
         self.control = PahoTransport(
@@ -196,10 +198,10 @@ class _Planner:
         )
         place, changed = state_directory(config.site, config.state_dir) / "requests", self._handle_requests_connection
         self.channel = RequestChannel(
-            config.url, name, place, self.control, self.handler, self.decoder, self._enqueue_request, changed, self.log
+            config.url, name, place, self.control, self.decoder, self._enqueue_request, changed
         )
-        self.away = {"control", "requests"}  # connections that do not stand; the session thread's
-        self.bulk = PahoTransport(  # so that requests need not queue behind weights
+        self.away = {"control", "requests"}  # lost connections; the session thread's
+        self.bulk = PahoTransport(  # so that requests do not queue behind weights
             config.url,
             f"{name}-weights",
             on_message=lambda _topic, _payload: None,
@@ -228,13 +230,14 @@ class _Planner:
             if arrival.model not in self.models:
                 self.inbox.post(lambda: self._publish(self.topics.plan(arrival.model), b"", retain=True))
         elif isinstance(arrival, ImplausibleBoot):
-            self.inbox.post(lambda: self._disbelieved(arrival))
+            if arrival.kind == "planner_status":
+                self.inbox.post(lambda: self._publish(*self._status("online")))  # readers must not take it for ours
         elif arrival is None:
             return
         elif not is_droppable(arrival):
             self.inbox.post(arrival)
         elif not self.inbox.offer(arrival, len(payload)):
-            self._dropped("inbox_full", f"an event on {topic}")
+            self._drop("inbox_full", f"an event on {topic}")
 
     def _handle_connection(self, state: State) -> None:
         """Take what happened to the connection."""
@@ -258,74 +261,68 @@ class _Planner:
         elif isinstance(state, Refused):
             self.inbox.post(lambda: self._refused(state))
 
-    def _enqueue_request(self, asked: RawRequest) -> None:
-        read, refuse = partial(self._read, asked, time.monotonic()), partial(self._refuse_overload, asked)
-        self.reading.submit(asked.client, read, len(asked.payload), refuse)
+    def _enqueue_request(self, raw: RawRequest) -> None:
+        read, refuse = partial(self._read, raw, time.monotonic()), partial(self._refuse_overload, raw)
+        self.reading.submit(raw.client, read, len(raw.payload), refuse)
 
-    def _refuse_overload(self, asked: RawRequest) -> None:
+    def _refuse_overload(self, raw: RawRequest) -> None:
         error = OverloadedError(
-            f"Too many unread requests ({MAX_UNREAD} or {MAX_UNREAD_BYTES >> 20} MB), most from client {asked.client}. "
+            f"Too many unread requests ({MAX_UNREAD} or {MAX_UNREAD_BYTES >> 20} MB), most from client {raw.client}. "
             "Try again later."
         )
-        # To find a request's id all of it is parsed, which is no work for this thread either.
-        if not self.refusals.offer(partial(self.channel.refuse_unread, asked, error), len(asked.payload)):
-            self._dropped("untold", f"a request of {asked.client}, unanswered")
+        # Hashing and searching the payload for an id is no work for this thread.
+        refuse = partial(self._refuse_unread, raw, error)
+        drop = partial(self._drop, "untold", f"a request of {raw.client}, unanswered")
+        nbytes = min(len(raw.payload), MAX_UNREFUSED_BYTES)  # a larger request can still be refused, if alone
+        self.refusing.submit(raw.client, refuse, nbytes, drop)
 
-    def _dropped(self, kind: str, what: str) -> None:
-        self.decoder.counters[kind] += 1
-        count = self.decoder.counters[kind]
-        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ..., so that a peer cannot flood the log
-            self.log.warning("too much waits; dropped %s (%d so far)", what, count)
+    def _drop(self, kind: str, what: str) -> None:
+        self.decoder.log.record(kind, f"Queue full: dropped {what}")
 
-    # -- desk threads -----------------------------------------------------------------------------------------------
+    # -- reader, refuser and answer threads -------------------------------------------------------------------------
 
-    def _work(self, errands: Inbox[Callable[[], None] | None]) -> None:
-        while (errand := errands.get()) is not None:
-            self._run_guarded(errand)
-
-    def _read(self, asked: RawRequest, now: float) -> None:
-        if (why := self.channel.exceeded_attempts(asked)) is not None:
-            self.channel.refuse_unread(asked, RemoteError(why))
-            return
+    def _read(self, raw: RawRequest, now: float) -> None:
+        journal = self.channel.journal
         try:
-            request = self.handler.read_request(
-                asked.model, asked.client, asked.payload, now, partial(self.channel.name, asked)
-            )
+            journal.check_attempts(raw)
+            request = self.handler.read_request(raw, now, journal.id_for)
         except Exception as error:
-            self.channel.refuse_unread(asked, self._internal_error(error))
+            self._refuse_unread(raw, error if isinstance(error, HeptiError) else self._internal_error(error))
             return
         if isinstance(request, Reply):
-            self.channel.send_reply(asked, request)
+            self.channel.send(request, [raw])
             return
-        self.channel.record_waiting(asked, request)
-        if not self.inbox.offer(
-            interface.RequestArrived(request), sum(chunk.inputs.nbytes for chunk in request.batches)
-        ):
+        journal.record_waiting(raw, request)
+        if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
-            self._refuse(interface.RefuseRequest(request, full))
-        self.handler.request_forecast(
-            request
-        )  # behind its dispatch: a forecast takes the interpreter from whoever has the request
+            self._answer(interface.RefuseRequest(request, full))
+        self.handler.request_forecast(request)  # after its dispatch, which needs the interpreter first
 
-    def _send_answer(self, command: interface.AnswerRequest) -> None:
+    def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
+        self.channel.send(self.handler.refuse_unread(raw, error, self.channel.journal.id_for), [raw])
+
+    def _answer(self, command: Answering) -> None:
+        if isinstance(command, interface.TokenReady):
+            self.channel.send(self.handler.encode_token(command))
+            return
         try:
-            reply = self.handler.encode_answer(command, time.monotonic())
+            reply = (
+                self.handler.encode_answer(command, time.monotonic())
+                if isinstance(command, interface.AnswerRequest)
+                else self.handler.encode_refusal(command)
+            )
         except Exception as error:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
-        self.channel.send_answer(command.request, reply)
-
-    def _refuse(self, command: interface.RefuseRequest) -> None:
-        self.channel.send_answer(command.request, self.handler.encode_refusal(command))
+        self.channel.send(reply, self.channel.journal.take_waiting(command.request))
 
     def _internal_error(self, error: Exception) -> RemoteError:
-        self.log.exception("a request could not be dealt with; the planner goes on")
-        return RemoteError(f"the planner made a mistake ({error!r}); its log says where")
+        self.log.exception("Internal error while handling a request; the planner continues")
+        return RemoteError(f"Internal planner error ({error!r}). See the planner's log.")
 
-    # -- search thread ----------------------------------------------------------------------------------------------
+    # -- search threads ---------------------------------------------------------------------------------------------
 
-    def _search_work(self, searches: queue.SimpleQueue[interface.Solve | None]) -> None:
-        while (command := searches.get()) is not None:
-            self.inbox.post(solve(self.throttle.throttled(command), self.accuracy[command.model]))
+    def _search(self, command: interface.Solve) -> None:
+        self.inbox.post(solve(self.throttle.throttled(command), self.accuracy[command.model]))
 
     # -- session thread ---------------------------------------------------------------------------------------------
 
@@ -333,11 +330,9 @@ class _Planner:
         """Connect and serve until `stop` is set; raises what ends the planner."""
         sys.setswitchinterval(SWITCH_S)
         self.control.subscribe(self.decoder.filters())
+        executors = (self.reading, self.telling, self.refusing, self.searching, self.hurried)
         threads = [
-            threading.Thread(target=self._work, args=(self.refusals,), name="planner-refusals", daemon=True),
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
-            threading.Thread(target=self._search_work, args=(self.searches,), name="planner-search", daemon=True),
-            threading.Thread(target=self._search_work, args=(self.hurried,), name="planner-hurried", daemon=True),
             threading.Thread(target=self.tiles.run, name="planner-tiles", daemon=True),
         ]
         try:
@@ -346,15 +341,12 @@ class _Planner:
             self.control.connect()
             for thread in threads:
                 thread.start()
-            self.reading.start()
-            self.telling.start()
+            for executor in executors:
+                executor.start()
             self._serve(stop)
         finally:
-            self.reading.close()
-            self.telling.close()
-            self.refusals.post(None)
-            self.searches.put(None)
-            self.hurried.put(None)
+            for executor in executors:
+                executor.close()
             self.forecasts.close()
             self.tiles.close()
             self._shut_down()
@@ -380,7 +372,7 @@ class _Planner:
         try:
             action()
         except Exception:
-            self.log.exception("an event could not be dealt with; the planner goes on")
+            self.log.exception("Internal error while handling an event; the planner continues")
 
     def _handle(self, event: interface.CoordinatorEvent) -> None:
         try:
@@ -400,21 +392,10 @@ class _Planner:
     def _execute(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
             self._publish(command.topic, command.payload, qos=command.qos, retain=command.retain)
-        elif isinstance(command, interface.AnswerRequest) and command.request.wants_result:
-            at_once = command.is_small and self.inbox.empty()
-            self.telling.submit_or_run(command.request.key.client, partial(self._send_answer, command), at_once)
-        elif isinstance(command, interface.AnswerRequest):  # here the forecast is the answer
-            tell = partial(self.telling.submit_or_run, command.request.key.client, partial(self._send_answer, command))
-            self.forecasts.call_when_ready(command.stats, tell)
-        elif isinstance(command, interface.TokenReady):
-            self.telling.submit_or_run(
-                command.request.key.client,
-                lambda: self.channel.send_part(command.request, self.handler.encode_token(command)),
-            )
-        elif isinstance(command, interface.RefuseRequest):
-            self.telling.submit_or_run(command.request.key.client, partial(self._refuse, command))
+        elif isinstance(command, Answering):
+            self._queue_answer(command)
         elif isinstance(command, interface.Solve):
-            (self.hurried if command.hurried else self.searches).put(command)
+            (self.hurried if command.hurried else self.searching).submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             self.tiles.ask(command.model, command.device, command.hashes)
         elif isinstance(command, interface.PublishPlan):
@@ -424,6 +405,15 @@ class _Planner:
             said = json.dumps({"kind": command.kind, "text": command.text, "time": time.time()})
             self._publish(self.topics.event(command.kind), said.encode())
 
+    def _queue_answer(self, command: Answering) -> None:
+        client, answer = command.request.key.client, partial(self._answer, command)
+        if isinstance(command, interface.AnswerRequest) and not command.request.wants_result:
+            # The forecast is the answer.
+            self.forecasts.call_when_ready(command.stats, partial(self.telling.submit_or_run, client, answer))
+            return
+        at_once = isinstance(command, interface.AnswerRequest) and command.is_small and self.inbox.empty()
+        self.telling.submit_or_run(client, answer, at_once)
+
     def _publish_plan(self, shown: interface.PublishPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
         served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
@@ -431,13 +421,13 @@ class _Planner:
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:
-        """Say what we have planned: after every connection, as the broker may have lost what it retained."""
+        """Publish everything retained again after every connection: the broker may have lost it."""
         self._handle(interface.BrokerConnection(online=True))
         self._announce("control")
         self.log.info("planner of site %s, boot %d, serves %s", self.config.site, self.boot, ", ".join(self.models))
 
     def _announce(self, connection: str) -> None:
-        """Say that we are there, once requests reach us: clients then send again what nobody may have heard."""
+        """Publish that the planner is online once requests reach it; clients then resend their pending requests."""
         self.away.discard(connection)
         if not self.away:
             self._publish(*self._status("online"))
@@ -450,11 +440,6 @@ class _Planner:
         elif (status.boot, status.state) != (self.boot, "online"):
             self._publish(*self._status("online"))  # a late will, of an earlier planner or an earlier connection
 
-    def _disbelieved(self, arrival: ImplausibleBoot) -> None:
-        self.disbelief.warn_once(arrival)
-        if arrival.kind == "planner_status":
-            self._publish(*self._status("online"))  # others who read it must not take it for ours
-
     def _refused(self, state: Refused) -> None:
         self.failure = RefusedError(
             f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; see the "
@@ -462,7 +447,7 @@ class _Planner:
         )
 
     def _shut_down(self) -> None:
-        """Take back what is retained, and close; a planner that was replaced leaves its successor's alone."""
+        """Clear the retained plans and close; a replaced planner leaves those of its successor."""
         replaced = isinstance(self.failure, ConfigError)
         if not replaced:
             for name in self.models:
@@ -477,9 +462,8 @@ class _Planner:
         try:
             self.control.publish(topic, payload, qos, retain)
         except NetworkError as error:
-            self.decoder.counters["unpublished"] += 1
-            self.log.warning("not published to %s: %s", topic, error)
+            self.decoder.log.record("unpublished", f"not published to {topic}: {error}")
 
     def _status(self, state: str) -> Will:
-        status = Status("online" if state == "online" else "offline", self.boot)
+        status = Status("online" if state == "online" else "offline", self.boot, version=__version__)
         return Will(self.topics.planner_status(), encode_status(status), 1, retain=True)

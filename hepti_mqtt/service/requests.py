@@ -1,4 +1,4 @@
-"""What JSON values are, in a word."""
+"""Users' requests: limits, parsing, tokenising, pins, and batches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -31,12 +32,12 @@ from hepti_mqtt.strategies import STRATEGIES
 
 
 def is_int(value: Any) -> bool:
-    """Return whether a JSON value is a whole number; true and false are none."""
+    """Return whether a JSON value is an integer; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def describe(value: Any) -> str:
-    """Return a short word for a JSON value, never all of it."""
+    """Return a short description of a JSON value."""
     if value is None or isinstance(value, bool | int | float):
         return str(value)[:40]
     words: dict[str, str] = {"str": "a string", "list": "a list", "dict": "an object"}
@@ -45,34 +46,32 @@ def describe(value: Any) -> str:
 
 
 def quoted(value: Any) -> str:
-    """Return a short word for a JSON value where a string could have been right: the beginning of the string itself."""
+    """Return the beginning of a string, or a short description of another JSON value."""
     return repr(value[:40]) if isinstance(value, str) else describe(value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How much a request may bring: every bound is checked before the work that it bounds.
-#
-# docs/reference/requests.md tells users, and what the worst allowed request costs.
+# Limits of a request: each is checked before the work that it bounds. Documented in docs/reference/requests.md.
 
 
 MAX_REQUEST_BYTES: Final = 16_000_000
 MAX_ITEMS: Final = 500_000  # commas and opening brackets of a request's JSON, also those within texts
 MAX_SEQUENCES: Final = 64
-MAX_CHARACTERS: Final = 400_000  # read of all texts of a request; what truncation cuts off is hardly read
+MAX_CHARACTERS: Final = 400_000  # tokenised of all texts of a request; truncated text hardly counts
 MAX_PIXELS: Final = 25_000_000  # of all pictures of a request; those of WebP count twice
-MAX_SCANS: Final = 64  # of a JPEG file: each goes over all of its pixels, and may be a few bytes long
-MAX_OUTPUT: Final = 8_000_000  # numbers that the devices answer a request with
-MAX_WAITING_BYTES: Final = 128 << 20  # ids and pixels of all requests that are not answered
+MAX_SCANS: Final = 64  # of a JPEG file: each covers all pixels, and may be a few bytes long
+MAX_OUTPUT: Final = 8_000_000  # numbers in an answer
+MAX_WAITING_BYTES: Final = 128 << 20  # ids and pixels of all unanswered requests
 
 
 class CharacterBudget:
-    """What is left of the characters that one request may have read."""
+    """The characters that one request may still have tokenised."""
 
     def __init__(self) -> None:
         self._left = MAX_CHARACTERS
 
     def take(self, count: int) -> None:
-        """Count characters that are about to be read; raises RequestError if the request has had too many."""
+        """Count characters to be tokenised; raises RequestError above the limit."""
         self._left -= count
         if self._left < 0:
             raise RequestError(
@@ -82,14 +81,14 @@ class CharacterBudget:
 
 
 class MemoryQuota:
-    """Bytes that are held for as long as their holders live: nobody needs to give them back."""
+    """Bytes that are held as long as their holders live, then released."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = nbytes
         self._lock = threading.RLock()  # a holder may be collected while its own thread is in here
 
     def take(self, nbytes: int, holder: object) -> None:
-        """Hold bytes until `holder` is gone; raises OverloadedError if there are not so many left."""
+        """Hold bytes until `holder` is gone; raises OverloadedError if too few are left."""
         with self._lock:
             if nbytes > self._left:
                 raise OverloadedError(
@@ -105,10 +104,10 @@ class MemoryQuota:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Texts to token ids: no more of a long one is read than it takes to know the tokens that the model reads.
+# Texts to token ids: of a long text only as much is tokenised as the model reads.
 
 
-CHARACTERS_PER_TOKEN: Final = 4  # first guess; twice as many are read where these are too few
+CHARACTERS_PER_TOKEN: Final = 4  # first guess, doubled until it suffices
 
 
 def encode_text(
@@ -116,8 +115,8 @@ def encode_text(
 ) -> list[int]:
     """Return the ids of a text; truncation keeps the tokens that the tokenizer adds at both ends.
 
-    Without truncation a text that is too long may end early, still longer than the model reads. characters: what the
-    request may have read. Raises RequestError naming the text, ModelError for a tokenizer that does not fit the model.
+    Without truncation a long text may end early, still longer than the model reads. Raises RequestError naming the
+    text, ModelError for a tokenizer of another model.
     """
     if not isinstance(value, str):
         raise RequestError(f"{name} must be a string, not {describe(value)}")
@@ -145,7 +144,7 @@ def encode_text(
 
 
 def _cleaned(checkpoint: Checkpoint, text: str) -> str:
-    """Return a text as the model's tokenizer is given it: sentence-transformers does more than its tokenizer says."""
+    """Return a text with the prompt and lower case that sentence-transformers applies before its tokenizer."""
     if "modules.json" not in checkpoint.extras or checkpoint.spec.head.task != "embedding":
         return text
     file = "sentence_bert_config.json"
@@ -154,7 +153,7 @@ def _cleaned(checkpoint: Checkpoint, text: str) -> str:
 
 
 def _check_side(checkpoint: Checkpoint, name: str) -> None:
-    """Raise RequestError where the model was made to read the ends of long texts, whose beginnings are read here."""
+    """Raise RequestError if the model reads the end of long texts, as truncation here keeps the beginning."""
     options = checkpoint.extras.get("tokenizer_config.json")
     if isinstance(options, Mapping) and options.get("truncation_side") == "left":
         raise RequestError(
@@ -164,19 +163,19 @@ def _check_side(checkpoint: Checkpoint, name: str) -> None:
 
 
 def _encode_prefix(tokenizer: Tokenizer, name: str, text: str, longest: int, characters: CharacterBudget) -> Encoding:
-    """Return the tokens of a text: all of them, or more than the first `longest`, which are those of the whole."""
+    """Return all tokens of a text, or more than `longest` of its first ones."""
     window = CHARACTERS_PER_TOKEN * longest
     while window < len(text):
         characters.take(window)
         encoding = _encode(tokenizer.encode_batch, name, text[:window])
-        # The last word may go on behind the window, or be the beginning of a special token, and be other tokens then.
+        # The last word may continue behind the window or start a special token, which changes its tokens.
         words, sure = encoding.word_ids, window - _longest_special(tokenizer)
         pairs = zip(words, encoding.offsets, strict=True)
         if words and sum(word != words[-1] and stop <= sure for word, (_, stop) in pairs) > longest:
             return encoding
         window *= 2
     characters.take(len(text))
-    return _encode(tokenizer.encode_batch_fast, name, text)  # which knows no words
+    return _encode(tokenizer.encode_batch_fast, name, text)  # the fast variant gives no word ids
 
 
 def _longest_special(tokenizer: Tokenizer) -> int:
@@ -184,7 +183,7 @@ def _longest_special(tokenizer: Tokenizer) -> int:
 
 
 def _encode(encode: Callable[..., list[Encoding]], name: str, text: str) -> Encoding:
-    """Return a text's tokens; of the library's ways to encode, only those of batches let other threads run."""
+    """Return a text's tokens, by a batch method: only those release the interpreter lock."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -193,9 +192,7 @@ def _encode(encode: Callable[..., list[Encoding]], name: str, text: str) -> Enco
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a user asks: JSON requests to token ids or pixels.
-#
-# Nothing here waits or sends; texts go through the checkpoint's tokenizer, pictures through Pillow.
+# JSON requests to token ids or pixels, without I/O.
 
 
 Floats = npt.NDArray[np.float32]
@@ -208,7 +205,7 @@ IMAGE_INPUTS: Final = ("image", "images")
 MAX_NEW_TOKENS: Final = 4096
 DEFAULT_NEW_TOKENS: Final = 16
 _OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", "max_new_tokens"})
-# The service's own part of a request; it has read these before.
+# Read by the envelope below.
 PINS: Final = ("strategy", "options", "devices", "wire", "accuracy", "weights", "route", "objective")
 _ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", "report", *PINS})
 UNKNOWN_SHOWN: Final = 8
@@ -217,12 +214,11 @@ _KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *_OPTIONS, *_ENVELOPE})
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A request as the devices take it.
+    """A request's input for the devices.
 
-    inputs: token ids int32 [m], those of a decoder behind a zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
-    user sent a list and gets a list of results. wants_result: False for want "plan", which is answered without the
-    devices. new_tokens: how many tokens to generate. empty: places of empty texts among those of the user, which the
-    devices do not see and whose results are zeros.
+    inputs: token ids int32 [m], for a decoder with a leading zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
+    user sent a list and gets a list of results. wants_result: False for want "plan", which needs no devices.
+    new_tokens: number of tokens to generate. empty: indices of empty texts, which are not computed and give zeros.
     """
 
     shape: RequestShape
@@ -235,12 +231,9 @@ class ModelInput:
 
 
 def read_input(checkpoint: Checkpoint, request: Any) -> ModelInput:
-    """Return what the devices need to answer `request`, an object as `json.loads` gives it.
+    """Return the model input of `request`, an object from `json.loads`; docs/reference/requests.md has its keys.
 
-    Exactly one of text, texts, ids (a list, or a list of lists), image, images (base64); optional truncate (cut what
-    is longer than the model takes), want ("task", "hidden", or "plan" for a forecast of "task"), top_k, max_new_tokens
-    (of a decoder). Raises RequestError that names what is wrong, or more than limits.py allows; ModelError where the
-    checkpoint has no tokenizer.
+    Raises RequestError naming what is invalid or over a limit, ModelError if the checkpoint lacks a tokenizer.
     """
     prepared = _prepared(checkpoint, request)
     rows, columns = checkpoint.spec.output_shape(prepared.shape)
@@ -296,7 +289,7 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> ModelInput:
 def _without_empty(
     checkpoint: Checkpoint, request: Mapping[str, Any], want: Want
 ) -> tuple[Mapping[str, Any], tuple[int, ...]]:
-    """Return a request without the empty ones of its texts, and their places, where the user wants zeros for them."""
+    """Return a request without its empty texts, and their indices, if the user wants zeros for them."""
     choice = request.get("empty", "error")
     if choice not in ("error", "zero"):
         raise RequestError(f'empty must be "error" or "zero", not {quoted(choice)}')
@@ -309,7 +302,7 @@ def _without_empty(
         )
     empty = tuple(i for i, text in enumerate(texts) if isinstance(text, str) and not text.strip())
     if len(texts) > MAX_SEQUENCES or len(empty) == len(texts):
-        return request, ()  # which is an error that others tell
+        return request, ()  # an error, raised later
     return {**request, "texts": [text for i, text in enumerate(texts) if i not in empty]}, empty
 
 
@@ -322,7 +315,7 @@ def _decoded(
     top_k: int,
     computes: bool,
 ) -> ModelInput:
-    """Return a decoder's request: one prompt, and how many tokens to generate behind it."""
+    """Return a decoder's input: one prompt, and the number of tokens to generate."""
     if _is_several(key, request[key]):
         raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
     most = request.get("max_new_tokens", DEFAULT_NEW_TOKENS)
@@ -330,7 +323,7 @@ def _decoded(
         raise RequestError(f"max_new_tokens must be an integer from 1 to {MAX_NEW_TOKENS}, not {describe(most)}")
     limit, new = reads.longest, most if want == "task" else 0
     if request.get("truncate") is True and new < limit:
-        reads = replace(reads, longest=limit - new)  # a prompt cut to all that the model takes leaves no room behind it
+        reads = replace(reads, longest=limit - new)  # leave room for the new tokens
     _, ids = _tokens(checkpoint, reads, request, key, several=False)
     if len(ids) + new > limit:
         if "max_new_tokens" in request or len(ids) >= limit:
@@ -344,20 +337,20 @@ def _decoded(
 
 
 def end_token(checkpoint: Checkpoint) -> int | None:
-    """Return the token after which a decoder has no more to say, by its config; None if it names none."""
+    """Return the end-of-sequence token of a decoder's config, None if it has none."""
     end = checkpoint.config.get("eos_token_id")
     return end if is_int(end) else None
 
 
 def _is_several(key: str, value: Any) -> bool:
-    """Return whether the user sent a list of inputs; ids may be one list or a list of them."""
+    """Return whether the user sent several inputs; ids may be one list or a list of lists."""
     if key == "ids":
         return isinstance(value, list) and any(isinstance(item, list) for item in value)
     return key in ("texts", "images")
 
 
 def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
-    """Return what the devices are to give, and whether they are asked at all."""
+    """Return the wanted output, and whether devices compute it."""
     want = request.get("want", "task")
     if want in ("task", "plan"):
         return "task", want == "task"
@@ -403,7 +396,7 @@ def _mask_rows(checkpoint: Checkpoint, key: str, ids: npt.NDArray[np.int32]) -> 
 
 
 def _items(key: str, value: Any, several: bool) -> list[tuple[str, Any]]:
-    """Return each input with the name under which errors speak of it."""
+    """Return each input with its name in errors."""
     if not several:
         return [(key, value)]
     if not isinstance(value, list) or not value:
@@ -438,7 +431,7 @@ def _pictures(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The part of a user's request that is the planner's business: id, deadline, way back, pins.
+# The envelope of a request: id, deadline, reply topic, pins.
 
 
 MAX_DEADLINE_MS: Final = 86_400_000
@@ -455,7 +448,7 @@ _DELIVERY_KEYS: Final = ("id", "deadline_ms", "reply_to", "report")
 
 @dataclass(frozen=True, slots=True)
 class RequestEnvelope:
-    """A request without what only the model understands; `body` is the rest, as `requests.prepare` takes it."""
+    """The planner's part of a request; `body` is the model's part, for `read_input`."""
 
     id: str | None
     deadline_s: float | None
@@ -469,12 +462,11 @@ def parse(payload: bytes) -> Mapping[str, Any]:
     """Return the JSON object of a request; raises RequestError for anything else."""
     if len(payload) > MAX_REQUEST_BYTES:
         raise RequestError(f"a request of {len(payload)} bytes is over the limit of {MAX_REQUEST_BYTES}; send less")
-    # Fewer bytes than that cannot hold so many; counting them takes as long as hashing them.
     items = sum(map(payload.count, (b",", b"[", b"{"))) if len(payload) > MAX_ITEMS else 0
     if items > MAX_ITEMS:
         raise RequestError(
             f"the request has {items} commas and brackets, which is over the limit of {MAX_ITEMS}; send less at once, "
-            "or the beginning of a text that is to be cut"
+            "or only the part of a text that you need"
         )
     try:
         data = json.loads(payload)
@@ -497,7 +489,7 @@ def request_id(data: Mapping[str, Any]) -> str | None:
 
 
 def peek_id(payload: bytes) -> str | None:
-    """Return the id of a request that is not parsed, None if it does not stand near the beginning or the end."""
+    """Return the id of an unparsed request, None if it is not near its beginning or end."""
     for part in (payload[:_GLIMPSED], payload[-_GLIMPSED:]):
         if found := _ID.search(part):
             with suppress(BadNameError, UnicodeDecodeError):
@@ -506,12 +498,9 @@ def peek_id(payload: bytes) -> str | None:
 
 
 def digest(data: Mapping[str, Any]) -> bytes:
-    """Return a hash of what a request asks: alike for the same question, whenever and wherever the answer is wanted.
-
-    Raises RequestError for one that is nested too deeply.
-    """
+    """Return a hash of what a request asks, not of how it is delivered; raises RequestError if nested too deeply."""
     question = {k: v for k, v in data.items() if k not in _DELIVERY_KEYS}
-    # Pictures and long texts are hashed as they are, behind the rest: JSON once more takes longer than the hash.
+    # Pictures and long texts are hashed directly: encoding them as JSON takes longer than the hash.
     long = {k: v for k, v in sorted(question.items()) if isinstance(v, str) and len(v) > _SHORT}
     question.update((k, len(v)) for k, v in long.items())
     try:
@@ -525,9 +514,9 @@ def digest(data: Mapping[str, Any]) -> bytes:
 
 
 def split_envelope(data: Mapping[str, Any], own: Pins) -> RequestEnvelope:
-    """Return a request taken apart; raises RequestError that names what is wrong.
+    """Split a request into envelope and body; raises RequestError naming what is invalid.
 
-    own: what the planner's user pinned; it holds where the request says nothing else.
+    own: the operator's pins, the default for the request's.
     """
     deadline = data.get("deadline_ms")
     if deadline is not None:
@@ -553,13 +542,12 @@ def split_envelope(data: Mapping[str, Any], own: Pins) -> RequestEnvelope:
 def validate_pins(
     strategy: Any, options: Any, devices: Any, wire: Any, weights: Any, route: Any = None, accuracy: Any = None
 ) -> Pins:
-    """Return pins in one form, whoever gives them: devices sorted, `auto` as None.
+    """Return validated pins: devices sorted, `auto` as None.
 
-    Raises RequestError for a strategy, variant, wire dtype, storage of weights or route that does not exist, or names
-    that no device can have.
+    Raises RequestError for an unknown strategy, variant, wire dtype, weight dtype or route, or an invalid device name.
     """
     if strategy is not None and strategy not in (choices := (AUTO, *STRATEGIES)):
-        raise RequestError(f"there is no strategy {str(strategy)[:40]!r}; choose one of {', '.join(choices)}")
+        raise RequestError(f"Unknown strategy {str(strategy)[:40]!r}. Choose one of {', '.join(choices)}.")
     chosen = None if strategy == AUTO else strategy
     if not isinstance(options, Mapping):
         raise RequestError('options must be an object such as {"variant": "kv"}')
@@ -588,7 +576,7 @@ def _budget(accuracy: Any) -> float | None:
     if accuracy is None:
         return None
     if not isinstance(accuracy, int | float) or isinstance(accuracy, bool) or not 0 < accuracy <= 1:
-        raise RequestError("accuracy must be a number above 0, at most 1: how far f16 or i8 may move the answer")
+        raise RequestError("accuracy must be in (0, 1]: the largest relative error that a narrow wire dtype may cause")
     return float(accuracy)
 
 
@@ -598,7 +586,9 @@ def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
     devices = data.get("devices")
     wire, accuracy = data.get("wire"), data.get("accuracy")
     if wire is not None and accuracy is not None:
-        raise RequestError("wire leaves nothing for accuracy to choose; give one of the two")
+        raise RequestError(
+            "wire and accuracy exclude each other: accuracy lets the planner choose wire. Send one of them."
+        )
     objective = own.objective if data.get("objective") is None else data["objective"]
     if objective not in OBJECTIVES:
         raise RequestError(f"objective must be one of {', '.join(OBJECTIVES)}")
@@ -615,23 +605,21 @@ def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A request cut into runs: whole items, in order, as many in each as one Program may hold.
+# Split a request into batches of whole items that fit a Program.
 
 
 def split_into_batches(prepared: ModelInput, most: int) -> tuple[Batch, ...]:
-    """Return the chunks of a request, each of at most the size `most`.
+    """Return the batches of a request, each of at most the size `most`; their outputs concatenate to the whole output.
 
-    Their outputs, one below the other, are the output of the whole. Raises ValueError if one item is larger.
+    Raises ValueError if one item is larger.
     """
-    shape, chunks = prepared.shape, []
-    first, size = 0, 0  # first item and size of the chunk
+    shape, starts, size = prepared.shape, [0], 0
     for place, more in enumerate(shape.sizes):
         if more > most:
             raise ValueError(f"item {place} has size {more}, a run holds {most}")
         if size + more > most:
-            part, where = shape.slice_items(first, place)
-            chunks.append(Batch(part, prepared.inputs[where]))
-            first, size = place, 0
+            starts.append(place)
+            size = 0
         size += more
-    part, where = shape.slice_items(first, len(shape.sizes))
-    return (*chunks, Batch(part, prepared.inputs[where]))
+    slices = [shape.slice_items(*ends) for ends in pairwise([*starts, len(shape.sizes)])]
+    return tuple(Batch(part, prepared.inputs[where]) for part, where in slices)

@@ -1,4 +1,4 @@
-"""The planner's boot counter: it grows with every start, whatever the clock says."""
+"""How a planner starts: boot counter, configuration, models."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hepti_mqtt.transport import BrokerUrl
 
 
 def state_directory(site: str, directory: Path | None = None) -> Path:
-    """Return where the planner of a site keeps what must outlive it; directory: instead of the user's."""
+    """Return the state directory of a site's planner; directory: instead of the user's."""
     return (directory or user_state_path("hepti")) / "planner" / site
 
 
 def next_boot(site: str, unix_s: float, directory: Path | None = None) -> int:
-    """Return max(stored + 1, unix_s) for the planner of `site`, and store it; two starts never get the same.
+    """Return max(stored + 1, unix_s) for the planner of `site`, and store it; no two starts get the same.
 
-    directory: instead of the user's state directory. Raises ConfigError if nothing can be stored there.
+    directory: instead of the user's state directory. Raises ConfigError if it is not writable.
     """
     place = state_directory(site, directory)
     try:
@@ -43,23 +43,18 @@ def next_boot(site: str, unix_s: float, directory: Path | None = None) -> int:
             f"the planner's state cannot be kept in {place}: {error.strerror or error}; make it writable, or set "
             "XDG_STATE_HOME"
         ) from error
-    with lock:  # two planners may start at the same moment; the one that comes later must be the newer
+    with lock:  # of two planners that start together, the later must be the newer
         fcntl.flock(lock, fcntl.LOCK_EX)
         return state.next_boot(place, lambda: unix_s)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# How a planner runs, from the options it was started with.
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """One site's planner.
 
-    models: directory by name. pins: what the user fixed, by model. in_flight: runs at once, per model. batching: which
-    requests run together. broker_mbit: rate of the broker's own link, None for that of the fastest device's.
-    request_pins: "none" refuses what requests pin for themselves. state_dir: where the boot counter is kept, by default
-    the user's state directory.
+    models: directory by name. pins: by model. in_flight: concurrent runs per model. batching: which requests run
+    together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
+    refuses pins in requests. state_dir: of the boot counter and journal, by default the user's.
     """
 
     url: BrokerUrl
@@ -75,7 +70,7 @@ class PlannerConfig:
 
     @classmethod
     def of(cls, settings: Settings, options: PlannerOptions) -> PlannerConfig:
-        """Return what a command line asks for; raises ConfigError for a missing broker, a bad URL or site."""
+        """Return the configuration of a command line; raises ConfigError for a missing broker, a bad URL or site."""
         return cls(
             url=BrokerUrl.parse(settings.require_broker()),
             site=check_name("site", settings.site),
@@ -88,14 +83,10 @@ class PlannerConfig:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The models that a planner serves: opened, and their pins checked.
-
-
 def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str, OpenModel]:
-    """Return the models that can be used, and name the others; raises the first one's ModelError if there is none.
+    """Return the usable models and log the others; raises the first one's ModelError if there is none.
 
-    Weights that a model cannot have are a ConfigError where it is the only one; of several it keeps f32.
+    An unsupported weight dtype is a ConfigError for a single model; one of several falls back to f32.
     """
     models: dict[str, OpenModel] = {}
     bad: list[ModelError] = []
@@ -121,7 +112,7 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
 
 
 def _supported_pins(config: PlannerConfig, name: str, spec: Spec, pins: Pins) -> Pins:
-    """Return a model's pins with f32 for weights that its family cannot have."""
+    """Return a model's pins, with f32 for an unsupported weight dtype."""
     able = weight_dtypes(spec)
     if pins.weight_dtype in able:
         return pins

@@ -1,7 +1,7 @@
-"""The search as a command carried out: a question in, `Solved` out, whatever goes wrong.
+"""Run a plan search: a question in, `Solved` out, whatever goes wrong.
 
-Within an accuracy budget, what narrow exchanges do to a model's answers is measured here too, on the thread that
-searches: requests run meanwhile under the plan that they have, the first ones on the best device alone.
+With an accuracy budget the error of narrow wire dtypes is measured here too, on the search thread; requests meanwhile
+run under the current plan, the first ones on the best device alone.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ from hepti_mqtt.spec import Spec
 
 _log = logging.getLogger(__name__)
 _WIRE: Final[Mapping[str, WireDtype]] = {wire: wire for wire in NARROW_WIRE_DTYPES}
-COLLECTED: Final = 20_000  # new objects before the garbage collector looks, a few megabytes at most
+COLLECTED: Final = 20_000  # new objects between garbage collections, a few megabytes at most
 
 
 def start_preloading() -> None:
-    """Import what searches need while the planner asks its broker; Numba takes longer than all the rest of it."""
+    """Import what searches need while the planner connects; Numba takes longest."""
     threading.Thread(target=_load, name="planner-loads", daemon=True).start()
 
 
 def _load() -> None:
     import_module("hepti_mqtt.kernels")
-    # A search makes so many objects that the collector runs often, and each time it would look through all of Numba:
-    # a tenth to a sixth of a search.
+    # A search makes many objects, and each collection would scan all of Numba: a tenth to a sixth of a search.
     gc.freeze()
-    # And it finds next to nothing: looking after every 700 objects takes another tenth.
+    # The collector finds next to nothing: running it after every 700 objects takes another tenth.
     gc.set_threshold(COLLECTED, 20, 50)
 
 
 class WireAccuracy:
-    """What is known of narrow exchanges of one model; tensors: its canonical ones, read when they are asked for.
+    """Measured errors of narrow wire dtypes of one model; tensors: its canonical ones, read on demand.
 
-    kept: a file of the model's digest where errors are found again after a restart, None to keep none.
+    kept: the file that keeps errors across restarts, None for no file.
     """
 
     def __init__(self, spec: Spec, tensors: Mapping[str, Any], kept: Path | None = None) -> None:
@@ -67,16 +66,13 @@ class WireAccuracy:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> WireAccuracy:
-        """Return that of a checkpoint, whose errors are kept in the user's cache by its digest.
-
-        Another version of Hepti does not read them: its methods may exchange something else.
-        """
+        """Return that of a checkpoint; its errors are cached by digest and by version of Hepti."""
         name = f"{checkpoint.manifest.digest.hex()}-{__version__}.json"
         kept = Path(platformdirs.user_cache_dir("hepti")) / "accuracy" / name
         return cls(checkpoint.spec, checkpoint.tensors(), kept)
 
     def measure(self, plan: Plan) -> Mapping[WireDtype, float]:
-        """Return the errors of narrow dtypes under a plan; infinity where they cannot be found, so that f32 is left."""
+        """Return the errors of narrow dtypes under a plan; infinity if the measurement fails, so that f32 stays."""
         try:
             found = wire_errors(self._spec, plan, self._tensors)
         except Exception:  # whatever it is, it must not leave the model without a plan
@@ -90,7 +86,7 @@ class WireAccuracy:
 
 
 def _read(path: Path) -> dict[WireErrorKey, float]:
-    """Return what is kept; a file that is missing or damaged only makes the first search slower."""
+    """Return the cached errors; a missing or damaged file only slows down the first search."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         rows = json.loads(path.read_text())
         return {(str(method), int(count), _WIRE[wire]): float(error) for method, count, wire, error in rows}

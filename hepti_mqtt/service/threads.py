@@ -1,4 +1,4 @@
-"""Work of many clients in turn: each has one thing done, then the next client has one."""
+"""Threads that serve clients in turn, and the throttle of plan searches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class _Line(Generic[Item]):
-    """What one client has waiting, the oldest first, with the bytes of each."""
+    """The waiting items of one client, oldest first, with the bytes of each."""
 
     items: deque[tuple[Item, int]] = field(default_factory=deque)
     nbytes: int = 0
@@ -25,11 +25,10 @@ class _Line(Generic[Item]):
 
 
 class RoundRobin(Generic[Item]):
-    """Bounded queues of clients, served in turn; a client's things are done in their order, one at a time.
+    """Bounded queues of clients, served in turn; a client's items are taken in order, one at a time.
 
-    So a client that has nothing waiting is served after at most one thing of each other, and with two workers at once
-    if only one other has work. What there is no room for is the newest of whoever has most, be it the newcomer's.
-    limit, limit_bytes: of everything that waits.
+    A client with an empty queue waits for at most one item of each other client. Over the limits, the newest item of
+    the client with the largest share is dropped. limit, limit_bytes: of all waiting items.
     """
 
     def __init__(self, limit: float, limit_bytes: float) -> None:
@@ -40,11 +39,11 @@ class RoundRobin(Generic[Item]):
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing waits and nothing that was taken is not done."""
+        """Return whether nothing waits or is being done."""
         return not self._lines
 
     def put(self, client: str, item: Item, nbytes: int) -> list[Item]:
-        """Let an item of a client wait; return those, of anybody, that there is no room for."""
+        """Add an item of a client; return the items, of any client, dropped for it."""
         line = self._lines.setdefault(client, _Line())
         line.items.append((item, nbytes))
         self._account(line, 1, nbytes)
@@ -56,7 +55,7 @@ class RoundRobin(Generic[Item]):
         return refused
 
     def take(self) -> tuple[str, Item] | None:
-        """Return the next item and its client, of whom nothing else is taken until `done`; None if nobody can be."""
+        """Return a client and its next item, None if there is none; its other items wait until `done`."""
         if not self._next:
             return None
         client, _ = self._next.popitem(last=False)
@@ -67,7 +66,7 @@ class RoundRobin(Generic[Item]):
         return client, item
 
     def done(self, client: str) -> None:
-        """Note that what was taken of a client is done: it is the last in turn now."""
+        """Note that a client's item is done: the client is last in turn now."""
         line = self._lines[client]
         line.busy = False
         if line.items:
@@ -81,7 +80,7 @@ class RoundRobin(Generic[Item]):
         self._nbytes += nbytes
 
     def _drop(self, newcomer: str) -> Item:
-        """Take back the newest item of the client with the largest part of the room; among equals the newcomer's."""
+        """Drop the newest item of the client with the largest share of the limits; among equals the newcomer's."""
 
         def part(client: str) -> tuple[float, bool]:
             line = self._lines[client]
@@ -98,10 +97,6 @@ class RoundRobin(Generic[Item]):
         return item
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Threads that work for clients in turn.
-
-
 Act = Callable[[], None]
 
 
@@ -111,9 +106,9 @@ class _Task(NamedTuple):
 
 
 class FairExecutor:
-    """Some threads that do what is offered, one thing of each client in turn and at a time.
+    """Threads that run tasks, one of each client in turn and at a time.
 
-    limit, limit_bytes: of everything that waits. guarded: does one thing, and lets no exception through.
+    limit, limit_bytes: of all waiting tasks. guarded: runs a task and catches every exception.
     """
 
     def __init__(
@@ -136,27 +131,26 @@ class FairExecutor:
             thread.start()
 
     def close(self) -> None:
-        """Begin nothing more; what is being done is not waited for."""
+        """Start no further task; does not wait for running ones."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def submit(self, client: str, act: Act, nbytes: int, refuse: Act) -> None:
-        """Do something for a client when its turn comes; or call `refuse`, now or later, if there is no room for it.
+        """Run `act` in the client's turn, or call `refuse`, now or later, if the queue is full.
 
-        That of others may be called here too, so it must not block.
+        `refuse` may be called from another client's `submit`, so it must not block.
         """
         with self._changed:
             refused = self._turns.put(client, _Task(act, refuse), nbytes)
             self._changed.notify()
-        for errand in refused:
-            errand.refuse()
+        for task in refused:
+            task.refuse()
 
     def submit_or_run(self, client: str, act: Act, here: bool = False) -> None:
-        """Do something for a client that must be done; for a crew without limits.
+        """Run `act` in the client's turn; for executors without limits.
 
-        here: on this thread at once, if nothing waits and nothing is being done: to wake another takes longer than a
-        small thing does.
+        here: run it on this thread if the executor is idle, as waking a thread takes longer than a small task.
         """
         if here and self.idle:
             self._guarded(act)
@@ -170,14 +164,14 @@ class FairExecutor:
             return self._turns.idle
 
     def step(self, wait: bool = False) -> bool:
-        """Do one thing on this thread; return False if it is nobody's turn, with `wait` only after `close`."""
+        """Run one task on this thread; return False if there is none, with `wait` only after `close`."""
         with self._changed:
             while (taken := self._turns.take()) is None and wait and not self._closed:
                 self._changed.wait()
             if taken is None or self._closed:
                 return False
-        client, errand = taken
-        self._guarded(errand.act)
+        client, task = taken
+        self._guarded(task.act)
         with self._changed:
             self._turns.done(client)
             self._changed.notify()
@@ -189,24 +183,23 @@ class FairExecutor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How a search makes room: a planner on a busy or a small machine answers requests while it looks for a better plan.
+# Throttle plan searches so that requests keep the CPU on a small machine.
 
 
-AGAIN: Final = 1.0  # times as long as a search had to wait for the processor it leaves that to others
-MOST_S: Final = 2.0  # of one such pause
-IN_HAND_S: Final = 0.25  # of one for the planner: it may be busy without an end, and a search must come to one
-LOOKS_S: Final = 0.005  # until it is asked again whether the planner has something in hand
-SWITCH_S: Final = 0.0005  # of the interpreter: a search must not hold the session thread up for long
+AGAIN: Final = 1.0  # pause of a search, per time that it waited for the CPU
+MOST_S: Final = 2.0  # longest such pause
+IN_HAND_S: Final = 0.25  # longest pause while the planner is busy: a search must end even if that never stops
+LOOKS_S: Final = 0.005  # between two checks whether the planner is busy
+SWITCH_S: Final = 0.0005  # the interpreter's thread switch interval: a search must not delay the session thread
 
 
 class SearchThrottle:
-    """The pauses of searches beside requests.
+    """Pauses of searches in favour of requests.
 
-    A search does nothing while the planner has something in hand: reads, deals with or answers a request. Beside runs
-    it has pauses where it had to wait for the processor itself, because others wait for theirs because of it: in a
-    container with a share of a core, or with an agent on the same board. in_hand: whether threads of the planner have
-    something to do. clock, computed: seconds that have passed, and that the calling thread has computed. sleep: for so
-    many seconds; wait: for so many, or until no run is under way any more.
+    A search pauses while the planner reads, handles or answers a request. During runs it also pauses as long as it
+    waited for the CPU itself: agents on the same cores wait because of it. in_hand: whether the planner's threads have
+    work. clock, computed: wall and thread CPU time in seconds. sleep: for a time; wait: for a time or until the last
+    run ends.
     """
 
     def __init__(
@@ -224,7 +217,7 @@ class SearchThrottle:
         self._wait = wait or self._unused.wait
 
     def run_before_searches(self, act: Callable[[], None]) -> None:
-        """Do something of the session thread, for which searches pause."""
+        """Run an action of the session thread, for which searches pause."""
         self._is_first = True
         try:
             act()
@@ -232,14 +225,14 @@ class SearchThrottle:
             self._is_first = False
 
     def set_serving(self, is_serving: bool) -> None:
-        """Take whether runs are under way."""
+        """Set whether runs are in progress."""
         if is_serving:
             self._unused.clear()
         else:
             self._unused.set()
 
     def throttled(self, command: Solve) -> Solve:
-        """Return a search with pauses; one that requests wait for has none."""
+        """Return a search with pauses; none if requests wait for its plan."""
         if command.hurried or command.running is None:
             return command
         return replace(command, question=replace(command.question, pause=self._pauses()))

@@ -1,4 +1,4 @@
-"""Tiles of weights on their way to the devices that asked: one at a time, once for all who wait for the same one."""
+"""Publish tiles of weights to the devices that request them: one at a time, once for all that wait for it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
 from hepti_mqtt.protocol.frames import Frame, encode
 from hepti_mqtt.protocol.topics import Topics
 
-PAUSE_S: Final = 0.01  # until the connection is looked at again when its queue is full
+PAUSE_S: Final = 0.01  # between attempts while the send queue is full
 
 _log = logging.getLogger(__name__)
 
 
 class TileServer:
-    """Publishes tiles that devices ask for: those of one in the order of asking, and of several each in turn.
+    """Publishes requested tiles: those of one device in order, those of several devices in turn.
 
-    So on a slow link a device waits for one tile of each other, not for all that they have asked for: without any for
-    long it would be taken for one that hangs.
+    So on a slow link a device waits for one tile of each other device, not for all, and is not taken for hung.
 
-    publish(topic, payload): at QoS 1; raises NetworkError while its queue is full, which is what keeps few tiles in
-    memory. unreadable(model, device, error): a device waits for what cannot be read any more. counters: tiles and
-    manifests published, to one or to all; asked for but unknown.
+    publish(topic, payload): at QoS 1; raises NetworkError while its queue is full, which bounds the tiles in memory.
+    unreadable(model, device, error): the weights can no longer be read. counters: of published and unknown tiles.
     """
 
     def __init__(
@@ -43,20 +41,20 @@ class TileServer:
         self._checkpoints = checkpoints
         self._publish, self._unreadable = publish, unreadable
         self._wanted: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
-        self._sent: dict[str, int] = {}  # by device: which tile was its last one, of those since nobody waited
+        self._sent: dict[str, int] = {}  # by device: number of its last tile since the queue was empty
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self.counters: Counter[str] = Counter()
 
     def ask(self, model: str, device: str, hashes: Iterable[bytes]) -> None:
-        """Note that a device waits for tiles; callable on any thread."""
+        """Queue tiles for a device; callable on any thread."""
         with self._changed:
             for digest in hashes:
                 self._wanted.setdefault((model, digest), set()).add(device)
             self._changed.notify()
 
     def run(self) -> None:
-        """Publish what is asked for until `close`; the body of a thread."""
+        """Publish requested tiles until `close`; the body of a thread."""
         while (wanted := self._next()) is not None:
             (model, digest), devices = wanted
             try:
@@ -87,7 +85,7 @@ class TileServer:
                 self._changed.wait()
             if self._closed.is_set():
                 return None
-            # The first of equals is the one that was asked for first.
+            # Ties go to the first requested.
             key = min(self._wanted, key=lambda wanted: min(self._sent.get(d, 0) for d in self._wanted[wanted]))
             devices = self._wanted.pop(key)
             number = 1 + max(self._sent.values(), default=0)

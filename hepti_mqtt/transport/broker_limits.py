@@ -19,8 +19,7 @@ from dataclasses import replace
 from math import isqrt
 from typing import Final, NamedTuple
 
-from hepti_mqtt.errors import HeptiError, NetworkError, RefusedError
-from hepti_mqtt.protocol.limits import LOW_QUEUE, low_packet_limit_warning, low_queue_warning
+from hepti_mqtt.errors import BROKER_PACKET_SETTINGS, HeptiError, NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import MAX_PACKET_BYTES, publish_bytes
 from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, Receipt, Refused, State, Subscribed
 from hepti_mqtt.transport.control import PahoTransport
@@ -36,6 +35,23 @@ OPEN_ANSWER_S: Final = 3.0
 _PRECISION: Final = 16  # the answer may be a sixteenth below the true limit
 _MARK: Final = b"hepti-mark"
 _SMALL: Final = b"\0"
+LOW_QUEUE: Final = 100  # messages beyond those in flight; broker/mosquitto.conf has 256
+
+
+def low_packet_limit_warning(largest_bytes: int, place: str) -> str:
+    """Return the warning for a broker that takes only small packets."""
+    return (
+        f"The broker at {place} rejects packets above about {largest_bytes} bytes, perhaps silently. "
+        f"Raise {BROKER_PACKET_SETTINGS}."
+    )
+
+
+def low_queue_warning(in_flight: int, queued: int, place: str) -> str:
+    """Return the warning for a broker that queues few messages for one client."""
+    return (
+        f"The broker at {place} queues only {queued} messages per client beyond {in_flight} in flight and silently "
+        "drops the rest. Raise max_queued_messages in mosquitto.conf to 256 (see broker/mosquitto.conf)."
+    )
 
 
 def largest_packet(

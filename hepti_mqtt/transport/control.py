@@ -32,8 +32,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
-from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.protocol.limits import packet_limit_error
+from hepti_mqtt.errors import NetworkError, PacketLimitError
 from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.base import (
     KEEPALIVE_S,
@@ -225,8 +224,8 @@ class PahoTransport:
             if self._closed:
                 raise NetworkError(f"the connection {self.name} is closed; nothing can be published on it")
             if self._largest_bytes is not None and packet_bytes > self._largest_bytes:
-                raise packet_limit_error(
-                    self._largest_bytes, packet_bytes, "this message", f"the broker at {self.url.place}"
+                raise PacketLimitError.of(
+                    "this message", packet_bytes, f"the broker at {self.url.place}", self._largest_bytes
                 )
             full = self._unfinished() >= MAX_QUEUED or (
                 self._queued_bytes > 0 and self._queued_bytes + packet_bytes > self._max_queued_bytes

@@ -270,7 +270,7 @@ with tempfile.TemporaryDirectory() as root:
     before = peak()
     with Checkpoint.open(make_model("bert-base", root + "/model", layers=2)) as checkpoint:
         for entry in checkpoint.manifest.entries:
-            for place in entry.places():
+            for place in entry.tiles():
                 checkpoint.tile(place.hash)
 print((peak() - before) / 1024)
 """

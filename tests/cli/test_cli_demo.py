@@ -19,8 +19,8 @@ from hepti_mqtt.errors import ConfigError
 PATIENCE_S = 60
 WITH_A_CHILD = """
 import signal, subprocess, sys
-from hepti_mqtt.cli.shared import processes
-with processes() as children:
+from hepti_mqtt.cli.shared import child_processes
+with child_processes() as children:
     children.running["child"] = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     print(children.running["child"].pid, flush=True)
     signal.pause()

@@ -136,13 +136,13 @@ def test_everybody_who_asks_the_same_under_one_id_is_told(session):
 
     ask()
     part, answer = reply(final=False, index=0, token=7, text="a"), reply(result=1)
-    assert [item.token for item in session.handle_message(*part, now=1.0)] == [1, 2], (
+    assert [item.handle for item in session.handle_message(*part, now=1.0)] == [1, 2], (
         "who was cancelled takes nobody along"
     )
     ended = session.handle_message(*answer, now=1.0)
-    assert [(item.token, round(item.outcome.latency_ms)) for item in ended] == [(1, 1000), (2, 500)]
+    assert [(item.handle, round(item.outcome.latency_ms)) for item in ended] == [(1, 1000), (2, 500)]
     ask()
-    assert session.refused([T.request("m", "me")]) == [1, 2]
+    assert session.drop_refused([T.request("m", "me")]) == [1, 2]
     ask()
     assert session.abandon() == [1, 2]
     assert session.to_resend() == []
@@ -158,9 +158,9 @@ def test_records_count_while_their_planner_is_there(session):
     assert session.record("m") is None, "left behind by the planner before"
     session.handle_message(*record("m", boot=2), now=0.0)
     assert session.models() == ["m"]
-    session.heard(T.plan("m"), b"", 0.0)
+    session.handle_message(T.plan("m"), b"", 0.0)
     assert session.models() == []
-    session.heard(T.planner_status(), b"", 0.0)
+    session.handle_message(T.planner_status(), b"", 0.0)
     assert not session.planner_online
 
 
@@ -194,7 +194,7 @@ def test_a_record_of_another_version_is_told_so(session, lacks):
     assert session.record("m") is not None
     assert session.unused() == {"a": "put aside"}
     session.handle_message(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
-    session.heard(T.plan("m"), b"", 0.0)
+    session.handle_message(T.plan("m"), b"", 0.0)
     assert session.record("m") is None
 
 
@@ -220,9 +220,9 @@ def test_devices_are_put_together_from_what_they_say(session):
     assert session.devices["a"].to_dict("a")["heartbeat"]["cpu_other"] == 0.25
     session.handle_message(T.status("a"), encode_status(Status("online", 4)), 0.0)
     assert session.devices["a"].to_dict("a")["heartbeat"] is None, "of an earlier start"
-    session.heard(T.status("b"), encode_status(Status("offline", 1)), 0.0)
+    session.handle_message(T.status("b"), encode_status(Status("offline", 1)), 0.0)
     assert session.devices["b"].to_dict("b")["status"] == "offline"
-    session.heard(T.status("b"), encode_status(Status("starting", 2, "compiling kernels", 3, 23)), 0.0)
+    session.handle_message(T.status("b"), encode_status(Status("starting", 2, "compiling kernels", 3, 23)), 0.0)
     device = session.devices["b"].to_dict("b")
     assert [device[key] for key in ("status", "doing", "done", "total")] == ["starting", "compiling kernels", 3, 23]
     assert status_text(device) == "starting: compiling kernels 3 of 23"

@@ -23,9 +23,9 @@ from hepti_mqtt.config.process import (
     setup_logging,
     stop_event,
 )
-from hepti_mqtt.config.state import MAX_CLOCK_SKEW_S, max_plausible_boot, next_boot, write_atomically
+from hepti_mqtt.config.state import next_boot, write_atomically
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.protocol.plausible import MAX_BOOT
+from hepti_mqtt.protocol.plausible import MAX_BOOT, MAX_CLOCK_SKEW_S, max_plausible_boot
 
 ENDING = [signal.SIGTERM, signal.SIGHUP]
 

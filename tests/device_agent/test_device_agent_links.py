@@ -19,7 +19,8 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
-from hepti_mqtt.protocol.messages import MAX_PEERS, Endpoint, Heartbeat, Peer, encode_heartbeat
+from hepti_mqtt.protocol.messages import Endpoint, Heartbeat, Peer, encode_heartbeat
+from hepti_mqtt.protocol.plausible import MAX_PEERS
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.interface import (
     AllowPeers,

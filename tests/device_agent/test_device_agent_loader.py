@@ -458,7 +458,7 @@ def test_a_load_that_cannot_be_given_up_does_not_end_the_thread(tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(WeightLoader, "_plan", broken)
-        patch.setattr(WeightLoader, "abandon", broken)
+        patch.setattr(WeightLoader, "fail_current", broken)
         served.thread.post(MODEL.load(1))
         for _ in range(2):
             tried.get(timeout=30)

@@ -15,7 +15,7 @@ from device_agent import measure as measuring
 from device_agent.background import MISMATCH_RATIO, MISMATCH_S, REMEASURE_S, BackgroundTuning, RemeasurePolicy
 from device_agent.machine import UNKNOWN_BYTES, last_level_cache_bytes
 from device_agent.measure import file_stamps, load_or_measure, measure, monotone
-from hepti_mqtt.cost.profiles import profile_from_caps
+from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.program import Work
@@ -172,16 +172,18 @@ def test_a_machine_that_has_become_slower_is_measured_again(cached):
 def test_what_a_neighbour_has_just_measured_counts_without_a_look(cached):
     before = cached.neighbour()
     cached.quick(9.0)  # beside others that start, the look would fail
-    assert cached(before=before) == (json.loads(json.dumps(cached.curves)), True)
+    assert cached(stamps_at_start=before) == (json.loads(json.dumps(cached.curves)), True)
     assert cached.measured == 1
     assert cached()[1] is False, "at the next start it is an old one"
 
 
-@pytest.mark.parametrize(("name", "value"), [("cores", 0.4), ("capacities", [446]), ("cpu_model", "another")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("usable_cores", 0.4), ("core_capacities", [446]), ("cpu_model", "another")]
+)
 def test_a_neighbour_with_another_share_of_the_cores_measures_for_itself(cached, monkeypatch, name, value):
     before = cached.neighbour()
     monkeypatch.setattr(measuring, name, lambda: value)
-    assert cached(before=before)[1] is False
+    assert cached(stamps_at_start=before)[1] is False
     assert cached.measured == 2
 
 
@@ -361,7 +363,7 @@ def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back
         return curves, False
 
     monkeypatch.setattr(background, "load_or_measure", measured)
-    meter = SimpleNamespace(measured=lambda new: told.append(new is curves))
+    meter = SimpleNamespace(set_curves=lambda new: told.append(new is curves))
     log = logging.getLogger("test")
     after = BackgroundTuning([], 1, 100, meter, lambda: 0.0, lambda: told.append("told"), log=log)
     after._measure(force=True)

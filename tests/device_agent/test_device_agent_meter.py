@@ -208,7 +208,7 @@ TOPICS = Topics("home")
 
 
 class Machine:
-    def look(self):
+    def sample(self):
         return HealthSample(0.25, 1000, 45.5, 2000)
 
 
@@ -243,7 +243,7 @@ class Device:
     def probes(self):
         return [frames.decode(p) for _, p, _, _ in self.planes["data"].published]
 
-    def echo(self, now):
+    def beat(self, now):
         for frame in self.probes():
             self.prober.on_answer(frame, now)
 
@@ -255,7 +255,7 @@ def device():
 
 def test_a_beat_says_how_the_device_is(device):
     device.thread.publish_heartbeat(10.0)
-    device.round(10.25)
+    device.beat(10.25)
     device.thread.publish_heartbeat(11.0)
     assert device.beats() == [
         protocol_messages.Heartbeat(9, 1, 0.25, 1000, 45.5, None, None, 1.0, 2000, {"late": 3}),
@@ -280,7 +280,7 @@ def test_requests_of_before_are_no_more_of_late_while_the_device_is_offline(devi
 
 def test_no_large_probe_while_ops_run(device):
     device.thread.publish_heartbeat(10.0)
-    device.round(10.01)
+    device.beat(10.01)
     device.stepped_s = 10.9
     device.thread.publish_heartbeat(11.0)
     assert max(len(f.body) for f in device.probes()) < LARGE_BYTES

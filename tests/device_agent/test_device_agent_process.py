@@ -18,7 +18,7 @@ from device_agent.__main__ import main
 from device_agent.machine import LOADING_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.cost.profiles import profile_from_caps
+from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
 from hepti_mqtt.ids import PlanVersion
@@ -230,7 +230,7 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
     agents.start("two2")
     boot = planner.online("two1")
     planner.online("two2")
-    plan = planner.active_plan(("two1", "two2"), "row", {"variant": "kv"})
+    plan = planner.plan(("two1", "two2"), "row", {"variant": "kv"})
     planner.prepare(plan)
     planner.infer(plan, 1)
     planner.infer(plan, 2, (16,))
@@ -239,7 +239,7 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
     first.kill()
     agents.start("two1")
     planner.online("two1", after=boot)
-    again = planner.active_plan(("two1", "two2"), "row", {"variant": "kv"}, number=2)
+    again = planner.plan(("two1", "two2"), "row", {"variant": "kv"}, number=2)
     planner.prepare(again)
     planner.infer(again, 3)
     assert planner.tiles_sent == sent
@@ -252,7 +252,7 @@ def test_a_broker_that_restarts_is_met_again(planners, agents):
         planner = planners(broker.url)
         agents.start("again1", url=broker.url)
         planner.online("again1")
-        plan = planner.active_plan(("again1",))
+        plan = planner.plan(("again1",))
         planner.prepare(plan)
         broker.stop()
         broker.start()

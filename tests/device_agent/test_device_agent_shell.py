@@ -17,7 +17,7 @@ from shell_support import BOOT, PLAN, SPEC, TENSORS, TOPICS, TWO, devices, reque
 from device_agent import heartbeat as metering
 from device_agent.loader import RequestAgain
 from device_agent.network import LinkDown, LinkUp, OwnStatus, PlannerStatus, RefusedByBroker, Stop, Subscriptions
-from hepti_mqtt import models
+from hepti_mqtt import __version__, models
 from hepti_mqtt.errors import ConfigError, RefusedError, WireError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
@@ -25,6 +25,7 @@ from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.frames import ExchangeCache
+from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
 from hepti_mqtt.runtime.worker.executor import Step
 from hepti_mqtt.runtime.worker.interface import FrameIn, LogTrouble, MessageIn, Unload
 
@@ -267,14 +268,14 @@ def test_an_arrival_that_no_run_awaits_is_taken_as_its_frame_is(device):
 
 def test_a_new_planner_voids_what_the_old_one_prepared(device):
     d = device()
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot, version=__version__)))
     d.ready()
     asked = d.loader.posted.count(RequestAgain())
-    d.run(PlannerStatus(protocol_messages.Status("offline", PLAN.version.boot)))
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("offline", PLAN.version.boot, version=__version__)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot, version=__version__)))
     assert not [i for i in d.loader.posted if isinstance(i, Unload)]
     assert d.loader.posted.count(RequestAgain()) == asked + 1
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot + 1)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot + 1, version=__version__)))
     assert Unload(PLAN.model, PLAN.version, d.session.memory_bytes) in d.loader.posted
     d.run(request()[2])
     assert d.ups(frames.Frame) == []
@@ -282,9 +283,9 @@ def test_a_new_planner_voids_what_the_old_one_prepared(device):
 
 def test_a_planner_of_an_earlier_start_that_a_broker_still_retains_voids_nothing(device):
     d = device()
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot, version=__version__)))
     d.ready()
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot - 1)))
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot - 1, version=__version__)))
     assert unloaded(d) == []
     d.run(request()[2])
     assert [f.run_id for f in d.ups(frames.Frame)] == [1, 1]
@@ -323,7 +324,7 @@ def test_boot_counters_of_a_time_that_has_not_come_are_not_believed(device):
     for _ in range(3):
         d.run(OwnStatus(protocol_messages.Status("online", 4_000_000_000)))
     assert len(d.announced) == 4, "what was forged is overwritten"
-    d.run(PlannerStatus(protocol_messages.Status("online", 4_000_000_000)))
+    d.run(PlannerStatus(protocol_messages.Status("online", 4_000_000_000, version=__version__)))
     assert unloaded(d) == [], "nobody has taken the planner's place"
     assert d.complaints.counters["implausible_boot"] == 4
 
@@ -334,7 +335,7 @@ def test_another_agent_of_the_same_name_wins(device):
     d.inbox.post(OwnStatus(protocol_messages.Status("online", BOOT + 1)))
     with pytest.raises(ConfigError):
         d.shell.run()
-    assert not d.shell.farewell
+    assert not d.shell.announce_offline
 
 
 # -- subscriptions ----------------------------------------------------------------------------------------------------
@@ -427,3 +428,13 @@ def test_what_is_held_is_what_the_epochs_need(operations):
         needed = {("data", f) for own in wanted.values() for f in own}
         needed |= {("control", of(model)) for model, _ in wanted}
         assert sorted(broker.held) == sorted(needed)
+
+
+def test_a_plan_of_a_planner_of_another_version_is_answered_as_one_that_differs_and_not_prepared(device):
+    d = device()
+    d.join()
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot)))
+    d.prepare()
+    assert d.ups() == [messages.Ready(1, PLAN.model, PLAN.version, 0, bytes(PROGRAMS_BYTES))]
+    assert d.complaints.counters["other_version"] == 1
+    assert not d.loader.loads()

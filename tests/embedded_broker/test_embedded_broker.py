@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import signal
 import socket
 import subprocess
@@ -59,6 +58,17 @@ def test_it_answers_keeps_its_port_and_leaves_nothing():
     assert not answers(port)
     assert not directory.exists()
     assert not any(child.is_running() for child in children)
+
+
+@pytest.mark.broker
+def test_it_listens_on_the_address_alone_and_on_the_port_that_it_is_given():
+    with socket.create_server(("127.0.0.9", 0)) as probe:
+        port = probe.getsockname()[1]
+    with start_broker(address="127.0.0.9", port=port) as broker:
+        assert broker.url == f"mqtt://127.0.0.9:{port}"
+        socket.create_connection(("127.0.0.9", port), 5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
 
 
 @pytest.mark.broker
@@ -129,43 +139,6 @@ def test_a_program_that_never_answers_is_given_up(monkeypatch, tmp_path):
     silent.close()
 
 
-@pytest.fixture
-def written(tmp_path):
-    """What an open and a closed site's Mosquitto is told, in a function that writes it."""
-    (tmp_path / "site").mkdir()
-
-    def written():
-        texts = []
-        for closed in (None, tmp_path / "site"):
-            made = EmbeddedBroker("mosquitto", closed=closed)
-            try:
-                texts.append(Path(made._command(1883)[-1]).read_text())
-            finally:
-                made.close()
-        return texts
-
-    return written
-
-
-def test_it_runs_as_who_owns_its_files_whatever_the_environment_says(written, monkeypatch):
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.setenv(name, "somebody")  # as after `su` without `-`
-    for text in written():
-        assert f"user {pwd.getpwuid(os.geteuid()).pw_name}" in text.splitlines()
-        assert "somebody" not in text
-
-
-def test_an_account_without_a_name_names_none(written, monkeypatch):
-    def unknown(number):
-        raise KeyError(f"getpwuid(): uid not found: {number}")
-
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as in a container that runs as any number
-    for text in written():
-        assert not any(line.startswith("user ") for line in text.splitlines())
-
-
 def test_a_place_where_nothing_can_be_kept_is_an_error(tmp_path):
     (tmp_path / "state").write_text("no directory")
     with pytest.raises(ConfigError, match=r"cannot keep anything in .*state"):
@@ -173,26 +146,9 @@ def test_a_place_where_nothing_can_be_kept_is_an_error(tmp_path):
 
 
 @pytest.mark.broker
-def test_a_port_taken_meanwhile_is_replaced_by_another(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        free, ports = broker._free_port, [taken.getsockname()[1]]
-        monkeypatch.setattr(broker, "_free_port", lambda address: ports.pop() if ports else free(address))
-        monkeypatch.setattr(broker, "_answers_connect", _patient(taken.getsockname()[1]))
-        with start_broker() as running:
-            assert not ports
-            assert running.port != taken.getsockname()[1]
-
-
-@pytest.mark.broker
 def test_a_port_that_was_asked_for_and_is_taken_is_an_error():
     with start_broker() as first, pytest.raises(ConfigError, match=rf"port {first.port} .*--port"):
         start_broker(port=first.port)
-
-
-def _patient(taken):
-    # The server that has taken the port accepts but never answers; spare the test the second of waiting for it.
-    honest = broker._answers_connect
-    return lambda address, port, tls: port != taken and honest(address, port, tls)
 
 
 CHILD = """

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from faults_clients import MODEL, Asker, LibraryClient, Question, RawClient, Tally
-from faults_site import DEVICES, KINDS, Fault, FaultySite, schedule, wait_until_saved
-from faults_timeline import Line, Listener
+from faults_site import DEVICES, KINDS, Fault, FaultySite, Serving, schedule, wait_until_saved
 from site_processes import SITE, poll
 
 from hepti_mqtt import models
@@ -65,12 +64,11 @@ class Silence:
 
 @dataclass
 class Report:
-    """What became of it all; gaps: the silences after faults, by kind. lines: what was said in the longest of each."""
+    """What became of it all; gaps: the silences after faults, by kind."""
 
     tallies: Mapping[str, Tally]
     faults: list[Fault]
     gaps: Mapping[str, list[Silence]]
-    lines: Mapping[str, list[Line]]
 
     @property
     def good(self) -> bool:
@@ -90,19 +88,6 @@ class Report:
                 served = str(sum(gap.fault.served for gap in gaps)) if kind.startswith("agent") else "-"
                 lines.append(f"{kind:18} {len(took):5d} {served:>14} {max(took):14.2f} s {np.median(took):6.2f} s")
         return "\n".join(lines)
-
-    def time_lines(self) -> str:
-        """Return what the site said in the longest silence after each kind of fault, in seconds from the fault on."""
-        out = []
-        for kind, lines in self.lines.items():
-            longest = max(self.gaps[kind], key=lambda gap: gap.seconds)
-            span = f"from {longest.start_s - longest.begun_s:.3f} s to {longest.end_s - longest.begun_s:.3f} s after it"
-            out += [
-                "",
-                f"longest silence, {longest.seconds:.2f} s: {longest.fault}, at {longest.fault.at_s:.1f} s, {span}",
-            ]
-            out += [f"  {line.at_s - longest.begun_s:8.3f} s  {line.text}" for line in lines]
-        return "\n".join(out)
 
 
 def questions(model: Path, count: int = 16) -> list[Question]:
@@ -166,7 +151,7 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
             called = f"{kind.__name__.lower()}-{n}"
             clients.append(kind(site.broker.url, called, asked, what.asks_s, tallies[name]))
     faults, begun = list[Fault](), list[float]()
-    listener = Listener(site.broker.url)
+    serving = Serving(site.broker.url)
     try:
         for client in clients:
             client.start()
@@ -175,9 +160,8 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
             while (now := time.monotonic()) < start + planned.at_s:
                 site.mend(now)
                 time.sleep(LOOK_S)
-            faults.append(fault := planned.among(listener.serving()))
+            faults.append(fault := planned.among(serving.devices))
             begun.append(time.monotonic())
-            listener.note(str(fault), begun[-1])
             site.happen(fault)
             if say:
                 print(f"{fault.at_s:7.1f} s  {fault}", flush=True)
@@ -189,10 +173,9 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
     finally:
         for client in clients:
             client.close()
-        listener.close()
+        serving.close()
     gaps = silences(faults, begun, [t for tally in tallies.values() for t in tally.answered_s])
-    longest = {kind: max(of, key=lambda gap: gap.seconds) for kind, of in gaps.items()}
-    return Report(tallies, faults, gaps, {kind: listener.between(g.start_s, g.end_s) for kind, g in longest.items()})
+    return Report(tallies, faults, gaps)
 
 
 def _drain(clients: Sequence[Asker], start: float) -> None:
@@ -235,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         what = Run(args.minutes * 60, args.seed, kinds, tuple(args.every))
         report = run(what, directory, model_directory(directory, args.model))
-    print(f"\nseed {args.seed}, {args.minutes:g} minutes, {len(report.faults)} faults\n{report}\n{report.time_lines()}")
+    print(f"\nseed {args.seed}, {args.minutes:g} minutes, {len(report.faults)} faults\n{report}")
     return 0 if report.good else 1
 
 

@@ -4,90 +4,27 @@ from __future__ import annotations
 
 import random
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgpack
+import paho.mqtt.client as paho
 import psutil
-from site_processes import Site, poll
+from relay import Relay
+from site_processes import SITE, Site, poll
 
 from hepti_mqtt.embedded_broker import EmbeddedBroker
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport import BrokerUrl
 
 DEVICES = ("a", "b", "c")
 AIMED = 0.8  # of the faults of agents, at one that serves
 STOPPED_S = (3.0, 8.0)
 CUT_S = (0.2, 3.0)
+RECONNECT_S = (0.05, 0.2)
 SAVED_S = 30.0  # more than the broker's `autosave_interval`
-
-
-class Cable:
-    """A way to the broker that can be cut: a port that passes everything on."""
-
-    def __init__(self, port: int) -> None:
-        self._to = port
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._server.getsockname()[1]
-        self._ends: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._whole = True
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        """Break all connections and let no others through."""
-        with self._lock:
-            self._whole = False
-            ends, self._ends = self._ends, set()
-        for end in ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def mend(self) -> None:
-        """Let connections through again."""
-        with self._lock:
-            self._whole = True
-
-    def close(self) -> None:
-        self.cut()
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-        self._server.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._server.accept()
-                self._pass(near)
-
-    def _pass(self, near: socket.socket) -> None:
-        try:
-            with self._lock:
-                if not self._whole:
-                    raise ConnectionError("cut")
-                far = socket.create_connection(("127.0.0.1", self._to), timeout=1.0)
-                far.settimeout(None)
-                self._ends |= {near, far}
-        except OSError:
-            near.close()
-            return
-        for end in (near, far):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for a, b in ((near, far), (far, near)):
-            threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 18):
-                sink.sendall(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            self._ends.discard(source)
-        source.close()  # the other end is closed by whoever reads from it
 
 
 @dataclass(frozen=True)
@@ -159,6 +96,28 @@ def schedule(
         yield Fault(at_s, kind, whom, rng.uniform(*lasts), aimed)
 
 
+class Serving:
+    """Hears which devices the active plan has; a connection that the broker has cut comes back by itself."""
+
+    def __init__(self, url: str) -> None:
+        self.devices: frozenset[str] = frozenset()
+        place = BrokerUrl.parse(url)
+        self._client = paho.Client(paho.CallbackAPIVersion.VERSION2, "listener")
+        self._client.reconnect_delay_set(*RECONNECT_S)
+        self._client.on_connect = lambda client, *_: client.subscribe(Topics(SITE).plan("model"))
+        self._client.on_message = self._heard
+        self._client.connect(place.host, place.port, keepalive=10)
+        self._client.loop_start()
+
+    def close(self) -> None:
+        self._client.disconnect()
+        self._client.loop_stop()
+
+    def _heard(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
+        record = msgpack.unpackb(message.payload) if message.payload else {}
+        self.devices = frozenset((record.get("active") or {}).get("devices", ()))
+
+
 class Installed(Site):
     """Processes that find their modules' bytecode, as those of an installation do, whatever the tests' own do."""
 
@@ -173,12 +132,12 @@ class FaultySite:
 
     def __init__(self, directory: Path, broker: EmbeddedBroker, model: Path) -> None:
         self.broker = broker
-        self.cables = {name: Cable(broker.port) for name in DEVICES}
+        self.cables = {name: Relay(broker.port) for name in DEVICES}
         self.site = Installed(directory, broker, {"model": model})
         self._agent_sites = {}
         for name, cable in self.cables.items():
             self._agent_sites[name] = Installed(directory, broker, {})
-            self._agent_sites[name].url = f"mqtt://127.0.0.1:{cable.port}"
+            self._agent_sites[name].url = cable.url
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._does: dict[str, Callable[[Fault], None]] = {
             "planner killed": lambda _: self._kill_planner(),
@@ -237,5 +196,6 @@ class FaultySite:
 
     def _cut_agent(self, fault: Fault) -> None:
         cable = self.cables[fault.whom]
+        cable.refusing = True
         cable.cut()
-        self._later.append((time.monotonic() + fault.lasts_s, cable.mend))
+        self._later.append((time.monotonic() + fault.lasts_s, lambda: setattr(cable, "refusing", False)))

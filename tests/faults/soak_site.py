@@ -13,7 +13,6 @@ import numpy as np
 import psutil
 
 MIB = 1 << 20
-WARM = 0.25  # part of a run in which processes still grow into their work
 UNDER_WAY = 2  # probes between a heartbeat of one end and that of the other
 
 

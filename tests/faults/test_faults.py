@@ -13,7 +13,6 @@ from broker_kinds import needs_mosquitto
 from faults_clients import MODEL
 from faults_run import Run, model_directory, run, silences
 from faults_site import KINDS, Fault, kill_broker, mosquitto_of, schedule, wait_until_saved
-from faults_timeline import Line, together
 from site_processes import PATIENCE_S, SITE, Site, User, poll
 
 from hepti_mqtt.client import Hepti
@@ -132,17 +131,3 @@ def test_the_longest_silence_after_a_fault_is_its_own() -> None:
     found = silences(faults, [1.0, 5.0], answered)
     assert [gap.seconds for gap in found["planner killed"]] == [pytest.approx(2.0)]
     assert [gap.seconds for gap in found["broker killed"]] == [pytest.approx(1.0)]
-
-
-def test_most_faults_of_agents_happen_to_one_that_serves_and_say_so() -> None:
-    faults = [fault for fault in schedule(1, 2000.0, (5.0, 9.0)) if fault.kind.startswith("agent")]
-    found = [fault.among({"b"}) for fault in faults]
-    assert len(found) / 2 < sum(fault.served for fault in found) < len(found)
-    assert all(fault.served == (fault.whom == "b") for fault in found)
-    assert [fault.among(()) for fault in faults] == faults, "nobody serves yet"
-
-
-def test_a_time_line_says_once_what_comes_several_times_in_a_row() -> None:
-    said = [Line(0.0, "tile"), Line(0.1, "tile"), Line(0.2, "ready"), Line(0.3, "tile")]
-    assert list(together(said)) == [Line(0.0, "tile (2 times)"), Line(0.2, "ready"), Line(0.3, "tile")]
-    assert not list(together([]))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import queue
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 from PIL import Image
@@ -20,12 +17,9 @@ from site_processes import PATIENCE_S, SITE, Site, User, poll, running_site
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
-from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.client import Hepti
 from hepti_mqtt.errors import PlanError
-from hepti_mqtt.protocol.frames import HEADER_BYTES
-from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
-from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
 
 TOLERANCE = 5e-5
 AGENTS = {"a": "30MiB", "b": "30MiB"}  # enough for the tiny models, not for the vocabulary of `huge`
@@ -175,22 +169,6 @@ def test_a_broken_model_directory_ends_the_planner_with_the_reason(
     assert name in err
 
 
-@pytest.mark.parametrize(
-    ("operator", "dims"), [("Tanh", (1, 3, 8, 8)), ("Relu", (1, 3, "height", "width")), ("Relu", (1, 3, 8, 9))]
-)
-def test_an_onnx_file_that_cannot_be_served_ends_the_planner(
-    run: Any, tmp_path: Path, operator: str, dims: tuple[int | str, ...]
-) -> None:
-    onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
-    value = onnx.helper.make_tensor_value_info
-    ends = [value(name, onnx.TensorProto.FLOAT, d) for name, d in (("x", dims), ("y", None))]
-    graph = onnx.helper.make_graph([onnx.helper.make_node(operator, ["x"], ["y"])], "net", ends[:1], ends[1:])
-    onnx.save(onnx.helper.make_model(graph), tmp_path / "net.onnx")
-    code, out, err = run("planner", "--model", f"m={tmp_path / 'net.onnx'}", "--site", "elsewhere")
-    assert (code, out) == (1, "")
-    assert err
-
-
 # -- tiles ------------------------------------------------------------------------------------------------------------
 
 
@@ -225,90 +203,3 @@ def test_damaged_tiles_are_asked_for_again_and_whole_ones_never(site: Site, hept
     found = poll(lambda: (c := counters(hepti, "a")).get("tiles_cached", 0) and c, "tiles read from the disk")
     assert found.get("tile_bytes_received", 0) == 0, "nothing that is on disk travels again"
     assert found.get("cache_corrupt", 0) == 0
-
-
-# -- frames of a stranger ---------------------------------------------------------------------------------------------
-
-BOOT, NUMBER, DTYPE, SHAPE = 2, 3, 8, 9  # places in a frame's header
-
-
-def reheaded(payload: bytes, **changes: Any) -> bytes:
-    """Return a frame with other fields in its header, by place."""
-    fields = msgpack.unpackb(payload[6 : 6 + int.from_bytes(payload[4:6], "little")])
-    for place, value in changes.items():
-        fields[int(place[1:])] = value
-    packed = msgpack.packb(fields)
-    head = payload[:4] + len(packed).to_bytes(2, "little") + packed
-    return head + bytes(HEADER_BYTES - 8 - len(head)) + payload[HEADER_BYTES - 8 :]
-
-
-def attacks(payload: bytes) -> list[bytes]:
-    return [
-        payload,  # once more
-        payload[:40],
-        payload[:-4],
-        payload + b"\0" * 64,
-        reheaded(payload, **{f"_{NUMBER}": 4_000_000}),
-        reheaded(payload, **{f"_{BOOT}": 1}),
-        reheaded(payload, **{f"_{DTYPE}": 99}),
-        reheaded(payload, **{f"_{SHAPE}": [2**31, 2**31, 2**31]}),
-        reheaded(payload, **{f"_{SHAPE}": [1, 1]}),
-        payload[: HEADER_BYTES - 8] + b"\xff" * 8 + payload[HEADER_BYTES:],  # an admission number that cannot be
-        b"HEPTI" + b"\xff" * 200,
-        b"\0" * 1000,
-    ]
-
-
-class Stranger:
-    """Someone whom no access list keeps from the site's own topics: answers each frame with a dozen bad ones."""
-
-    def __init__(self, url: str, most: int) -> None:
-        self.left, self.sent = most, 0
-        self._own: set[bytes] = set()
-        self._states: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.transport = PahoTransport(
-            BrokerUrl.parse(url), "stranger", on_message=self._heard, on_state=self._states.put
-        )
-        base = Topics(SITE).work("tiny", "d0").split("/work/")[0]
-        self.transport.subscribe([(f"{base}/x/#", 0), (f"{base}/work/#", 0)])
-        self.transport.connect(PATIENCE_S)
-        while not isinstance(self._states.get(timeout=PATIENCE_S), Subscribed):
-            pass
-
-    def _heard(self, topic: str, payload: bytes) -> None:
-        payload = bytes(payload)
-        if payload in self._own or self.left <= 0:
-            return
-        self.left -= 1
-        bad = attacks(payload)
-        self._own.update(bad)
-        for item in bad:
-            self.transport.publish(topic, item, 0)
-            self.sent += 1
-
-
-def test_frames_of_a_stranger_change_no_answer(site: Site, hepti: Hepti) -> None:
-    pins = {"strategy": "block", "devices": ["a", "b"], "route": "broker"}
-    hepti.infer("tiny", ids=[1, 2, 3], **pins, timeout_s=PATIENCE_S)
-    before = {name: counters(hepti, name) for name in AGENTS}
-    stranger = Stranger(site.url, most=400)
-    try:
-        rng = np.random.default_rng(7)
-        batch = [rng.integers(0, 200, 12).tolist() for _ in range(30)]
-        asked: list[tuple[list[int], Future[Answer]]] = [(ids, hepti.submit("tiny", ids=ids, **pins)) for ids in batch]
-        for ids, future in asked:
-            np.testing.assert_allclose(future.result(PATIENCE_S).embedding, expected(site, ids)[0], atol=TOLERANCE)
-        assert stranger.sent > 500
-    finally:
-        stranger.transport.close()
-
-    def counted() -> bool:
-        after = {name: counters(hepti, name) for name in AGENTS}
-
-        def grew(kind: str) -> bool:
-            return any(after[name].get(kind, 0) > before[name].get(kind, 0) for name in AGENTS)
-
-        return grew("bad_payload") and grew("dead_epoch") and (grew("late") or grew("duplicate"))
-
-    poll(counted, "what was dropped is counted in heartbeats")
-    assert site.running["a"].poll() is site.running["b"].poll() is site.running["planner"].poll() is None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 import numpy as np
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, Voice, poll, running_site
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -19,7 +19,6 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
-from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
 
 pytestmark = [pytest.mark.processes, pytest.mark.broker, pytest.mark.wide]
 
@@ -36,36 +35,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 class Watcher:
-    """Someone who hears which device says that it has computed which task, of which run."""
+    """Hears which device says that it has computed which task, of which run."""
 
     def __init__(self, site: Site) -> None:
         self.computed: dict[str, set[int]] = {name: set() for name in NAMES}
         self.runs: set[int] = set()
-        self.heard: queue.SimpleQueue[tuple[str, messages.TaskDone]] = queue.SimpleQueue()
-        states: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.transport = PahoTransport(
-            BrokerUrl.parse(site.url), "watcher", on_message=self._heard, on_state=states.put
-        )
         self._by = {Topics(SITE).reports(name): name for name in NAMES}
-        self.transport.subscribe([(topic, 1) for topic in self._by])
-        self.transport.connect(PATIENCE_S)
-        while not isinstance(states.get(timeout=PATIENCE_S), Subscribed):
-            pass
-
-    def _heard(self, topic: str, payload: bytes) -> None:
-        try:
-            message = messages.decode_report(payload)
-        except WireError:
-            return
-        if isinstance(message, messages.TaskDone):
-            self.heard.put((self._by[topic], message))
+        self.voice = Voice(site.url, *self._by)
 
     def until(self, holds: Callable[[Mapping[str, set[int]]], bool]) -> dict[str, set[int]]:
         """Return what each device has computed as soon as that holds; it was one run."""
         while not holds(self.computed):
-            device, message = self.heard.get(timeout=PATIENCE_S)
-            self.computed[device].add(message.task)
-            self.runs.add(message.run_id)
+            topic, payload = self.voice.next()
+            with suppress(WireError):
+                message = messages.decode_report(payload)
+                if isinstance(message, messages.TaskDone):
+                    self.computed[self._by[topic]].add(message.task)
+                    self.runs.add(message.run_id)
         return self.computed
 
 
@@ -97,7 +83,7 @@ def test_the_tiles_of_a_killed_agent_are_computed_by_the_others_within_the_run(s
             after = asked.result(PATIENCE_S)
         finally:
             site.running[head].send_signal(signal.SIGCONT)
-            watcher.transport.close()
+            watcher.voice.close()
     assert len(watcher.runs) == 1
     assert computed[victim]
     for got in (before, after):

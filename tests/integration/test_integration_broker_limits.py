@@ -46,7 +46,7 @@ def test_requests_that_a_short_queue_has_dropped_are_sent_again(tmp_path: Path) 
         try:
             site.planner()
             site.agent("a", "300MiB")
-            poll(lambda: "keeps only 10 messages" in site.log("planner"), "the planner's word")
+            poll(lambda: "queues only 10 messages" in site.log("planner"), "the planner's word")
             with Hepti.connect(site.url, site=SITE) as hepti:
                 hepti.wait_ready("tiny", PATIENCE_S)
                 futures = [hepti.submit("tiny", ids=[5, 6 + n % 20]) for n in range(60)]
@@ -57,7 +57,7 @@ def test_requests_that_a_short_queue_has_dropped_are_sent_again(tmp_path: Path) 
 
 @pytest.mark.parametrize("who", ["planner", "a"])
 def test_planner_and_agent_say_it_when_they_start(site: Site, who: str) -> None:
-    poll(lambda: "lets no packet through over about" in site.log(who), f"the word of {who}")
+    poll(lambda: "rejects packets above about" in site.log(who), f"the word of {who}")
     assert "message_size_limit must be 0" in site.log(who)
 
 
@@ -65,6 +65,6 @@ def test_doctor_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--broker", site.url, "--site", SITE])
     said = " ".join(capsys.readouterr().out.split())
     assert "message_size_limit" in said
-    assert "keeps only 10 messages" in said
+    assert "queues only 10 messages" in said
     assert "max_queued_messages" in said
     assert "access list" not in said

@@ -14,7 +14,7 @@ from hypothesis import settings
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, jit, warm_up
-from hepti_mqtt.kernels.cpu import TILE, Tile, isa
+from hepti_mqtt.kernels.cpu import isa
 from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
 
@@ -63,14 +63,6 @@ def weight(a: Array, layout: str) -> Weight:
     buffer = allocate(WeightRef("w", (0, rows), (0, columns), layout))  # type: ignore[arg-type]
     buffer.put(a.reshape(rows, columns), 0, 0)
     return buffer.finish()
-
-
-def held_here(tile: Tile) -> Tile:
-    """Return a tile of any instruction set that this machine can run.
-
-    What keeps steps in order names whole vector registers; where those are narrower, LLVM ends the process.
-    """
-    return tile if tile.lanes <= TILE.lanes else tile._replace(steps=0)
 
 
 class Case:

@@ -10,35 +10,16 @@ import sys
 import threading
 import time
 
-from kernels_support import array, pool, spec
+from kernels_support import poisoned, pool
+from test_kernels_attention import attention
+from test_kernels_gemm_narrow import linear
 
-from hepti_mqtt.kernels import KERNELS, Run, Workers, allocate, warm_up
-from hepti_mqtt.plan import WeightDtype
-from hepti_mqtt.program import Compute, SlotSpec, WeightRef
+from hepti_mqtt.kernels import Run
 
 SIZES = (40, 56, 100, 500, 3000, 20_000, 40_000, 90_000)
 SECONDS = 0.25
 KEPT = 60
 K, N = 520, 520  # two blocks, the last one and the last panel ragged
-
-
-def linear(storage: WeightDtype, m: int, workers: Workers) -> Run:
-    ref = WeightRef("w", (0, K), (0, N), "packed", storage)
-    buffer = allocate(ref)
-    buffer.put(array(K, N), 0, 0)
-    attrs = {"bias": False, "activation": "relu", "residual": False}
-    return KERNELS["linear"].bind(
-        Compute("linear", (0,), (1,), (ref,), attrs), (SlotSpec((m, K)), SlotSpec((m, N))), [buffer.finish()], workers
-    )
-
-
-def attention(rows: int, workers: Workers) -> Run:
-    attrs = {
-        "q_column": 0, "k_column": 512, "v_column": 1024, "heads": 8, "head_dim": 64,
-        "q_rows": range(rows), "k_rows": ((0, rows),), "lengths": (rows,), "scale": 0.125,
-    }  # fmt: skip
-    slots = (SlotSpec((rows, 1536)), SlotSpec((rows, 512)))
-    return KERNELS["attention"].bind(Compute("attention", (0, 0), (1,), (), attrs), slots, (), workers)
 
 
 def watch(stop: threading.Event, found: list[str]) -> None:
@@ -69,17 +50,17 @@ def watched(name: str, run: Run, reads: list, writes: list) -> bool:
 
 def main() -> int:
     sys.setswitchinterval(1e-4)
-    warm_up()
     good = True
     with pool(2) as workers:
-        for storage in ("f32", "f16", "w8a32", "w8a8"):
-            for m in (2, 40):
-                x, out = array(m, K), array(m, N)
-                assert spec(out) == SlotSpec((m, N))
-                run = linear(storage, m, workers)
-                good &= watched(f"linear {storage}, {m} rows", run, [x], [out])
-        qkv = array(64, 1536)
-        good &= watched("attention", attention(64, workers), [qkv, qkv], [array(64, 512)])
+        cases = {
+            f"linear {storage}, {m} rows": linear(storage, m, K, [N], bias=False, activation="relu")
+            for storage in ("f32", "f16", "w8a32", "w8a8")
+            for m in (2, 40)
+        }
+        cases["attention"] = attention((64,), 8, 64)
+        for name, case in cases.items():
+            run = case.kernel.bind(case.op, case.slots, case.weights, workers)
+            good &= watched(name, run, case.reads, [poisoned(case.slots[s]) for s in case.op.writes])
     return 0 if good else 1
 
 

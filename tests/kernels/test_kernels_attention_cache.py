@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array, poisoned, pool
 
-from hepti_mqtt.program import Work
-
 
 def at(value):
     return np.asarray([value], np.int32)
@@ -146,15 +144,6 @@ def test_rows_that_are_not_in_the_cache_yet_are_not_seen(m, value):
     assert np.isfinite(got).all()
 
 
-@pytest.mark.parametrize("column", [3, 22])
-def test_a_query_does_not_see_what_is_not_finite_after_it(column):
-    q, kv = queries_and_cache(20, 60, 2, 8)
-    kv[40, column] = np.nan
-    got = attention_at(q, kv, 30, 2, 8).check()[0]
-    assert np.isfinite(got[:10]).all()
-    assert np.isnan(got[10:]).any(axis=1).all()
-
-
 @pytest.mark.parametrize("m", [1, 200])
 def test_any_number_of_threads_gives_the_same_bits(m):
     q, kv = queries_and_cache(m, 1200, 8, 64)
@@ -176,13 +165,3 @@ def test_ops_that_do_not_fit_are_refused():
         Case("append_rows", [kv, at(0)], [kv.shape]).run()
     with pytest.raises(ValueError, match="slots must be matrices, ids a vector"):
         Case("append_rows", [array(9), array(2), at(0)], [(9,)]).run()
-
-
-def test_work():
-    q, kv = queries_and_cache(2, 9, 3, 4)
-    case = attention_at(q, kv, 0, 3, 4)
-    assert case.kernel.work(case.op, case.slots) == Work("attention", flops=4 * 4 * 3 * 2 * 5)
-    case = append_rows(kv, kv[:2], 0)
-    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=2 * 2 * 29 * 4)
-    case = embed_at([1, 2], 0, array(7, 4), array(9, 4))
-    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=3 * 2 * 4 * 4)

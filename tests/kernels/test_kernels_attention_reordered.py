@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.kernels.attention import units_of
 from hepti_mqtt.kernels.attention_tile import KEYS, LANES
 from hepti_mqtt.kernels.tile import NR
 
@@ -54,12 +53,6 @@ def test_more_keys_than_a_block():
     attention((2 * KEYS + 3, 5), 3, 16, 48, rows=(*range(11), 2 * KEYS + 4), scale=4).check(rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_any_number_of_threads_gives_the_same_bits(threads):
-    case = attention((100, 3, 150), 5, 32, 160)
-    np.testing.assert_array_equal(case.run(threads)[0], case.run(1)[0])
-
-
 @given(m=st.integers(1, 80), data=st.data())
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(m, data):
     first = data.draw(st.integers(0, m - 1))
@@ -101,16 +94,6 @@ def test_scores_that_overflow_the_exponential():
     q, x = array(30, 19, scale=300), array(30, 24, scale=300)
     case = attention((30,), 2, 8, 24, q=q, x=x)
     assert np.isclose(case.run()[0], case.reference()[0], rtol=1e-3, atol=1e-1).mean() > 0.95
-
-
-@given(st.lists(st.integers(1, NR), min_size=1, max_size=5), st.integers(1, 20))
-def test_every_head_of_every_tile_is_computed_once(sizes, heads):
-    tiles = np.asarray([(0, size, 0, 9) for size in sizes], np.int64)
-    tiles[:, :2] += np.cumsum([0, *sizes[:-1]])[:, None]
-    units = units_of(tiles, heads)
-    done = [(unit[0], head) for unit in units.tolist() for head in range(unit[4], unit[4] + unit[5])]
-    assert sorted(done) == [(first, head) for first in tiles[:, 0].tolist() for head in range(heads)]
-    assert all((n - 1) * (b - a) + -(-(b - a) // LANES) * LANES <= NR for a, b, _, _, _, n in units.tolist())
 
 
 def test_ops_that_do_not_fit_are_refused():

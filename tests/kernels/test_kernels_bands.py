@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kernels_support import Case, array
 
 from hepti_mqtt.kernels.conv2d import LEAST_CHANNELS
-from hepti_mqtt.kernels.jit import JIT
 
 C = LEAST_CHANNELS
 WHOLE = (64, 64)  # what each map is a part of: large enough for tiles of 2 x 2
@@ -112,28 +111,6 @@ def test_rows_of_the_neighbour_that_are_not_a_bands_own_count_as_zeros():
     attrs = {**case.op.attrs, **attrs}
     got = Case("conv2d", [x], [(2, 4, 5)], weight, packed=1, **attrs).check()[0]
     np.testing.assert_array_equal(got[:, 1:3], np.full((2, 2, 5), 2 * 3 * 3, np.float32))
-
-
-def test_any_number_of_threads_gives_the_same_bits():
-    side = 40 if JIT else 9
-    for way in WAYS.values():
-        x, weight = made(way, side, side)
-        case = conv(way, x, weight, [(0, 2), (3, 4)], activation="relu")
-        np.testing.assert_array_equal(case.run(3)[0], case.run()[0])
-
-
-def test_work_is_that_of_all_bands_and_weights_are_read_once():
-    tiles, pixel = WAYS["tiles"], WAYS["a pixel"]
-    found = [
-        conv(tiles, *made(tiles), rows, activation=None) for rows in ([(0, 2), (6, 8)], [(0, 4)], [(1, 3), (6, 8)])
-    ]
-    two, one, halves = (case.kernel.work(case.op, case.slots) for case in found)
-    assert two == one
-    assert (halves.rows, two.rows) == (5 * 3, 5 * 2)  # rows 1 and 2 are halves of two rows of tiles
-    assert halves.flops == two.flops
-    found = [conv(pixel, *made(pixel), rows, activation=None) for rows in ([(0, 2), (6, 8)], [(0, 4)])]
-    two, one = (case.kernel.work(case.op, case.slots) for case in found)
-    assert two == one
 
 
 def test_bands_that_do_not_fit_are_refused():

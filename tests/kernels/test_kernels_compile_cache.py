@@ -45,25 +45,6 @@ def test_what_several_save_at_once_into_one_file_is_all_there(tmp_path):
     assert [fresh.load(f"key {i}") for i in range(KEYS)] == [f"code {i}" * 1000 for i in range(KEYS)]
 
 
-def test_two_that_were_left_with_one_file_get_their_own(tmp_path):
-    cache = opened(tmp_path)
-    file = cache._cache_file
-    name = file._data_name(1)
-    file._save_index({"a": name, "b": name})
-    file._save_data(name, "code of b")
-    cache.save_overload("a", "code of a")
-    assert opened(tmp_path)._cache_file.load("a") == "code of a"
-    assert opened(tmp_path)._cache_file.load("b") == "code of b"
-
-
-def test_the_code_of_another_kernel_is_not_loaded(tmp_path):
-    made = SimpleNamespace(signature=SimpleNamespace(args=("int64",)))
-    cache = SimpleNamespace(cache_path=str(tmp_path), load_overload=lambda signature, context: made, save_overload=None)
-    make_robust(cache, "stamp")
-    assert cache.load_overload(("int64",), None) is made
-    assert cache.load_overload(("float32",), None) is None
-
-
 @pytest.mark.skipif(not jit.JIT, reason="about compiled code")
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
 @pytest.mark.parametrize("left", [0.0, 0.5, 1.0], ids=["nothing", "a half", "zeros"])

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS as ACTIVATIONS_IN_FLOAT64
 from hepti_mqtt.kernels.conv2d import DEPTH
 from hepti_mqtt.kernels.conv_tile import PIXELS
 from hepti_mqtt.kernels.jit import JIT
@@ -93,18 +92,6 @@ def test_what_is_fused_is_what_linear_fuses(activation, residual):
     np.testing.assert_array_equal(got.reshape(63, 40), eye.run()[0])
 
 
-@pytest.mark.parametrize("kernel", [(1, 1), (3, 2)])
-def test_rows_of_a_map_with_their_halo_have_the_bits_of_the_whole(kernel):
-    x, weight = array(30, 11, 16), array(kernel[0] * kernel[1] * 16, 40)
-    pad = (kernel[0] // 2, 0, kernel[0] // 2, 1)
-    whole = conv2d(x, weight, kernel=kernel, pad=pad).run()[0]
-    for first, stop in ((0, 7), (7, 29), (29, 30)):
-        top, bottom = max(first - pad[0], 0), min(stop + pad[2], 30)
-        halo = (top - (first - pad[0]), 0, (stop + pad[2]) - bottom, 1)
-        part = conv2d(np.ascontiguousarray(x[top:bottom]), weight, kernel=kernel, pad=halo).run()[0]
-        np.testing.assert_array_equal(part, whole[first:stop])
-
-
 # Pixels beside the size of a block, channels beside that of a piece, and what of a panel and a vector is left over.
 @pytest.mark.parametrize(
     ("width", "channels", "kernel", "n"),
@@ -128,19 +115,6 @@ def test_shapes_beside_the_sizes_of_blocks_and_pieces(width, channels, kernel, n
     more = {"activation": activation, "bias": array(n), "residual": True}
     for residual_first in (False, True):
         conv2d(x, weight, kernel=kernel, pad=(1, 0, 0, 1), residual_first=residual_first, **more).check(1e-4, 1e-4)
-
-
-@pytest.mark.parametrize("residual_first", [False, True])
-@pytest.mark.parametrize("activation", [None, "relu", "relu6", "leaky_relu", "tanh"])
-@pytest.mark.parametrize("n", [64, 40])
-def test_what_is_finished_in_registers_is_what_is_finished_in_memory(activation, residual_first, n):
-    x, weight, bias = array(7, 9, 16, scale=4.0), array(16, n), array(n)
-    more = {"activation": activation, "residual": True, "residual_first": residual_first}
-    case = conv2d(x, weight, kernel=(1, 1), bias=bias, **more)
-    plain = conv2d(x, weight, kernel=(1, 1), bias=bias).run()[0]
-    apply = ACTIVATIONS_IN_FLOAT64[activation]
-    want = apply(plain + case.reads[1]) if residual_first else apply(plain) + case.reads[1]
-    np.testing.assert_allclose(case.run()[0], want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

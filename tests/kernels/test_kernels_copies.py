@@ -106,8 +106,3 @@ def test_assemble_refuses_copies_that_do_not_fill_the_result_once():
         Case("assemble", [x], [(3, 2)], dtype="i32", copies=(whole,)).run()
     with pytest.raises(ValueError, match="attribute 'copies' is missing"):
         Case("assemble", [x], [(3, 2)]).run()
-
-
-def test_work_of_assemble_is_what_is_read_and_written():
-    case = Case("assemble", [array(9, 2)], [(3, 2)], copies=((0, ((4, 7), (0, 2)), ((0, 3), (0, 2))),))
-    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=2 * 24)

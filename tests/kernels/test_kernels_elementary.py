@@ -68,14 +68,3 @@ def test_limits_and_nan():
     np.testing.assert_array_equal(apply(elementary.relu, x), [0, np.inf, np.nan, 0, x[4]])
     np.testing.assert_array_equal(apply(elementary.relu6, x), [0, 6, np.nan, 0, 6])
     np.testing.assert_array_equal(apply(elementary.leaky_relu, x), [-np.inf, np.inf, np.nan, np.float32(-1e29), x[4]])
-
-
-def test_bits_of_and_from_bits_are_inverse():
-    x = np.array([0.0, -0.0, 1.5, -3e38, 1e-45, np.inf, np.nan], np.float32)
-    for value in x:
-
-        @numba.njit
-        def there_and_back(v):
-            return elementary.from_bits(elementary.bits_of(v))
-
-        assert np.float32(there_and_back(value)).tobytes() == value.tobytes()

@@ -52,16 +52,6 @@ def test_nothing_compiles_after_warm_up():
         run([a.astype("f8") for a in case.reads], case.reads)
 
 
-@compiled_only
-def test_every_kernel_has_the_flags_of_the_decorator():
-    for dispatcher, _ in jit.registered:
-        options = dispatcher.targetoptions
-        assert options["nogil"]
-        assert not options["boundscheck"]
-        assert options["error_model"] == "numpy"
-        assert not {"nnan", "ninf", "fast"} & set(options["fastmath"])
-
-
 def test_a_change_of_any_source_of_the_kernels_is_a_change_of_the_stamp(tmp_path, monkeypatch):
     assert Path(hepti_mqtt.kernels.__file__).parent == jit.SOURCES
     package = shutil.copytree(jit.SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
@@ -125,13 +115,6 @@ def test_a_forced_instruction_set_neither_reads_nor_writes_the_cache(tmp_path):
 
 @pytest.mark.wide
 @compiled_only
-def test_a_forced_instruction_set_is_kept_in_a_directory_of_its_name(tmp_path):
-    forced = {"HEPTI_KERNELS_ISA": "generic"}
-    assert [counts(tmp_path / "generic", **forced) for _ in range(2)] == [(2, 0), (0, 2)]
-
-
-@pytest.mark.wide
-@compiled_only
 def test_the_kernels_give_the_same_as_plain_python():
     done = python(
         "-m",
@@ -149,18 +132,3 @@ def test_the_kernels_give_the_same_as_plain_python():
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout or "[100%]" in done.stdout
-
-
-@compiled_only
-def test_lanes_that_nobody_uses_may_overflow_in_plain_python():
-    done = python(
-        "-W",
-        "error",
-        "-c",
-        "import numpy as np; from hepti_mqtt.kernels.tile import NR, panel_of_columns\n"
-        "left, right = np.full(2, 2, 'f4'), np.full((2, NR), 3e38, 'f4')\n"
-        "out = np.zeros(NR, 'f4'); at = [a.ctypes.data for a in (left, right, out)]\n"
-        "panel_of_columns(1, 1, at[0], 1, 2, at[1], at[2], 0, at[2], NR); print(out[0])",
-        NUMBA_DISABLE_JIT="1",
-    )
-    assert (done.returncode, done.stdout) == (0, "inf\n"), done.stderr

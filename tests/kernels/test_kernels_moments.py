@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.program import Work
-
 SCALES = [1e-41, 1e-20, 1e-3, 1.0, 1e3, 1e20, 3e37]
 
 
@@ -66,14 +64,6 @@ def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(value):
         assert np.isnan(got[1]).all()
 
 
-def test_any_number_of_threads_gives_the_same_bits():
-    x = array(150, 1000)
-    case = moments(x)
-    np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
-    case = normalise(x, [case.run()[0], case.run()[0]], (1000, 30), array(1000), array(1000))
-    np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
-
-
 def test_ops_that_do_not_fit_are_refused():
     x, part, gamma = array(3, 4), array(3, 2), array(4)
     with pytest.raises(ValueError, match="should be"):
@@ -90,10 +80,3 @@ def test_ops_that_do_not_fit_are_refused():
             normalise(x, parts, counts, gamma, gamma).run()
     with pytest.raises(ValueError, match="attribute 'counts' is missing"):
         Case("normalise", [x, part], [(3, 4)], [gamma, gamma], eps=1e-5).run()
-
-
-def test_work_is_the_bytes_that_move():
-    case = moments(array(3, 4))
-    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=48 + 24)
-    case = normalise(array(3, 4), [array(3, 2)], (4,), array(4), array(4))
-    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=2 * 48 + 24)

@@ -57,11 +57,6 @@ def test_a_command_that_cannot_be_started_is_no_error():
         made.compile(range(3), lambda: None)
 
 
-def test_what_look_raises_ends_the_processes():
-    with pytest.raises(Waited), compilers("sys.stdin.read()") as made:
-        made.compile([1], wait)
-
-
 def test_one_holds_the_lock_of_a_cache_at_a_time(tmp_path):
     with compile_lock(tmp_path), pytest.raises(Waited), compile_lock(tmp_path, wait):
         pass
@@ -90,18 +85,6 @@ def test_without_a_place_to_write_to_nothing_is_locked(tmp_path):
     for place in (None, tmp_path / "file" / "below"):
         with compile_lock(place), compile_lock(place, wait):
             pass
-
-
-@compiled_only
-def test_the_kernels_that_can_wait_are_a_part_of_all(monkeypatch):
-    if jit.cache_directory() is None:
-        pytest.skip("a forced instruction set has no cache")
-    monkeypatch.setattr(jit, "in_cache", lambda *_: True)
-    totals = {}
-    for which in ("first", "all", "behind"):
-        precompile.fill_cache(which, 1, lambda _, total, which=which: totals.update({which: total}))
-    assert totals["all"] == totals["behind"] == len(jit.registered)
-    assert totals["first"] == len(jit.registered) - len(jit.later)
 
 
 @compiled_only

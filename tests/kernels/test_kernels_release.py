@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hepti_mqtt.kernels import jit, warm_up
+from hepti_mqtt.kernels import jit
 
 RELEASED = """
 import numba, numpy as np
@@ -70,20 +70,6 @@ def test_pages_of_the_compiler_and_bitcode_are_given_back_and_come_back():
     assert mapped > 0, "no mapping of LLVM was found: another name of its library?"
     assert after < before / 4
     assert bitcode == 0
-
-
-@compiled_only
-def test_bitcode_stays_as_long_as_something_is_left_to_compile(monkeypatch):
-    warm_up()
-    asked = []
-    monkeypatch.setattr(jit, "forget_bitcode", lambda: asked.append(True))
-    monkeypatch.setattr(jit, "_clean_pages", lambda: iter(()))
-    monkeypatch.setattr(jit, "all_ready", lambda: False)
-    jit.release_compiler()
-    assert not asked
-    monkeypatch.setattr(jit, "all_ready", lambda: True)
-    jit.release_compiler()
-    assert asked
 
 
 @pytest.mark.processes

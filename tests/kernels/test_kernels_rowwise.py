@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.program import Work
-
 SIZES = {"m": st.integers(0, 9), "h": st.integers(1, 70)}
 
 
@@ -68,30 +66,6 @@ def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(kernel, value):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     assert np.isfinite(got[[0, 2]]).all()
     assert not np.isfinite(got[1]).all()
-
-
-@pytest.mark.parametrize("kernel", ["layer_norm", "add_norm", "add"])
-def test_any_number_of_threads_gives_the_same_bits(kernel):
-    x = array(150, 1000)
-    norm = [array(1000), array(1000)] if "norm" in kernel else []
-    case = Case(kernel, [x], [(150, 1000)], norm, eps=1e-5, bias=False, keep_sum=False)
-    np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
-
-
-def test_ops_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="should be"):
-        Case("add", [array(3, 4), array(3, 5)], [(3, 4)], bias=False).run()
-    with pytest.raises(ValueError, match="needs 2 weights, got 1"):
-        Case("layer_norm", [array(3, 4)], [(3, 4)], [array(4)], eps=1e-5).run()
-    with pytest.raises(ValueError, match="lengths sum to 4, x has 3 rows"):
-        Case("mean_rows", [array(3, 4)], [(2, 4)], lengths=(2, 2)).run()
-    with pytest.raises(ValueError, match="must read some slots"):
-        Case("add", [], [(3, 4)], bias=False).run()
-
-
-def test_work_is_the_bytes_that_move():
-    case = Case("add", [array(3, 4), array(3, 4)], [(3, 4)], bias=False)
-    assert case.kernel.work(case.op, case.slots) == Work("rowwise", nbytes=3 * 48)
 
 
 @pytest.mark.parametrize("scale", [1e-41, 1e-20, 1e20, 3e37])

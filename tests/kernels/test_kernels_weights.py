@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import array
 
-from hepti_mqtt.kernels import NarrowMatrix, PackedMatrix, allocate, loading_bytes, twin, weight_bytes
+from hepti_mqtt.kernels import NarrowMatrix, PackedMatrix, allocate, twin, weight_bytes
 from hepti_mqtt.program import WeightRef
 
 RANGE = st.tuples(st.integers(0, 90), st.integers(0, 90)).map(lambda r: (min(r), max(r)))
@@ -105,24 +105,6 @@ def test_narrow_weights_do_not_depend_on_the_order_of_tiles(rows, columns, stora
     plain = matrix[slice(*rows), slice(*columns)].astype(np.float32)
     step = np.abs(plain).max(axis=0, initial=0) / 127 if storage != "f16" else np.abs(plain) / 1024 + 1e-7
     assert (np.abs(got.plain() - plain) <= 0.5001 * step).all()
-
-
-@pytest.mark.parametrize("storage", ["w8a32", "w8a8"])
-def test_an_int8_panel_lets_go_of_its_f32_when_it_is_complete(storage):
-    k, n = 40, 300
-    ref = WeightRef("w", (0, k), (0, n), "packed", storage)
-    buffer, matrix = allocate(ref), array(k, n)
-
-    def staged():
-        return sum(panel.nbytes for panel in buffer._staged.values())
-
-    buffer.put(matrix[:20], 0, 0)
-    assert staged() == loading_bytes(ref)
-    buffer.put(matrix[20:, :150], 20, 0)
-    assert 0 < staged() < loading_bytes(ref)
-    buffer.put(matrix[20:, 150:], 20, 150)
-    assert staged() == 0
-    assert loading_bytes(ref._replace(weight_dtype="f16")) == 0
 
 
 @pytest.mark.parametrize(

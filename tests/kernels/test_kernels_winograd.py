@@ -75,14 +75,6 @@ def test_parts_of_a_map_have_the_bits_of_the_whole(cuts, columns, n):
             np.testing.assert_array_equal(got, whole[top:bottom, left:right])
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "relu6"])
-def test_outputs_that_stay_in_registers_have_the_bits_of_those_that_do_not(activation):
-    x, weight = array(9, 7, C), array(9 * C, 64, scale=0.3)
-    more = {"activation": activation, "bias": array(64)}
-    through_memory = conv(x, weight, residual=np.zeros((9, 7, 64), np.float32), **more).run()[0]
-    np.testing.assert_array_equal(conv(x, weight, **more).run()[0], through_memory)
-
-
 @pytest.mark.parametrize(
     ("side", "channels", "n"),
     [pytest.param(39, C, 130, marks=pytest.mark.wide), (4, 2 * PIECE + 16, 20), (2, PIECE, 64)],

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from functools import partial
 
@@ -15,7 +13,7 @@ from hepti_mqtt.kernels import Workers, jit
 from hepti_mqtt.kernels import threads as handover
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT, compile_first
 from hepti_mqtt.kernels.rowwise import _moments
-from hepti_mqtt.kernels.threads import Parts, matmul_parts, panel_parts, ranges
+from hepti_mqtt.kernels.threads import panel_parts, ranges
 
 compiled_only = pytest.mark.skipif(not JIT, reason="about compiled code")
 
@@ -247,29 +245,3 @@ def test_nobody_waits_long_for_a_slower_thread(panels, rows, speeds):
     largest = max((b - a) * (stop - first) for a, b, first, stop in parts)
     assert max(_ends(parts, speeds)) <= panels * rows / sum(speeds) + largest / min(speeds) + 1e-6
     assert largest <= rows * max(1, -(-panels // len(speeds) // 2) + 1)
-
-
-def test_small_products_are_not_shared_and_parts_are_worth_a_hand_over():
-    assert len(matmul_parts(8, False, 1, 1024, 4, 6)) == 1
-    assert matmul_parts(16, False, 1, 1 << 16, 2, 1) == ((0, 4, 0, 1), (8, 12, 0, 1), (4, 8, 0, 1), (12, 16, 0, 1))
-    assert matmul_parts(8, False, 4, 1 << 15, 8, 1).threads == 3
-    assert matmul_parts(1, False, 0, 1 << 16, 4, 6) == ((0, 1, 0, 0),)
-
-
-def test_parts_are_also_a_table():
-    assert Parts([(1, 2), (3, 4)]).table.tolist() == [[1, 2], [3, 4]]
-    assert Parts([]).table.size == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells where a thread runs")
-@pytest.mark.parametrize(
-    ("here", "taken", "moves"),
-    [(1, {1}, [{0, 2}, {0, 1, 2}]), (1, {0, 1}, [{2}, {0, 1, 2}]), (1, {0, 2}, []), (1, {0, 1, 2}, []), (1, {-1}, [])],
-)
-def test_a_thread_leaves_a_core_that_another_has_and_may_go_anywhere_afterwards(monkeypatch, here, taken, moves):
-    moved = []
-    monkeypatch.setattr(handover, "core", lambda: here)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, allowed: moved.append(set(allowed)))
-    handover.leave(taken)
-    assert moved == moves

@@ -284,8 +284,8 @@ def test_methods_that_are_too_slow_are_told_by_name_and_why_is_said():
 NAMES = ("pi0", "pi1", "pi2", "pi3")
 
 
-def tried(site, relayed=frozenset()):
-    return list(subsets(question(SMALL, site, relayed_pairs=relayed), NAMES, pinned=False))
+def tried(site, relayed_pairs=frozenset()):
+    return list(subsets(question(SMALL, site, relayed_pairs=relayed_pairs), NAMES, pinned=False))
 
 
 def test_of_devices_that_differ_in_name_alone_one_subset_of_each_size_is_tried():

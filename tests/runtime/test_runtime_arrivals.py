@@ -71,8 +71,8 @@ CASES = {
     "after one of another shape": lambda f: [other_shape(f), f],
     "of no exchange": lambda f: [replace(f, node=9999)],
     "of another device": lambda f: [replace(f, source="d9")],
-    "of a run that has yet to come": lambda f: [replace(f, admission=77)],
-    "of a run that is over": lambda f: [replace(f, admission=1)],
+    "of a run that has yet to come": lambda f: [replace(f, run_id=77)],
+    "of a run that is over": lambda f: [replace(f, run_id=1)],
     "of an epoch that is not here": lambda f: [replace(f, plan_version=f.plan_version._replace(number=9999))],
     "of a model that is not here": lambda f: [replace(f, model="other")],
 }

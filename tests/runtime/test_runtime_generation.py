@@ -47,7 +47,11 @@ def test_devices_have_their_next_run_before_users_are_told():
     site = running(in_flight=1)
     site.ask("r", most=2)
     site.ask("s", most=1)
-    for kinds in (["Publish", "Token"], ["Publish", "Token", "Answer"], ["Token", "Answer"]):
+    for kinds in (
+        ["Publish", "TokenReady"],
+        ["Publish", "TokenReady", "AnswerRequest"],
+        ["TokenReady", "AnswerRequest"],
+    ):
         site.compute(max(site.work))
         del site.seen[:]
         site.output(max(site.work))

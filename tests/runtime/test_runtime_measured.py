@@ -162,7 +162,7 @@ def test_what_is_observed_while_weights_are_loaded_starts_no_search() -> None:
     site.tick(0.1)
     site.drift(dict.fromkeys(site.boots, 8.0), 20)  # the other model's plan is on its way all the time
     assert not site.notes()["drift"]
-    assert {m.profile(0).slowdown for m in site.session.fleet.usable().values()} == {1.0}
+    assert {m.reported(0).profile().slowdown for m in site.session.fleet.usable().values()} == {1.0}
     site.ready()
     site.drift(dict.fromkeys(site.boots, 1.0), 30)
     assert not site.notes()["drift"]
@@ -176,10 +176,10 @@ def test_a_device_that_starts_anew_while_weights_are_loaded_is_not_what_it_was()
     membership.record_loading(site.now)
     site.join("a", boot=2)
     site.drift({"a": 9.0}, 1)
-    assert membership.members["a"].profile(0).slowdown == 1.0
+    assert membership.members["a"].reported(0).profile().slowdown == 1.0
     assert membership.members["b"].idle_heartbeat is not None
     site.drift({"a": 9.0}, int(LOAD_SETTLE_S))
-    assert membership.members["a"].profile(0).slowdown == 9.0
+    assert membership.members["a"].reported(0).profile().slowdown == 9.0
 
 
 def test_a_moment_of_load_is_not_what_a_device_is() -> None:
@@ -188,12 +188,12 @@ def test_a_moment_of_load_is_not_what_a_device_is() -> None:
     member = site.session.fleet.members["a"]
     site.drift({}, SLOWDOWNS)
     site.drift({"a": 6.0}, SLOWDOWNS // 2)
-    assert member.profile(0).slowdown == 1.0
+    assert member.reported(0).profile().slowdown == 1.0
     site.drift({"a": 6.0}, 1)
-    assert member.profile(0).slowdown == 6.0
+    assert member.reported(0).profile().slowdown == 6.0
     site.join("a", boot=2)
     site.drift({"a": 2.0}, 1)
-    assert member.profile(0).slowdown == 2.0, "what it was before it started anew does not count"
+    assert member.reported(0).profile().slowdown == 2.0, "what it was before it started anew does not count"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
     def told(round_trip_s: float | None, rate: float | None) -> tuple[float, float]:
         beat = replace(heartbeat(1), round_trip_s=round_trip_s, bandwidth_bytes_per_s=rate)
         site.event(interface.DeviceHeartbeat("a", beat))
-        return 2 * member.link().latency_s, member.link().up_bytes_per_s
+        return 2 * member.reported(0).link().latency_s, member.reported(0).link().up_bytes_per_s
 
     assert told(17e-3, None) == (17e-3, Link().up_bytes_per_s), "it has just started"
     site.session.fleet.record_loading(site.now)
@@ -321,17 +321,17 @@ def test_a_heartbeat_is_believed_but_for_numbers_that_cannot_be(wrong: dict[str,
     site = settled("a")
     member = site.session.fleet.members["a"]
     site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
-    rate, slowdown = member.link().up_bytes_per_s, member.profile(0).slowdown
+    rate, slowdown = member.reported(0).link().up_bytes_per_s, member.reported(0).profile().slowdown
     for _ in range(2 * SLOWDOWNS):
         site.now += 1
         site.event(interface.DeviceHeartbeat("a", replace(heartbeat(1), **wrong)))
         site.event(interface.Tick())
     assert "a" in site.session.fleet.usable(), "it is there"
-    assert member.profile(0).slowdown == slowdown
-    assert 0 <= member.link().latency_s < 1
-    assert member.link().up_bytes_per_s >= rate > 1
+    assert member.reported(0).profile().slowdown == slowdown
+    assert 0 <= member.reported(0).link().latency_s < 1
+    assert member.reported(0).link().up_bytes_per_s >= rate > 1
     assert site.session.counters["implausible_heartbeat"] == 2 * SLOWDOWNS
-    assert not member.peer_links()
+    assert not member.reported(0).peer_links()
     assert site.notes()["refused"] == 1
 
 
@@ -454,9 +454,9 @@ def test_who_has_met_none_is_priced_as_others_of_the_site_have_met_them(see) -> 
 def test_half_a_word_and_an_implausible_one_count_as_none(told: Told) -> None:
     site = settled("a")
     member = site.session.fleet.members["a"]
-    measured = member.profile(0).frame_seconds(2, MUCH, "mesh")
+    measured = member.reported(0).profile().frame_seconds(2, MUCH, "mesh")
     site.event(interface.DeviceHeartbeat("a", replace(heartbeat(1), peer_frame_s=told[0], peer_byte_s=told[1])))
-    assert member.profile(0).frame_seconds(2, MUCH, "mesh") == measured
+    assert member.reported(0).profile().frame_seconds(2, MUCH, "mesh") == measured
 
 
 @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ def test_plans_are_made_again_when_frames_cost_other_than_was_foreseen(endpoint,
     site.settle()
     site.submit("r1")
     site.answer(1)
-    cost = default_frame_cost(site.session.fleet.members["a"].profile(0))
+    cost = default_frame_cost(site.session.fleet.members["a"].reported(0).profile())
     told = {"peer_frame_s": factor * cost.frame_s, "peer_byte_s": factor * cost.byte_s}
     for _ in range(40):
         site.now += 1

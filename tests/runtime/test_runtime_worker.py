@@ -25,7 +25,7 @@ from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_program, resident_weights
-from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import frames, messages, plausible
 from hepti_mqtt.protocol.frames import BUFFER_GRANULARITY, Frame
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import IllegalStepError, Publish, StateMachine
@@ -51,7 +51,7 @@ from hepti_mqtt.runtime.worker.interface import (
     WorkerEvent,
 )
 from hepti_mqtt.runtime.worker.programs import analyse, build
-from hepti_mqtt.runtime.worker.residents import MAX_DEVICES, RESIDENT_STATES, analyse_prepare, check_prepare, shape_of
+from hepti_mqtt.runtime.worker.residents import RESIDENT_STATES, analyse_prepare, check_prepare, shape_of
 from hepti_mqtt.runtime.worker.runs import EARLY_S, EarlyFrames
 from hepti_mqtt.runtime.worker.session import MAX_BEING_ANALYSED, WorkerSession
 from hepti_mqtt.spec import PlainShape, Spec
@@ -482,7 +482,7 @@ def test_plans_of_every_family_are_believed(name):
 
 @pytest.fixture
 def nothing_built(monkeypatch):
-    for name in ("resident_weights", "max_live_bytes", "programs_bytes", "peers", "programs_digest"):
+    for name in ("resident_weights", "max_live_bytes", "programs_bytes", "sources_of", "programs_digest"):
         monkeypatch.setattr(residents, name, lambda *_, name=name: pytest.fail(f"{name} was worked out"))
 
 
@@ -492,8 +492,14 @@ ABSURD_SPECS = {
     "family": ("x" * 5000,), "head.labels": (["x"] * 100_000,),
     "image.size": (1_000_000,), "image.channels": (2**53,),
 }  # fmt: skip
+MAX_DEVICES = int(plausible.number("plan.devices").high)
 ABSURD_PLANS = {
-    "devices": ([f"d{i}" for i in range(MAX_DEVICES + 1)], ["d0", "d0"], ["d1", "d2"], ["d0", "../#"]),
+    "devices": (
+        [f"d{i}" for i in range(MAX_DEVICES + 1)],
+        ["d0", "d0"],
+        ["d1", "d2"],
+        ["d0", "../#"],
+    ),
     "head": ("d7",),
     "strategy": ("none-such",),
     "options": ({"variant": "none-such"},),

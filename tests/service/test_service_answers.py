@@ -5,19 +5,17 @@ from __future__ import annotations
 import base64
 import gc
 import json
-import logging
 import os
 import threading
 from collections import OrderedDict
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from swarm import profile_curve
 
+from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
 from hepti_mqtt.errors import NetworkError, OverloadedError, PacketLimitError, RemoteError
@@ -84,7 +82,7 @@ def foreseen(forecasts, answer):
 
 def ask(desk, data, model="bert", client="me", now=100.0):
     payload = data if isinstance(data, bytes) else json.dumps(data).encode()
-    return desk.read_request(model, client, payload, now)
+    return desk.read_request(RawRequest(model, client, payload), now)
 
 
 def told(reply):
@@ -103,7 +101,7 @@ def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
         plan = plans[place] if plans else plan_for(checkpoint)
         run = Run(place + 1, (WorkItem(job, place),), chunk.shape, plan, CLUSTER, begun_s, 0.0, 100, ran_alone=True)
         run.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
-        job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.lengths), 32), np.float32)
+        job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.sizes), 32), np.float32)
         job.stats.append(run.stats())
     return AnswerRequest(job, job.stats[-1].plan, tuple(job.stats))
 
@@ -120,12 +118,15 @@ def test_a_text_becomes_a_job(desk):
 
 
 def test_a_name_is_made_only_where_it_is_needed(desk):
-    def made():
+    def never(_raw):
         raise AssertionError("the request has a name")
 
-    assert desk.read_request("bert", "me", b'{"text": "a", "id": "q1"}', 0.0, made).key.id == "q1"
-    assert desk.read_request("bert", "me", b'{"text": "a"}', 0.0, lambda: "m1").key.id == "m1"
-    assert desk.read_request("bert", "me", b"{", 0.0, lambda: "m2").id == "m2"
+    for payload, make_id, name in (
+        (b'{"text": "a", "id": "q1"}', never, "q1"),
+        (b'{"text": "a"}', lambda _: "m1", "m1"),
+        (b"{", lambda _: "m2", "m2"),
+    ):
+        assert desk.read_request(RawRequest("bert", "me", payload), 0.0, make_id).key.id == name
 
 
 def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, checkpoints, forecasts):
@@ -154,12 +155,12 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     assert data["plan"]["id"] == "9.1"
     assert data["plan"]["epoch"] == [9, 1]
     assert data["plan"]["predicted_ms"] == pytest.approx(4.0)
-    parts = device_programs(checkpoint.spec, plan_for(checkpoint), job.chunks[0].shape)
-    played = simulate(TopicNames("home", "bert"), checkpoint.spec, job.chunks[0].shape, parts, CLUSTER)
+    parts = device_programs(checkpoint.spec, plan_for(checkpoint), job.batches[0].shape)
+    played = simulate(TopicNames("home", "bert"), checkpoint.spec, job.batches[0].shape, parts, CLUSTER)
     assert data["predicted_ms"] == pytest.approx(played.seconds * 1e3)
     assert sum(data["plan"]["devices"].values()) == pytest.approx(1.0)
     assert data["plan"]["devices"]["a"] > data["plan"]["devices"]["b"] > 0
-    assert data["tokens"] == shape.tokens
+    assert data["tokens"] == shape.size
     assert data["batched_with"] == 0
     assert data["compute_ms"] == {"a": 2.0, "b": 1.0}
     assert data["wait_ms"] == {"a": 0.5, "b": 1.5}
@@ -181,7 +182,7 @@ def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk,
         job.outputs[0] = np.ones((1, 32), np.float32)
         told_of = told(desk.encode_answer(foreseen(forecasts, AnswerRequest(job, run.plan, (run.stats(),))), now=100.5))
         assert told_of["batched_with"] == 1
-        assert told_of["tokens"] == job.batches[0].shape.tokens
+        assert told_of["tokens"] == job.batches[0].shape.size
         assert told_of["compute_ms"] == {"a": 2.0, "b": 1.0}
         parts = device_programs(checkpoint.spec, run.plan, whole.shape)
         assert told_of["predicted_bytes"] == sent_bytes(TopicNames("home", "bert"), checkpoint.spec, whole.shape, parts)
@@ -193,10 +194,10 @@ def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkp
     job = ask(desk, {"ids": [[1] * limit, [2] * 4]})
     assert len(job.batches) == 2
     plans = [plan_for(checkpoint, 1), replace(plan_for(checkpoint, 2), shares={"rows": (1.0, 1.0)})]
-    data = told(desk.answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
+    data = told(desk.encode_answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
     exact = sum(
         sent_bytes(TopicNames("home", "bert"), checkpoint.spec, c.shape, device_programs(checkpoint.spec, p, c.shape))
-        for p, c in zip(plans, job.chunks, strict=True)
+        for p, c in zip(plans, job.batches, strict=True)
     )
     assert data["predicted_bytes"] == exact
     assert data["runs"] == 2
@@ -301,11 +302,11 @@ def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints, output
 def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, monkeypatch):
     checkpoint = checkpoints["bert"]
     forecasts.set_plans((PlanSnapshot(plan_for(checkpoint), CLUSTER),))
-    monkeypatch.setattr("hepti_mqtt.service.forecast.programs", None)
+    monkeypatch.setattr("hepti_mqtt.service.forecast.device_programs", None)
     job = ask(desk, {"text": "hello"})
     desk.request_forecast(job)
-    plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.chunks[0].shape.tokens)
-    data = told(desk.answer(finish(job, checkpoint, plans=[plan]), now=101.0))
+    plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.batches[0].shape.size)
+    data = told(desk.encode_answer(finish(job, checkpoint, plans=[plan]), now=101.0))
     assert data["forecast"] == "estimated"
     assert data["predicted_ms"] == pytest.approx(2.0)
     assert data["predicted_bytes"] == 500
@@ -315,15 +316,15 @@ def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, mo
 @pytest.mark.parametrize("request_of", ['{{"id": "q7", "text": "{}"}}', '{{"text": "{}", "id" :"q7"}}'])
 def test_a_request_that_is_too_large_to_be_read_is_refused_under_its_id(desk, request_of):
     # Quotes within a text are escaped: what stands there is no id.
-    reply = desk.read_request("bert", "me", request_of.format('\\"id\\": \\"no\\" ' * 1_500_000).encode(), 0.0)
+    reply = ask(desk, request_of.format('\\"id\\": \\"no\\" ' * 1_500_000).encode())
     assert (told(reply)["id"], told(reply)["error"]["code"]) == ("q7", "bad_request")
     assert reply.topic.endswith("/q7")
 
 
-def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same_id(desk):
+def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same_id():
     payload = json.dumps({"id": "q", "ok": True, "result": [0] * 1000}).encode()
-    long = Reply(TOPICS.response("bert", "me", "q"), payload, "q")
-    short = desk.encode_too_large(long, PacketLimitError("raise max_packet_size"))
+    long = Reply(TOPICS.response("bert", "me", "q"), payload, RequestKey("bert", "me", "q"))
+    short = long.too_large(PacketLimitError("raise max_packet_size"))
     assert short.topic == long.topic
     assert told(short) == {
         "id": "q",
@@ -333,7 +334,7 @@ def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same
 
 
 def test_what_waits_is_bounded_in_total_until_it_is_answered(desk, checkpoints, monkeypatch):
-    desk._room = MemoryQuota(100)
+    desk._quota = MemoryQuota(100)
     first = ask(desk, {"ids": [7] * 20})
     assert told(ask(desk, {"ids": [7] * 20}))["error"]["code"] == "overloaded"
     assert isinstance(ask(desk, {"ids": [7] * 5}), Request)
@@ -382,22 +383,21 @@ class Site:
 
     def __init__(self, place, monkeypatch):
         self.answers, self.asked, self.settled = Answers(), [], []
-        url, log = BrokerUrl.parse("mqtt://127.0.0.1:1"), logging.getLogger("hepti.planner")
-        decoder, nothing = MessageDecoder("home"), lambda _state: None
-        self.post = RequestChannel(url, "p", place, self.answers, None, decoder, self.asked.append, nothing, log)
+        url, decoder = BrokerUrl.parse("mqtt://127.0.0.1:1"), MessageDecoder("home")
+        self.post = RequestChannel(url, "p", place, self.answers, decoder, self.asked.append, lambda _state: None)
         self.counters = decoder.counters
         monkeypatch.setattr(self.post._requests, "acknowledge", lambda receipt: self.settled.append(receipt.packet))
 
     def answer(self, packet, payload=b"{}"):
         """Answer a request that the broker keeps."""
         asked = RawRequest("m", "me", b"{}", Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
-        self.post.send_reply(asked, Reply("res", payload, f"q{packet}"))
+        self.post.send(Reply("res", payload, RequestKey("m", "me", f"q{packet}")), [asked])
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     made = Site(tmp_path / "requests", monkeypatch)
-    monkeypatch.setattr(made.post, "_look_s", float("inf"))
+    monkeypatch.setattr(made.post, "_probe_at_s", float("inf"))
     yield made
     made.post.close()
 
@@ -420,15 +420,15 @@ def post_clock(monkeypatch):
 def test_a_request_that_the_broker_retains_is_acknowledged_and_not_computed(site, caplog):
     """It would be computed again at every start and reconnection."""
     for packet, topic in enumerate((TOPIC, TOPIC, f"{TOPIC}2")):
-        site.post.delivered(Delivery(topic, b"{}", Receipt(1, packet), repeated=False, retained=True))
+        site.post.handle_delivery(Delivery(topic, b"{}", Receipt(1, packet), repeated=False, retained=True))
     assert (site.asked, site.settled, site.counters["retained"]) == ([], [0, 1, 2], 3)
     assert len(caplog.records) == 2, "once of each topic"
     assert all(topic in record.getMessage() for topic, record in zip((TOPIC, f"{TOPIC}2"), caplog.records, strict=True))
-    site.post.delivered(Delivery(TOPIC, b"{}", Receipt(1, 3), repeated=False))
+    site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 3), repeated=False))
     assert (len(site.asked), site.settled) == (1, [0, 1, 2])
-    for n in range(post_module.RETAINED + 10):
-        site.post.delivered(Delivery(f"{TOPIC}{n}", b"{}", None, repeated=False, retained=True))
-    assert len(caplog.records) == post_module.RETAINED, "they do not fill the log"
+    for n in range(MAX_SUBJECTS + 10):
+        site.post.handle_delivery(Delivery(f"{TOPIC}{n}", b"{}", None, repeated=False, retained=True))
+    assert len(caplog.records) == MAX_SUBJECTS, "they do not fill the log"
 
 
 def test_an_answer_that_nobody_hears_goes_out_again_for_a_while(site, post_clock):
@@ -505,7 +505,6 @@ def test_an_answer_that_had_to_wait_for_room_waits_as_long_for_a_reader(site, po
 
 @pytest.mark.parametrize("limit", [1000, 10])
 def test_an_answer_that_the_broker_does_not_take_becomes_an_error_or_ends(site, limit):
-    site.post._desk = SimpleNamespace(too_large=partial(RequestHandler.encode_too_large, None))
     site.answers.limit = limit
     site.answer(1, b'{"id": "q1"}' + b" " * 2000)
     said = [json.loads(payload)["error"]["code"] for payload in site.answers.taken(heard=True)]
@@ -544,11 +543,11 @@ def test_a_request_that_came_twice_is_acknowledged_twice_when_its_answer_is(live
     for packet in (1, 2):
         journal.record_waiting(delivered(packet), job_of())
     journal.record_waiting(delivered(3), job_of(digest=b"other"))
-    taken = journal.settle_when_sent(job_of())
+    waiting = journal.take_waiting(job_of())
     assert not acknowledged
-    taken()
+    journal.settle(waiting)
     assert acknowledged == [Receipt(1, 1), Receipt(1, 2)], "another request under the same id has an end of its own"
-    journal.turned_away(delivered(4))()
+    journal.settle([delivered(4)])
     assert acknowledged[2:] == [Receipt(1, 4)]
 
 
@@ -563,13 +562,13 @@ def test_an_answer_of_an_earlier_life_is_known(live):
 
 def test_a_request_without_a_name_has_the_same_one_when_it_comes_again(live):
     first, _ = live()
-    name = first.name_for(delivered())
+    name = first.id_for(delivered())
     second, _ = live()
-    assert second.name_for(delivered(repeated=True)) == name
-    assert second.name_for(delivered(packet=2, repeated=True)) != name
-    assert second.name_for(RawRequest("m", "me", b"{}")) != name
-    second.answer(RequestKey("m", "me", name))
-    assert second.name_for(delivered()) != name, "the broker has begun to count its packets anew"
+    assert second.id_for(delivered(repeated=True)) == name
+    assert second.id_for(delivered(packet=2, repeated=True)) != name
+    assert second.id_for(RawRequest("m", "me", b"{}")) != name
+    second.record_answer(RequestKey("m", "me", name))
+    assert second.id_for(delivered()) != name, "the broker has begun to count its packets anew"
 
 
 def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
@@ -581,7 +580,7 @@ def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
             == min(life + 1, MAX_DELIVERY_ATTEMPTS + 1)
         )
         assert journal.count_attempts(delivered(payload=b"[]")) == 0
-    journal.turned_away(delivered(repeated=True))()
+    journal.settle([delivered(repeated=True)])
     journal, _ = live()
     assert journal.count_attempts(delivered(repeated=True)) == 1
 
@@ -605,9 +604,9 @@ def test_several_desk_threads_use_it_at_once(live, tmp_path):
     def desk(thread):
         for n, key in enumerate(keys):
             together.wait()
-            journal.wait(delivered(4 * n + thread), job_of(key))
-            settle.append(journal.over(job_of(key)))
-            if not journal.answer(key):
+            journal.record_waiting(delivered(4 * n + thread), job_of(key))
+            settle.append(journal.take_waiting(job_of(key)))
+            if not journal.record_answer(key):
                 firsts.append(key)
 
     threads = [threading.Thread(target=desk, args=(n,)) for n in range(4)]
@@ -615,10 +614,10 @@ def test_several_desk_threads_use_it_at_once(live, tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    for taken in settle:
-        taken()
+    for waiting in settle:
+        journal.settle(waiting)
     assert sorted(receipt.packet for receipt in acknowledged) == list(range(4 * len(keys)))
-    assert sorted(key.request for key in firsts) == sorted(key.id for key in keys)
+    assert sorted(key.id for key in firsts) == sorted(key.id for key in keys)
     assert (tmp_path / "requests").stat().st_size == 17 * len(keys)
 
 
@@ -640,11 +639,11 @@ def test_a_file_that_was_cut_short_or_cannot_be_written_stops_nothing(live, tmp_
     second, _ = live()
     assert second.record_answer(KEY)
     assert not second.record_answer(RequestKey("m", "me", "q2"))
-    assert live()[0].answered(RequestKey("m", "me", "q2"))
+    assert live()[0].was_answered(RequestKey("m", "me", "q2"))
     nowhere = Journal(tmp_path / "missing" / "requests", print)
     assert not nowhere.record_answer(KEY)
     assert nowhere.record_answer(KEY)
-    assert "make room" in caplog.text
+    assert str(tmp_path / "missing") in caplog.text
 
 
 def test_another_request_under_a_remembered_id_is_an_error(desk, checkpoints):
@@ -653,7 +652,7 @@ def test_another_request_under_a_remembered_id_is_an_error(desk, checkpoints):
         reply = ask(desk, {**other, "id": "q1"})
         assert (reply.topic, told(reply)["error"]["code"]) == (first.topic, "id_in_use")
     again = {"reply_to": TOPICS.response("bert", "me", "there"), "deadline_ms": 9, "id": "q1", "text": "hello"}
-    assert ask(desk, again) == Reply(again["reply_to"], first.payload, "q1"), "when and where is not what is asked"
+    assert ask(desk, again) == Reply(again["reply_to"], first.payload, first.key), "when and where is not what is asked"
 
 
 def test_few_answers_are_kept_and_no_refusal(desk, checkpoints, monkeypatch):
@@ -662,10 +661,12 @@ def test_few_answers_are_kept_and_no_refusal(desk, checkpoints, monkeypatch):
         desk.encode_answer(finish(ask(desk, {"text": "hello", "id": name}), checkpoints["bert"]), now=101.0)
     assert isinstance(ask(desk, {"text": "hello", "id": "q1"}), Request)
     assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Reply)
-    monkeypatch.setattr(desk_module, "KEPT_BYTES", 10)
-    desk.answer(finish(ask(desk, {"text": "hello", "id": "q4"}), checkpoints["bert"]), now=101.0)
+    monkeypatch.setattr(desk_module, "MAX_CACHED_BYTES", 10)
+    desk.encode_answer(finish(ask(desk, {"text": "hello", "id": "q4"}), checkpoints["bert"]), now=101.0)
     assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Request)
-    refused = told(desk.refuse(RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much"))))
+    refused = told(
+        desk.encode_refusal(RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much")))
+    )
     assert refused == {"id": "q5", "ok": False, "error": {"code": "overloaded", "message": "too much"}}
     assert isinstance(ask(desk, {"text": "hello", "id": "q5"}), Request)
 
@@ -687,7 +688,7 @@ def test_a_part_that_finds_no_room_and_what_comes_after_the_end_are_not_kept(sit
         return site.answers.sent
 
     site.answers.room = 0
-    site.post._send(Reply("res", b"{}", "q1"))
+    site.post.send(Reply("res", b"{}", RequestKey("m", "me", "q1")))
     assert not tried_again(), "the answer has all parts"
     site.post.close()
     site.answers.room = 0

@@ -90,7 +90,7 @@ def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, mad
     make_all(forecasts)
     assert made == [(1, SHAPES[0]), (1, SHAPES[2]), (1, SHAPES[1])]
     exact = sent_bytes(TopicNames("home", "bert"), spec, SHAPES[1], device_programs(spec, one.plan, SHAPES[1]))
-    told = forecasts.told(one.plan, SHAPES[1])
+    told = forecasts.lookup(one.plan, SHAPES[1])
     assert (told.nbytes, told.tokens, told.simulated) == (exact, 6, True)
 
 
@@ -102,12 +102,12 @@ def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(foreca
     forecasts.record_batched_run(first)  # by another request of the same run
     make_all(forecasts)
     assert not made
-    assert not forecasts.told(one.plan, shape).simulated
-    forecasts.met(run_of(one, shape))
+    assert not forecasts.lookup(one.plan, shape).simulated
+    forecasts.record_batched_run(run_of(one, shape))
     make_all(forecasts)
     assert made == [(1, shape)]
     exact = sent_bytes(TopicNames("home", "bert"), spec, shape, device_programs(spec, one.plan, shape))
-    assert (forecasts.told(one.plan, shape).nbytes, forecasts.told(one.plan, shape).simulated) == (exact, True)
+    assert (forecasts.lookup(one.plan, shape).nbytes, forecasts.lookup(one.plan, shape).simulated) == (exact, True)
 
 
 def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, spec, made):
@@ -126,14 +126,14 @@ def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(
     forecasts.set_plans((one,))
     forecasts.request("bert", SHAPES[:1])
     make_all(forecasts)
-    before = forecasts.told(one.plan, SHAPES[0])
+    before = forecasts.lookup(one.plan, SHAPES[0])
     slow = DeviceProfile("any", profile_curve(2e8), 2e8, 1e9)
     anew = PlanSnapshot(replace(one.plan, predicted_s=0.008), replace(CLUSTER, devices={"a": slow, "b": slow}))
     forecasts.set_plans((anew,))
-    assert not forecasts.told(anew.plan, SHAPES[0]).simulated
+    assert not forecasts.lookup(anew.plan, SHAPES[0]).simulated
     make_all(forecasts)
     assert made == [(1, SHAPES[0])] * 2
-    assert forecasts.told(anew.plan, SHAPES[0]).seconds > before.seconds
+    assert forecasts.lookup(anew.plan, SHAPES[0]).seconds > before.seconds
     forecasts.set_plans((anew,))
     make_all(forecasts)
     assert len(made) == 2, "nothing has changed since"
@@ -146,15 +146,15 @@ def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(
     )
     forecasts.request("bert", SHAPES[:2])
     forecasts.set_plans((replace(one, simulated=SimulatedRequest(SHAPES[0], simulation)), other))
-    told = forecasts.told(one.plan, SHAPES[0])
-    assert not forecasts.told(other.plan, SHAPES[0]).simulated, "the search has simulated it under one plan"
+    told = forecasts.lookup(one.plan, SHAPES[0])
+    assert not forecasts.lookup(other.plan, SHAPES[0]).simulated, "the search has simulated it under one plan"
     make_all(forecasts)
     assert sorted(made, key=str) == [(1, SHAPES[1]), (2, SHAPES[0]), (2, SHAPES[1])]
     anew = replace(one, cluster=replace(CLUSTER))
     forecasts.set_plans((anew,))
-    assert not forecasts.told(one.plan, SHAPES[0]).simulated, "by other measurements it takes another time"
+    assert not forecasts.lookup(one.plan, SHAPES[0]).simulated, "by other measurements it takes another time"
     make_all(forecasts)
-    assert forecasts.told(one.plan, SHAPES[0]) == told
+    assert forecasts.lookup(one.plan, SHAPES[0]) == told
 
 
 def test_what_is_only_foreseen_waits_for_a_pause_of_its_model(forecasts, spec, made, clock):
@@ -221,10 +221,10 @@ def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypat
     monkeypatch.setattr(module, "LATE", 1)
     one = standing(spec)
     forecasts.set_plans((one,))
-    forecasts.begin("bert", SHAPES)
+    forecasts.request("bert", SHAPES)
     make_all(forecasts)
     assert made == [(1, SHAPES[2]), (1, SHAPES[1])], "the one that waited longest was given up"
-    assert not forecasts.told(one.plan, SHAPES[2]).simulated
+    assert not forecasts.lookup(one.plan, SHAPES[2]).simulated
     forecasts.set_plans((one, standing(spec, 2)))
     make_all(forecasts)
     assert made[2:] == [(2, SHAPES[2])]
@@ -241,7 +241,7 @@ def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, 
     near = forecasts.lookup(one.plan, TokenBatch((6,)))
     assert (near.nbytes, near.seconds) == (pytest.approx(1.2 * known.nbytes), pytest.approx(1.2 * known.seconds))
     other = standing(spec, 2)
-    assert forecasts.told(other.plan, TokenBatch((5,))).nbytes == 500, "of another plan nothing is known"
+    assert forecasts.lookup(other.plan, TokenBatch((5,))).nbytes == 500, "of another plan nothing is known"
 
 
 def test_a_mistake_leaves_an_estimate_and_an_answer(forecasts, spec, monkeypatch, caplog):
@@ -251,7 +251,7 @@ def test_a_mistake_leaves_an_estimate_and_an_answer(forecasts, spec, monkeypatch
     forecasts.call_when_ready([run_of(one, SHAPES[0])], lambda: answered.append(True))
     make_all(forecasts)
     assert answered
-    assert not forecasts.told(one.plan, SHAPES[0]).simulated
+    assert not forecasts.lookup(one.plan, SHAPES[0]).simulated
     assert caplog.records
 
 

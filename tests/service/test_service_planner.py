@@ -16,7 +16,9 @@ from broker_kinds import needs_mosquitto
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.errors import ConfigError, ModelError, NetworkError, OverloadedError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol import frames, messages
@@ -28,11 +30,11 @@ from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import PlannerConfig, planner, run_planner
 from hepti_mqtt.service.__main__ import main
-from hepti_mqtt.service.decoder import TOLD, ImplausibleBoot, MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
+from hepti_mqtt.service.decoder import ImplausibleBoot, MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.setup import next_boot, open_models
 from hepti_mqtt.service.threads import FairExecutor
-from hepti_mqtt.transport import BrokerUrl, Connected, Inbox, PahoTransport
+from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
 
 
 def test_follows_the_clock_and_never_goes_back(tmp_path):
@@ -167,9 +169,9 @@ def test_a_device_whose_caps_cannot_be_read_is_told_of_once(caplog):
         assert decoder.decode(HOME.heartbeat("a"), b"x") is None
     assert decoder.counters["malformed"] == 6
     assert len(caplog.records) == 1
-    for number in range(2 * TOLD):
+    for number in range(2 * MAX_SUBJECTS):
         decoder.decode(HOME.caps(f"d{number}"), b"x")
-    assert len(caplog.records) == TOLD, "names cost nothing to invent"
+    assert len(caplog.records) == MAX_SUBJECTS, "names cost nothing to invent"
 
 
 PATIENCE_S = 20.0
@@ -409,7 +411,7 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
         unconnected._handle_message(topics.reports("a"), messages.encode(message))
     for frame in (output, done):
         unconnected._handle_message(topics.reports("a"), frames.encode(frame))
-    unconnected.connection(Connected(4, None))
+    unconnected._handle_connection(Connected(4, None))
     kept = waiting(unconnected.inbox)
     assert kept[0] == DeviceStatus("a", will)
     assert kept[1:5] == [DeviceMessage("a", message) for message in said]
@@ -419,10 +421,10 @@ def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected
 
 
 def test_a_broker_that_has_forgotten_the_planner_is_told_of(unconnected, caplog):
-    unconnected.channel._changed(Connected(5, None))
-    unconnected.channel._changed(Connected(5, None, resumed=True))
+    unconnected.channel._handle_state(Connected(5, None))
+    unconnected.channel._handle_state(Connected(5, None, resumed=True))
     assert not caplog.records, "the first time in this life nobody knows us"
-    unconnected.channel._changed(Connected(5, None, resumed=False))
+    unconnected.channel._handle_state(Connected(5, None, resumed=False))
     assert len(caplog.records) == 1
 
 
@@ -435,7 +437,9 @@ def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog)
     for action in waiting(unconnected.inbox):
         action()
     assert unconnected.failure is None
-    assert said == [(topic, encode_status(Status("online", unconnected.boot)))] * 2, "what is retained is put right"
+    assert said == [(topic, encode_status(Status("online", unconnected.boot, version=__version__)))] * 2, (
+        "what is retained is put right"
+    )
     assert [r.levelname for r in caplog.records] == ["WARNING"], "one warning"
     unconnected._handle_message(topic, encode_status(Status("online", unconnected.boot + 5)))
     for action in waiting(unconnected.inbox):
@@ -447,12 +451,12 @@ def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog)
 def said(unconnected, monkeypatch):
     """What the planner that is not connected would publish to users."""
     out = []
-    monkeypatch.setattr(unconnected.post, "_send", lambda reply, *_: out.append(reply))
+    monkeypatch.setattr(unconnected.channel, "_publish", lambda answer: out.append(answer.reply))
     return out
 
 
 def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, said):
-    unconnected.heard(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
+    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
     assert unconnected.reading.step()
     (reply,) = said
     assert json.loads(reply.payload)["id"] == "q1"
@@ -462,12 +466,13 @@ def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected
 def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said):
     topics = unconnected.topics
     for client in ("greedy", "greedy", "greedy", "small"):
-        unconnected.heard(topics.request("bert", client), b"not JSON")
+        unconnected._handle_message(topics.request("bert", client), b"not JSON")
     assert unconnected.reading.step()
     assert unconnected.reading.step()
     assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
     jobs = [
-        unconnected.desk.read_request("bert", name, b'{"text": "a"}', 1.0) for name in ("greedy", "greedy", "small")
+        unconnected.handler.read_request(RawRequest("bert", name, b'{"text": "a"}'), 1.0)
+        for name in ("greedy", "greedy", "small")
     ]
     for job in jobs:
         unconnected._execute(interface.RefuseRequest(job, OverloadedError("no")))
@@ -478,16 +483,25 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
 
 
 def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
-    unconnected.reading = FairExecutor("reader", 0, unconnected._guarded, limit=0)
-    unconnected.refusals = Inbox(limit=1)
+    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
+    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hepti_mqtt.service.handler.parse", None)
         for name in ("q1", "q2"):
-            unconnected.heard(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
+            unconnected._handle_message(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
     assert (said, unconnected.decoder.counters) == ([], {"untold": 1})
-    (refuse,) = waiting(unconnected.refusals)
-    refuse()
+    assert unconnected.refusing.step()
     assert json.loads(said[0].payload)["id"] == "q1"
+
+
+def test_a_request_larger_than_all_that_may_wait_to_be_refused_is_refused_too(unconnected, said, monkeypatch):
+    monkeypatch.setattr(planner, "MAX_UNREFUSED_BYTES", 10)
+    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
+    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit_bytes=10)
+    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
+    assert unconnected.refusing.step()
+    answer = json.loads(said[0].payload)
+    assert (answer["id"], answer["error"]["code"]) == ("q1", "overloaded")
 
 
 def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):
@@ -505,7 +519,7 @@ def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkey
     run("clumsy")
     ear.status("online")
     with monkeypatch.context() as patch:
-        patch.setattr("hepti_mqtt.service.requests.prepare", None)
+        patch.setattr("hepti_mqtt.service.requests.read_input", None)
         assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "remote"
     assert ear.ask("bert", id="q2", text="")["error"]["code"] == "bad_request"
 

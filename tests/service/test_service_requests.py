@@ -225,7 +225,7 @@ def test_tokens_are_packed_with_the_tokenizers_markers(text):
     the = text.tokenizer.token_to_id("the")
     assert prepared.inputs.tolist() == [start, the, end, start, the, the, end]
     assert prepared.inputs.dtype == np.int32
-    assert prepared.shape.lengths == (3, 4)
+    assert prepared.shape.sizes == (3, 4)
 
 
 def test_labels_come_with_softmax_scores_best_first(opened):
@@ -298,11 +298,11 @@ def test_too_long_is_an_error_unless_truncated(text):
         assert named in str(caught.value)
         assert "40" in str(caught.value)
     cut = read_input(text, {"text": long, "truncate": True})
-    assert cut.shape.lengths == (40,)
+    assert cut.shape.sizes == (40,)
     ends = text.tokenizer.token_to_id("[CLS]"), text.tokenizer.token_to_id("[SEP]")
     assert (cut.inputs[0], cut.inputs[-1]) == ends
-    assert read_input(text, {"ids": [7] * 41, "truncate": True}).shape.lengths == (40,)
-    assert read_input(text, {"ids": [7] * 40}).shape.lengths == (40,)
+    assert read_input(text, {"ids": [7] * 41, "truncate": True}).shape.sizes == (40,)
+    assert read_input(text, {"ids": [7] * 40}).shape.sizes == (40,)
 
 
 JSON_VALUES = st.recursive(
@@ -324,7 +324,7 @@ def test_any_json_is_prepared_or_refused(opened, request_, model):
         prepared = read_input(checkpoint, request_)
     except RequestError:
         return
-    assert prepared.shape.tokens == sum(prepared.shape.lengths) > 0
+    assert prepared.shape.size == sum(prepared.shape.sizes) > 0
 
 
 def test_a_masked_token_request_needs_a_mask(mlm):
@@ -376,7 +376,7 @@ def test_a_tokenizer_that_adds_nothing_may_find_nothing(tmp_path):
     data = json.loads((path / "tokenizer.json").read_text())
     (path / "tokenizer.json").write_text(json.dumps({**data, "post_processor": None}))
     with Checkpoint.open(path) as checkpoint:
-        assert read_input(checkpoint, {"text": "the door"}).shape.tokens == 2
+        assert read_input(checkpoint, {"text": "the door"}).shape.size == 2
         with pytest.raises(RequestError):
             read_input(checkpoint, {"text": "\x01"})
 
@@ -452,7 +452,7 @@ def test_a_text_too_long_without_truncation_is_hardly_read(reader, monkeypatch):
 def test_a_text_of_few_tokens_is_read_as_far_as_the_limit(reader):
     """One word without an end: it has no tokens until all of it is read."""
     fits = "x" * (service_requests.MAX_CHARACTERS // 4)
-    assert read_input(reader, {"text": fits, "truncate": True}).shape.tokens > 0
+    assert read_input(reader, {"text": fits, "truncate": True}).shape.size > 0
     with pytest.raises(RequestError):
         read_input(reader, {"text": "x" * service_requests.MAX_CHARACTERS, "truncate": True})
 
@@ -512,21 +512,21 @@ def test_chunks_hold_the_whole_request_in_order(lengths, data):
     rows = tuple(sorted(data.draw(st.sets(st.integers(0, total - 1), max_size=8))))
     inputs = np.arange(total, dtype=np.int32)
     chunks = split_into_batches(ModelInput(TokenBatch(tuple(lengths), "task", rows), inputs, True, 5), LIMIT)
-    assert [n for c in chunks for n in c.shape.lengths] == lengths
+    assert [n for c in chunks for n in c.shape.sizes] == lengths
     assert np.concatenate([c.inputs for c in chunks]).tolist() == list(range(total))
-    assert all(c.shape.tokens == len(c.inputs) <= LIMIT and c.shape.want == "task" for c in chunks)
+    assert all(c.shape.size == len(c.inputs) <= LIMIT and c.shape.want == "task" for c in chunks)
     # What a mask row points at is the same value in its chunk.
     assert [int(c.inputs[r]) for c in chunks for r in c.shape.mask_rows] == list(rows)
     # Greedy: the first sequence of each chunk did not fit into the one before.
     for before, after in pairwise(chunks):
-        assert before.shape.tokens + after.shape.lengths[0] > LIMIT
+        assert before.shape.size + after.shape.sizes[0] > LIMIT
 
 
 @given(st.integers(1, 9), st.integers(1, 4))
 def test_pictures_are_cut_along_the_batch(count, fit):
     pixels = np.arange(count * 12, dtype=np.uint8).reshape(count, 3, 2, 2)
     chunks = split_into_batches(ModelInput(ImageBatch(count, 5), pixels, True, 5), 5 * fit)
-    assert all(len(c.inputs) == len(c.shape.lengths) <= fit for c in chunks)
+    assert all(len(c.inputs) == len(c.shape.sizes) <= fit for c in chunks)
     np.testing.assert_array_equal(np.concatenate([c.inputs for c in chunks]), pixels)
 
 
@@ -596,4 +596,4 @@ def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(t
         assert decode_output(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": ""}
         assert token_text(checkpoint, (7, 8)) == ""
     with Checkpoint.open(plain) as checkpoint:
-        assert read_input(checkpoint, {"ids": [1, 2]}).shape.tokens == 2
+        assert read_input(checkpoint, {"ids": [1, 2]}).shape.size == 2

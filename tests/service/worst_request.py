@@ -23,6 +23,7 @@ from PIL import Image
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request
 from hepti_mqtt.service import requests
+from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, RequestHandler
 from hepti_mqtt.service.requests import MAX_CHARACTERS, MAX_ITEMS, MAX_PIXELS, MAX_REQUEST_BYTES
@@ -97,15 +98,13 @@ def main() -> None:
             "home", {"worst": OpenModel("worst", checkpoint, Pins())}, Forecasts("home", {"worst": checkpoint.spec})
         )
         usual = body(text="warm") if reads == "text" else body(image=picture(100, "RGB", "PNG"))
-        assert isinstance(desk.read_request("worst", "me", usual, 0.0), Request)
+        assert isinstance(desk.read_request(RawRequest("worst", "me", usual), 0.0), Request)
         Path("/proc/self/clear_refs").write_text("5")  # forget what was in use at the most
         before, begun = in_use_mb("VmRSS"), time.perf_counter()
         tokenised = counted(requests)
-        found = desk.read_request("worst", "me", payload, 0.0)
+        found = desk.read_request(RawRequest("worst", "me", payload), 0.0)
         seconds = time.perf_counter() - begun
-        said = (
-            f"job of {found.batches[0].shape.tokens} tokens" if isinstance(found, Request) else found.payload.decode()
-        )
+        said = f"job of {found.batches[0].shape.size} tokens" if isinstance(found, Request) else found.payload.decode()
         mb = in_use_mb("VmHWM") - before
         print(
             json.dumps({"said": said, "seconds": seconds, "mb": mb, "bytes": len(payload), "tokenised": sum(tokenised)})

@@ -10,13 +10,13 @@ import uuid
 
 import pytest
 from broker_kinds import broker_of
-from mesh_nodes import Node
+from endpoint_site import Site
+from mesh_nodes import PATIENCE_S, Node
 from mesh_played import Clock, Played
+from relay import Relay
 
 from hepti_mqtt.embedded_broker import KINDS, start_broker
 from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, PahoTransport
-
-PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it takes
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -84,73 +84,9 @@ def peers():
         peer.transport.close(timeout_s=0.2)
 
 
-class Proxy:
-    """A TCP relay to a broker: `cut` breaks its connections, `refusing` new ones; it reads while `flowing`."""
-
-    def __init__(self, target_port):
-        self.target_port = target_port
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"mqtt://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.refusing = False
-        self.flowing = threading.Event()
-        self.flowing.set()
-        self.pairs = []
-        self.threads = []
-        self.spawn(self.accept)
-
-    def spawn(self, target, *arguments):
-        self.threads.append(threading.Thread(target=target, args=arguments, daemon=True))
-        self.threads[-1].start()
-
-    def accept(self):
-        while True:
-            try:
-                near, _ = self.listener.accept()
-            except OSError:
-                return
-            if self.refusing:
-                near.close()
-                continue
-            try:
-                far = socket.create_connection(("127.0.0.1", self.target_port))
-            except OSError:
-                near.close()
-                continue
-            self.pairs.append((near, far))
-            self.spawn(self.relay, near, far)
-            self.spawn(self.relay, far, near)
-
-    def relay(self, source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(65_536):
-                self.flowing.wait()
-                target.sendall(data)
-        for sock in (source, target):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def cut(self):
-        for pair in self.pairs:
-            for sock in pair:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self):
-        self.flowing.set()
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        self.cut()
-        for thread in self.threads:
-            thread.join(PATIENCE_S)
-        for pair in self.pairs:
-            for sock in pair:
-                sock.close()
-
-
 @pytest.fixture
 def proxy(mosquitto):
-    relay = Proxy(mosquitto.port)
+    relay = Relay(mosquitto.port)
     yield relay
     relay.close()
 
@@ -213,6 +149,28 @@ def node(clock):
     made = Node("b", clock=clock)
     yield made
     made.mesh.close()
+
+
+@pytest.fixture
+def nodes():
+    """Make devices by name; all are closed when the test ends."""
+    made = []
+
+    def make(*users, **options):
+        new = [Node(user, **options) for user in users]
+        made.extend(new)
+        return new
+
+    yield make
+    for each in made:
+        each.mesh.close()
+
+
+@pytest.fixture
+def site():
+    made = Site()
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hepti_mqtt.transport.mesh import Address, Dropped, Joined, Lost, Mesh, Refused
+from hepti_mqtt.transport.mesh import Address, Joined, Mesh
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it takes
@@ -55,19 +55,3 @@ def pump(nodes, until):
 
 def joined(reader, count=1):
     return lambda: len(reader.told(Joined)) >= count
-
-
-__all__ = [
-    "HOST",
-    "PATIENCE_S",
-    "Dropped",
-    "Joined",
-    "Lost",
-    "Node",
-    "Refused",
-    "filters",
-    "joined",
-    "pump",
-    "subscribe",
-    "topic",
-]

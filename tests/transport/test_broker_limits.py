@@ -14,17 +14,14 @@ from limited_broker import mosquitto_with
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.embedded_broker.settings import SETTINGS
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import (
     BrokerUrl,
-    PahoTransport,
     QueueCapacity,
     is_loopback,
     largest_packet,
     open_broker_warning,
     queue_capacity,
 )
-from hepti_mqtt.transport.broker_limits import _payload_bytes
 
 TOPIC = "hepti/v1/home/dev/pi/probe"
 WANTED = 100
@@ -53,11 +50,6 @@ def test_without_a_broker_there_is_no_limit_to_find():
         largest_packet(BrokerUrl("host.invalid", 1), client_id="pi", topic=TOPIC, wanted_bytes=1)
 
 
-@pytest.mark.parametrize("size", [1024, 16_384 + 3, 16_384 + 4, 2_097_152 + 4, 2_097_152 + 5, 5_000_000])
-def test_a_probe_has_the_size_that_it_should(size):
-    assert size - 1 <= publish_bytes(TOPIC, _payload_bytes(TOPIC, size), 0) <= size
-
-
 @pytest.mark.broker
 @pytest.mark.parametrize(
     ("lines", "capacity"),
@@ -73,19 +65,6 @@ def test_a_probe_has_the_size_that_it_should(size):
 def test_the_capacity_is_found_exactly(tmp_path: Path, lines: list[str], capacity: QueueCapacity | None) -> None:
     with mosquitto_with(tmp_path, *lines) as broker:
         assert queue_capacity(BrokerUrl.parse(broker.url), client_id="room", topic="t/1", wanted=WANTED) == capacity
-
-
-def test_an_attempt_to_connect_that_is_late_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = []
-
-    def late(_transport: PahoTransport, _timeout_s: float) -> None:
-        raise NetworkError("no broker answers")
-
-    monkeypatch.setattr(PahoTransport, "connect", late)
-    monkeypatch.setattr(PahoTransport, "close", lambda _transport, **_: closed.append(True))
-    with pytest.raises(NetworkError, match="no broker answers"):
-        queue_capacity(BrokerUrl("127.0.0.1", 1883), client_id="room", topic="t/1", wanted=WANTED)
-    assert closed
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import uuid
 
 import pytest
@@ -69,29 +68,6 @@ def test_a_clean_close_sends_the_last_word_and_not_the_will(broker, protocol, to
     leaver.transport.close(Will(topic, b"left", retain=False), timeout_s=10)
     watcher.transport.publish(topic, b"end", 1)
     assert [watcher.message()[1] for _ in range(52)] == [*(b"%d" % n for n in range(50)), b"left", b"end"]
-
-
-def test_many_threads_may_publish_at_once(broker, topic, peers):
-    sender, receiver = peers(broker.url), peers(broker.url)
-    receiver.subscribe(f"{topic}/+")
-
-    def publish(number):
-        for n in range(40):
-            payload = bytes([number]) * (n * 997)
-            sender.transport.publish(f"{topic}/{number}", n.to_bytes(2, "big") + payload, n % 2)
-
-    threads = [threading.Thread(target=publish, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    got = [receiver.message() for _ in range(240)]
-    expected = [
-        (f"{topic}/{number}", n.to_bytes(2, "big") + bytes([number]) * (n * 997))
-        for number in range(6)
-        for n in range(40)
-    ]
-    assert sorted(got) == sorted(expected)
 
 
 def test_after_a_restart_of_the_broker_subscriptions_are_made_again_first(broker, protocol, topic, peers):

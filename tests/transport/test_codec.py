@@ -13,7 +13,6 @@ from hepti_mqtt.transport import codec
 from hepti_mqtt.transport.buffers import ALIGN, Buffers
 from hepti_mqtt.transport.codec import (
     FROM_BROKER,
-    FROM_ENDPOINT,
     FROM_STRANGER,
     FROM_SUBSCRIBER,
     MAX_LEADS,
@@ -35,6 +34,7 @@ from hepti_mqtt.transport.codec import (
     covers,
     encode,
     is_filter,
+    is_topic,
     matches,
     publish_head,
 )
@@ -44,7 +44,6 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 DATA = st.binary(max_size=60)
 IDS = st.integers(1, 65_535)
 CODES = st.integers(0, 255)
-NUMBERED = [i for i, kind in codec._PROPERTIES.items() if isinstance(kind, int)]
 PROPERTIES = st.dictionaries(st.sampled_from([0x24, 0x25, 0x29, 0x2A]), CODES)
 
 
@@ -127,6 +126,15 @@ def test_any_bytes_are_events_or_malformed_and_byte_by_byte_the_same(data, reads
     assert found[0] == found[1]
 
 
+def test_what_is_remembered_of_topics_is_bounded():
+    reader = Reader()
+    for i in range(max(MAX_TOPICS, 2 * MAX_LEADS) + 10):
+        reader.put(publish(f"x/{i}", bytes(i % (2 * MAX_LEADS))))
+        assert len(reader.decoder._leads) <= MAX_LEADS
+        assert len(reader.decoder._topics) <= MAX_TOPICS
+    assert [event.topic for event in reader.heard] == [f"x/{i}" for i in range(len(reader.heard))]
+
+
 STREAM = (
     b"\x20\x02\0\0\x90\x03\0\x01\0"
     + publish("x/a", b"")
@@ -153,14 +161,6 @@ def test_every_split_is_read_the_same_also_when_it_was_read_before():
     assert plain_parse(STREAM, LIMIT)[1] is False
 
 
-def test_every_truncation_needs_more_and_loses_nothing():
-    for at in range(len(STREAM)):
-        reader = Reader()
-        reader.put(STREAM[:at])
-        assert reader.heard == HEARD[: len(reader.heard)]
-        assert not reader.broken
-
-
 def test_properties_of_a_broker_are_skipped_or_reported():
     said = b"\x21\0\x14\x27\0\x01\0\0\x12\0\x02id\x26\0\x01k\0\x01v"
     head = bytes((0x20, 3 + len(said), 1, 0, len(said)))
@@ -180,78 +180,12 @@ def test_a_refusal_of_mqtt_5_in_the_words_of_the_version_before_is_understood():
     assert reader.heard == [Connack(1)]
 
 
-def test_where_topics_lie_is_not_remembered_for_ever():
-    reader = Reader()
-    for nbytes in range(2 * MAX_LEADS):
-        reader.put(publish("x/a", bytes(nbytes)))
-        assert len(reader.decoder._leads) <= MAX_LEADS
-    assert reader.heard == [Publish("x/a", bytes(nbytes)) for nbytes in range(2 * MAX_LEADS)]
-
-
-def test_topics_are_remembered_and_forgotten():
-    reader = Reader()
-    for i in range(MAX_TOPICS + 10):
-        reader.put(publish(f"x/{i}", b""))
-    assert len(reader.decoder._topics) == 10
-    assert reader.heard[-1] == Publish(f"x/{MAX_TOPICS + 9}", b"")
-
-
 def test_a_lower_limit_holds_for_what_was_read_before():
     reader = Reader()
     reader.put(publish("x/a", bytes(1000)))
     reader.decoder.limit_bytes = 1000
     with pytest.raises(Malformed):
         reader.put(publish("x/a", bytes(1000)))
-
-
-@pytest.mark.parametrize("nbytes", [STAGE - 20, STAGE - 8, STAGE - 7, STAGE, STAGE + 1, 70_000, 1_000_000])
-def test_payloads_around_the_stage_are_whole_and_aligned(nbytes):
-    payload = np.random.default_rng(nbytes).bytes(nbytes)
-    reader = Reader()
-    reader.put(publish("x/a", payload) * 3)
-    assert reader.heard == [Publish("x/a", payload)] * 3
-    assert [address % ALIGN for address in reader.addresses] == [0, 0, 0]
-    assert reader.decoder.missing == 0
-
-
-def test_nothing_beyond_a_payload_is_received_into_it():
-    reader = Reader()
-    reader.put(publish("x/a", bytes(10_000))[:5000])
-    assert reader.decoder.buffer().nbytes == reader.decoder.missing == 10_000 + 8 - 5000
-
-
-MALFORMED = {
-    "5-byte length": b"\x30\x80\x80\x80\x80\x01",
-    "huge length": b"\x30\xff\xff\xff\x7f",
-    "just over the limit": b"\x30" + b"\x81\x80\x40",
-    "no topic": b"\x30\x01\0",
-    "empty": b"\x30\0",
-    "topic longer than the packet": b"\x30\x05\0\x04x/a",
-    "topic too long": b"\x30\x80\x10" + b"\x04\0" + b"x" * 1024,
-    "empty topic": b"\x30\x03\0\0a",
-    "wildcard in the topic": publish("x/+", b""),
-    "NUL in the topic": publish("x/\0", b""),
-    "topic not UTF-8": b"\x30\x04\0\x02\xff\xfe",
-    "control packet too long": b"\x90\x81\x08",
-    "QoS 1": b"\x32\x07\0\x03x/a\0\x01",
-    "retained": b"\x31\x03\0\x01a",
-    "SUBACK of nothing": b"\x90\x02\0\x01",
-    "long CONNACK": b"\x20\x03\0\0\0",
-    "a packet of a subscriber": b"\xc0\0",
-    "no packet": b"\xf0\0",
-}
-
-
-@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
-def test_what_an_endpoint_may_not_send(data):
-    for before, heard in ((b"", []), (STREAM, HEARD)):
-        reader = Reader()
-        reader.put(before)
-        with pytest.raises(Malformed) as caught:
-            reader.put(data)
-        assert caught.value.code == "wire"
-        assert reader.heard == heard
-    assert plain_parse(data, LIMIT) == ([], True)
 
 
 BROKEN = {
@@ -287,9 +221,20 @@ def test_what_no_packet_can_hold_is_refused_to_its_sender():
 
 def test_filters_and_topics():
     assert all(map(is_filter, ("a", "+", "#", "a/#", "+/b", "/", "a//+")))
-    assert not any(map(is_filter, ("", "a/#/b", "a#", "a+/b", "a\0")))
-    pairs = [("a/#", "a", True), ("+/b", "a/b", True), ("#", "$SYS/a", False), ("+", "a/b", False), ("a/+", "a/", True)]
-    assert [matches(pattern, topic) for pattern, topic, _ in pairs] == [holds for *_, holds in pairs]
+    assert not any(map(is_filter, ("", "a/#/b", "a#", "a+/b", "+a", "##", "a\0")))
+    assert [is_topic(name) for name in ("a/b", "", "a/+", "#", "a\0")] == [True, False, False, False, False]
+    yes = [
+        ("a/b", "a/b"),
+        ("a/#", "a"),
+        ("a/#", "a/b/c"),
+        ("+/b", "a/b"),
+        ("a/+", "a/"),
+        ("+", ""),
+        ("$SYS/#", "$SYS/a"),
+    ]
+    no = [("a/b", "a/c"), ("a/+", "a"), ("a/#", "b/a"), ("#", "$SYS/a"), ("+/a", "$SYS/a"), ("+", "a/b")]
+    assert all(matches(*pair) for pair in yes)
+    assert not any(matches(*pair) for pair in no)
     assert covers("a/#", "a/+/c")
     assert not covers("a/+", "a/#")
 
@@ -319,17 +264,6 @@ def test_what_buffers_keep_is_bounded_and_what_is_in_use_lives_on():
     assert bytes(held) == b"a" * 16_384
 
 
-def test_every_table_of_who_may_send_what_is_read_and_written():
-    read = {*FROM_STRANGER, *FROM_SUBSCRIBER, *FROM_BROKER}
-    assert {first for first, _ in codec._WRITERS.values()} <= read
-    assert set(FROM_ENDPOINT) < set(FROM_BROKER)
-
-
-def test_a_sample_of_damaged_streams():
-    assert run(3_000, seed=13) > 6_000
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("seed", range(2))
-def test_a_million_damaged_streams(seed):
-    assert run(260_000, seed) > 520_000
+@pytest.mark.parametrize(("cases", "seed"), [(3_000, 13), pytest.param(500_000, 0, marks=pytest.mark.wide)])
+def test_damaged_streams_are_read_as_by_the_slow_parser(cases, seed):
+    run(cases, seed)

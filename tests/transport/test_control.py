@@ -49,15 +49,6 @@ def test_an_absent_broker_is_named_and_connect_may_be_tried_again(closed_port):
     transport.close()
 
 
-def test_a_host_that_does_not_exist_is_a_network_error():
-    transport = PahoTransport(
-        BrokerUrl("host.invalid", 1883), "me", on_message=lambda *_: None, on_state=lambda _: None
-    )
-    with pytest.raises(NetworkError, match=r"host\.invalid:1883"):
-        transport.connect()
-    transport.close()
-
-
 def test_the_will_is_published_when_the_connection_breaks(protocol, proxy, mosquitto, peers):
     watcher = peers(mosquitto.url)
     watcher.subscribe(f"will/{protocol}")
@@ -118,42 +109,11 @@ def test_the_queue_is_bounded_when_the_broker_does_not_read(proxy, peers):
         for_ever(sender.transport.publish, "full", bytes(500_000), 1)
 
 
-def test_one_message_may_be_larger_than_the_queue(mosquitto, peers):
-    peer = peers(mosquitto.url, max_queued_bytes=1000)
-    peer.subscribe("large")
-    for _ in range(3):
-        peer.transport.publish("large", bytes(1_000_000))
-        assert len(peer.message()[1]) == 1_000_000
-
-
-def test_more_messages_than_the_brokers_window_arrive_in_order(protocol, mosquitto, peers):
-    peer = peers(mosquitto.url, protocol=protocol)
-    peer.subscribe("window")
-    for n in range(500):
-        peer.transport.publish("window", b"%d" % n, 1)
-    assert [int(peer.message()[1]) for _ in range(500)] == list(range(500))
-
-
-def test_packet_ids_go_round_and_leave_out_those_that_wait(mosquitto, peers):
-    peer, taken = peers(mosquitto.url), queue.SimpleQueue()
-    for _ in range(2):
-        peer.transport._client._last_mid = 65_533  # as after so many publishes
-        for _ in range(3):
-            peer.transport.publish("round", b"", 1, taken=taken.put)
-    for _ in range(6):
-        taken.get(timeout=PATIENCE_S)
-
-
 def test_a_broker_is_local_where_both_ends_have_one_address(mosquitto, peers):
     assert peers(mosquitto.url).connected.local
     elsewhere = SimpleNamespace(getpeername=lambda: ("192.0.2.1", 1883), getsockname=lambda: ("192.0.2.2", 50_000))
     with socket.socket() as unconnected:
         assert not any(map(local, (elsewhere, unconnected, None)))
-
-
-def test_nagles_algorithm_is_off(mosquitto, peers):
-    sock = peers(mosquitto.url).transport._client.socket()
-    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_descriptor_beyond_what_select_takes(mosquitto, peers):
@@ -235,37 +195,6 @@ def test_a_filter_that_mqtt_does_not_allow_is_refused(mosquitto, peers, wrong):
         peer.transport.subscribe([("fine/#", 0), (wrong, 0)])
     with pytest.raises(ValueError, match="at least one"):
         peer.transport.subscribe([])
-
-
-def test_a_payload_that_is_not_bytes_is_refused_to_its_sender(mosquitto, peers):
-    with pytest.raises(TypeError, match="not memoryview"):
-        peers(mosquitto.url).transport.publish("a", memoryview(b"x"))
-
-
-def test_nobody_waits_for_an_attempt_that_nothing_interrupts_and_what_comes_of_it_is_closed(
-    mosquitto, peers, monkeypatch
-):
-    """As where a name is looked up slowly."""
-    peer, found, reached, made = peers(mosquitto.url), threading.Event(), threading.Event(), []
-    honest = socket.create_connection
-
-    def late(*arguments, **options):
-        reached.set()
-        found.wait(PATIENCE_S)
-        made.append(honest(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr("paho.mqtt.client.socket.create_connection", late)
-    mosquitto.stop()
-    assert reached.wait(PATIENCE_S)
-    peer.transport.close()
-    thread = peer.transport._client.thread
-    assert thread.is_alive()
-    mosquitto.start()
-    found.set()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-    assert made[0].fileno() == -1
 
 
 def test_connect_gives_up_an_attempt_that_is_late_and_may_be_called_again(mosquitto, peers, monkeypatch):
@@ -354,13 +283,6 @@ def test_what_waits_for_acknowledgement_outlives_a_restart_of_the_broker(mosquit
     keeper = Keeper(peers, mosquitto.url, topic, protocol)
     sender.transport.publish(f"{topic}/b", b"b", 1)
     assert keeper.next().payload == b"b"
-
-
-@needs_mosquitto
-def test_a_message_of_qos_0_needs_no_acknowledgement(mosquitto, protocol, topic, peers):
-    keeper, sender = Keeper(peers, mosquitto.url, topic, protocol), peers(mosquitto.url)
-    sender.transport.publish(f"{topic}/a", b"a", 0)
-    assert keeper.next().receipt is None
 
 
 @needs_mosquitto

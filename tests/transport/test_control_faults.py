@@ -26,10 +26,6 @@ def transport_to(port, **options):
     return PahoTransport(BrokerUrl("127.0.0.1", port, user="u", password="s3cret"), "me", **options)
 
 
-def _raise(error):
-    raise error
-
-
 CONNACK = b"\x20\x02\0\0"
 
 
@@ -363,19 +359,6 @@ def test_a_broker_that_reads_no_more_of_a_message_is_given_up(slow):
     assert slow.ended() == [f"the broker has taken nothing for {STALLED_S} s"]
 
 
-def test_a_broker_that_does_not_answer_is_given_up_though_we_send_a_little(slow):
-    slow = slow()
-    slow.later(KEEPALIVE_S + 2.0)
-    assert slow.there.recv(1000) == PINGREQ
-    for _ in range(10):
-        if slow.ended():
-            return
-        slow.transport.publish("t", b"small")
-        slow.turns()
-        slow.later(1.0)
-    raise AssertionError("it was not given up")
-
-
 @pytest.mark.parametrize("resumed", [True, False])
 def test_bytes_of_a_session_that_the_broker_kept_put_off_when_it_must_have_acknowledged(slow, resumed):
     """It sends what it kept before it reads our SUBSCRIBE; without a session it may have forgotten that one."""
@@ -386,9 +369,3 @@ def test_bytes_of_a_session_that_the_broker_kept_put_off_when_it_must_have_ackno
         slow.client._loop(PATIENCE_S)
         slow.client._loop(0.0)
     assert bool(slow.ended()) is not resumed
-
-
-def test_a_socket_that_is_gone_keeps_nothing():
-    with socket.socket() as sock:
-        pass
-    assert unacknowledged(sock) is unacknowledged(None) is None

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import select
 import socket
 import struct
 
-import numpy as np
 import pytest
-from mesh_nodes import HOST, PATIENCE_S
+from endpoint_site import LIMIT, TOPIC, is_closed, peek, stuff
+from mesh_nodes import PATIENCE_S
 from mqtt_bytes import Anybody, connect, packet, plain_parse, publish, subscribe, unsubscribe
 
-from hepti_mqtt.transport.codec import Malformed, covers, is_filter, is_topic, matches, text
+from hepti_mqtt.transport.codec import Malformed, covers, is_filter, matches, text
 from hepti_mqtt.transport.endpoint import (
     CONNECT_S,
     MAX_ASKED,
@@ -23,9 +22,7 @@ from hepti_mqtt.transport.endpoint import (
     STALL_S,
     Acl,
     ClientSession,
-    Endpoint,
 )
-from hepti_mqtt.transport.mesh import PeerStats
 
 IN_311, IN_5 = b"\x20\x02\0\0", b"\x20\x10\0\0\x0d\x24\0\x25\0\x29\0\x2a\0\x27\0\0\x40\0"
 PING, PONG, BYE = b"\xc0\0", b"\xd0\0", b"\xe0\0"
@@ -112,13 +109,6 @@ def test_filters_are_limited(version, code):
     assert len(made.filters) == MAX_FILTERS
 
 
-def test_ping_and_farewell():
-    made = session()
-    assert made.feed(PING + PING) == PONG + PONG
-    assert made.feed(BYE + PING) == b""
-    assert made.over
-
-
 MALFORMED = {
     "not MQTT": b"GET / HTTP/1.1\r\n\r\n",
     "first SUBSCRIBE": subscribe("x/a"),
@@ -182,25 +172,6 @@ def test_what_a_subscriber_may_not_send(asked):
         made.feed(asked)
 
 
-@pytest.mark.parametrize("options", [0x03, 0x30, 0x40])
-def test_options_of_version_5(options):
-    with pytest.raises(Malformed):
-        session(5).feed(subscribe("x/a", options=options, version=5))
-
-
-@pytest.mark.parametrize("version", [4, 5])
-def test_every_split_gives_the_same_answers(version):
-    asked = connect(version=version, keepalive_s=3) + subscribe("x/a", "y", version=version) + PING
-    asked += unsubscribe("x/a", version=version) + BYE
-    whole = ClientSession(Anybody()).feed(asked)
-    for at in range(len(asked) + 1):
-        made = ClientSession(Anybody())
-        assert made.feed(asked[:at]) + made.feed(asked[at:]) == whole
-        assert made.over
-    made = ClientSession(Anybody())
-    assert b"".join(made.feed(asked[i : i + 1]) for i in range(len(asked))) == whole
-
-
 def test_what_is_kept_of_an_unfinished_packet_is_bounded():
     made = session()
     made.feed(b"\x82\xff\x7f")
@@ -209,104 +180,6 @@ def test_what_is_kept_of_an_unfinished_packet_is_bounded():
     with pytest.raises(Malformed):  # 16,383 bytes of it are zeros: no packet id
         made.feed(bytes(2047))
     assert MAX_ASKED == 16_384
-
-
-TOPIC = "x/m/a"
-LIMIT = 1 << 20
-
-
-class Site:
-    """An endpoint with a clock that only the test moves, driven on the test's own thread."""
-
-    def __init__(self):
-        self.now = 1000.0
-        self.drops = []
-        self.by_user = {}
-        self.endpoint = Endpoint(
-            HOST, 0, clock=lambda: self.now, stats_of=self.stats, on_drop=lambda user, n: self.drops.append((user, n))
-        )
-        self.clients = []
-        for user in ("b", "c"):
-            self.endpoint.admit(user, 1, "secret", ["x/#"], LIMIT)
-
-    def stats(self, user):
-        return self.by_user.setdefault(user, PeerStats())
-
-    def dial(self, data=b"", receive_bytes=None):
-        sock = socket.socket()
-        self.clients.append(sock)
-        if receive_bytes is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        sock.settimeout(PATIENCE_S)
-        sock.connect((HOST, self.endpoint.port))
-        sock.sendall(data)
-        return sock
-
-    def let_in(self, user="b", client="", receive_bytes=None):
-        """Return a client that has come in and subscribed to everything."""
-        asked = connect(user, client=client) + subscribe("x/#")
-        sock = self.dial(asked, receive_bytes)
-        self.answer(sock, 9)
-        return sock
-
-    def answer(self, sock, nbytes):
-        """Serve until the client has so many bytes, and return them."""
-        return self.until(lambda: len(peek(sock, nbytes)) == nbytes) or sock.recv(nbytes)
-
-    def until(self, holds):
-        for _ in range(10_000):
-            if holds():
-                return
-            self.endpoint.turn(0.001)
-        raise AssertionError("it never happened")
-
-    def move(self, seconds):
-        self.now += seconds
-        self.endpoint.tick(self.now)
-
-    def close(self):
-        for sock in self.clients:
-            sock.close()
-        self.endpoint.close()
-
-
-def peek(sock, nbytes):
-    sock.setblocking(False)
-    try:
-        return sock.recv(nbytes, socket.MSG_PEEK)
-    except BlockingIOError:
-        return b""
-    finally:
-        sock.settimeout(PATIENCE_S)
-
-
-def is_closed(sock):
-    """Return whether the endpoint has hung up; what it sent before is read."""
-    sock.setblocking(False)
-    try:
-        while sock.recv(1 << 20):
-            continue
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:
-        return True
-    return True
-
-
-def stuff(site, nbytes=100_000, user="b"):
-    """Publish until something waits for the user in our own queue; return how many messages went."""
-    count = 0
-    while not site.endpoint.queued_bytes().get(user):
-        assert site.endpoint.publish(TOPIC, bytes(nbytes)) >= 1
-        count += 1
-    return count
-
-
-@pytest.fixture
-def site():
-    made = Site()
-    yield made
-    made.close()
 
 
 def test_who_does_not_introduce_itself_is_rejected(site):
@@ -347,31 +220,6 @@ def test_who_breaks_a_rule_is_closed_and_counted(site, said):
     site.until(lambda: not site.endpoint.busy())
     assert is_closed(client)
     assert site.endpoint.rejected == 1
-
-
-def test_who_is_refused_hears_why(site):
-    client = site.dial(connect(token="wrong"))
-    assert site.answer(client, 4) == b"\x20\x02\0\x04"
-    assert is_closed(client)
-    assert not site.endpoint.busy()
-
-
-def test_who_says_goodbye_is_not_counted(site):
-    client = site.let_in()
-    client.sendall(b"\xe0\0")
-    site.until(lambda: not site.endpoint.busy())
-    client = site.let_in()
-    client.close()
-    site.until(lambda: not site.endpoint.busy())
-    assert site.endpoint.rejected == 0
-
-
-def test_a_reset_is_not_an_offence(site):
-    client = site.let_in()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    client.close()
-    site.until(lambda: not site.endpoint.busy())
-    assert site.endpoint.rejected == 0
 
 
 def test_a_client_that_comes_again_takes_the_place_of_its_old_connection(site):
@@ -434,18 +282,6 @@ def test_a_reader_that_stops_is_rejected(site):
     assert not site.endpoint.busy()
     assert site.endpoint.publish(TOPIC, b"x") == 0
     assert is_closed(client)
-
-
-def test_a_reader_that_goes_on_is_not(site):
-    client = site.let_in(receive_bytes=65_536)
-    stuff(site)
-    before = site.endpoint.queued_bytes()["b"]
-    site.move(STALL_S - 0.1)
-    while site.endpoint.queued_bytes()["b"] == before:
-        client.recv(1 << 20)
-        site.endpoint.turn(0)
-    site.move(STALL_S - 0.1)
-    assert not is_closed(client)
 
 
 def test_who_asks_without_reading_answers_is_not_heard_meanwhile(site):
@@ -511,89 +347,6 @@ def test_a_grant_that_ends_takes_its_filters_with_it(site):
     assert not site.endpoint.busy()
 
 
-def test_without_descriptors_who_knocks_waits_for_the_next_tick(site, monkeypatch):
-    listener = site.endpoint._listener
-
-    class Full:
-        def accept(self):
-            raise OSError(24, "Too many open files")
-
-        def __getattr__(self, name):
-            return getattr(listener, name)
-
-    monkeypatch.setattr(site.endpoint, "_listener", Full())
-    client = site.dial(connect())
-    site.until(site.endpoint.busy)
-    assert site.endpoint._epoll.poll(0) == [], "it is not asked again and again"
-    monkeypatch.setattr(site.endpoint, "_listener", listener)
-    site.move(1.0)
-    assert site.answer(client, 4) == b"\x20\x02\0\0"
-
-
-def test_ways_to_readers_are_not_remembered_for_ever(site, monkeypatch):
-    monkeypatch.setattr("hepti_mqtt.transport.endpoint.MAX_CACHED", 10)
-    client = site.let_in()
-    for i in range(25):
-        site.endpoint.publish(f"x/{i}", b"")
-    assert len(site.endpoint._routes) <= 10
-    data = site.answer(client, sum(len(publish(f"x/{i}", b"")) for i in range(25)))
-    assert [name for name, _ in plain_parse(data, LIMIT)[0]] == [f"x/{i}" for i in range(25)]
-
-
-def test_a_payload_that_mqtt_cannot_say_is_refused(site):
-    site.let_in()
-    with pytest.raises(ValueError, match="more than one MQTT packet"):
-        site.endpoint.publish(TOPIC, np.empty(1 << 28, np.uint8))
-
-
-def test_a_connection_that_broke_is_forgotten_by_who_publishes(site):
-    client, other = site.let_in("b"), site.let_in("c")
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    client.close()  # a reset
-    while site.endpoint.publish(TOPIC, b"x") == 2:
-        continue
-    assert site.endpoint.queued_bytes() == {"c": 0}
-    assert peek(other, 1)
-
-
-def test_an_answer_waits_behind_what_waits_already(site):
-    client = site.let_in(receive_bytes=65_536)
-    client.sendall(b"\xc0\0")
-    count = stuff(site)
-    (subscriber,) = site.endpoint._subscribers.values()
-    waiting = site.endpoint.queued_bytes()["b"]
-    site.endpoint._serve(subscriber, select.EPOLLIN)  # it was readable before anything had to wait
-    assert site.endpoint.queued_bytes()["b"] == waiting + 2
-    data, wanted = bytearray(), count * len(publish(TOPIC, bytes(100_000))) + 2
-    while len(data) < wanted:
-        data += client.recv(1 << 20)
-        site.endpoint.turn(0)
-    assert data.endswith(b"\xd0\0")
-
-
-def test_who_was_said_to_be_there_may_not_be(site):
-    site.endpoint._accept()
-    assert not site.endpoint.busy()
-    client = site.let_in()
-    (subscriber,) = site.endpoint._subscribers.values()
-    site.endpoint._serve(subscriber, select.EPOLLIN)
-    assert not is_closed(client)
-
-
-def test_a_socket_that_is_full_already_takes_nothing(site):
-    client = site.let_in(receive_bytes=65_536)
-    (subscriber,) = site.endpoint._subscribers.values()
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            subscriber.connection.send(publish(TOPIC, bytes(10_000)))
-    assert site.endpoint.publish(TOPIC, b"last") == 1
-    assert site.endpoint.queued_bytes() == {"b": len(publish(TOPIC, b"last"))}
-    data = bytearray()
-    while not data.endswith(b"last"):
-        data += client.recv(1 << 20)
-        site.endpoint.turn(0)
-
-
 def test_a_mistake_in_serving_one_is_logged_and_the_others_stay(site, monkeypatch, caplog):
     client, other = site.let_in("b"), site.let_in("c")
     monkeypatch.setattr("hepti_mqtt.transport.endpoint.ClientSession.feed", lambda *_: 1 / 0)
@@ -602,42 +355,6 @@ def test_a_mistake_in_serving_one_is_logged_and_the_others_stay(site, monkeypatc
     assert is_closed(client)
     assert not is_closed(other)
     assert "a subscriber of this device is disconnected" in caplog.text
-
-
-@pytest.mark.parametrize("pattern", ["a", "/", "a/b", "+", "#", "a/+", "+/b", "a/#", "+/#", "a//b", "/#"])
-def test_filters(pattern):
-    assert is_filter(pattern)
-
-
-@pytest.mark.parametrize("pattern", ["", "a+", "+a/b", "a#", "#/a", "a/#/b", "a/b#", "##", "++"])
-def test_no_filters(pattern):
-    assert not is_filter(pattern)
-
-
-def test_topics():
-    assert [is_topic(name) for name in ("a/b", "", "a/+", "#", "a\0")] == [True, False, False, False, False]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "topic", "expected"),
-    [
-        ("a/b", "a/b", True),
-        ("a/b", "a/c", False),
-        ("a/+", "a/b", True),
-        ("a/+", "a", False),
-        ("a/+", "a/b/c", False),
-        ("a/#", "a", True),
-        ("a/#", "a/b/c", True),
-        ("a/#", "b/a", False),
-        ("#", "a/b", True),
-        ("#", "$SYS/a", False),
-        ("+/a", "$SYS/a", False),
-        ("$SYS/#", "$SYS/a", True),
-        ("+", "", True),
-    ],
-)
-def test_matching(pattern, topic, expected):
-    assert matches(pattern, topic) is expected
 
 
 def test_what_covers_is_never_more_than_what_matches():
@@ -656,41 +373,37 @@ def test_what_covers_is_never_more_than_what_matches():
     assert covered > 500
 
 
-def test_all_grants_of_a_user_count_together():
-    grants = Acl()
-    grants.admit("b", 1, "one", ["x/m/+"], 10)
-    grants.admit("b", 2, "two", ["x/n/+"], 20)
-    assert grants.knows("b", b"one")
-    assert grants.knows("b", b"two")
-    assert not grants.knows("b", b"three")
-    assert not grants.knows("c", b"one")
-    assert grants.allows("b", "x/m/+")
-    assert grants.allows("b", "x/n/5")
-    assert not grants.allows("b", "x/#")
-    assert not grants.allows("c", "x/m/+")
-    assert grants.limit_bytes("b") == 20
+@pytest.mark.parametrize("last", [BYE, b"", None], ids=["DISCONNECT", "closes", "reset"])
+def test_who_leaves_is_not_counted_as_an_offender(site, last):
+    client = site.let_in()
+    if last:
+        client.sendall(last)
+    else:
+        if last is None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    site.until(lambda: not site.endpoint.busy())
+    assert site.endpoint.rejected == 0
 
 
-def test_a_token_ends_with_its_grant():
-    grants = Acl()
-    grants.admit("b", 1, "one", ["x/m/+"], 10)
-    grants.admit("b", 2, "two", ["x/n/+"], 20)
-    grants.expel("b", 2)
-    assert not grants.knows("b", b"two")
-    assert not grants.allows("b", "x/n/+")
-    assert grants.holds("b")
-    grants.admit("b", 1, "other", ["x/m/+"], 10)
-    assert not grants.knows("b", b"one")
-    grants.expel("b", 1)
-    grants.expel("b", 1)
-    assert not grants.holds("b")
-    assert not grants.knows("b", b"other")
-    assert grants.limit_bytes("b") == 0
-
-
-def test_nobody_without_a_name_comes_in_unless_admitted():
+def test_a_token_and_its_filters_hold_as_long_as_their_grant():
     grants = Acl()
     assert not grants.knows("", b"")
     grants.admit("", "anybody", "", ["x/#"], 10)
-    assert grants.knows("", b"")
-    assert not grants.knows("", b"x")
+    grants.admit("b", 1, "one", ["x/m/+"], 10)
+    grants.admit("b", 2, "two", ["x/n/+"], 20)
+    tokens = [(u, t) for u in ("b", "c", "") for t in (b"one", b"two", b"") if grants.knows(u, t)]
+    assert tokens == [("b", b"one"), ("b", b"two"), ("", b"")]
+    names = [(u, f) for u in ("b", "c") for f in ("x/m/+", "x/n/5", "x/#") if grants.allows(u, f)]
+    assert names == [("b", "x/m/+"), ("b", "x/n/5")]
+    assert grants.limit_bytes("b") == 20
+    grants.expel("b", 2)
+    grants.admit("b", 1, "other", ["x/m/+"], 10)
+    assert not any(grants.knows("b", token) for token in (b"one", b"two"))
+    assert not grants.allows("b", "x/n/+")
+    assert grants.holds("b")
+    for _ in range(2):
+        grants.expel("b", 1)
+    assert not grants.holds("b")
+    assert not grants.knows("b", b"other")
+    assert grants.limit_bytes("b") == 0

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import shutil
 import socket
-import ssl
-import subprocess
 
 import pytest
-from mesh_nodes import HOST, PATIENCE_S, Joined, Node, Refused, filters, joined, pump, subscribe, topic
+from mesh_nodes import HOST, PATIENCE_S, Node, filters, joined, pump, subscribe, topic
 
 from hepti_mqtt.closed_site.certificates import make_self_signed
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.transport.mesh import Address, MeshTls
-from hepti_mqtt.transport.sockets import has_aes
+from hepti_mqtt.transport.mesh import Address, Joined, MeshTls, Refused
 
 KEY = ("bert", 1)
 
@@ -64,22 +60,6 @@ def test_tensors_travel_encrypted(device, aes):
     line = b.mesh._peers["a"]._connection
     assert line._sock.version() == ("TLSv1.3" if aes else "TLSv1.2")
     assert ("CHACHA20" in line._sock.cipher()[0]) is not aes
-
-
-def test_what_does_not_fit_waits_whole_records(device):
-    a, b = device("a"), device("b")
-    subscribe(b, a)
-    pump((a, b), joined(b))
-    count = 0
-    while a.mesh.stats()["b"].queued_bytes < 4 << 20:
-        assert a.mesh.publish(topic("a"), count.to_bytes(4, "big"), bytes(300_000)) == 1
-        count += 1
-    (subscriber,) = a.mesh._endpoint._subscribers.values()
-    with a.mesh._endpoint._lock, pytest.raises(BlockingIOError):
-        subscriber.connection.send(subscriber.out[0])
-    pump((b,), lambda: len(b.messages) == count)
-    assert [int.from_bytes(data[:4], "big") for _, _, data in b.messages] == list(range(count))
-    assert {len(data) for _, _, data in b.messages} == {300_004}
 
 
 def test_another_certificate_gets_no_token(device, files):
@@ -132,53 +112,11 @@ def test_an_endpoint_that_speaks_no_tls_is_given_up(device):
     assert "no TLS" in b.mesh.stats()["a"].trouble
 
 
-def test_broken_records_end_a_connection(device):
-    a, b = device("a"), device("b")
-    a.mesh.admit("b", KEY, "secret", filters("a", "b"))
-    b.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
-    pump((a, b), joined(b))
-    line = b.mesh._peers["a"]._connection
-    with socket.socket(fileno=line.fileno()) as below:
-        below.send(b"\x17\x03\x03\0\x20" + bytes(32))
-        below.detach()
-    pump((a, b), lambda: a.mesh.rejected == 1)
-
-
-@pytest.mark.skipif(shutil.which("mosquitto_sub") is None, reason="needs mosquitto_sub")
-def test_anybody_with_token_and_certificate_reads_along(device, files):
-    a = device("a")
-    a.mesh.admit("person", "watch", "ticket", ["hepti/v1/home/x/#"])
-    words = ["mosquitto_sub", "-h", HOST, "-p", str(a.mesh.port), "-u", "person", "-P", "ticket"]
-    words += ["--cafile", str(files["a"][0]), "--insecure", "-t", "hepti/v1/home/x/#", "-C", "1", "-F", "%t %l"]
-    reader = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        pump((a,), lambda: a.mesh.publish(topic("a"), bytes(50_000)) == 1)
-        said, _ = reader.communicate(timeout=PATIENCE_S)
-    finally:
-        reader.kill()
-        reader.wait()
-    assert said == f"{topic('a')} 50000\n"
-
-
 def test_files_that_are_no_key_are_named(files, tmp_path):
     with pytest.raises(ConfigError, match="are not this device's certificate"):
         MeshTls.load(files["a"][0], files["b"][1])
     with pytest.raises(ConfigError, match="nothing here"):
         MeshTls.load(tmp_path / "nothing here", files["a"][1])
-
-
-def test_aes_is_looked_for(monkeypatch, tmp_path):
-    for text, found in (("flags\t\t: fpu aes sse\n", True), ("Features\t: fp asimd\n", False), ("", False)):
-        monkeypatch.setattr("pathlib.Path.read_text", lambda *_, text=text, **__: text)
-        assert has_aes() is found
-    monkeypatch.undo()
-    monkeypatch.setattr("hepti_mqtt.transport.sockets.Path", lambda _: tmp_path / "none")
-    assert has_aes() is True
-
-
-def test_contexts_do_not_renegotiate(files):
-    tls = MeshTls.load(*files["a"])
-    assert tls.serving.options & tls.asking.options & ssl.OP_NO_RENEGOTIATION
 
 
 def test_what_tls_has_read_ahead_is_read_in_turns(device, monkeypatch):

@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 
 import pytest
-from mesh_nodes import HOST, Lost, Node, Refused, filters, joined, pump, subscribe, topic
+from endpoint_site import stuff
+from mesh_nodes import HOST, Node, filters, joined, pump, subscribe, topic
 from mesh_played import GRANTED, IN, KEY, OTHER, TOKEN, join, readable, up
 from mqtt_bytes import publish
-from test_endpoint import Site, stuff
 
 from hepti_mqtt.transport.endpoint import STALL_S
-from hepti_mqtt.transport.mesh import Address, Joined
-from hepti_mqtt.transport.peer import ANSWER_S, BACKOFF_S, LOW_WATER, MAX_TOPICS
+from hepti_mqtt.transport.mesh import Address, Joined, Lost, Refused
+from hepti_mqtt.transport.peer import ANSWER_S, BACKOFF_S
 from hepti_mqtt.transport.sockets import unacknowledged
 
-
-@pytest.fixture
-def nodes():
-    made = []
-
-    def make(*users, **options):
-        new = [Node(user, **options) for user in users]
-        made.extend(new)
-        return new
-
-    yield make
-    for node in made:
-        node.mesh.close()
-
-
-def test_connect_and_subscribe_leave_together(node, played):
-    said = up(node, played)
-    assert said.startswith(b"\x10\x18\0\x04MQTT\x04\xc2\0\0\0\x01b\0\x01b\0\x06secret")
-    assert said.endswith(b"hepti/v1/home/x/bert/+/a/all\0")
-    assert node.mesh.stats()["a"].joined
-
-
 MALFORMED = {
-    "PUBLISH QoS 1": b"\x32\x07\0\x03x/a\0\x01h",
-    "retained PUBLISH": b"\x31\x06\0\x03x/ah",
-    "CONNECT": b"\x10\0",
     "second CONNACK": IN,
-    "long CONNACK": b"\x20\x03\0\0\0",
-    "PINGREQ": b"\xc0\0",
-    "SUBACK of nothing": b"\x90\x02\0\x01",
     "DISCONNECT": b"\xe0\0",
     "packet above the limit": b"\x30\xff\xff\xff\x7f",
-    "5-byte length": b"\x30\x80\x80\x80\x80\x01",
     "topic with a wildcard": publish("x/+", b""),
 }
 
@@ -79,14 +49,6 @@ def test_what_is_no_endpoint_is_left(node, played, said):
     assert node.mesh.stats()["a"].trouble
 
 
-def test_wrong_number_of_answers(node, played):
-    join(node, played)
-    played.accept(node)
-    played.say(node, IN + b"\x90\x03\0\x01\0")
-    assert node.told(Joined) == []
-    assert node.mesh.stats()["a"].trouble == "1 answers to 2 filters"
-
-
 def test_who_does_not_answer_is_asked_again_later_and_later(node, played, clock):
     join(node, played)
     waits = []
@@ -105,15 +67,6 @@ def test_who_does_not_answer_is_asked_again_later_and_later(node, played, clock)
     assert sum(waits) > 4 * BACKOFF_S[1] / 2
     assert "no answer from 127.0.0.1" in node.mesh.stats()["a"].trouble
     assert node.events == []
-
-
-def test_a_late_suback_is_a_lost_connection(node, played, clock):
-    join(node, played)
-    played.accept(node)
-    played.say(node, IN)
-    clock.now += ANSWER_S
-    node.mesh.wait(0)
-    assert node.events == [Lost("a", "no answer to SUBSCRIBE within 5 s")]
 
 
 def test_a_refused_filter_is_asked_for_again_on_the_same_connection(node, played, clock):
@@ -174,17 +127,6 @@ def test_a_key_that_leaves_gives_back_only_what_nobody_else_reads(node, played):
     assert node.told(Lost) == []
 
 
-def test_a_key_that_leaves_before_anything_stands(node, played):
-    join(node, played)
-    join(node, played, OTHER)
-    node.mesh.leave("a", OTHER)
-    node.mesh.leave("a", KEY)
-    node.mesh.wait(0)
-    assert node.events == []
-    assert node.mesh._peers == {}
-    assert node.mesh._by_fd == {}
-
-
 def test_an_answer_to_a_key_that_has_left_is_no_matter(node, played):
     up(node, played)
     join(node, played, OTHER)
@@ -232,25 +174,6 @@ def test_what_came_before_a_loss_is_told_before_it(played, clock):
     assert order == ["Joined", "message", "Lost"]
 
 
-def test_a_large_payload_wakes_once_for_all_that_is_missing(node, played):
-    up(node, played)
-    sock = node.mesh._peers["a"]._sock
-    whole = publish(topic("a"), bytes(3_000_000))
-
-    def low():
-        return sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
-
-    played.say(node, whole[:10_000])
-    assert low() == LOW_WATER
-    sent = 10_000
-    while sent < len(whole):
-        sent += played.sock.send(whole[sent : sent + 400_000])
-        node.mesh.wait(0.001)
-    pump((node,), lambda: node.messages)
-    assert low() == 1
-    assert node.messages == [("a", topic("a"), bytes(3_000_000))]
-
-
 def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
     (b,) = nodes("b")
     with socket.create_server((HOST, 0)) as reserved:
@@ -268,15 +191,6 @@ def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
     pump((b,), lambda: b.told(Lost))
 
 
-def test_topics_that_nobody_asked_for_are_not_remembered_for_ever(node, played):
-    up(node, played)
-    peer = node.mesh._peers["a"]
-    for i in range(MAX_TOPICS + 5):
-        peer._on_publish(f"y/{i}", memoryview(b""))
-    assert len(peer._topics) == 5
-    assert node.mesh.stats()["a"].unwanted == MAX_TOPICS + 5
-
-
 def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
     up(node, played)
     hear, node.mesh._on_message = node.mesh._on_message, lambda *_: 1 / 0
@@ -287,37 +201,8 @@ def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
     assert node.messages == [("a", topic("a"), b"2")]
 
 
-def test_a_payload_that_there_is_no_memory_for_is_a_lost_connection(node, played, monkeypatch):
-    up(node, played)
-
-    def full(nbytes):
-        raise MemoryError(f"no {nbytes} bytes")
-
-    monkeypatch.setattr(node.mesh._callbacks.buffers, "take", full)
-    played.say(node, publish(topic("a"), bytes(10)))
-    assert node.told(Lost) == [Lost("a", "no 10 bytes")]
-
-
-def test_an_endpoint_that_does_not_listen_is_left(node, played):
-    up(node, played)
-    with contextlib.suppress(BlockingIOError):
-        while node.mesh._peers["a"]._sock.send(bytes(1 << 20)):
-            continue
-    join(node, played, OTHER)
-    assert node.mesh.stats()["a"].trouble == "it does not take what we ask for"
-    node.mesh.wait(0)
-    assert node.told(Lost) == [Lost("a", "it does not take what we ask for")]
-
-
 UNACKED_AT = 24  # where TCP_INFO says how many segments are under way
 ANSWER = b"\x90\x03\0\x02\0"  # to the second SUBSCRIBE
-
-
-@pytest.fixture
-def site():
-    made = Site()
-    yield made
-    made.close()
 
 
 def take_a_little(client, line):
@@ -372,16 +257,6 @@ def asked(node, played):
     assert played.sock.recv(4096)
 
 
-def test_an_answer_may_take_as_long_as_what_was_sent_before_it(node, played, clock):
-    asked(node, played)
-    for _ in range(4):
-        clock.now += ANSWER_S - 1
-        played.say(node, publish(topic("a"), b"before"))
-    clock.now += ANSWER_S - 1
-    played.say(node, ANSWER)
-    assert node.events == [Joined("a", KEY), Joined("a", OTHER)]
-
-
 def test_who_falls_silent_before_it_answers_is_left(node, played, clock):
     asked(node, played)
     clock.now += ANSWER_S - 1
@@ -414,15 +289,3 @@ def test_what_came_while_the_thread_was_away_is_read_before_anything_is_late(nod
     clock.now += 2 * ANSWER_S
     node.mesh.wait(0)
     assert node.events == [Joined("a", KEY), Joined("a", OTHER)]
-
-
-def test_a_device_whose_every_op_takes_long_joins_all_the_same(node, played, clock):
-    join(node, played)
-    played.sock, _ = played.listener.accept()
-    clock.now += 2 * ANSWER_S
-    node.mesh.wait(0)
-    assert played.sock.recv(4096)
-    played.sock.sendall(IN + GRANTED)
-    clock.now += 2 * ANSWER_S
-    node.mesh.wait(0)
-    assert node.events == [Joined("a", KEY)]

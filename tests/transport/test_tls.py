@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import socket
 import ssl
 import subprocess
-import threading
 
 import pytest
 from broker_kinds import needs_mosquitto
+from relay import Relay
 
-from hepti_mqtt.errors import ConfigError, NetworkError
+from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport import BrokerUrl, DataConnection, PahoTransport
 
 PATIENCE_S = 20.0
@@ -40,42 +38,9 @@ def tls_port(certificate, mosquitto):
     """A port that speaks TLS in front of the broker."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
-    ours, theirs = [], []
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def pump(source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(65_536):
-                target.sendall(data)
-        for sock in (source, target):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def accept():
-        while True:
-            try:
-                raw, _ = listener.accept()
-            except OSError:
-                return
-            theirs.append(raw)
-            with contextlib.suppress(OSError):
-                near = context.wrap_socket(raw, server_side=True)
-                far = socket.create_connection(("127.0.0.1", mosquitto.port))
-                theirs.extend([near, far])
-                for pair in ((near, far), (far, near)):
-                    ours.append(threading.Thread(target=pump, args=pair, daemon=True))
-                    ours[-1].start()
-
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    yield listener.getsockname()[1]
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join(PATIENCE_S)
-    for sock in theirs:
-        sock.close()
-    for pumping in ours:
-        pumping.join(PATIENCE_S)
+    relay = Relay(mosquitto.port, context)
+    yield relay.port
+    relay.close()
 
 
 @pytest.mark.parametrize(
@@ -110,16 +75,3 @@ def test_tls_to_a_port_without_it_is_a_network_error(mosquitto):
     with pytest.raises(NetworkError, match=f"127.0.0.1:{mosquitto.port}"):
         transport.connect(5)
     transport.close()
-
-
-def test_an_authority_that_cannot_be_read_is_a_config_error(tmp_path):
-    for content in (None, "no certificate"):
-        path = tmp_path / "ca.pem"
-        if content:
-            path.write_text(content)
-        transport = PahoTransport(
-            BrokerUrl("127.0.0.1", 1, tls=True, ca=str(path)), "me", on_message=lambda *_: None, on_state=lambda _: None
-        )
-        with pytest.raises(ConfigError, match=r"ca\.pem"):
-            transport.connect()
-        transport.close()

@@ -65,11 +65,6 @@ def test_a_wrong_url_is_a_config_error_that_shows_no_password(text):
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_url_that_cannot_be_read_may_have_a_password_to_encode():
-    with pytest.raises(ConfigError, match="percent-encode"):
-        BrokerUrl.parse("mqtt://u:s3cret/more@broker")
-
-
 @pytest.mark.parametrize("ca", ["%00", "%2Fnowhere%2Fca.pem"])
 def test_an_authority_that_cannot_be_read_is_a_config_error(ca):
     with pytest.raises(ConfigError, match="certificate authority's file"):

@@ -108,7 +108,7 @@ VALUES = np.arange(4, dtype="<f4").reshape(2, 2)
 GOLDEN = Frame(
     "tensor", "bert-base", PlanVersion(1_750_000_000, 7), 42, 3, 2, "pi-2", 0, "f32", (2, 2), 16, (1500, 20), VALUES
 )
-GOLDEN_HEADER = b"HPT3\x24\0" + bytes.fromhex(
+GOLDEN_HEADER = b"HPT4\x24\0" + bytes.fromhex(
     "9c 00 a9 62657274 2d62617365 ce684ee180 07 03 02 a4 70692d32 00 00 92 02 02 10 92 cd05dc 14"
 )
 
@@ -119,7 +119,7 @@ def test_golden_bytes():
     assert not any(payload[len(GOLDEN_HEADER) : HEADER_BYTES - 8])
     assert payload[HEADER_BYTES - 8 : HEADER_BYTES] == bytes([42, 0, 0, 0, 0, 0, 0, 0])
     assert payload[HEADER_BYTES:] == bytes.fromhex("000000000000803f0000004000004040")
-    assert hashlib.sha256(encode(WIDEST)).hexdigest()[:16] == "fda08d59d9ac9334"
+    assert hashlib.sha256(encode(WIDEST)).hexdigest()[:16] == "363cebb10058c6ac"
 
 
 def test_the_indices_on_the_wire_never_change():
@@ -156,18 +156,18 @@ def test_a_changed_header_is_another_frame_or_a_wire_error(frame, data):
 def test_random_bytes_are_a_wire_error(data):
     with pytest.raises(WireError):
         decode(data)
-    header = b"HPT3" + len(data[:200]).to_bytes(2, "little") + data[:200]
+    header = b"HPT4" + len(data[:200]).to_bytes(2, "little") + data[:200]
     with pytest.raises(WireError):
         decode(header.ljust(HEADER_BYTES, b"\0"))
 
 
 def forged(**changes: object) -> bytes:
     """Return a payload whose header holds the golden frame's fields with some of them replaced."""
-    names = [n for n in Frame.__slots__ if n not in ("epoch", "admission", "body")]
+    names = [n for n in Frame.__slots__ if n not in ("plan_version", "run_id", "body")]
     names[2:2] = ["boot", "number"]
     values = dict(zip(names, msgpack.unpackb(encode(GOLDEN)[6 : len(GOLDEN_HEADER)]), strict=True)) | changes
     packed = msgpack.packb(list(values.values()))
-    return (b"HPT3" + len(packed).to_bytes(2, "little") + packed).ljust(HEADER_BYTES, b"\0") + bytes(16)
+    return (b"HPT4" + len(packed).to_bytes(2, "little") + packed).ljust(HEADER_BYTES, b"\0") + bytes(16)
 
 
 FORGERIES = {

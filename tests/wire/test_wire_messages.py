@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -11,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.errors import WireError
+from hepti_mqtt import __version__
+from hepti_mqtt.errors import PacketLimitError, WireError
 from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
 from hepti_mqtt.protocol import messages as wire
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.frames import encode as encode_frame
-from hepti_mqtt.protocol.limits import packet_limit_error
 from hepti_mqtt.protocol.messages import (
     Activate,
     Cancel,
@@ -46,8 +48,9 @@ from hepti_mqtt.protocol.messages import (
     encode_caps,
     encode_heartbeat,
     encode_status,
+    is_compatible,
 )
-from hepti_mqtt.protocol.plausible import MAX_TEXT
+from hepti_mqtt.protocol.plausible import FIELDS, MAX_TEXT, Number, check, limits_table
 from hepti_mqtt.spec import PlainShape
 
 COUNTS = st.integers(0, 2**63 - 1)
@@ -66,7 +69,7 @@ PLAIN = st.dictionaries(
     max_size=4,
 )
 SHAPES = st.lists(st.integers(1, 4096), min_size=1, max_size=5).map(lambda n: PlainShape(tuple(n)))
-SHAPES |= st.builds(PlainShape, st.just((9, 9)), marks=st.sets(st.integers(0, 17)).map(sorted).map(tuple))
+SHAPES |= st.builds(PlainShape, st.just((9, 9)), mask_rows=st.sets(st.integers(0, 17)).map(sorted).map(tuple))
 SHAPES |= st.builds(PlainShape, st.tuples(st.integers(1, 60)), st.just("hidden"), session_rows=st.integers(60, 1024))
 ENDPOINTS = st.builds(
     Endpoint, st.ip_addresses().map(str), st.integers(1, 65_535), st.sampled_from(["", "0123456789abcdef" * 4])
@@ -246,9 +249,9 @@ CONTRADICTIONS = {
         {"a": {1, 2}}, {"a": np.float32(1)}, {1: 2}, {"a": float("nan")}, {"a": 2**64}, [1], {"a": [HALF]}, {HALF: 1},
     ],
     "manifest": [bytes(31), "0" * 32],
-    "txn": [-1, True],
+    "transaction_id": [-1, True],
     "in_flight": [1.0],
-    "needed": [-1],
+    "build_first": [-1],
     "shapes": [
         5, [[0, 0, [1]]], [[0, 0, 1, []]], [[2, 0, [1], []]], [[True, 0, [1], []]], [[0, 0, [], []]],
         [[0, 0, [0], []]], [[0, 0, ["1"], []]], [[0, 0, [2**62], []]], [[0, 0, [3], [2, 1]]], [[0, 2, [3], []]],
@@ -343,4 +346,28 @@ def test_a_wrong_heartbeat_is_a_wire_error(changes):
 
 
 def test_too_small_a_limit_of_the_broker_has_a_code_of_its_own():
-    assert packet_limit_error(1000, 2_000_000, "the plan of bert", "the broker at here:1").code == "packet_limit"
+    assert PacketLimitError.of("the plan of bert", 2_000_000, "the broker at here:1", 1000).code == "packet_limit"
+
+
+def test_the_table_of_limits_is_current():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "wire.md").read_text("utf-8")
+    assert limits_table() in page, "write the table again: print(hepti_mqtt.protocol.plausible.limits_table())"
+
+
+@pytest.mark.parametrize("name", [name for name, rule in FIELDS.items() if isinstance(rule, Number)])
+def test_numbers_are_believed_up_to_their_bounds_and_not_beyond(name):
+    rule = FIELDS[name]
+    low, high = rule.credible or (rule.low, rule.high)
+    for value in (low, high):
+        assert check(name, float(value) if rule.real else value) == value
+    for value in (low - 1, high * 2 + 1, True, "1", float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=re.escape(name)):
+            check(name, value)
+
+
+def test_versions_of_one_wire_format_work_together():
+    major, minor = __version__.split(".")[:2]
+    assert is_compatible(__version__)
+    assert is_compatible(f"{major}.{minor}.99")
+    assert not is_compatible("")
+    assert not is_compatible(f"{major}.{int(minor) + 1}.0")

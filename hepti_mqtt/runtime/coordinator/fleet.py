@@ -1,33 +1,19 @@
-"""What the planner believes of the numbers that devices tell of themselves: those that a device can have."""
+"""Who is there, who hangs and who crashes: devices from their retained status and caps and their heartbeats."""
 
 from __future__ import annotations
 
 import hmac
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from math import inf, log
-from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hepti_mqtt.cost.profiles import (
-    LOCAL_BYTES_PER_S,
-    Cluster,
-    DeviceProfile,
-    FrameCost,
-    Link,
-    PeerLink,
-    check_range,
-    default_frame_cost,
-    frame_cost,
-    make_cluster,
-    profile_from_caps,
-    symmetric_peer_links,
-    with_frame_costs,
-)
-from hepti_mqtt.errors import WireError
+from hepti_mqtt import __version__
+from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, default_frame_cost
+from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster, usual_slowdown
 from hepti_mqtt.plan import DevicePair, Plan
-from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, LinkReport, Peer, Status
+from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, Peer, Status, is_compatible
 from hepti_mqtt.runtime.coordinator.interface import (
     BrokerConnection,
     CoordinatorCommand,
@@ -44,63 +30,12 @@ if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 
 
-# A heartbeat's numbers that plans are made with: the least and the most that each may be, and what is taken instead.
-PLAUSIBLE: Final[Mapping[str, tuple[float, float, float | None]]] = {
-    "slowdown": (0.0, 1e4, 1.0),
-    "peer_frame_s": (0.0, 10.0, None),
-    "peer_byte_s": (0.0, 1e-3, None),
-    "round_trip_s": (0.0, 3600.0, None),
-    "bandwidth_bytes_per_s": (1.0, 1e15, None),
-}
-MAX_MEMORY_BYTES: Final = 1 << 50  # no device has more
-
-
-def sanitize_heartbeat(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
-    """Return a heartbeat without the numbers that no device can have, and what was wrong with the first of them."""
-    wrong: str | None = None
-    instead: dict[str, Any] = {}
-    for key, (low, high, taken) in PLAUSIBLE.items():
-        value = getattr(heartbeat, key)
-        if value is None:
-            continue
-        try:
-            check_range(key, value, low, high)
-        except ValueError as error:
-            wrong, instead[key] = wrong or str(error), taken
-    peers = {name: report for name, report in heartbeat.peers.items() if _is_plausible_link(report)}
-    if len(peers) < len(heartbeat.peers):
-        wrong, instead["peers"] = wrong or "a link to a peer is not one that can be", peers
-    return replace(heartbeat, **instead), wrong
-
-
-def implausible_caps(device: str, curves: Mapping[str, Any], memory_budget_bytes: int) -> str | None:
-    """Return what of a device's capabilities cannot be right, None if plans can be made with them."""
-    try:
-        check_range("memory_budget_bytes", memory_budget_bytes, 0, MAX_MEMORY_BYTES)
-        profile_from_caps(device, curves, memory_budget_bytes, 1.0)
-    except KeyError as error:
-        return f"{error.args[0]} is missing"
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _is_plausible_link(report: LinkReport) -> bool:
-    told = {"round_trip_s": report.round_trip_s, "bandwidth_bytes_per_s": report.bytes_per_s}
-    return all(v is None or PLAUSIBLE[k][0] <= v <= PLAUSIBLE[k][1] for k, v in told.items())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Who is there: devices from their retained status and caps and their heartbeats.
 
 
 PROBED_PACKET_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 LOAD_SETTLE_S: Final = 15.0  # after weights were loaded; as long as drift rests
 SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
-NOISE: Final = 0.1  # a device that is slower or faster by less is as measured
-# Nor is one believed to be faster than this part of what it measured: a host that was stopped or cooled down while it
-# waited is, for a short op, and all wait for it where it then gets more. One that always is measures itself again.
-MIN_SLOWDOWN: Final = 0.9
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
 RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
@@ -172,54 +107,13 @@ class Member:
             return False  # one speaks TLS, the other does not
         return self.endpoint.loopback or not source.endpoint.loopback
 
-    def profile(self, memory_bytes: float, usual: float = 1.0) -> DeviceProfile:
-        """Return the device's measured profile; usual: of `slowdown`. Raises WireError if its caps cannot be read."""
+    def reported(self, memory_bytes: float) -> ReportedDevice:
+        """Return the device as it has described itself, with so much memory."""
         assert self.caps is not None
-        try:
-            return profile_from_caps(
-                self.name, self.caps.curves, memory_bytes, self.slowdown(usual), self._frame_cost()
-            )
-        except (KeyError, TypeError, ValueError) as exc:
-            raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
-
-    def link(self) -> Link:
-        """Return the device's measured link to the broker, with defaults until it has measured one."""
-        base = Link()
-        # The better of what was told in calm and of late: what is loaded makes a link look slower, and so does a device
-        # that has only just started, which may be the last calm for a long time.
-        told = [hb for hb in (self.idle_heartbeat, self.heartbeat) if hb is not None]
-        round_trip_s = min((hb.round_trip_s for hb in told if hb.round_trip_s), default=2 * base.latency_s)
-        rates = (hb.bandwidth_bytes_per_s for hb in told if hb.bandwidth_bytes_per_s)
-        rate = max(rates, default=base.up_bytes_per_s)
-        return Link(round_trip_s / 2, rate, rate)
-
-    def peer_links(self) -> dict[str, PeerLink]:
-        """Return the measured ways from this device straight to others, each the better of calm and of late."""
-        told = [hb.peers for hb in (self.idle_heartbeat, self.heartbeat) if hb is not None]
-        found = {}
-        for peer in {name for peers in told for name in peers}:
-            reports = [peers[peer] for peers in told if peer in peers]
-            rate = max((r.bytes_per_s for r in reports if r.bytes_per_s), default=None)
-            found[peer] = PeerLink(min(r.round_trip_s for r in reports) / 2, rate)
-        return found
-
-    def slowdown(self, usual: float = 1.0) -> float:
-        """Return the median of late: a second of somebody else's load is none to divide a model by.
-
-        Nor is what comes and goes by itself: what differs little from what is usual on the site is that, or equal
-        devices would get unequal shares.
-        """
-        found = max(median(self.slowdowns), MIN_SLOWDOWN) if self.slowdowns else 1.0
-        return found if abs(log(found / usual)) > NOISE else usual
-
-    def _frame_cost(self) -> FrameCost | None:
-        """Return what frames to and from peers cost in calm, or else of late; None where none were seen."""
-        told = (
-            frame_cost(hb.peer_frame_s, hb.peer_byte_s)
-            for hb in (self.idle_heartbeat, self.heartbeat)
-            if hb is not None
+        heartbeats = [hb for hb in (self.idle_heartbeat, self.heartbeat) if hb is not None]
+        return ReportedDevice(
+            self.name, self.caps.curves, memory_bytes, list(self.slowdowns), heartbeats, self.caps.endpoint
         )
-        return next((cost for cost in told if cost is not None), None)
 
     def observed(self, usual: float, planned: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed.
@@ -227,12 +121,13 @@ class Member:
         planned: the values of a plan; what is worse than these is told as they are.
         """
         then = planned or {}
-        name, found = f"bandwidth of {self.name}", {f"slowdown of {self.name}": self.slowdown(usual)}
+        reported = self.reported(0)
+        name, found = f"bandwidth of {self.name}", {f"slowdown of {self.name}": reported.slowdown(usual)}
         if self.endpoint is not None and not self.endpoint.loopback:
-            profile = self.profile(0)
+            profile = reported.profile()
             cost = profile.mesh_frame_cost or default_frame_cost(profile)
             found[f"cost of frames of {self.name}"] = cost.frame_s + TYPICAL_FRAME_BYTES * cost.byte_s
-        rate = min(self.link().up_bytes_per_s, LOCAL_BYTES_PER_S)
+        rate = min(reported.link().up_bytes_per_s, LOCAL_BYTES_PER_S)
         return {name: max(rate, then.get(name, rate)), **{k: min(v, then.get(k, v)) for k, v in found.items()}}
 
 
@@ -288,13 +183,18 @@ class Fleet:
         return "joined" if member.usable and not was else None
 
     def record_caps(self, name: str, caps: Caps) -> str | None:
-        """Take caps; return "joined" if they make the device usable, "left" if they are those of a new start."""
+        """Take caps; return "joined" if they make the device usable, "left" if they are those of a new start.
+
+        A device of an incompatible version is refused.
+        """
         member = self.member(name)
         if caps.boot < member.boot:
             return None
         if member.caps is not None and member.caps.boot != caps.boot:
             member.refused = ""
         was, member.caps = member.usable, caps
+        if not is_compatible(caps.version):
+            self.refuse(name)
         if was and not member.usable:
             member.online = False  # its status of the same boot follows
             return "left"
@@ -387,10 +287,13 @@ class Fleet:
             other.unreachable_until_s.pop(member.name, None)
 
     def refuse(self, name: str) -> str:
-        """Use a device that derives other Programs for no plan until it starts anew; return what there is to say."""
+        """Use a device of another version for no plan until it starts again; return why."""
         member = self.member(name)
         version = member.caps.version if member.caps is not None else "unknown"
-        member.refused = f"{name} derives other Programs from a plan; it runs version {version}"
+        member.refused = (
+            f"{name} runs an incompatible version ({version}): it compiles plans differently. Install the planner's "
+            f"version ({__version__})."
+        )
         return member.refused
 
     def unused_reasons(self) -> dict[str, str]:
@@ -398,7 +301,7 @@ class Fleet:
         why = {}
         for member in self.members.values():
             if member.refused:
-                why[member.name] = f"{member.refused}; install the planner's version there"
+                why[member.name] = member.refused
             elif member.quarantined_until_s is not None:
                 silent = "said nothing" if member.mute else "got no further"
                 times = f", for the {member.quarantines}. time" if member.quarantines > 1 else ""
@@ -442,7 +345,7 @@ class Fleet:
         return {key: value for of_one in seen for key, value in of_one.items()}
 
     def _usual_slowdown(self) -> float:
-        return median([m.slowdown() for m in self.usable().values()] or [1.0])
+        return usual_slowdown(m.reported(0) for m in self.usable().values())
 
     def max_packet_bytes(self) -> int | None:
         """Return the largest packet that gets through to every usable device, None if no limit was met."""
@@ -452,22 +355,12 @@ class Fleet:
 
     def cluster(self, reserved: Mapping[str, int]) -> Cluster:
         """Return profiles and links of the usable devices, less the bytes that other models hold on them."""
-        usable, usual = self.usable(), self._usual_slowdown()
-        devices = {
-            n: m.profile(max(m.caps.memory_budget_bytes - reserved.get(n, 0), 0), usual)
-            for n, m in usable.items()
+        devices = [
+            m.reported(max(m.caps.memory_budget_bytes - reserved.get(m.name, 0), 0))
+            for m in self.usable().values()
             if m.caps is not None
-        }
-        cluster = make_cluster(devices, {n: m.link() for n, m in usable.items()}, self._broker_bytes_per_s)
-        if not self._mesh:
-            return cluster
-        endpoints = {n: m.endpoint for n, m in usable.items() if m.endpoint is not None}
-        return replace(
-            cluster,
-            devices=with_frame_costs(devices, [n for n, endpoint in endpoints.items() if not endpoint.loopback]),
-            endpoints=frozenset(endpoints),
-            peer_links=symmetric_peer_links({n: m.peer_links() for n, m in usable.items()}),
-        )
+        ]
+        return reported_cluster(devices, self._broker_bytes_per_s, mesh=self._mesh)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

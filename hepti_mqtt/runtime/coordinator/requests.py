@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain
@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
+from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.task_queue import TaskQueue
@@ -63,6 +65,19 @@ class Pins:
     def is_unpinned(self) -> bool:
         """Return whether strategy, variant and devices are the planner's choice."""
         return self.strategy is None and not self.options and self.devices is None
+
+    def question(
+        self,
+        naming: TopicNames,
+        spec: Spec,
+        cluster: Cluster,
+        shape: RequestShape,
+        plan_version: PlanVersion,
+        **more: Any,
+    ) -> Question:
+        """Return what a search for a plan with these pins is asked; more: other fields of `Question`."""
+        pins = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Question(naming, spec, cluster, shape, plan_version, **pins, **more)
 
     def __str__(self) -> str:
         words = [self.strategy, *self.options.values(), self.devices and "on " + " ".join(self.devices)]

@@ -60,24 +60,16 @@ def build_question(
     for device, most_bytes in group.crash_backoff.memory_limits(now).items():
         if (member := membership.usable().get(device)) is not None and member.caps is not None:
             held[device] = max(held[device], member.caps.memory_budget_bytes - most_bytes)
-    return Question(
-        naming=TopicNames(site, served.name),
-        spec=served.spec,
-        cluster=membership.cluster(held),
-        shape=representative_shape(served.spec, group.typical_length(), several),
-        plan_version=plan_version,
+    return pins.question(
+        TopicNames(site, served.name),
+        served.spec,
+        membership.cluster(held),
+        representative_shape(served.spec, group.typical_length(), several),
+        plan_version,
         in_flight=in_flight,
-        strategy=pins.strategy,
-        options=pins.options,
-        devices=pins.devices,
-        wire=pins.wire,
-        weight_dtype=pins.weight_dtype,
-        route=pins.route,
-        objective=pins.objective,
         relayed_pairs=membership.relayed_pairs(now),
         packet_bytes=membership.max_packet_bytes(),
         learned=group.experience.corrections(now),
-        accuracy=pins.accuracy,
         is_exhaustive=False,
     )
 
@@ -574,7 +566,7 @@ class Standby:
             return []
         ahead.next_s = now + ENDS_S
         usable = self._membership.usable()
-        quick = {n for n, m in usable.items() if ahead.needed_bytes <= LOADS_S * m.link().up_bytes_per_s}
+        quick = {n for n, m in usable.items() if ahead.needed_bytes <= LOADS_S * m.reported(0).link().up_bytes_per_s}
         question = self._question(group, now)
         # A hurried search of those that cannot would become a whole one, and others wait for it.
         able = _with_memory(question, quick - set(record.plan.devices), ahead.needed_bytes)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from hepti_mqtt import __version__
+from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.runtime.coordinator.fleet import Fleet, HangDetector, PeerTokens, implausible_caps, sanitize_heartbeat
+from hepti_mqtt.runtime.coordinator.fleet import Fleet, HangDetector, PeerTokens
 from hepti_mqtt.runtime.coordinator.interface import (
     BrokerConnection,
     CoordinatorCommand,
@@ -147,7 +147,10 @@ class CoordinatorSession:
             return self._warn_implausible(
                 event.device, f"caps of {event.device} are refused ({wrong}); update the agent there"
             )
-        return self._handle_change(event.device, self.fleet.record_caps(event.device, event.caps), now)
+        member = self.fleet.member(event.device)
+        before = member.refused
+        out = self._handle_change(event.device, self.fleet.record_caps(event.device, event.caps), now)
+        return [LogEvent("refused", member.refused), *out] if member.refused not in ("", before) else out
 
     def _handle_heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
         device = event.device
@@ -358,8 +361,8 @@ class CoordinatorSession:
         if way := self._standby.release_for_memory(record, device, message, now):
             return way
         if isinstance(message, messages.Ready) and record is not None and not record.has_same_programs(device, message):
-            why = f"{self.fleet.refuse(device)}, the planner {__version__}: install one version on both"
-            return [LogEvent("refused", why), *self._handle_lost(device, "is of another version", now)]
+            refused = LogEvent("refused", self.fleet.refuse(device))
+            return [refused, *self._handle_lost(device, "compiles plans differently", now)]
         return self._rollout.handle_preparation(group, device, message, now)
 
     def _advance(self, now: float) -> list[CoordinatorCommand]:

@@ -28,28 +28,12 @@ from hepti_mqtt.plan import Plan, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import programs_digest, resident_weights, sources_of
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.messages import Peer, Prepare
+from hepti_mqtt.protocol.plausible import FIELDS, MAX_LABELS, MAX_REASON, check
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
 from hepti_mqtt.runtime.worker.executor import BoundProgram
 from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
-
-MAX_DEVICES: Final = 64
-MAX_IN_FLIGHT: Final = 64
-MAX_SIZE: Final = 1 << 24  # rows or columns of any matrix
-MAX_SHARE: Final = 1e18  # the search may double a speed in FLOP/s a few times, where little is computed
-MAX_REASON: Final = 4096
-MAX_LABELS: Final = 65_536
-# Of a spec's numbers those that say how many ops or regions there are; the others are sides of matrices.
-_COUNTS: Final[Mapping[str, int]] = {
-    "layers": 1024,
-    "groups": 1024,
-    "parts": 64,
-    "heads": 4096,
-    "max_tokens": 65_536,
-    "positions": 1 << 20,
-    "size": 4096,
-}
 
 
 def check_prepare(
@@ -58,8 +42,7 @@ def check_prepare(
     """Return the shapes; raises PlanError, which names the field, for what no planner asks for."""
     _check_plan(device, plan)
     _check_spec("spec", spec.to_dict())
-    if not 0 <= in_flight <= MAX_IN_FLIGHT:
-        raise _wrong("in_flight", in_flight, f"is not within 0 to {MAX_IN_FLIGHT}")
+    _check_number("in_flight", in_flight)
     return [shape_of(spec, plain) for plain in shapes]
 
 
@@ -78,8 +61,9 @@ def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
 
 def _check_plan(device: str, plan: Plan) -> None:
     devices = plan.devices
-    if not 0 < len(devices) <= MAX_DEVICES or len(set(devices)) < len(devices):
-        raise _wrong("devices", len(devices), f"are not 1 to {MAX_DEVICES} different ones")
+    _check_number("plan.devices", len(devices))
+    if len(set(devices)) < len(devices):
+        raise _wrong("devices", list(devices), "are not different ones")
     try:
         for name in devices:
             check_name("device", name)
@@ -96,11 +80,15 @@ def _check_plan(device: str, plan: Plan) -> None:
     if plan.wire not in get_args(WireDtype) or plan.weight_dtype not in get_args(WeightDtype):
         raise _wrong("wire and storage", (plan.wire, plan.weight_dtype), "are not known here; update agent or planner")
     for kind, weights in plan.shares.items():
-        if len(weights) != len(devices) or not all(0 <= w <= MAX_SHARE for w in weights):
-            raise _wrong(f"weights {kind}", weights, f"are not one number from 0 to {MAX_SHARE:g} for each device")
+        if len(weights) != len(devices):
+            raise _wrong(f"weights {kind}", weights, "are not one for each device")
+        for weight in weights:
+            _check_number("plan.share", weight)
     for kind, ranges in plan.ranges.items():
-        if len(ranges) != len(devices) or not all(0 <= start <= stop <= MAX_SIZE for start, stop in ranges):
-            raise _wrong(f"ranges {kind}", ranges, f"are not one range within 0 to {MAX_SIZE} for each device")
+        if len(ranges) != len(devices) or any(start > stop for start, stop in ranges):
+            raise _wrong(f"ranges {kind}", ranges, "are not one for each device")
+        for end in (end for both in ranges for end in both):
+            _check_number("plan.range", end)
     numbers = (plan.predicted_s, plan.predicted_bytes, plan.predicted_tokens, plan.wire_error or 0.0)
     if not all(isinstance(number, int | float) and isfinite(number) for number in numbers):
         raise _wrong("prediction", numbers, "is not of numbers")
@@ -111,9 +99,8 @@ def _check_plan(device: str, plan: Plan) -> None:
 def _check_spec(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         for key, part in value.items():
-            most = _COUNTS.get(key, MAX_SIZE)
-            if isinstance(part, int) and not 0 <= part <= most:
-                raise _wrong(f"{name}.{key}", part, f"is not within 0 to {most}")
+            if isinstance(part, int) and not isinstance(part, bool):
+                _check_number(f"spec.{key}" if f"spec.{key}" in FIELDS else "spec.*", part, f"{name}.{key}")
             _check_spec(f"{name}.{key}", part)
     elif isinstance(value, str):
         if len(value) > MAX_REASON:
@@ -125,6 +112,13 @@ def _check_spec(name: str, value: Any) -> None:
             _check_spec(name, part)
     elif isinstance(value, float) and not isfinite(value):
         raise _wrong(name, value, "is not finite")
+
+
+def _check_number(rule: str, value: object, name: str = "") -> None:
+    try:
+        check(rule, value)
+    except ValueError as error:
+        raise _wrong(name or rule, value, str(error)) from error
 
 
 def _wrong(name: str, value: object, why: str) -> PlanError:
