@@ -28,7 +28,7 @@ from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, twin, we
 from hepti_mqtt.kernels.cpu import cpu_model
 from hepti_mqtt.kernels.jit import cache_directory
 from hepti_mqtt.plan import WeightDtype
-from hepti_mqtt.program import Compute, ProgramBuilder, SlotSpec, WeightRef
+from hepti_mqtt.program import Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
 from hepti_mqtt.runtime.worker.executor import Executor, Step, bind
 from hepti_mqtt.transport.mesh import Address, Mesh, mesh_possible
@@ -379,11 +379,10 @@ def _rowwise(workers: Workers) -> float:
 
 def _op_overhead(workers: Workers, forget: Callable[[], None]) -> float:
     """Return the time of one op that computes nearly nothing, by way of the executor, as it is between two matmuls."""
-    builder = ProgramBuilder("self")
-    slot = first = builder.recv((1, 8), "planner", 0)
-    for _ in range(CHAIN):
-        slot = builder.compute("assemble", (slot,), (1, 8), copies=((0, ((0, 1), (0, 8)), ((0, 1), (0, 8))),))
-    bound = bind(builder.build(), {}, workers)
+    whole = {"copies": ((0, ((0, 1), (0, 8)), ((0, 1), (0, 8))),)}
+    ops = [Compute("assemble", (n,), (n + 1,), (), whole) for n in range(CHAIN)]
+    program = Program("self", (SlotSpec((1, 8)),) * (CHAIN + 1), (Recv(0, "planner", 0), *ops))
+    bound, first = bind(program, {}, workers), 0
     executor = Executor()
     inputs = np.zeros((1, 8), np.float32)
 

@@ -41,7 +41,7 @@ class Plan:
     layers' matrices. route: who carries the exchanges. relayed_pairs: (source, target) whose exchanges go over the
     broker under route "mesh" too, because the two cannot connect. predicted_s and predicted_bytes: one request of
     `predicted_tokens` tokens by the simulator. wire_error: how far a narrow wire moves the answer, relative to f32;
-    None: not measured. replicas: complete plans side by side, of disjoint devices and with epochs of their own, each
+    None: not measured. replicas: complete plans side by side, of disjoint devices and with versions of their own, each
     run under one of them; none: every run is under the plan itself.
     """
 
@@ -74,7 +74,7 @@ class Plan:
         return next((replica for replica in self.replicas if device in replica.devices), self)
 
     def with_version(self, plan_version: PlanVersion, next_epoch: Callable[[], PlanVersion]) -> Plan:
-        """Return the plan under another epoch, and its replicas under new ones."""
+        """Return the plan under another version, and its replicas under new ones."""
         return replace(
             self, version=plan_version, replicas=tuple(replace(r, version=next_epoch()) for r in self.replicas)
         )

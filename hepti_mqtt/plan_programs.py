@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.ids import PLANNER, PlanVersion
-from hepti_mqtt.lowering import PLANNER_INDEX, Graph, Lowered, NeedsWholeGraphError, Rewrite, Table, on_device, roles
+from hepti_mqtt.lowering import PLANNER_INDEX, Graph, Lowered, Table, on_device, roles
 from hepti_mqtt.lowering.passes import (
     fuse_conversions,
     merge_copies,
@@ -69,23 +68,17 @@ def lower_plan(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
 @lru_cache(maxsize=CACHE_SIZE)
 def _lowered(spec: Spec, divided: _PlanKey, shape: RequestShape) -> Lowered:
     if divided.plan.weight_dtype not in weight_dtypes(spec):
-        raise ValueError(f"{spec.architecture} cannot multiply by weights in {divided.plan.weight_dtype}")
-    short, outline = graph(spec, shape, skip=True), graph(spec, largest_shape(spec))
-    rewrite = _rewrite(short, divided.plan)
-    if short.skipped.blocks and (left := rewrite(short)).same_repeat_as(whole := rewrite(outline)):
-        with suppress(NeedsWholeGraphError):
-            return _lower_under(left, divided.plan, whole)
-    return _lower_under(rewrite(graph(spec, shape)), divided.plan)
-
-
-def _rewrite(graph: Graph, plan: Plan) -> Rewrite:
-    """Return what makes a family's graph the one that is computed under a plan: the method's choice for a request."""
-    rewrite = STRATEGIES[plan.strategy].rewrite
-    return (lambda same: same) if rewrite is None else rewrite(Division(graph, plan))
+        raise ValueError(f"{spec.architecture} does not support weights in {divided.plan.weight_dtype}")
+    plan, whole = divided.plan, graph(spec, shape)
+    if (rewrite := STRATEGIES[plan.strategy].rewrite) is not None:
+        whole = rewrite(Division(whole, plan))(whole)
+    if places := _task_places(plan):
+        return LoweredTasks(whole, plan, places, _table)
+    return Lowered(whole, _table(Division(whole, plan)), plan.devices)
 
 
 def base_table(division: Division) -> Table:
-    """Return where every method begins and ends: what the planner sends, stem and task on the head device."""
+    """Return where every method begins and ends: what the planner sends, stem and task on the root device."""
     head = on_device(division.root)
     return Table(
         optional_rules={roles.INPUT: on_device(PLANNER_INDEX), roles.STEM: head, roles.TASK: head, roles.CACHE: head}
@@ -97,7 +90,7 @@ def _table(division: Division) -> Table:
 
 
 def task_count(spec: Spec, plan: Plan) -> int:
-    """Return how many tasks are in the bag of each run of a plan, 0 if it has none."""
+    """Return how many tasks are in the task queue of each run of a plan, 0 if it has none."""
     return _tasks(spec, _PlanKey(plan)) if _task_places(plan) else 0
 
 
@@ -107,18 +100,8 @@ def _tasks(spec: Spec, divided: _PlanKey) -> int:
 
 
 def _task_places(plan: Plan) -> int:
-    """Return for how many tasks the table of a plan has places, 0 if it has no bag."""
+    """Return for how many tasks the table of a plan has places, 0 if it has no tasks."""
     return STRATEGIES[plan.strategy].task_count(plan.options)
-
-
-def _lower_under(graph: Graph, plan: Plan, outline: Graph | None = None) -> Lowered:
-    if places := _task_places(plan):
-        return LoweredTasks(graph, plan, places, _table)
-    division = Division(graph, plan)
-    table = _table(division)
-    if outline is not None and not table.uniform:
-        raise NeedsWholeGraphError
-    return Lowered(division.graph, table, plan.devices, outline)
 
 
 def programs_digest(spec: Spec, plan: Plan) -> bytes:
@@ -170,7 +153,7 @@ def make_plan(
     shares: Sequence[float],
     lanes: Sequence[DeviceResources] = (),
 ) -> Plan:
-    """Return `template` (model, epoch, devices, head, wire, storage, route) under a strategy, shares by `shares`.
+    """Return `template` (model, version, devices, head, wire, storage, route) under a strategy, shares by `shares`.
 
     lanes: the devices' links, for methods that look at them.
     """

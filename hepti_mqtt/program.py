@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -34,16 +34,12 @@ class Work(NamedTuple):
 # The Program: what one device does for one request, as data.
 #
 # A strategy turns a model spec, a plan and a request shape into one Program per device. Executor, loader, simulator
-# and
-# explainer read it, and none of them knows the strategies by name. A Program is a template: it is built once per
-# (plan,
-# shape), its slots are integers, and it names no request.
+# and explainer read it, and none of them knows the strategies by name. A Program is a template: it is built once per
+# (plan, shape), its slots are integers, and it names no request.
 #
-# An op is ready when all slots that it reads are filled; of the ready ones the first by (admission number of the
-# request,
-# position in the list) runs. A slot is written once. Exchanges meet by (node, part, source), which is unique among the
-# Recvs of a Program: the tensor of the model's graph, by number, and the number of the message among those of its
-# source.
+# An op is ready when all slots that it reads are filled; of the ready ones the first by (run id, position in the list)
+# runs. A slot is written once. Exchanges meet by (node, part, source), unique among the Recvs of a Program: the tensor
+# of the model's graph, by number, and the number of the message among those of its source.
 
 
 Slot = int
@@ -150,7 +146,7 @@ class Send(NamedTuple):
 class Recv(NamedTuple):
     """Fill a slot with what `source` sends as a part of a node.
 
-    alternates: devices any of which may send it instead; the first to come counts. task: that of a bag which begins
+    alternates: devices any of which may send it instead; the first to come counts. task: the leased task that begins
     with this part of the request, once it is leased to this device; -1 for what the request brings at once.
     """
 
@@ -170,7 +166,7 @@ class Recv(NamedTuple):
 
     @property
     def keys(self) -> tuple[ExchangeKey, ...]:
-        """Return by what the exchange is known, whoever sends it."""
+        """Return by what the exchange is known, for each device that may send it."""
         return self.key, *((self.node, self.part, other) for other in self.alternates)
 
 
@@ -215,72 +211,6 @@ class Program:
     def node(self, number: int) -> str:
         """Return the name of a node for people."""
         return self.nodes[number] if 0 <= number < len(self.nodes) else str(number)
-
-
-class ProgramBuilder:
-    """Collects slots and ops of one device's Program."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.layer = 0
-        self._slots: list[SlotSpec] = []
-        self._ops: list[Op] = []
-
-    def slot(self, shape: Sequence[int], dtype: SlotDtype = "f32") -> Slot:
-        """Return a new slot of `shape`."""
-        self._slots.append(SlotSpec(tuple(shape), dtype))
-        return len(self._slots) - 1
-
-    def shape(self, slot: Slot) -> tuple[int, ...]:
-        """Return the shape of a slot."""
-        return self._slots[slot].shape
-
-    def compute(
-        self,
-        kernel: str,
-        reads: Iterable[Slot],
-        shape: Sequence[int],
-        weights: Iterable[WeightRef] = (),
-        **attrs: Any,
-    ) -> Slot:
-        """Append a kernel with one result of `shape`; return its slot."""
-        return self.compute_many(kernel, reads, (shape,), weights, **attrs)[0]
-
-    def compute_many(
-        self,
-        kernel: str,
-        reads: Iterable[Slot],
-        shapes: Iterable[Sequence[int]],
-        weights: Iterable[WeightRef] = (),
-        **attrs: Any,
-    ) -> tuple[Slot, ...]:
-        """Append a kernel with several results; return their slots."""
-        writes = tuple(self.slot(shape) for shape in shapes)
-        self._ops.append(Compute(kernel, tuple(reads), writes, tuple(weights), attrs, self.layer))
-        return writes
-
-    def view(self, base: Slot, start: int, shape: Sequence[int]) -> Slot:
-        """Return a slot that is rows of another one, from `start`."""
-        self._slots.append(SlotSpec(tuple(shape), self._slots[base].dtype, base, start))
-        return len(self._slots) - 1
-
-    def send(self, slot: Slot, to: Iterable[str], node: int, part: int = 0) -> None:
-        """Append a Send of `slot` as a part of a node; no destination, no op."""
-        names = tuple(to)
-        if names:
-            self._ops.append(Send(slot, names, node, part, self.layer))
-
-    def recv(self, shape: Sequence[int], source: str, node: int, part: int = 0, dtype: SlotDtype = "f32") -> Slot:
-        """Append a Recv; return the slot that it fills."""
-        slot = self.slot(shape, dtype)
-        self._ops.append(Recv(slot, source, node, part, self.layer))
-        return slot
-
-    def build(self) -> Program:
-        """Return the finished Program; raises ValueError if it breaks the rules of this module."""
-        program = Program(self.device, tuple(self._slots), tuple(self._ops))
-        validate(program)
-        return program
 
 
 def slots_written(op: Op) -> tuple[Slot, ...]:

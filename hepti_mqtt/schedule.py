@@ -50,7 +50,7 @@ class RunTemplate:
     each op changes. readers: ops that read a slot or a view of it. reader_counts: how many of them. slot_of_exchange:
     the slot that an exchange fills. inputs: the exchanges that the request itself brings. ready_at_start: ops that wait
     for nothing. op_count: how many ops run whatever is leased; a Recv does not, its exchange arrives. task_inputs:
-    the exchanges with which each task of a bag begins. task_of_op: that of each op, -1 for none; empty without a bag.
+    the exchanges with which each leased task begins. task_of_op: that of each op, -1 for none; empty without tasks.
     ops_per_task: how many ops of each task run.
     """
 
@@ -70,7 +70,7 @@ class RunTemplate:
 
 
 def _task_of(program: Program) -> tuple[int, ...]:
-    """Return the task of each op: that of what it is computed from; empty without a bag."""
+    """Return the task of each op: that of what it is computed from; empty without tasks."""
     if not any(isinstance(op, Recv) and op.task >= 0 for op in program.ops):
         return ()
     of: dict[Slot, int] = {}
@@ -138,9 +138,9 @@ DropReason = Literal["duplicate", "unexpected"]
 
 
 class ProgramRun:
-    """One request on one device, under its admission number: what its ops still wait for, and who still reads a slot.
+    """One request on one device, under its run id: what its ops still wait for, and who still reads a slot.
 
-    ops_left: ops that have not run, those of a bag's tasks left out. task_ops_left: how many ops are left of each
+    ops_left: ops that have not run, those of leased tasks left out. task_ops_left: how many ops are left of each
     task that is leased here. accepts_leases: more may be leased, and nothing else says when the run is over. A
     subclass adds what its user keeps of a run.
     """
@@ -185,7 +185,7 @@ R = TypeVar("R", bound=ProgramRun)
 
 
 class RunMachine(Generic[R]):
-    """The runs of one device: of all ready ops the first by (admission number, position in the Program) is next.
+    """The runs of one device: of all ready ops the first by (run id, position in the Program) is next.
 
     An exchange fills its slot as soon as it is taken; it waits for no turn.
     """
@@ -195,7 +195,7 @@ class RunMachine(Generic[R]):
         self._ready: list[tuple[int, int]] = []
 
     def admit(self, run: R) -> None:
-        """Begin a run; raises ValueError if one of this admission number runs already."""
+        """Begin a run; raises ValueError if one of this run id runs already."""
         if run.run_id in self.runs:
             raise ValueError(f"request {run.run_id} runs already")
         self.runs[run.run_id] = run
@@ -222,7 +222,7 @@ class RunMachine(Generic[R]):
     def next_op(self, of: int | None = None) -> tuple[R, int] | None:
         """Return the run and the place of the op that is next, or None if every run waits; it must run now.
 
-        of: an admission number; None where the next op is of another run.
+        of: an run id; None where the next op is of another run.
         """
         while self._ready:
             if of is not None and self._ready[0][0] != of:

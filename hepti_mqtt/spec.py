@@ -1,4 +1,4 @@
-"""What every model tells of itself and of its requests: plain numbers, no weights; the rest is its family's.
+"""What every model states of itself and of its requests: plain numbers, no weights; the rest is its family's.
 
 Letters used in every shape of the project: m tokens (packed, no padding), h hidden, f MLP width, a heads,
 d = h / a, L layers, N devices, B sequences of a batch.
@@ -101,7 +101,7 @@ class InputSpec(Protocol):
 class Spec(Hashable, Protocol):
     """What every family's spec tells: plain numbers, no weights; equal and hashable by value.
 
-    head: the task that an answer is told by. A family with other numbers than a transformer has names the
+    head: the task of an answer. A family with other numbers than a transformer has names the
     class of its own in `SPEC`; its `from_dict` is the inverse of `to_dict`.
     """
 

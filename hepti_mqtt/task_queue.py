@@ -1,4 +1,4 @@
-"""Leases of the tasks of one run: planner and simulator give them out by this one rule."""
+"""The task queue of a run: one rule for planner and simulator by which tasks are leased."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TaskQueue:
         return {device: list(self._completed_by.values()).count(device) for device in self._devices}
 
     def complete_task(self, device: str, task: int, now: float) -> None:
-        """A device has computed a task; what it does not hold a lease of is no news."""
+        """Record that a device has computed a task; ignored without a lease of it."""
         held = self._leases.get(device)
         if held is None or held[0] != task:
             return
@@ -55,7 +55,7 @@ class TaskQueue:
         self._completed_by.setdefault(task, device)
 
     def remove_device(self, device: str) -> None:
-        """A device is gone: what it has computed may not have arrived, so all of it is leased anew."""
+        """A device is gone: requeue all of its tasks, since their results may not have arrived."""
         if device not in self._devices:
             return
         self._devices.remove(device)
@@ -122,11 +122,10 @@ class TaskQueue:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Programs of plans with a bag: every device has those of all tasks, and computes what is leased to it.
+# Programs of plans with a task queue: every device has those of all tasks, and computes what is leased to it.
 #
-# A method's table is made for as many places as there are tasks, and one more for the head device, which goes on
-# behind
-# them. Tasks exchange nothing with each other. Whichever device computes a task sends the head device the same parts.
+# A method's table is made for as many places as there are tasks, and one more for the root device, which continues
+# behind them. Tasks exchange nothing with each other. Any device that computes a task sends the root the same parts.
 
 
 ROOT_PART = "head"
@@ -134,7 +133,7 @@ PARTS_PER_TASK = 1 << 8  # messages of one task; part numbers of a task begin at
 
 
 class LoweredTasks(Lowered):
-    """A graph under the table of a method with a bag; its names are those of the tasks and of the head's own part."""
+    """A graph under the table of a method with leased tasks; its names are the tasks and the root's part."""
 
     def __init__(self, graph: Graph, plan: Plan, tasks: int, table: Callable[[Division], Table]) -> None:
         apart = _plan_per_task(plan, tasks)
@@ -147,7 +146,7 @@ class LoweredTasks(Lowered):
         return self.full_program(device)
 
     def full_program(self, device: str) -> Program:
-        """Return the Program of a device: the head's own part, if it is that, then all tasks."""
+        """Return the Program of a device: the root's own part, if it is that, then all tasks."""
         merged = _ProgramMerger(device, self._plan, self._tasks)
         if device == self._plan.root:
             merged.add(super().full_program(ROOT_PART), -1)
@@ -160,7 +159,7 @@ class LoweredTasks(Lowered):
         return any(super(LoweredTasks, self).computes_role(name, role) for name in self._parts(device))
 
     def senders(self, device: str) -> frozenset[str]:
-        """Return the devices, and the planner, that a device hears: the head device any other one."""
+        """Return the devices, and the planner, that a device receives from: the root from any other one."""
         others = set(self._plan.devices) - {device} if device == self._plan.root else set()
         return frozenset(others | {PLANNER})
 
@@ -182,7 +181,7 @@ def nonempty_tasks(graph: Graph, plan: Plan, tasks: int, table: Callable[[Divisi
 
 
 def _plan_per_task(plan: Plan, tasks: int) -> Plan:
-    """Return the plan of a place for each task, with equal shares, and of one more for the head's own part."""
+    """Return the plan of a place for each task, with equal shares, and of one more for the root's own part."""
     names = (*(f"task {n}" for n in range(tasks)), ROOT_PART)
     return replace(plan, devices=names, root=ROOT_PART, shares=dict.fromkeys(plan.shares, (*[1.0] * tasks, 0.0)))
 
@@ -197,7 +196,7 @@ class _ProgramMerger:
         self.ops: list[Compute | Send | Recv] = []
 
     def add(self, program: Program, task: int) -> None:
-        """Append a Program: that of a task, or -1 for the head's own part."""
+        """Append a Program: that of a task, or -1 for the root's own part."""
         by = len(self.slots)
         self.slots += [s if s.base is None else s._replace(base=s.base + by) for s in program.slots]
         for op in program.ops:
@@ -213,14 +212,16 @@ class _ProgramMerger:
         if op.to == (PLANNER,):
             return op._replace(slot=slot)
         if op.to != (ROOT_PART,):
-            name = self.tasks[task] if task >= 0 else "the head device"
-            raise ValueError(f"{name} sends to {', '.join(op.to)}: tasks of a bag exchange nothing")
+            name = self.tasks[task] if task >= 0 else "the root device"
+            raise ValueError(f"{name} sends to {', '.join(op.to)}: leased tasks must not exchange tensors")
         return op._replace(slot=slot, to=(self.root,), part=PARTS_PER_TASK * (task + 1) + op.part)
 
     def _received(self, op: Recv, slot: Slot, task: int) -> Recv:
         if op.source == PLANNER:
             return op._replace(slot=slot, part=PARTS_PER_TASK * (task + 1) + op.part, task=task)
         if op.source not in self.tasks:
-            raise ValueError(f"{self.tasks[task]} hears the head device: tasks of a bag exchange nothing")
+            raise ValueError(
+                f"{self.tasks[task]} receives from the root device: leased tasks must not exchange tensors"
+            )
         part = PARTS_PER_TASK * (self.tasks.index(op.source) + 1) + op.part
         return op._replace(slot=slot, source=self.root, alternates=self.others, part=part)

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.tables import table
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.program import ProgramBuilder
+from hepti_mqtt.program import Compute, Op, Program, Recv, Send, SlotSpec
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import ExchangeCache
 from hepti_mqtt.protocol.topics import Topics
@@ -36,12 +36,9 @@ def main() -> None:
 
 def _per_op() -> tuple[float, float]:
     """Return (µs per op in all, µs of the kernel call alone) of a Program of tiny ops: each adds the input."""
-    b = ProgramBuilder("a")
-    first = slot = b.recv((1, 8), PLANNER, INPUT)
-    for _ in range(OPS):
-        slot = b.compute("add", (slot, first), (1, 8), bias=False)
-    b.send(slot, (PLANNER,), OUTPUT)
-    bound = bind(b.build(), {}, Workers(1))
+    ops = [Compute("add", (n, 0), (n + 1,), (), {"bias": False}) for n in range(OPS)]
+    chain: tuple[Op, ...] = (Recv(0, PLANNER, INPUT), *ops, Send(OPS, (PLANNER,), OUTPUT))
+    bound = bind(Program("a", (SlotSpec((1, 8)),) * (OPS + 1), chain), {}, Workers(1))
     x = np.arange(8, dtype=np.float32).reshape(1, 8)
     executor = Executor()
     totals, kernels = [], []
@@ -67,16 +64,14 @@ def _per_op() -> tuple[float, float]:
 
 def _per_exchange(rows: int, columns: int) -> float:
     """Return µs from a filled slot on one device to a filled slot on another: frame, bytes, checks, delivery."""
-    sender, receiver = ProgramBuilder("a"), ProgramBuilder("b")
-    value = sender.recv((rows, columns), PLANNER, INPUT)
-    for layer in range(EXCHANGES):
-        sender.layer = receiver.layer = layer
-        sender.send(value, ("b",), VALUE + layer)
-        receiver.recv((rows, columns), "a", VALUE + layer)
+    slot, layers = SlotSpec((rows, columns)), range(EXCHANGES)
+    sends = [Send(0, ("b",), VALUE + layer, 0, layer) for layer in layers]
+    sender = Program("a", (slot,), (Recv(0, PLANNER, INPUT), *sends))
+    receiver = Program("b", (slot,) * EXCHANGES, tuple(Recv(n, "a", VALUE + n, 0, n) for n in layers))
     session = runs.WorkerRuns("a", Topics("home"), Counter())
     x = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     times, known = [], ExchangeCache()
-    out, into = bind(sender.build(), {}, Workers(1)), bind(receiver.build(), {}, Workers(1))
+    out, into = bind(sender, {}, Workers(1)), bind(receiver, {}, Workers(1))
     for run in range(RUNS):
         here, there = Executor(), Executor()
         here.admit(run, out)

@@ -14,14 +14,14 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.cost.explain import layout_svg, timeline_svg
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
-from hepti_mqtt.cost.simulator import Naming, play, request_of, simulate
-from hepti_mqtt.ids import Epoch
+from hepti_mqtt.cost.simulator import TopicNames, simulate, simulate_requests, simulated_request
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph
-from hepti_mqtt.models.shapes import PackedTokens
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import lowered, make_plan, programs
-from hepti_mqtt.shares import Lane
+from hepti_mqtt.plan_programs import device_programs, lower_plan, make_plan
+from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -86,15 +86,19 @@ def time_line(method: str, options: dict[str, str]) -> str:
     site = load_site(SITE)
     links = {name: replace(link, up_bytes_per_s=RATE, down_bytes_per_s=RATE) for name, link in site.links.items()}
     cluster = replace(site, links=links, broker_bytes_per_s=RATE)
-    devices = tuple(cluster.devices)[: STRATEGIES[method].most_devices]
+    devices = tuple(cluster.devices)[: STRATEGIES[method].max_devices]
     # A pipeline shows what it is for where several sequences are in flight.
     lengths = (TOKENS // 4,) * 4 if method == "pipeline" else (TOKENS,)
-    lanes = [Lane(RATE, link.latency_s) for link in links.values()][: len(devices)]
+    lanes = [DeviceResources(RATE, link.latency_s) for link in links.values()][: len(devices)]
     weights = [cluster.devices[d].speed(TOKENS) for d in devices]
-    template = Plan("model", Epoch(1, 1), method, devices, devices[0], route="mesh" if len(devices) > 1 else "broker")
+    template = Plan(
+        "model", PlanVersion(1, 1), method, devices, devices[0], route="mesh" if len(devices) > 1 else "broker"
+    )
     chosen = make_plan(spec, template, method, options, weights, lanes)
-    shape = PackedTokens(lengths)
-    played = simulate(Naming("home", "model"), spec, shape, programs(spec, chosen, shape), cluster, record=True)
+    shape = TokenBatch(lengths)
+    played = simulate(
+        TopicNames("home", "model"), spec, shape, device_programs(spec, chosen, shape), cluster, record=True
+    )
     what = "two groups of DeBERT-Base" if method == "decoupled" else f"{deep} layer{'s' * (deep > 1)} of BERT-Base"
     batch = f"{len(lengths)} x {lengths[0]}" if len(lengths) > 1 else f"{TOKENS}"
     title = f"{chosen.method}: {what}, {batch} tokens, 240 Mbit/s, simulated: {played.seconds * 1e3:.0f} ms"
@@ -114,7 +118,7 @@ def leases() -> str:
 def spec_of(method: str) -> Spec | None:
     """Return a small model that a method divides, None if there is none."""
     for spec in EVERY_FAMILY.values():
-        if STRATEGIES[method].unsupported(graph(spec, request(spec, (1,))[0])) is None:
+        if STRATEGIES[method].why_unsupported(graph(spec, request(spec, (1,))[0])) is None:
             return replace(spec, layers=LAYERS, mlp=4 * spec.hidden) if type(spec) is ModelSpec else spec
     return None
 
@@ -124,8 +128,8 @@ def pictures() -> dict[str, str]:
     wanted = list(CHOSEN)
     for name, method in STRATEGIES.items():
         if name not in {p.method for p in CHOSEN} and spec_of(name) is not None:
-            devices = min(DEVICES, method.most_devices or DEVICES)
-            wanted += [Picture(name, dict(options)) for options in method.choices(devices)]
+            devices = min(DEVICES, method.max_devices or DEVICES)
+            wanted += [Picture(name, dict(options)) for options in method.variants_for(devices)]
     layouts = {"-".join([p.method, *p.options.values()]) + ".svg": draw(p) for p in wanted}
     layouts["fused_tiles-leased.svg"] = leases()
     return layouts | {f"{name}-time.svg": time_line(name, dict(options)) for name, options in TIMED}
@@ -138,21 +142,21 @@ def draw(picture: Picture) -> str:
     if STRATEGIES[picture.method].groups is not None:
         return draw_requests(picture)
     spec = replace(spec, **dict(picture.changes))
-    devices = min(picture.devices, STRATEGIES[picture.method].most_devices or DEVICES)
+    devices = min(picture.devices, STRATEGIES[picture.method].max_devices or DEVICES)
     chosen = plan(spec, (picture.method, picture.options), (1.0,) * devices)
     if isinstance(spec, ModelSpec):
-        made = lowered(spec, chosen, request(spec, picture.lengths, "hidden")[0])
+        made = lower_plan(spec, chosen, request(spec, picture.lengths, "hidden")[0])
         what, layers = f"{sum(picture.lengths)} tokens", picture.layers
     else:
-        made = lowered(spec, chosen, request(spec, (1,))[0])
-        what, layers = "one request", tuple(range(made.whole.layers()))
+        made = lower_plan(spec, chosen, request(spec, (1,))[0])
+        what, layers = "one request", tuple(range(made.full_graph.layer_count()))
     which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
     return layout_svg(made, layers, f"{chosen.method}: a small model, {what}, {which}")
 
 
 def draw_requests(picture: Picture) -> str:
     """Return the time line of eight requests on replicas, of which the first is three times as fast as the last."""
-    spec, naming = replace(FAMILIES["bert-embedding"], layers=1), Naming("home", "m")
+    spec, naming = replace(FAMILIES["bert-embedding"], layers=1), TopicNames("home", "m")
     chosen = plan(spec, (picture.method, picture.options), (1.0,) * picture.devices)
     speeds = dict(zip(chosen.devices, (3.0, 2.0, 2.0, 1.0), strict=True))
     profiles = {
@@ -161,8 +165,8 @@ def draw_requests(picture: Picture) -> str:
     }
     cluster = Cluster(profiles, {d: Link(1e-3, 3e7, 3e7) for d in chosen.devices})
     shape, _ = request(spec, picture.lengths)
-    asked = (request_of(naming, spec, chosen, shape, cluster),) * 8
-    played = play(naming, spec, asked, cluster, in_flight=1, record=True)
+    asked = (simulated_request(naming, spec, chosen, shape, cluster),) * 8
+    played = simulate_requests(naming, spec, asked, cluster, in_flight=1, record=True)
     seconds = max(run.answered_s for run in played.runs)
     title = f"{chosen.method}: eight requests that wait, devices of speeds 3, 2, 2 and 1"
     return timeline_svg(played.events, chosen.devices, seconds, title)

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.simulator import Naming, Simulation, Slows, simulate
-from hepti_mqtt.ids import Epoch
-from hepti_mqtt.models import shape_for
+from hepti_mqtt.cost.simulator import Simulation, TopicNames, simulate
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs
+from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide
 
-NAMING = Naming("home", "model")
+NAMING = TopicNames("home", "model")
 MODEL, CUT, SITES = "vgg16", "3", ("four-pi4-240", "mixed-four")
 LEASED = {"owners": "leased"}
 SINCE_S, TIMES = 0.05, (2.0, 4.0)
@@ -40,16 +40,19 @@ def found(model: str, site: str, options: Mapping[str, str], times: Mapping[str,
     times: how many times as long an op takes then, by device.
     """
     spec, cluster = spec_of_kind(model), load_site(settings.find_bundled_config("sites", Path(site)))
-    shape = shape_for(spec, 1)
+    shape = representative_shape(spec, 1)
     devices = tuple(cluster.devices)
     question = Question(
-        NAMING, spec, cluster, shape, Epoch(1, 1), strategy="fused_tiles", options=options, devices=devices
+        NAMING, spec, cluster, shape, PlanVersion(1, 1), strategy="fused_tiles", options=options, devices=devices
     )
     plan = decide(question).chosen.plan
-    parts = programs(spec, plan, shape)
+    parts = device_programs(spec, plan, shape)
     steady = simulate(NAMING, spec, shape, parts, cluster, record=True)
-    slows = {device: Slows(SINCE_S, n) for device, n in times.items()}
-    return Found(plan, steady, simulate(NAMING, spec, shape, parts, cluster, record=True, slows=slows))
+
+    def slowness(device: str, now: float) -> float:
+        return times.get(device, 1.0) if now >= SINCE_S else 1.0
+
+    return Found(plan, steady, simulate(NAMING, spec, shape, parts, cluster, record=True, slowness=slowness))
 
 
 def main() -> int:

@@ -382,8 +382,8 @@ def simulate_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluste
     if plan.replicas:  # a request for each of them
         request = simulated_request(naming, spec, plan, shape, cluster)
         several = simulate_requests(naming, spec, (request,) * len(plan.replicas), cluster, 1, record=True)
-        result = Simulation(several.runs[0].latency_s, several.nbytes, several.devices, several.events)
-        return SimulatedPlan(spec, plan, shape, {d: p for c in request.choices for d, p in c.programs.items()}, result)
+        parts = {d: p for choice in request.choices for d, p in choice.programs.items()}
+        return SimulatedPlan(spec, plan, shape, parts, several)
     parts = device_programs(spec, plan, shape)
     return SimulatedPlan(spec, plan, shape, parts, simulate(naming, spec, shape, parts, cluster, record=True))
 

@@ -1,7 +1,7 @@
-"""How much work a plan does more than once.
+"""Explains a plan: the work that it repeats, its Programs and time lines as text, its layouts as a picture.
 
-A tensor that a table does not place is computed by everyone who needs it. That is legal, and the answer is right: only
-this figure tells a forgotten line from one that was left out on purpose.
+Every device computes an unplaced tensor that it needs. The answer is right either way, so only the work factor shows a
+rule that a method's table forgot.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class WorkFactor:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        told: dict[str, Any] = {
+        data: dict[str, Any] = {
             "factor": round(self.total, 4),
             "roles": {role: round(f, 4) for role, f in self.roles.items()},
         }
         if self.maps is not None:
-            told["maps"] = self.maps._asdict()
+            data["maps"] = self.maps._asdict()
         if self.idle:
-            told["idle"] = list(self.idle)
+            data["idle"] = list(self.idle)
         if self.reordered:
-            told["reordered"] = True
-        return told
+            data["reordered"] = True
+        return data
 
     def text(self) -> str:
         """Return the factor, and what is computed more than once, as a sentence."""
@@ -81,7 +81,7 @@ class WorkFactor:
                 f"halo {halo / 1e3:.1f} kB, whole maps {gathered / 1e3:.1f} kB, computed again {flops / 1e6:.2f} MFLOP"
             )
         if self.reordered:
-            parts.append("products reordered: attention is over its input, and no keys or values are computed")
+            parts.append("reordered products: attention reads its input directly, without keys and values")
         if self.idle:
             parts.append(f"nothing to do for {', '.join(self.idle)}")
         return "; ".join(filter(None, parts))
@@ -174,7 +174,6 @@ _COLOURS: Final[Mapping[str, str]] = {
     "up": "#e08a2e",
     "down": "#3fa36b",
 }
-_DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def format_program(program: Program, layer: int | None = None) -> list[str]:
@@ -211,13 +210,13 @@ def _weight(ref: WeightRef) -> str:
 
 
 def task_summary(events: Sequence[TimelineEvent], device: str) -> str:
-    """Return which tasks of a bag a device computed, and which it gave up; nothing without a bag."""
+    """Return which leased tasks a device computed, and which it gave up; nothing without leases."""
     tasks = sorted((e for e in events if (e.device, e.lane) == (device, "task")), key=lambda e: e.stop)
     return ", ".join(e.label for e in tasks)
 
 
 def task_owners(events: Sequence[TimelineEvent], places: Sequence[str], head: str) -> tuple[str, ...]:
-    """Return the places of a bag's table, its tasks and the head's own part, by number and who took them first."""
+    """Return the places of leased tasks and of the root, by number, each with its first device."""
     done = sorted((e for e in events if e.lane == "task"), key=lambda e: e.stop, reverse=True)
     by = {e.label: e.device for e in done}
     return tuple(f"{place.rpartition(' ')[2]}: {by.get(place, head)}" for place in places)
@@ -226,15 +225,10 @@ def task_owners(events: Sequence[TimelineEvent], places: Sequence[str], head: st
 def timeline_text(
     events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, width: int = 72
 ) -> list[str]:
-    """Return one line per device and lane: how busy each moment was, from ' ' (idle) to '#' (always busy).
-
-    Lane `task` has the number of the task of a bag that is leased to the device then, from 10 on as a letter.
-    """
+    """Return one line per device and lane: how busy each moment was, from ' ' (idle) to '#' (always busy)."""
     marks = " .:+#"
     lines = []
     for device in devices:
-        if (leased := _leased(events, device, seconds, width)).strip():
-            lines.append(f"{device:>12} {'task':<8}|{leased}|")
         for lane in ("compute", "up", "down"):
             busy = [0.0] * width
             for e in events:
@@ -247,32 +241,10 @@ def timeline_text(
     return lines
 
 
-def _leased(events: Sequence[TimelineEvent], device: str, seconds: float, width: int) -> str:
-    """Return the task that a device has in the middle of each cell."""
-    cells = [" "] * width
-    for e in events:
-        if (e.device, e.lane) == (device, "task"):
-            start, stop = round(e.start / seconds * width), round(e.stop / seconds * width)
-            cells[start:stop] = _DIGITS[_number(e) % len(_DIGITS)] * (min(stop, width) - start)
-    return "".join(cells)
-
-
-def _number(event: TimelineEvent) -> int:
-    """Return the number of the task that a bar of lane `task` is of."""
-    return int(event.label.split()[1])
-
-
 def _spread(busy: list[float], start: float, stop: float) -> None:
     """Add the part of each cell that lies in start..stop."""
     for cell in range(max(int(start), 0), min(int(stop) + 1, len(busy))):
         busy[cell] += max(min(stop, cell + 1) - max(start, cell), 0.0)
-
-
-def _inside(event: TimelineEvent, x: float, y: float, width: float) -> str:
-    """Return what is written in a task's bar: its name, or its number where the bar is short."""
-    text = event.label if width > 6 * len(event.label) else str(_number(event))
-    middle = x + width / 2
-    return f'<text x="{middle:.2f}" y="{y + 10}" text-anchor="middle" font-size="10">{escape(text)}</text>'
 
 
 def timeline_svg(events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, title: str) -> str:
@@ -301,7 +273,7 @@ def timeline_svg(events: Sequence[TimelineEvent], devices: Sequence[str], second
                     f"<title>{escape(e.label)} {e.start * 1e3:.3f}..{e.stop * 1e3:.3f} ms</title></rect>"
                 )
                 if lane == "task":
-                    out.append(_inside(e, x, y, w))
+                    out.append(f'<text x="{x + 2:.2f}" y="{y + 10}" font-size="10">{e.label.split()[1]}</text>')
         y += row
     out.append(f'<text x="{left}" y="{y + 14}">0 ms</text>')
     out.append(f'<text x="{left + width}" y="{y + 14}" text-anchor="end">{seconds * 1e3:.1f} ms</text></svg>')
@@ -325,7 +297,7 @@ _ROWS, _ROW, _MAP = 64, 12, 96  # pixels: of the most rows, of one at most, of t
 _STEP, _STEPS = 10, 4  # pixels between two sheets, where there are no more than so many
 _LANES, _LANE_MIN = 640, 84  # pixels of all lanes together; of one at least
 _THIN, _HAIR = 5, 2.5  # the least pixels of a tensor's side, and of a part of it
-_SENT_CHARS: Final = 41
+_SENT_CHARS, _CHAR = 41, 5.4  # of a line of what is sent; pixels of a small character
 
 _NOTE: Final = (
     "[rows × columns | what a result is summed over]. Rows and columns are drawn to scale, each to its own. "
@@ -464,8 +436,12 @@ class _Canvas:
     def x(self, device: int) -> float:
         return _LEFT + device * (self.lane + _GAP)
 
-    def text(self, x: float, y: float, text: str, kind: str = "") -> None:
-        self.out.append(f'<text x="{x:g}" y="{y:g}"{kind and f" class={chr(34)}{kind}{chr(34)}"}>{escape(text)}</text>')
+    def text(self, x: float, y: float, text: str, kind: str = "", chars: int = 999) -> None:
+        """Write a line; one of more than `chars` characters is cut, and shown in full as a tooltip."""
+        cut = text if len(text) <= chars else f"{text[: chars - 1]}…"
+        tip = "" if cut == text else f"<title>{escape(text)}</title>"
+        as_class = kind and f' class="{kind}"'
+        self.out.append(f'<text x="{x:g}" y="{y:g}"{as_class}>{escape(cut)}{tip}</text>')
 
     def rect(self, box: tuple[float, float, float, float], attrs: str) -> None:
         x, y, w, h = (f"{v:.1f}".removesuffix(".0") for v in box)
@@ -481,13 +457,12 @@ class _Canvas:
         top, lines = y + 12 + max(_rise(len(lane.sheets)) for lane in lanes), 0
         for device, lane in enumerate(lanes):
             self.stack(op, lane, (self.x(device), top, width, height), scale)
-            captions = _captions(op, lane, int(self.lane / 5.4))
-            lines = max(lines, len(captions))
-            for n, caption in enumerate(captions):
-                self.text(self.x(device), top + height + 12 + 12 * n, caption, "c")
+            if caption := _caption(op, lane):
+                lines = 1
+                self.text(self.x(device), top + height + 12, caption, "c", int(self.lane / _CHAR))
         sent = sent_lines(op, tiles, self.names, wire)
         for n, line in enumerate(sent):
-            self.text(self.width - _SENT, y + 20 + _LINE_HEIGHT * n, line, "s")
+            self.text(self.width - _SENT, y + 20 + _LINE_HEIGHT * n, line, "s", _SENT_CHARS)
         return max(top + height + 12 * lines, y + 6 + _LINE_HEIGHT * max(words, len(sent))) + 12
 
     def label(self, op: Op, tiles: Sequence[Tile], y: float) -> int:
@@ -603,53 +578,39 @@ def _set(s: IndexSet) -> str:
     return "+".join(f"{a}:{z}" for a, z in s)
 
 
-def _captions(op: Op, lane: _Lane, chars: int) -> list[str]:
-    """Return what the sheets of a device are parts of, in at most two lines."""
-    lines = []
+def _caption(op: Op, lane: _Lane) -> str:
+    """Return what the sheets of a device are parts of."""
+    words = []
     own = {key: any(p.partial for p in found if not p.received) for key, found in lane.sheets.items()}
     parts = [key for key, partial in own.items() if partial]
     if parts:
-        what = _REDUCED.get(op.kind, "inner")
         text = ", ".join(" × ".join(map(_set, key[op.rank - 2 :])) for key in parts)
-        many = f"{len(parts)} parts" if len(parts) > 1 else "partial"
-        lines.append(_fitting(chars, f"partial: {what} {text}", f"{many} over {what}", many))
+        words.append(f"partial: {_REDUCED.get(op.kind, 'inner')} {text}")
     others = {key[: op.rank - 2] for key, found in lane.sheets.items() if any(not p.received for p in found)}
     if op.rank > 2 and others and others != {op.full_region[2 : op.rank]}:
-        text = ", ".join(" × ".join(map(_set, key)) for key in sorted(others))
-        lines.append(_fitting(chars, f"channels {text}", "some channels"))
+        words.append("channels " + ", ".join(" × ".join(map(_set, key)) for key in sorted(others)))
     if lane.relayed and parts:
-        lines.append("sum in front")
-    return lines
+        words.append("sum in front")
+    return "; ".join(words)
 
 
 def sent_lines(op: Op, tiles: Sequence[Tile], names: Sequence[str], wire: WireDtype) -> list[str]:
     """Return one line per sender: what goes to whom, with the payload in KB and the numbers of the messages."""
-    sent: dict[int, dict[tuple[int, ...], list[tuple[int, float]]]] = {}
+    sent: dict[int, dict[tuple[int, ...], float]] = {}
+    numbers: dict[int, list[int]] = {}
     for tile in tiles:
-        if tile.device == PLANNER_INDEX:
-            continue
-        for message in tile.messages:
-            cells = op.shape(message.region, op.is_state(tile.region))
-            item = (
-                DTYPE_BYTES["f32" if op.stays_f32 else wire] if PLANNER_INDEX not in message.to else DTYPE_BYTES["f32"]
-            )
-            to = sent.setdefault(tile.device, {}).setdefault(message.to, [])
-            to.append((message.part, prod(cells) * item / 1e3))
+        for message in tile.messages if tile.device != PLANNER_INDEX else ():
+            narrow = not op.stays_f32 and PLANNER_INDEX not in message.to
+            cells = prod(op.shape(message.region, op.is_state(tile.region)))
+            to = sent.setdefault(tile.device, {})
+            to[message.to] = to.get(message.to, 0.0) + cells * DTYPE_BYTES[wire if narrow else "f32"] / 1e3
+            numbers.setdefault(tile.device, []).append(message.part)
     lines = []
     for device, groups in sent.items():
-        whole = " · ".join(f"{_group(to, names)} {_size(sum(kb for _, kb in found))}" for to, found in groups.items())
-        parts = [part for found in groups.values() for part, _ in found]
-        numbers = f"part {parts[0]}" if len(parts) == 1 else f"parts {min(parts)}–{max(parts)}"
-        sizes = _sizes([kb for found in groups.values() for _, kb in found])
-        count = f"{len({d for to in groups for d in to})} devices"
-        shorter = [f"{whole} ({numbers})", whole, f"{count}, {sizes} ({numbers})", f"{count}, {sizes}"]
-        lines.append(_fitting(_SENT_CHARS, *(f"{names[device]} → {words}" for words in shorter)))
+        text = " · ".join(f"{_group(to, names)} {_size(kb)}" for to, kb in groups.items())
+        first, last = min(numbers[device]), max(numbers[device])
+        lines.append(f"{names[device]} → {text} ({f'part {first}' if first == last else f'parts {first}–{last}'})")
     return lines
-
-
-def _fitting(chars: int, *texts: str) -> str:
-    """Return the first text that is short enough, or what fits of the last."""
-    return next((text for text in texts if len(text) <= chars), texts[-1][:chars])
 
 
 def _group(to: Sequence[int], names: Sequence[str]) -> str:
@@ -658,8 +619,3 @@ def _group(to: Sequence[int], names: Sequence[str]) -> str:
 
 def _size(kb: float) -> str:
     return f"{kb:.3g} KB" if kb < 1000 else f"{kb / 1e3:.3g} MB"
-
-
-def _sizes(kb: Sequence[float]) -> str:
-    low, high = _size(min(kb)), _size(max(kb))
-    return f"{low} each" if low == high else f"{low.removesuffix(high[-3:])}–{high}"

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 from hepti_mqtt.plan import DevicePair, Route, WeightDtype
 from hepti_mqtt.program import Work
 
-# Beyond it a link is none: who has it sits on the broker's machine. Frames cost processor time there, and what is
-# measured is noise.
+# A faster link is loopback: the device runs on the broker's machine. There frames cost CPU time, and the measured rate
+# is noise.
 LOCAL_BYTES_PER_S: Final = 250e6
 
 # Of a frame over mesh, sent or received, as measured on a core of a server; the copy is the kernel's.
@@ -66,10 +66,10 @@ class DeviceProfile:
     """One device as it measured itself.
 
     linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
-    live slots, beside what an idle agent needs. slowdown: observed / measured time of late (1 = as measured);
+    live slots, beside what an idle agent needs. slowdown: recent observed / measured time (1 = as measured);
     frame_s, copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame over the broker;
     mesh_frame_s, mesh_copy_bytes_per_s: over mesh on loopback, for each receiver; mesh_frame_cost: what frames over
-    mesh have cost of late, None until there were some. power: where it is known; nothing measures it.
+    mesh recently cost, None without any. power: where it is known; nothing measures it.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Link:
 
 
 class PeerLink(NamedTuple):
-    """The way from one device straight to another, as measured: one-way latency, the rate where it could be told."""
+    """The way from one device straight to another, as measured: one-way latency, the rate where it is known."""
 
     latency_s: float
     bytes_per_s: float | None = None
@@ -175,19 +175,19 @@ def make_cluster(
     return Cluster(devices, links, broker_bytes_per_s=broker_bytes_per_s)
 
 
-def symmetric_peer_links(told: Mapping[str, Mapping[str, PeerLink]]) -> dict[DevicePair, PeerLink]:
-    """Return the links of pairs as devices have measured them; told: by device, then by the peer that it sends to.
+def symmetric_peer_links(reported: Mapping[str, Mapping[str, PeerLink]]) -> dict[DevicePair, PeerLink]:
+    """Return the links of pairs as devices have measured them; reported: by device, then by the peer that it sends to.
 
-    A pair of which one end alone has told is alike both ways. Who is no key is not there.
+    A pair measured from one end counts for both directions. Devices that are not keys are ignored.
     """
-    found = {(s, t): link for s, links in told.items() for t, link in links.items() if t in told and s != t}
+    found = {(s, t): link for s, links in reported.items() for t, link in links.items() if t in reported and s != t}
     for (source, target), link in [*found.items()]:
         found.setdefault((target, source), link)
     return found
 
 
 def with_frame_costs(devices: Mapping[str, DeviceProfile], remote: Collection[str]) -> dict[str, DeviceProfile]:
-    """Return the profiles, with what frames cost also of `remote` devices that have met no tensors yet.
+    """Return the profiles with a frame cost for every `remote` device, estimated for those without traffic so far.
 
     What others of the site have met counts, relative to their frames on loopback. remote: who has an endpoint off it.
     """
@@ -264,15 +264,15 @@ class Paths:
         return AIR if device in self._cluster.shared_medium else (device, which)
 
     def _work_out(self, source: str, target: str) -> Path:
-        links, told = self._cluster.links, self._cluster.peer_links.get((source, target))
+        links, reported = self._cluster.links, self._cluster.peer_links.get((source, target))
         up, down = links[source].up_bytes_per_s, links[target].down_bytes_per_s
-        latency_s = links[source].latency_s + links[target].latency_s if told is None else told.latency_s
-        rate = min(up, down) if told is None or told.bytes_per_s is None else told.bytes_per_s
+        latency_s = links[source].latency_s + links[target].latency_s if reported is None else reported.latency_s
+        rate = min(up, down) if reported is None or reported.bytes_per_s is None else reported.bytes_per_s
         if rate >= LOCAL_BYTES_PER_S:  # one machine: no link is between them
             return Path(latency_s, (source, "beside"), rate, (target, "beside"), rate, rate)
         from_link = self._end(source, "up", up, BROKER_OUT)
         to_link = self._end(target, "down", down, BROKER_IN)
-        return Path(latency_s, *from_link, *to_link, inf if told is None else rate)
+        return Path(latency_s, *from_link, *to_link, inf if reported is None else rate)
 
     def _end(self, device: str, which: str, rate: float, brokers: Queue) -> tuple[Queue, float]:
         """Return the queue and the rate of one end; rate: what it has to the broker."""

@@ -1,4 +1,4 @@
-"""Bytes on the wire of a request, exactly as the agents and the planner count them."""
+"""The discrete-event simulator of Programs on measured devices and links, and the bytes that a request sends."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def steady_state(runs: Sequence[RequestTimes], in_flight: int) -> Throughput:
 class TimelineEvent(NamedTuple):
     """One bar of a time line: what a device (`compute`, `send`) or a link (`up`, `down`) did, in seconds.
 
-    What a device does to take a frame is in `send` too. Lane `task`: from the lease of a bag's task to its end there.
+    What a device does to take a frame is in `send` too. Lane `task`: from the lease of a task to its end there.
     """
 
     device: str
@@ -185,13 +185,6 @@ class TimelineEvent(NamedTuple):
     label: str
     start: float
     stop: float
-
-
-class Slowdown(NamedTuple):
-    """A device becomes slower: from a time on, in seconds, its ops take so many times as long."""
-
-    since_s: float
-    factor: float
 
 
 @dataclass(slots=True)
@@ -202,16 +195,6 @@ class DeviceUse:
     wait_s: float = 0.0
     flops: float = 0.0
     sent_bytes: int = 0
-
-
-@dataclass(slots=True)
-class Simulation:
-    """The outcome of one request: seconds from dispatch to answer at the planner, all bytes sent, and each device."""
-
-    seconds: float
-    nbytes: int
-    devices: dict[str, DeviceUse]
-    events: list[TimelineEvent] = field(default_factory=list)
 
 
 class ReplicaPrograms(NamedTuple):
@@ -241,12 +224,12 @@ class SimulatedRequest(NamedTuple):
 class FrameArrival(NamedTuple):
     """A frame that a device has from now on: the request itself (no key), or an exchange of it by one route.
 
-    leased: instead of both, tasks of the request's bag; no task: none is left.
+    leased: instead of both, tasks of the request; no task: none is left.
     """
 
     seconds: float
     device: str
-    admission: int
+    run_id: int
     key: ExchangeKey | None
     nbytes: int
     label: str
@@ -255,19 +238,25 @@ class FrameArrival(NamedTuple):
 
 
 @dataclass(slots=True)
-class LoadSimulation:
-    """The outcome of several requests, by admission: all bytes sent, and each device.
+class Simulation:
+    """The outcome of one or several requests, in the order of dispatch: times, all bytes sent, and each device.
 
-    events, arrivals, op_order: if recorded, the time line, which frames arrived, and (device, admission, place in the
-    Program) of every op, in the order in which they began.
+    events: the time line, if it was recorded.
     """
 
     runs: tuple[RequestTimes, ...]
     nbytes: int
     devices: dict[str, DeviceUse]
     events: list[TimelineEvent] = field(default_factory=list)
-    arrivals: list[FrameArrival] = field(default_factory=list)
-    op_order: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds from question to answer of the first request."""
+        return self.runs[0].latency_s
+
+
+# What a test may observe: a frame that arrives, or (device, run, place in the Program) of an op that begins.
+Observer = Callable[[FrameArrival | tuple[str, int, int]], None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -340,7 +329,7 @@ Note = Callable[[str, str, str, float, float], None]  # device, lane, label, sta
 
 
 class LinkQueues:
-    """When packets arrive that are sent over them; `note` is told how long each link is taken."""
+    """When packets arrive that are sent over them; `note` records how long each link is busy."""
 
     def __init__(self, cluster: Cluster, note: Note) -> None:
         self._cluster, self._note = cluster, note
@@ -397,114 +386,12 @@ class LinkQueues:
         return through
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Bags on the virtual clock: the planner's leases and the devices' words that a task is computed.
-
-
-_ARRIVES: Final = 0
-_EPOCH: Final = PlanVersion(1, 1)
-
-
-class LeaseSimulation:
-    """The bags of a clock's requests, by admission number.
-
-    A lease waits its turn behind what came before it, as every frame does: so it is taken when its request has been.
-    """
-
-    def __init__(self, clock: Simulator) -> None:
-        self._clock = clock
-        self._bags: dict[int, TaskQueue] = {}
-        self._due_s: dict[int, float] = {}
-        self._heads: dict[int, str] = {}
-        self._since_s: dict[tuple[str, int, int], float] = {}  # by device, admission and task
-
-    def begin(self, now: float, run_id: int, devices: tuple[str, ...], tasks: int) -> None:
-        """A request with so many tasks is dispatched."""
-        if tasks:
-            self._bags[run_id] = TaskQueue(tasks, devices, now)
-
-    def on_admitted(self, now: float, device: SimulatedDevice, run: DeviceRun) -> None:
-        """A device has a request: it begins with its first task."""
-        if run.template.task_inputs:
-            if run.template.op_count:
-                self._heads[run.run_id] = device.name
-            devices = tuple(self._clock.flights[run.run_id].parts)
-            first = initial_task(devices, device.name, len(run.template.task_inputs))
-            if first is not None:
-                self._lease(now, device, run, first)
-
-    def on_op_done(self, now: float, device: SimulatedDevice, run: DeviceRun, place: int) -> None:
-        """An op has run: if it was the last of a task, the planner hears of it."""
-        task = run.task_completed_by(place)
-        if task is not None:
-            self._note(now, device.name, run.run_id, task)
-            when = self._transmit(now, device.name, PLANNER)
-            self._clock.schedule(when, _ARRIVES, self._said, run.run_id, device.name, task)
-
-    def _said(self, now: float, run_id: int, device: str, task: int) -> None:
-        self._bags[run_id].complete_task(device, task, now)
-        self._next(now, run_id)
-
-    def on_report(self, now: float, run_id: int, device: str) -> None:
-        """A device is done with a request: if it is the head, the others hear that no task is left."""
-        if self._heads.get(run_id) == device:
-            for name in self._clock.flights[run_id].parts:
-                if name != device:
-                    self._tell(now, name, run_id, ())
-
-    def _next(self, now: float, run_id: int) -> None:
-        """Lease what waits or is late, and look again when something becomes late."""
-        bag = self._bags[run_id]
-        for name, task in bag.lease_tasks(now):
-            self._tell(now, name, run_id, (task,))
-        if now < bag.next_takeover_s < inf and self._due_s.get(run_id) != bag.next_takeover_s:
-            self._due_s[run_id] = bag.next_takeover_s
-            self._clock.schedule(bag.next_takeover_s, _ARRIVES, self._next, run_id)
-
-    def on_lease(self, now: float, device: SimulatedDevice, frame: FrameArrival) -> None:
-        """A device has taken a lease, or the word that none is left, which ends what only waited for more."""
-        run = device.machine.runs.get(frame.admission)
-        if run is None:
-            return  # the head device is done with it
-        for task in frame.leased or ():
-            self._lease(now, device, run, task)
-        if not frame.leased:
-            run.accepts_leases = False
-            self._clock.finish_run(now, device, run)
-
-    def on_run_ended(self, now: float, device: str, run: DeviceRun) -> None:
-        """A run is over on a device: what is left of its tasks is nobody's any more."""
-        for task, left in run.task_ops_left.items():
-            if left:
-                self._note(now, device, run.run_id, task, " (given up)")
-
-    def _lease(self, now: float, device: SimulatedDevice, run: DeviceRun, task: int) -> None:
-        self._since_s.setdefault((device.name, run.run_id, task), now)
-        for key in run.start_task(task):
-            self._clock.deliver(device.machine, run, key)
-
-    def _note(self, now: float, device: str, run_id: int, task: int, end: str = "") -> None:
-        self._clock.record_bar(device, "task", f"task {task}{end}", self._since_s[device, run_id, task], now)
-
-    def _tell(self, now: float, to: str, run_id: int, tasks: tuple[int, ...]) -> None:
-        """Send a device a lease; no task: none is left."""
-        when = self._transmit(now, PLANNER, to)
-        frame = FrameArrival(when, to, run_id, None, 0, "lease", leased=tasks)
-        self._clock.schedule(when, _ARRIVES, self._clock.on_arrival, frame)
-
-    def _transmit(self, now: float, source: str, to: str) -> float:
-        """Return when a lease is there, or the word that a task is computed."""
-        size = lease_message_bytes(self._clock.naming, to if source == PLANNER else source, source == PLANNER)
-        if source == PLANNER:
-            self._clock.nbytes += size
-        else:
-            self._clock.devices[source].use.sent_bytes += size
-        return self._clock.links.via_broker(now, source, (to,), size, "lease")[to]
+_VERSION: Final = PlanVersion(1, 1)
 
 
 def lease_message_bytes(naming: TopicNames, device: str, lease: bool) -> int:
     """Return the size of the PUBLISH of a lease, or of the word that a task is computed."""
-    topics, key = Topics(naming.site), (naming.model, _EPOCH, 1)
+    topics, key = Topics(naming.site), (naming.model, _VERSION, 1)
     if lease:
         return publish_bytes(topics.command(device), len(messages.encode(messages.LeaseTasks(*key, (1,)))), 1)
     return publish_bytes(topics.reports(device), len(messages.encode(messages.TaskDone(*key, 1))), 1)
@@ -520,7 +407,8 @@ def lease_message_bytes(naming: TopicNames, device: str, lease: bool) -> int:
 # its output, and has left the devices with their last report.
 
 
-# of what happens at one time, first arrivals, then what a device begins next
+# Of what happens at one time, first arrivals, then what a device begins next.
+_ARRIVES: Final = 0
 _ENDS: Final = 1
 
 
@@ -528,7 +416,8 @@ _ENDS: Final = 1
 class _InFlight:
     """A request that was dispatched; outputs, reports: parts of the answer, and words of devices, that are to come.
 
-    until_s: when it should be over, by prediction.
+    until_s: when it should be over, by prediction. tasks: its task queue, if it has one; takeover_s: when a lease of it
+    is looked at again; root: the device that needs the tasks' results; leased_s: when a device got a task.
     """
 
     request: SimulatedRequest
@@ -538,17 +427,35 @@ class _InFlight:
     outputs: int
     reports: int
     until_s: float
+    tasks: TaskQueue | None = None
     answered_s: float | None = None
+    takeover_s: float | None = None
+    root: str = ""
+    leased_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 class Simulator:
-    """Devices, links and the planner at a moment; `layer` is the one that stands for several."""
+    """Devices, links and the planner at a moment.
+
+    layer: the one that stands for several. slowness: of a device at a time, how many times as long as by its curves an
+    op takes.
+    """
 
     def __init__(
-        self, naming: TopicNames, spec: Spec, cluster: Cluster, in_flight: int, record: bool, layer: int | None
+        self,
+        naming: TopicNames,
+        spec: Spec,
+        cluster: Cluster,
+        in_flight: int,
+        record: bool,
+        *,
+        layer: int | None = None,
+        slowness: Callable[[str, float], float] | None = None,
+        observe: Observer | None = None,
     ) -> None:
         self.naming, self.spec, self.cluster = naming, spec, cluster
         self.in_flight, self.record, self.layer = in_flight, record, layer
+        self.slowness, self.observe = slowness, observe
         self.links = LinkQueues(cluster, self.record_bar)
         self.devices: dict[str, SimulatedDevice] = {}
         self.listeners: dict[str, tuple[str, ...]] = {}
@@ -558,12 +465,8 @@ class Simulator:
         self.nbytes = self._serial = 0
         self.ends: dict[int, float] = {}  # when the last op of a layer was over
         self.events: list[TimelineEvent] = []
-        self.arrivals: list[FrameArrival] = []
-        self.op_order: list[tuple[str, int, int]] = []
         self._known: dict[tuple[str, int], CostedProgram] = {}
         self._queue: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.leases = LeaseSimulation(self)
-        self.slowdowns: Mapping[str, Slowdown] = {}
 
     def run(self, requests: Sequence[SimulatedRequest]) -> None:
         """Let time pass until all requests are answered, or nothing happens any more."""
@@ -622,10 +525,11 @@ class Simulator:
         parts = {name: self.part(name, program) for name, program in choice.programs.items()}
         outputs = sum(isinstance(op, Send) and PLANNER in op.to for p in parts.values() for op in p.program.ops)
         asked_s = now if request.arrives_s is None else request.arrives_s
-        flight = _InFlight(request, parts, asked_s, now, outputs, len(parts), until_s)
+        tasks = max(len(p.template.task_inputs) for p in parts.values())
+        queue = TaskQueue(tasks, tuple(parts), now) if tasks else None
+        flight = _InFlight(request, parts, asked_s, now, outputs, len(parts), until_s, queue)
         self.flights[run_id] = flight
         self.running.append(flight)
-        self.leases.begin(now, run_id, tuple(parts), max(len(p.template.task_inputs) for p in parts.values()))
         size = dispatch_bytes(self.naming, self.spec, request.shape, choice.programs)
         self.nbytes += size
         body = input_bytes(self.spec, request.shape)
@@ -640,18 +544,22 @@ class Simulator:
         return self._known[key]
 
     def on_output(self, now: float, run_id: int) -> None:
-        """Take a part of an answer: with the last one it leaves, whoever has yet to report."""
+        """Take a part of an answer: with the last one it leaves, before all reports."""
         flight = self.flights[run_id]
         flight.outputs -= 1
         if not flight.outputs:
             flight.answered_s = now
         self.release_if_done(now, flight)
 
-    def on_report(self, now: float, run_id: int) -> None:
-        """Take a device's report; after the last one there is room for another request."""
+    def on_report(self, now: float, run_id: int, device: str) -> None:
+        """Take a device's report: after the root's, no task is left; after the last, there is room for a request."""
         flight = self.flights[run_id]
         flight.reports -= 1
         self.release_if_done(now, flight)
+        if flight.root == device:
+            for name in flight.parts:
+                if name != device:
+                    self.send_lease(now, name, run_id, ())
 
     def release_if_done(self, now: float, flight: _InFlight) -> None:
         """Dispatch what waits, if nothing of this request is to come any more."""
@@ -659,14 +567,40 @@ class Simulator:
             self.running = [other for other in self.running if other is not flight]
             self.dispatch_waiting(now)
 
+    def on_task_done(self, now: float, run_id: int, device: str, task: int) -> None:
+        """Take a device's message that a task is computed."""
+        tasks = self.flights[run_id].tasks
+        assert tasks is not None
+        tasks.complete_task(device, task, now)
+        self.lease_tasks(now, run_id)
+
+    def lease_tasks(self, now: float, run_id: int) -> None:
+        """Lease what waits or is late, and look again when something becomes late."""
+        flight = self.flights[run_id]
+        assert flight.tasks is not None
+        for name, task in flight.tasks.lease_tasks(now):
+            self.send_lease(now, name, run_id, (task,))
+        due = flight.tasks.next_takeover_s
+        if now < due < inf and flight.takeover_s != due:
+            flight.takeover_s = due
+            self.schedule(due, _ARRIVES, self.lease_tasks, run_id)
+
+    def send_lease(self, now: float, to: str, run_id: int, tasks: tuple[int, ...]) -> None:
+        """Send a device a lease; no task: none is left."""
+        size = lease_message_bytes(self.naming, to, True)
+        self.nbytes += size
+        [when] = self.links.via_broker(now, PLANNER, (to,), size, "lease").values()
+        frame = FrameArrival(when, to, run_id, None, 0, "lease", leased=tasks)
+        self.schedule(when, _ARRIVES, self.on_arrival, frame)
+
     # -- the devices ----------------------------------------------------------------------------------------------
 
     def on_arrival(self, now: float, frame: FrameArrival) -> None:
         """Put a frame into a device's inbox."""
         device = self.devices[frame.device]
         device.inbox.append(frame)
-        if self.record:
-            self.arrivals.append(frame)
+        if self.observe is not None:
+            self.observe(frame)
         if not device.busy:
             self.start_next(now, device)
 
@@ -682,26 +616,20 @@ class Simulator:
         if (found := device.machine.next_op()) is None:
             return
         run, place = found
-        seconds = run.costed.costs[place] * self.slowness(now, device.name)
-        if isinstance(run.costed.program.ops[place], Compute):
+        op, seconds = run.costed.program.ops[place], run.costed.costs[place]
+        if self.slowness is not None:
+            seconds *= self.slowness(device.name, now)
+        lane, until = "send", now + seconds
+        if isinstance(op, Compute):
+            lane = "compute"
             device.use.compute_s += seconds
-        until = now + seconds
         if self.record:
-            self.record_op(now, until, device, run, place)
+            label = op.label if isinstance(op, Compute) else run.costed.program.node(op.node)
+            self.record_bar(device.name, lane, label, now, until)
+        if self.observe is not None:
+            self.observe((device.name, run.run_id, place))
         device.busy = True
         self.schedule(until, _ENDS, self.on_op_done, device, run, place)
-
-    def slowness(self, now: float, device: str) -> float:
-        """Return how many times as long as by its curves an op takes that a device begins now."""
-        slows = self.slowdowns.get(device)
-        return 1.0 if slows is None or now < slows.since_s else slows.factor
-
-    def record_op(self, now: float, until: float, device: SimulatedDevice, run: DeviceRun, place: int) -> None:
-        """Write down that an op begins."""
-        op = run.costed.program.ops[place]
-        lane, label = ("compute", op.label) if isinstance(op, Compute) else ("send", run.costed.program.node(op.node))
-        self.record_bar(device.name, lane, label, now, until)
-        self.op_order.append((device.name, run.run_id, place))
 
     def on_frame_taken(self, now: float, device: SimulatedDevice, frame: FrameArrival) -> None:
         """Do what a frame is for, now that the device has taken it.
@@ -710,9 +638,9 @@ class Simulator:
         end of its run, if it was for others.
         """
         device.busy = False
-        machine, run_id = device.machine, frame.admission
+        machine, run_id = device.machine, frame.run_id
         if frame.leased is not None:
-            self.leases.on_lease(now, device, frame)
+            self.on_lease(now, device, frame)
         elif frame.key is None:
             run = DeviceRun(run_id, self.flights[run_id].parts[device.name])
             device.use.flops += run.costed.flops
@@ -720,7 +648,7 @@ class Simulator:
             device.begun.add(run_id)
             for key in (*run.template.inputs, *device.early.pop(run_id, ())):
                 self.deliver(machine, run, key)
-            self.leases.on_admitted(now, device, run)
+            self.begin_tasks(now, device, run)
             self.finish_run(now, device, run)
         elif (known := machine.runs.get(run_id)) is not None:
             self.deliver(machine, known, frame.key)
@@ -728,6 +656,40 @@ class Simulator:
             device.early.setdefault(run_id, []).append(frame.key)
         if not device.busy:
             self.start_next(now, device)
+
+    def begin_tasks(self, now: float, device: SimulatedDevice, run: DeviceRun) -> None:
+        """Begin a device's first task of a request that it has taken."""
+        if run.template.task_inputs:
+            flight = self.flights[run.run_id]
+            if run.template.op_count:
+                flight.root = device.name
+            first = initial_task(tuple(flight.parts), device.name, len(run.template.task_inputs))
+            if first is not None:
+                self.begin_task(now, device, run, first)
+
+    def begin_task(self, now: float, device: SimulatedDevice, run: DeviceRun, task: int) -> None:
+        """Begin a leased task."""
+        self.flights[run.run_id].leased_s.setdefault((device.name, task), now)
+        for key in run.start_task(task):
+            self.deliver(device.machine, run, key)
+
+    def on_lease(self, now: float, device: SimulatedDevice, frame: FrameArrival) -> None:
+        """Take a lease, or the message that no task is left, which ends what only waited for more.
+
+        A lease waits its turn behind what came before it, as every frame does, so its request has been taken.
+        """
+        run = device.machine.runs.get(frame.run_id)
+        if run is None:
+            return  # the root device is done with it
+        for task in frame.leased or ():
+            self.begin_task(now, device, run, task)
+        if not frame.leased:
+            run.accepts_leases = False
+            self.finish_run(now, device, run)
+
+    def record_task(self, now: float, device: str, run_id: int, task: int, end: str = "") -> None:
+        """Add a task's bar, from its lease on."""
+        self.record_bar(device, "task", f"task {task}{end}", self.flights[run_id].leased_s[device, task], now)
 
     def deliver(self, machine: RunMachine[DeviceRun], run: DeviceRun, key: ExchangeKey) -> None:
         """Hand an exchange to its run, which drops what it does not await."""
@@ -746,7 +708,12 @@ class Simulator:
         elif isinstance(op, Send):
             self.send(now, device, run, op, run.costed.sizes[place])
         device.machine.finish_op(run, place)
-        self.leases.on_op_done(now, device, run, place)
+        if (task := run.task_completed_by(place)) is not None:
+            self.record_task(now, device.name, run.run_id, task)
+            size = lease_message_bytes(self.naming, device.name, False)
+            device.use.sent_bytes += size
+            [when] = self.links.via_broker(now, device.name, (PLANNER,), size, "lease").values()
+            self.schedule(when, _ARRIVES, self.on_task_done, run.run_id, device.name, task)
         self.finish_run(now, device, run)
         if not device.busy:
             self.start_next(now, device)
@@ -776,7 +743,9 @@ class Simulator:
         """Begin the report of a run that has no op left."""
         if not run.ops_left and not run.accepts_leases and run.run_id in device.machine.runs:
             device.machine.remove(run.run_id)
-            self.leases.on_run_ended(now, device.name, run)
+            for task, left in run.task_ops_left.items():
+                if left:
+                    self.record_task(now, device.name, run.run_id, task, " (given up)")
             device.busy = True
             self.schedule(now + device.profile.frame_seconds(1, 0), _ENDS, self.send_report, device, run.run_id)
 
@@ -786,8 +755,7 @@ class Simulator:
         size = report_bytes(self.naming, device.name)
         device.use.sent_bytes += size
         [when] = self.links.via_broker(now, device.name, (PLANNER,), size, "done").values()
-        self.schedule(when, _ARRIVES, self.on_report, run_id)
-        self.schedule(when, _ARRIVES, self.leases.on_report, run_id, device.name)
+        self.schedule(when, _ARRIVES, self.on_report, run_id, device.name)
         self.start_next(now, device)
 
     # -- the outcome ----------------------------------------------------------------------------------------------
@@ -797,7 +765,7 @@ class Simulator:
         assert self.layer is not None
         return self.ends.get(self.layer, 0.0) - self.ends.get(self.layer - 1, 0.0)
 
-    def outcome(self) -> LoadSimulation:
+    def outcome(self) -> Simulation:
         """Return what came of all requests; raises ValueError if Programs wait for each other for ever."""
         stuck = {
             name: sum(pending > 0 for run in device.machine.runs.values() for pending in run.pending)
@@ -815,7 +783,7 @@ class Simulator:
         for device in self.devices.values():
             device.use.wait_s = max(device.finished_s - device.use.compute_s, 0.0)
         nbytes = self.nbytes + sum(u.sent_bytes for u in use.values())
-        return LoadSimulation(tuple(runs), nbytes, use, self.events, self.arrivals, self.op_order)
+        return Simulation(tuple(runs), nbytes, use, self.events)
 
 
 def simulate_requests(
@@ -825,13 +793,14 @@ def simulate_requests(
     cluster: Cluster,
     in_flight: int,
     record: bool = False,
-) -> LoadSimulation:
-    """Play requests in their order, at most `in_flight` of them at once on a device, on measured curves and links.
+    observe: Observer | None = None,
+) -> Simulation:
+    """Simulate requests in their order, at most `in_flight` of them at once on a device, on measured curves and links.
 
     The Programs are whole ones: of equal layers none may stand for others, since several requests share the devices.
-    record: keep time line, arrivals and order of ops. Raises ValueError if Programs wait for each other for ever.
+    record: keep the time line. Raises ValueError if Programs wait for each other for ever.
     """
-    clock = Simulator(naming, spec, cluster, in_flight, record, None)
+    clock = Simulator(naming, spec, cluster, in_flight, record, observe=observe)
     clock.run(requests)
     return clock.outcome()
 
@@ -845,30 +814,30 @@ def simulate(
     *,
     record: bool = False,
     repeated: tuple[int, int] | None = None,
-    slowdowns: Mapping[str, Slowdown] | None = None,
+    slowness: Callable[[str, float], float] | None = None,
 ) -> Simulation:
     """Play one request's Programs on a virtual clock with the cluster's measured curves and links.
 
     record: keep the time line's events. repeated: (layer, times), a layer that stands for several: each further one
-    takes what that one adds to the layer before it. slowdowns: devices that become slower while it runs. Raises
-    ValueError if the Programs wait for each other for ever.
+    takes what that one adds to the layer before it. slowness: factor on the time of an op that a device begins at a
+    time. Raises ValueError if the Programs wait for each other for ever.
     """
-    clock = Simulator(naming, spec, cluster, 1, record, None if repeated is None else repeated[0])
-    clock.slowdowns = slowdowns or {}
+    clock = Simulator(
+        naming, spec, cluster, 1, record, layer=None if repeated is None else repeated[0], slowness=slowness
+    )
     clock.run((SimulatedRequest(shape, programs),))
     played = clock.outcome()
-    seconds, nbytes = played.runs[0].answered_s, played.nbytes
     if repeated is not None:
-        more, period = repeated[1] - 1, clock.period()
-        seconds += more * period
+        more, period, run = repeated[1] - 1, clock.period(), played.runs[0]
+        played.runs = (run._replace(answered_s=run.answered_s + more * period),)
         for name, use in played.devices.items():
             inner = clock.part(name, programs[name]).inner
             use.compute_s += more * inner.compute_s
             use.flops += more * inner.flops
             use.sent_bytes += more * inner.sent_bytes
-            nbytes += more * inner.sent_bytes
+            played.nbytes += more * inner.sent_bytes
             use.wait_s = max(clock.devices[name].finished_s + more * period - use.compute_s, 0.0)
-    return Simulation(seconds, nbytes, played.devices, played.events)
+    return played
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from hepti_mqtt.lowering.layouts import (
     split_along,
     split_into_groups,
 )
-from hepti_mqtt.lowering.lower import Lowered, NeedsWholeGraphError
+from hepti_mqtt.lowering.lower import Lowered
 from hepti_mqtt.lowering.regions import IndexSet, Region, intersect_sets, shift, span, union
 from hepti_mqtt.lowering.rewrites import Rewrite, choose_product_order
 
@@ -31,7 +31,6 @@ __all__ = [
     "GraphBuilder",
     "IndexSet",
     "Lowered",
-    "NeedsWholeGraphError",
     "Piece",
     "Region",
     "Rewrite",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.ops import (
@@ -54,28 +54,15 @@ class Repeat:
         return self.stop - self.first - self.kept + 1
 
 
-class SkippedLayers(NamedTuple):
-    """Equal layers that a graph is without: before the op at `place`, how many blocks and ops of the whole graph."""
-
-    place: int
-    blocks: int
-    ops: int
-
-
-NOTHING_SKIPPED: Final = SkippedLayers(0, 0, 0)
-
-
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Ops in topological order; blocks: the first op of each block.
 
-    skipped: what it is without. The index of an op is its place in the whole graph. Graphs are not compared: equal ops
-    may differ in their names, by which tables and answers are made.
+    Graphs are not compared: equal ops may differ in their names, by which tables and answers are made.
     """
 
     ops: tuple[Op, ...]
     blocks: tuple[int, ...]
-    skipped: SkippedLayers = NOTHING_SKIPPED
 
     @property
     def output(self) -> Op:
@@ -125,7 +112,7 @@ class Graph:
 
     @cached_property
     def repeat(self) -> Repeat | None:
-        """Return the longest run of equal blocks that is worth cutting short, None if there is none."""
+        """Return the longest run of equal blocks, None if it is too short to abbreviate."""
         best = Repeat(0, 0)
         patterns = [self._pattern(block) for block in range(len(self.blocks))]
         for first, block in _runs(patterns):
@@ -161,18 +148,6 @@ class Graph:
             (op, op.role, *[(True, at - start) if (at := place[x]) >= near else (False, at) for x in op.inputs])
             for op in self.ops[start:stop]
         ]
-
-    def same_repeat_as(self, whole: Graph) -> bool:
-        """Return whether the run of equal blocks is that of `whole`, and what is skipped is not needed of it."""
-        run, other = self.repeat, whole.repeat
-        if run is None or other is None:
-            return False
-        behind = self.blocks[run.stop - (KEPT_BLOCKS - TEMPLATE_BLOCK - 1)]
-        return (
-            self.block_range(run.first + TEMPLATE_BLOCK)[1] <= self.skipped.place <= behind
-            and (run.first, run.stop + self.skipped.blocks) == (other.first, other.stop)
-            and len(self.ops) + self.skipped.ops == len(whole.ops)
-        )
 
     def shortened(self) -> Graph:
         """Return the graph with its run of equal blocks cut to `KEPT`; itself if there is none.
@@ -212,10 +187,6 @@ def _runs(patterns: Sequence[object]) -> Iterator[tuple[int, int]]:
 # Builds a graph: every method adds a tensor and returns its name.
 
 
-FIRST_LAYERS: Final = 5  # layers that are built where others are skipped: the first ones and the last ones
-LAST_LAYERS: Final = 3
-
-
 @lru_cache(maxsize=256)
 def _op(kind: Callable[..., Op], **what: Any) -> Op:
     """Return an op without a name."""
@@ -223,32 +194,19 @@ def _op(kind: Callable[..., Op], **what: Any) -> Op:
 
 
 class GraphBuilder:
-    """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it.
+    """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it."""
 
-    skip: leaves out most of many equal layers.
-    """
-
-    def __init__(self, skip: bool = False) -> None:
+    def __init__(self) -> None:
         self._ops: dict[str, Op] = {}
         self._blocks: list[int] = []
         self._layer = 0
         self._branch = -1
-        self._skip = skip
-        self._skipped = NOTHING_SKIPPED
 
     def layers(self, count: int) -> Iterator[int]:
-        """Yield the numbers of layers that differ in what they are called alone; what is added then stands in them."""
-        left_out = range(FIRST_LAYERS, count - LAST_LAYERS) if self._skip else range(0)
-        ends: list[int] = []
+        """Yield the numbers of the layers; what is added then stands in them."""
         for layer in range(count):
-            if layer in left_out:
-                continue
-            if layer == left_out.stop and left_out:
-                each = ends[-1] - ends[-2]
-                self._skipped = SkippedLayers(len(self._ops), len(left_out), len(left_out) * each)
             self.set_layer(layer)
             yield layer
-            ends.append(len(self._ops))
 
     def set_layer(self, layer: int, branch: int = -1) -> None:
         """Let what follows stand in `layer`, and in a branch of it if one is named."""
@@ -266,11 +224,11 @@ class GraphBuilder:
         if op.name in self._ops:
             raise ValueError(f"two tensors are called {op.name!r}")
         # The op is ours alone until the graph is handed out, and these say where it stands, not what it is.
-        op.__dict__.update(layer=self._layer, branch=self._branch, index=len(self._ops) + self._skipped.ops)
+        op.__dict__.update(layer=self._layer, branch=self._branch, index=len(self._ops))
         self._ops[op.name] = op
         return op.name
 
-    def add_cached_op(
+    def _add(
         self,
         name: str,
         inputs: tuple[str, ...],
@@ -279,7 +237,7 @@ class GraphBuilder:
         kind: Callable[..., Op],
         **what: Any,
     ) -> str:
-        """Add a tensor of a kind that a model has in every layer: equal ops are worked out once. Return its name."""
+        """Add a tensor; equal ops are worked out once. Return its name."""
         return self.add_op(_op(kind, **what).relabelled(name=name, inputs=inputs, role=role, tensors=tensors))
 
     def shape_of(self, x: str) -> tuple[int, ...]:
@@ -289,7 +247,7 @@ class GraphBuilder:
 
     def build(self) -> Graph:
         """Return the graph; the last tensor is the answer."""
-        return Graph(tuple(self._ops.values()), tuple(self._blocks), self._skipped)
+        return Graph(tuple(self._ops.values()), tuple(self._blocks))
 
     def input(self, name: str, shape: Sequence[int], dtype: SlotDtype) -> str:
         """Return what the request brings."""
@@ -309,27 +267,27 @@ class GraphBuilder:
         tensors = tuple(f"{t}.weight" for t in matrices) + (tuple(f"{t}.bias" for t in matrices) if bias else ())
         widths = tuple(matrices.values())
         space = (m, sum(widths), k)
-        return self.add_cached_op(
+        return self._add(
             name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation
         )
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:
         """x -> function(x)."""
         dims = self.shape_of(x)
-        return self.add_cached_op(name, (x,), role, (), Activation, space=dims, rank=len(dims), function=function)
+        return self._add(name, (x,), role, (), Activation, space=dims, rank=len(dims), function=function)
 
     def sum(self, name: str, x: str, y: str, role: str) -> str:
         """x, y -> x + y."""
         dims = self.shape_of(x)
-        return self.add_cached_op(name, (x, y), role, (), Add, space=dims, rank=len(dims))
+        return self._add(name, (x, y), role, (), Add, space=dims, rank=len(dims))
 
     def norm(self, name: str, x: str, role: str, tensor: str, eps: float) -> str:
         """x [m, h] -> layer norm; its moments are a tensor of their own, with a role of their own."""
         m, h = self.shape_of(x)
         inner = TASK_MOMENTS if role == TASK else MOMENTS
-        sums = self.add_cached_op(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
+        sums = self._add(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
         tensors = (f"{tensor}.weight", f"{tensor}.bias")
-        return self.add_cached_op(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
+        return self._add(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
 
     def attention(
         self,
@@ -346,7 +304,7 @@ class GraphBuilder:
     ) -> str:
         """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors."""
         space = (self.shape_of(q)[0], width, self.shape_of(kv)[0])
-        return self.add_cached_op(
+        return self._add(
             name, (q, kv), role, (), Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
             causal=causal,
         )  # fmt: skip
@@ -356,48 +314,39 @@ class GraphBuilder:
         m, h = self.shape_of(x)
         chosen = None if rows is None else tuple(rows)
         space = (m if chosen is None else len(chosen), h)
-        return self.add_op(Rows(name=name, inputs=(x,), role=role, space=space, rows=chosen))
+        return self._add(name, (x,), role, (), Rows, space=space, rows=chosen)
 
     def columns(self, name: str, x: str, role: str, start: int, stop: int) -> str:
         """x [m, h] -> columns start..stop."""
-        return self.add_op(
-            Columns(name=name, inputs=(x,), role=role, space=(self.shape_of(x)[0], stop - start), start=start)
-        )
+        return self._add(name, (x,), role, (), Columns, space=(self.shape_of(x)[0], stop - start), start=start)
 
     def slice(self, name: str, x: str, role: str, start: int, stop: int) -> str:
         """x [n] -> x[start:stop]."""
-        dtype = self._ops[x].dtype
-        return self.add_op(Slice(name=name, inputs=(x,), role=role, space=(stop - start,), dtype=dtype, start=start))
+        return self._add(name, (x,), role, (), Slice, space=(stop - start,), dtype=self._ops[x].dtype, start=start)
 
     def append_to_cache(self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int) -> str:
         """qkv [m, start + w], at [1] -> the session's `state` [rows, w] with the new rows at `at`."""
         m, width = self.shape_of(qkv)
         space = (rows, width - start)
-        past = self.add_op(SessionState(name=f"{name}.past", role=roles.CACHE, tensors=(state,), space=space))
-        inputs = (past, qkv, at)
-        return self.add_op(
-            AppendRows(name=name, inputs=inputs, role=roles.CACHE, tensors=(state,), space=space, start=start, rows=m)
-        )
+        past = self._add(f"{name}.past", (), roles.CACHE, (state,), SessionState, space=space)
+        return self._add(name, (past, qkv, at), roles.CACHE, (state,), AppendRows, space=space, start=start, rows=m)
 
     def cached_attention(
         self, name: str, q: str, kv: str, at: str, *, heads: int, columns: tuple[int, int, int]
     ) -> str:
         """q [m, *], kv [C, 2 width], at [1] -> attention [m, width]; columns: where q, k and v begin in theirs."""
         rows, width = self.shape_of(kv)[0], self.shape_of(kv)[1] // 2
-        space, inputs = (self.shape_of(q)[0], width, rows), (q, kv, at)
-        return self.add_op(
-            CachedAttention(
-                name=name, inputs=inputs, role=roles.ATTENTION, space=space, d=width // heads, columns=columns
-            )
-        )  # fmt: skip
+        space = (self.shape_of(q)[0], width, rows)
+        return self._add(
+            name, (q, kv, at), roles.ATTENTION, (), CachedAttention, space=space, d=width // heads, columns=columns
+        )
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:
         """Tensors [m, h_i] -> side by side [m, sum of h_i]."""
         xs = tuple(xs)
         *starts, total = accumulate((self.shape_of(x)[1] for x in xs), initial=0)
-        return self.add_op(
-            ConcatColumns(name=name, inputs=xs, role=role, space=(self.shape_of(xs[0])[0], total), starts=tuple(starts))
-        )
+        space = (self.shape_of(xs[0])[0], total)
+        return self._add(name, xs, role, (), ConcatColumns, space=space, starts=tuple(starts))
 
     def opaque(
         self,

@@ -212,7 +212,7 @@ def ring_reduce_scatter(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> 
 def ring_all_gather(rows: Sequence[IndexSet]) -> Rule:
     """Return a ring all-gather in N - 1 rounds: every device passes on what it has just received.
 
-    Own rows stand last once more: whoever is not in the ring gets them from their owner.
+    Own rows stand last once more: a device outside the ring gets them from their owner.
     """
     n = len(rows)
 

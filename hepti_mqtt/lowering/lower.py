@@ -1,4 +1,4 @@
-"""A Program in the making: slots and ops in blocks, as the graph has them."""
+"""From a graph and a table to Programs: a forward walk per device, with equal blocks worked out once."""
 
 from __future__ import annotations
 
@@ -57,43 +57,10 @@ class ProgramBuilder:
         """Return the ops of a block that is not the last one."""
         return [op for _, _, op in self.ops[self.first_ops[number] : self.first_ops[number + 1]]]
 
-    def block_size(self, block: int) -> tuple[int, int]:
-        """Return how many slots and ops a block has that is not the last one."""
-        return self.first_buffers[block + 1] - self.first_buffers[block], self.first_ops[block + 1] - self.first_ops[
-            block
-        ]
-
-    def block_signature(
-        self, block: int, ops: Sequence[Op], have: Mapping[str, Sequence[HeldRegion]]
-    ) -> tuple[list[object], ...]:
-        """Return what a block is, wherever it stands: equal for two where the same is done with what was before them.
-
-        ops: its tensors. have: where they are.
-        """
-        start, stop = self.first_buffers[block : block + 2]
-        return (
-            [_relative(op, start, ops[0].index) for op in self.block_ops(block)],
-            [_relative_spec(spec, start) for spec in self.slots[start:stop]],
-            [(h.slot - start, h.region, h.state) for op in ops for h in have[op.name]],
-        )
-
     def build(self, device: str, nodes: tuple[str, ...]) -> Program:
         """Return the Program, ops of a lower turn first."""
         ordered = sorted(self.ops, key=lambda entry: entry[0])
         return Program(device, tuple(self.slots), tuple(op for _, _, op in ordered), nodes)
-
-
-def _relative(op: ProgramOp, start: Slot, node: int) -> tuple[object, ...]:
-    if isinstance(op, Compute):
-        reads = [max(slot - start, -1) for slot in op.reads]
-        return op.kernel, reads, [slot - start for slot in op.writes], op.attrs, op.node - node
-    slot, who, number, part, _, *rest = op
-    return type(op), max(slot - start, -1), who, number - node, part, rest
-
-
-def _relative_spec(spec: SlotSpec, start: Slot) -> tuple[object, ...]:
-    shape, dtype, base, row, state = spec
-    return shape, dtype, base if base is None else max(base - start, -1), row, bool(state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -157,12 +124,6 @@ class Relocation(NamedTuple):
         return op._replace(slot=self.relocate_buffers((op.slot,))[0])
 
 
-def relocation_between(ops: Sequence[Op], to: Sequence[Op], first: Slot, by: int) -> Relocation:
-    """Return what takes what was made for some tensors to where other ones stand that are worked out alike."""
-    tensors = {a: b for x, y in zip(ops, to, strict=True) for a, b in zip(x.tensors, y.tensors, strict=True)}
-    return Relocation(first, by, to[0].index - ops[0].index, tensors, {op.index: op.layer for op in to})
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The forward walk: one device's Program from the tiles of all devices.
 #
@@ -172,16 +133,6 @@ def relocation_between(ops: Sequence[Op], to: Sequence[Op], first: Slot, by: int
 
 
 _ADD: Final = "add"
-
-
-def build_program(
-    graph: Graph, tiles: Tiles, device: int, names: Sequence[str], repeated_block: int | None = None
-) -> ProgramBuilder:
-    """Return one device's Program from the tiles of all devices; raises ValueError for what no kernel computes.
-
-    repeated_block: a block whose tiles are those of the block before it, as are the turns of all.
-    """
-    return _ForwardWalk(graph, tiles, device, names).draft(repeated_block)
 
 
 class _ForwardWalk:
@@ -196,13 +147,13 @@ class _ForwardWalk:
         self.adds: dict[Slot, int] = {}  # slot -> the `add` that fills it
         self.turn, self.block, self.op = 0, 0, graph.ops[0]
 
-    def draft(self, again: int | None) -> ProgramBuilder:
+    def draft(self) -> ProgramBuilder:
+        """Return the device's Program; raises ValueError for what no kernel computes."""
         for block in range(len(self.graph.blocks)):
             self.block = block
             self.out.begin_block()
-            if block != again or not self.repeat_block():
-                for op in self.graph.ops[slice(*self.graph.block_range(block))]:
-                    self.lower_op(op)
+            for op in self.graph.ops[slice(*self.graph.block_range(block))]:
+                self.lower_op(op)
         self._drop_unread_sums()
         return self.out
 
@@ -217,33 +168,6 @@ class _ForwardWalk:
             elif (slot := self.produce(op, tile, state)) is not None:
                 self.held[op.name].append(HeldRegion(slot, tile.region, state))
                 self.send(op, tile, slot, state)
-
-    def repeat_block(self) -> bool:
-        """Append the block before once more if it came out as the one before that; return whether it did.
-
-        What it reads of its predecessor has a counterpart in itself then, and that is what this block reads.
-        """
-        out, number = self.out, self.block
-        ops = [self.graph.ops[slice(*self.graph.block_range(b))] for b in (number - 2, number - 1, number)]
-        if out.block_size(number - 2) != out.block_size(number - 1):
-            return False
-        if out.block_signature(number - 2, ops[0], self.held) != out.block_signature(number - 1, ops[1], self.held):
-            return False
-        move = relocation_between(ops[1], ops[2], out.first_buffers[-3], out.first_buffers[-1] - out.first_buffers[-2])
-        low, inner = out.first_buffers[-2], out.block_ops(number - 1)
-        out.ops += [(0, number, op) for op in move.relocate_ops(inner)]
-        out.slots += move.relocate_specs(out.slots[low:])
-        self.turns += self.turns[low:]
-        names = {x.name: y.name for x, y in zip(ops[1], ops[2], strict=True)}
-        for a, b in names.items():
-            self.held[b] = [HeldRegion(slot + move.by, region, state) for slot, region, state in self.held[a]]
-        for (name, region), whole in list(self.gathered.items()):
-            if name in names:
-                self.gathered[names[name], region] = whole._replace(slot=whole.slot + move.by)
-        for (base, first, shape), view in list(self.views.items()):
-            if view >= low:
-                self.views[move.relocate_buffers((base,))[0], first, shape] = view + move.by
-        return True
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
@@ -604,27 +528,20 @@ def _move(graph: Graph, run: Repeat, n: int, first: Slot, by: int) -> Relocation
 # A graph under a table: the Programs of all devices, equal blocks worked out once.
 
 
-class NeedsWholeGraphError(Exception):
-    """Layers that a graph is without are not worked out as their neighbours are: the whole graph is needed."""
-
-
 class Lowered:
     """What a graph becomes under a table, for devices in source order.
 
     repeat: the equal blocks of which one stands for several in `compact_program`, None if all are worked out.
-    outline: of a graph without most of its equal layers, the graph of another request, `like` it; only its names and
-    places are read. Raises ValueError for a table that does not fit the graph, with the tensor, region and device.
+    Raises ValueError for a table that does not fit the graph, with the tensor, region and device.
     """
 
-    def __init__(self, graph: Graph, table: Table, names: Sequence[str], outline: Graph | None = None) -> None:
+    def __init__(self, graph: Graph, table: Table, names: Sequence[str]) -> None:
         table.check(graph)
-        self.full_graph, self.table, self.names = outline or graph, table, tuple(names)
-        self.repeat: Repeat | None = self.full_graph.repeat if table.uniform else None
+        self.full_graph, self.table, self.names = graph, table, tuple(names)
+        self.repeat: Repeat | None = graph.repeat if table.uniform else None
         self.graph, self.tiles = self._analyse(graph.shortened() if self.repeat else graph)
         if self.repeat and not can_repeat(self.graph, self.repeat, self.tiles):
             self.repeat = None
-            if outline is not None:
-                raise NeedsWholeGraphError
             self.graph, self.tiles = self._analyse(graph)
         if self.repeat:
             self.graph, self.repeat = shorten_repeat(self.graph, self.repeat, self.tiles)
@@ -644,8 +561,8 @@ class Lowered:
     def compact_builder(self, device: str) -> ProgramBuilder:
         """Return a device's ops with equal blocks once, by block."""
         if device not in self._drafts:
-            again = None if self.repeat is None else self.repeat.first + TEMPLATE_BLOCK
-            self._drafts[device] = build_program(self.graph, self.tiles, self.names.index(device), self.names, again)
+            walk = _ForwardWalk(self.graph, self.tiles, self.names.index(device), self.names)
+            self._drafts[device] = walk.draft()
         return self._drafts[device]
 
     @property

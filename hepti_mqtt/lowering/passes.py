@@ -103,7 +103,7 @@ def _assemble(op: Compute, copies: list[_Copy]) -> Compute:
 
 
 def drop_buffers(program: Program, gone: set[Slot], ops: list[Op]) -> Program:
-    """Return a Program of these ops whose slots are numbered anew, without those that are gone."""
+    """Return a Program of these ops with its slots renumbered, without unused ones."""
     kept = [slot for slot in range(len(program.slots)) if slot not in gone]
     new = {slot: n for n, slot in enumerate(kept)}
     slots = tuple(
@@ -258,7 +258,7 @@ def fuse_conversions(program: Program) -> Program:
 
 
 def _into_makers(program: Program, ops: list[Op | None]) -> None:
-    """Let the op that makes a value narrow it, whoever it is for; what comes from elsewhere keeps an op for that."""
+    """Fuse each narrowing op into the op that produces its value; received values keep an op of their own."""
     maker = {slot: place for place, op in enumerate(program.ops) for slot in slots_written(op)}
     for place, op in enumerate(program.ops):
         if not isinstance(op, Compute) or op.kernel not in NARROWING:

@@ -171,7 +171,7 @@ def reorder_attention(graph: Graph) -> Graph:
             index=attention.index,
             tensors=tuple(tensor for i, tensor in enumerate(linear.tensors) if i % n),
         )
-    return Graph(tuple(new.get(op.name, op) for op in graph.ops), graph.blocks, graph.skipped)
+    return Graph(tuple(new.get(op.name, op) for op in graph.ops), graph.blocks)
 
 
 def is_cheaper(graph: Graph, rows: Sequence[IndexSet]) -> bool:

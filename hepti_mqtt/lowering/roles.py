@@ -55,5 +55,5 @@ def describe(role: str) -> str:
 
 
 def missing_role_hint(missing: Iterable[str]) -> str:
-    """Return what to do about roles that a model does not have, as the end of a sentence; nothing if there is none."""
+    """Return a hint on how to get a model with the missing roles, as the end of a sentence; empty without one."""
     return "".join(f"; it takes {_FROM[role]}" for role in missing if role in _FROM)

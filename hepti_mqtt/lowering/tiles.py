@@ -1,4 +1,4 @@
-"""The backward walk: from the answer to every tile that somebody computes and every message that somebody needs."""
+"""The backward walk: from the answer to every computed tile and every message."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def _asked(op: Op, want: Mapping[int, Sequence[Region]]) -> Requested:
 
 
 def _where_asked(op: Op, asked: Requested) -> tuple[tuple[Tile, ...], Needs]:
-    """Return the tiles of a tensor that the table does not place, and what they need: whoever asks for it has it."""
+    """Return the tiles of a tensor that the table does not place, and their needs: every asking device computes it."""
     known: dict[tuple[Region, ...], list[tuple[Region, list[tuple[int, Region]]]]] = {}
     tiles: list[Tile] = []
     needs: list[tuple[int, int, Region]] = []

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from hepti_mqtt.lowering import GraphBuilder
-from hepti_mqtt.models import heads, plain, text
+from hepti_mqtt.models import text
+from hepti_mqtt.models.bert import SHARED, graph, reference
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import BASE, TINY, make_kind
-from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense
-from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm
-from hepti_mqtt.program import WeightRef
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Task
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
@@ -23,7 +21,6 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "AlbertForSequenceClassification": "classification",
     "AlbertForMaskedLM": "masked_token",
 }
-SHARED: Final = "layers.shared."
 LAYER: Final = {
     "query": "attention.query",
     "key": "attention.key",
@@ -60,27 +57,6 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *parts)
 
 
-def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
-    x = text.embed(net, spec, shape, refs)  # [m, e] -> [m, h]
-    n = Layer.of(spec, shape)
-    for i in net.layers(spec.layers):
-        net.begin_block()
-        x = post_norm(net, f"{i}.", SHARED, x, n)  # [m, h]
-    net.begin_block()
-    heads.add_head(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
-
-
-def reference(
-    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedBatch
-) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
-    x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
-    for _ in range(spec.layers):
-        x = plain.post_norm(tensors, SHARED, x, Layer.of(spec, shape))  # [m, h]
-    return heads.reference_head(spec, tensors, x, shape)
-
-
 _ALBERT: Final = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
 _TINY: Final = TINY | _ALBERT | {"embedding_size": 24, "num_hidden_layers": 7}
 KINDS: Final = {
@@ -91,3 +67,5 @@ KINDS: Final = {
     "tiny-albert-classifier": make_kind("AlbertForSequenceClassification", "albert", _TINY, labels=3),
     "tiny-albert-mlm": make_kind("AlbertForMaskedLM", "albert", _TINY),
 }
+
+__all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]

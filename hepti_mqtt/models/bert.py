@@ -40,6 +40,7 @@ ARCHITECTURES: Final[Mapping[str, _Kind]] = {
     "XLMRobertaForMaskedLM": _Kind("masked_token", "roberta."),
 }
 
+SHARED: Final = "layers.shared."
 LAYER: Final = {
     "query": "attention.self.query",
     "key": "attention.self.key",
@@ -91,13 +92,18 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, transform, transform_norm, decoder, bias)
 
 
+def _layer(spec: ModelSpec, i: int) -> str:
+    """Return the prefix of a layer's tensors: ALBERT's are those of all."""
+    return SHARED if spec.family == "albert" else f"layers.{i}."
+
+
 def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
     x = text.embed(net, spec, shape, refs)  # [m, h]
     n = Layer.of(spec, shape)
     for i in net.layers(spec.layers):
         net.begin_block()
-        x = post_norm(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
+        x = post_norm(net, f"{i}.", _layer(spec, i), x, n)  # [m, h]
     net.begin_block()
     heads.add_head(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
 
@@ -108,7 +114,7 @@ def reference(
     """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
     x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
     for i in range(spec.layers):
-        x = plain.post_norm(tensors, f"layers.{i}.", x, Layer.of(spec, shape))  # [m, h]
+        x = plain.post_norm(tensors, _layer(spec, i), x, Layer.of(spec, shape))  # [m, h]
     return heads.reference_head(spec, tensors, x, shape)
 
 

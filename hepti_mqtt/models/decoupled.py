@@ -22,7 +22,7 @@ from hepti_mqtt.models import heads, plain, text, vit
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY, make_kind
 from hepti_mqtt.models.shapes import PackedBatch
-from hepti_mqtt.models.tensors import TensorSource, dense, norm
+from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm, pre_norm
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task
@@ -42,6 +42,7 @@ class DecoupledSpec(ModelSpec):
 
 
 SPEC: Final = DecoupledSpec
+LAYER: Final = {part: part for part in text.LAYER_PARTS}
 
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> DecoupledSpec:
@@ -75,16 +76,9 @@ def _divisors(n: int, most: int) -> str:
 
 def tensors(spec: DecoupledSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a decoupled encoder, from the stem to the head."""
-    h, f = spec.hidden, spec.mlp
     yield from text.stem_tensors(spec, ("",)) if spec.image is None else vit.stem_tensors(spec)
     for here, columns in _layers(spec):
-        for part in ("query", "key", "value"):
-            yield from dense(f"{here}{part}", ("",), f"{here}{part}", columns, h)
-        yield from dense(f"{here}attention_out", ("",), f"{here}attention_out", h, columns)
-        yield from norm(f"{here}attention_norm", ("",), f"{here}attention_norm", columns)
-        yield from dense(f"{here}mlp_up", ("",), f"{here}mlp_up", columns, f)
-        yield from dense(f"{here}mlp_down", ("",), f"{here}mlp_down", f, columns)
-        yield from norm(f"{here}mlp_norm", ("",), f"{here}mlp_norm", columns)
+        yield from text.layer_tensors(spec, here, ("",), here, LAYER, columns)
     if spec.image is not None:
         yield from vit.task_tensors(spec)
 

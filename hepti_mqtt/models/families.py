@@ -220,11 +220,8 @@ def full_ref(spec: Spec, name: str) -> WeightRef:
 
 
 @lru_cache(maxsize=32)
-def graph(spec: Spec, shape: RequestShape, skip: bool = False) -> Graph:
-    """Return the graph of one request: its answer has the spec's `output_shape`.
-
-    skip: without most of many equal layers; the graph of any request tells what those are called.
-    """
-    net = GraphBuilder(skip)
+def graph(spec: Spec, shape: RequestShape) -> Graph:
+    """Return the graph of one request: its answer has the spec's `output_shape`."""
+    net = GraphBuilder()
     FAMILIES[spec.family].graph(net, spec, shape, _whole_refs(spec))
     return net.build()

@@ -13,7 +13,7 @@ import numpy as np
 
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import GraphBuilder, roles
-from hepti_mqtt.models import plain
+from hepti_mqtt.models import plain, text
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
 from hepti_mqtt.models.shapes import TokenBatch
@@ -23,6 +23,10 @@ from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import TaskHead
 
 ARCHITECTURES: Final = {"GPT2LMHeadModel": "generation"}
+LAYER: Final = {
+    "attention_norm": "ln_1", "qkv": "attn.c_attn", "attention_out": "attn.c_proj",
+    "mlp_norm": "ln_2", "mlp_up": "mlp.c_fc", "mlp_down": "mlp.c_proj",
+}  # fmt: skip
 
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
@@ -53,20 +57,14 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a GPT-2 model, from the stem to the head; matrices of the layers are stored as [in, out]."""
     assert spec.text is not None
-    h, f = spec.hidden, spec.mlp
+    h = spec.hidden
     base = ("transformer.", "")
     decoder, words = "lm_head.weight", prefixed(base, "wte.weight")
     tied = spec.head.tied
     yield table("stem.word", (*words, decoder) if tied else words, spec.text.vocab, h)
     yield table("stem.position", prefixed(base, "wpe.weight"), spec.text.positions, h)
     for i in range(spec.layers):
-        here, stored = f"layers.{i}", f"h.{i}"
-        yield from norm(f"{here}.attention_norm", base, f"{stored}.ln_1", h)
-        yield from conv1d(f"{here}.qkv", base, f"{stored}.attn.c_attn", h, 3 * h)
-        yield from conv1d(f"{here}.attention_out", base, f"{stored}.attn.c_proj", h, h)
-        yield from norm(f"{here}.mlp_norm", base, f"{stored}.ln_2", h)
-        yield from conv1d(f"{here}.mlp_up", base, f"{stored}.mlp.c_fc", h, f)
-        yield from conv1d(f"{here}.mlp_down", base, f"{stored}.mlp.c_proj", f, h)
+        yield from text.layer_tensors(spec, f"layers.{i}.", base, f"h.{i}.", LAYER, matrix=conv1d)
     yield from norm("final_norm", base, "ln_f", h)
     logits = weight("head.decoder.weight", (decoder, *words) if tied else (decoder,), h, spec.text.vocab)
     yield replace(logits, created_name=words[0] if tied else "")

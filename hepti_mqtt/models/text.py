@@ -6,7 +6,7 @@ embeddings to h columns, 0 where the tables have h columns themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -33,6 +33,9 @@ class Keys(NamedTuple):
 
 
 HUGGING_FACE: Final = Keys()  # what most families call them
+LAYER_PARTS: Final = (
+    "query", "key", "value", "attention_out", "attention_norm", "mlp_up", "mlp_down", "mlp_norm",
+)  # fmt: skip
 WORD_EMBEDDINGS: Final = "embeddings.word_embeddings.weight"
 
 
@@ -129,16 +132,25 @@ def stem_tensors(
 
 
 def layer_tensors(
-    spec: ModelSpec, here: str, base: tuple[str, ...], stored: str, called: Mapping[str, str]
+    spec: ModelSpec,
+    here: str,
+    base: tuple[str, ...],
+    stored: str,
+    called: Mapping[str, str],
+    width: int = 0,
+    matrix: Callable[..., Iterable[TensorSource]] = dense,
 ) -> Iterator[TensorSource]:
-    """Yield the tensors of a layer; called: what a checkpoint calls each part of it below `stored`."""
-    h, f = spec.hidden, spec.mlp
-    sizes = {"mlp_up": (h, f), "mlp_down": (f, h)}
+    """Yield the tensors of a layer; called: what a checkpoint calls each part of it below `stored`.
+
+    width: columns of its inputs and results, by default all. matrix: how its matrices are stored.
+    """
+    w, h, f = width or spec.hidden, spec.hidden, spec.mlp
+    sizes = {"qkv": (w, 3 * h), "attention_out": (h, w), "mlp_up": (w, f), "mlp_down": (f, w)}
     for part, name in called.items():
         if part.endswith("_norm"):
-            yield from norm(f"{here}{part}", base, stored + name, h)
+            yield from norm(f"{here}{part}", base, stored + name, w)
         else:
-            yield from dense(f"{here}{part}", base, stored + name, *sizes.get(part, (h, h)))
+            yield from matrix(f"{here}{part}", base, stored + name, *sizes.get(part, (w, h)))
 
 
 def mask_head_tensors(
@@ -203,7 +215,9 @@ def default_prompt(extras: Mapping[str, Any]) -> str:
         raise config.bad_value("prompts", "an object of names and texts", prompts)
     found = prompts.get(name) if isinstance(name, str) else None
     if not isinstance(found, str):
-        raise ModelError(f"{file}: default_prompt_name {name!r} is none of its prompts {[*prompts]}; restore the file")
+        raise ModelError(
+            f"{file}: default_prompt_name {name!r} is not one of its prompts {[*prompts]}; restore the file"
+        )
     return found
 
 

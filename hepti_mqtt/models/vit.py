@@ -14,7 +14,7 @@ import numpy as np
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
-from hepti_mqtt.models import heads, pictures, plain
+from hepti_mqtt.models import heads, pictures, plain, text
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, make_kind
 from hepti_mqtt.models.shapes import PackedBatch
@@ -28,6 +28,18 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ViTForImageClassification": "image_classification",
 }
 BASE_NAMES: Final = ("vit.", "")
+
+
+LAYER: Final = {
+    "attention_norm": "layernorm_before",
+    "query": "attention.attention.query",
+    "key": "attention.attention.key",
+    "value": "attention.attention.value",
+    "attention_out": "attention.output.dense",
+    "mlp_norm": "layernorm_after",
+    "mlp_up": "intermediate.dense",
+    "mlp_down": "output.dense",
+}
 
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
@@ -105,17 +117,9 @@ def task_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a vision transformer, from the stem to the head."""
-    h, f, base = spec.hidden, spec.mlp, BASE_NAMES
     yield from stem_tensors(spec)
     for i in range(spec.layers):
-        here, stored = f"layers.{i}", f"encoder.layer.{i}"
-        yield from norm(f"{here}.attention_norm", base, f"{stored}.layernorm_before", h)
-        for part in ("query", "key", "value"):
-            yield from dense(f"{here}.{part}", base, f"{stored}.attention.attention.{part}", h, h)
-        yield from dense(f"{here}.attention_out", base, f"{stored}.attention.output.dense", h, h)
-        yield from norm(f"{here}.mlp_norm", base, f"{stored}.layernorm_after", h)
-        yield from dense(f"{here}.mlp_up", base, f"{stored}.intermediate.dense", h, f)
-        yield from dense(f"{here}.mlp_down", base, f"{stored}.output.dense", f, h)
+        yield from text.layer_tensors(spec, f"layers.{i}.", BASE_NAMES, f"encoder.layer.{i}.", LAYER)
     yield from task_tensors(spec)
 
 

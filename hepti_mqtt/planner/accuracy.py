@@ -132,7 +132,7 @@ class _ReferenceRun:
         self._devices = {name: _ReferenceDevice(program, inputs, weights) for name, program in parts.items()}
         self._parts: list[tuple[int, Array]] = []
         devices = list(self._devices.values())
-        for task in devices[0].tasks:  # of a bag: in turn, since each device would compute them alike
+        for task in devices[0].tasks:  # leased: in turn, since each device would compute them alike
             devices[task % len(devices)].lease(task, inputs)
 
     def advance(self) -> bool:
@@ -182,7 +182,7 @@ class _ReferenceDevice:
 
     @property
     def tasks(self) -> Iterable[int]:
-        """Return the tasks of a bag that may be leased to it."""
+        """Return the tasks that may be leased to it."""
         return self._work.template.task_inputs
 
     def lease(self, task: int, inputs: Array) -> None:

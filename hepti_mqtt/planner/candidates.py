@@ -311,7 +311,7 @@ def _alike(question: Question, a: str, b: str) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether what a question pins can be had at all.
+# Whether what a question pins exists.
 
 
 _LISTED: Final = 8  # options that an error names

@@ -19,7 +19,7 @@ from hepti_mqtt.planner.price import Question, price
 from hepti_mqtt.planner.search import balance_shares
 from hepti_mqtt.spec import Spec
 
-KNOWN: Final = 0.96  # of the running plan's time: what another way must promise where runs have told what ours takes
+KNOWN: Final = 0.96  # of the running plan's measured time: what a trial must promise
 OTHERS: Final = 4  # ways that stay in sight after a trial
 LOADS_S: Final = 60.0  # a trial for which a device would load for longer costs more than it may win
 
@@ -32,7 +32,7 @@ def with_exploration(learned: Corrections) -> Corrections:
 def next_trial(decision: Decision, learned: Corrections, not_again: Set[StrategyKey] = frozenset()) -> Candidate | None:
     """Return the candidate of a decision that by runs, or by hope, beats the chosen plan by most; None if none does.
 
-    Only for latency, and where runs have told what the chosen plan takes.
+    Only for latency, and where the chosen plan was measured.
     """
     chosen, learned = decision.chosen, with_exploration(learned)
     if chosen.price.objective != "latency" or not learned.knows(chosen.plan):
@@ -55,10 +55,7 @@ def ranked_with_previous(question: Question, found: Decision, last: Decision) ->
     """Return the decision for a trial, ranked beside what the plan before it was compared with, at prices of now."""
     tried, there = found.chosen.name, question.cluster.devices.keys()
     others = [c for c in last.ranking if c.name != tried and c.price.feasible and there >= set(c.plan.devices)]
-    now = (
-        replace(c, price=price(question, c.plan, full=True, known=(c.price.needs, c.price.missing)))
-        for c in others[:OTHERS]
-    )
+    now = (replace(c, price=price(question, c.plan, full=True, memory=c.price.memory)) for c in others[:OTHERS])
     return replace(found, ranking=(found.chosen, *sorted(now, key=lambda c: c.price.cost)))
 
 
@@ -82,7 +79,7 @@ def _has_room(spec: Spec, decision: Decision, c: Candidate, device: str) -> bool
 # On a weak machine that coordinates and computes, each search slows down the requests beside it for seconds.
 
 
-MOVED: Final = 1.25  # a price that has changed by more tells of another site than the last search knew
+MOVED: Final = 1.25  # a price that changed by more means that the site is not the one of the last search
 FASTER: Final = 1.1  # what a device outside of the plan can do, if it has grown by less, is as it was
 GAIN: Final = 1.05  # plans that cost less by no more are not searched for: a plan stays unless another gains more
 # methods that came next
@@ -101,13 +98,13 @@ def revalidate(question: Question, last: Decision) -> Decision | None:
     ratio = full.cost[0] / last.chosen.price.cost[0]
     if not full.feasible or max(ratio, 1 / ratio) > MOVED:
         return None
-    now = Candidate(plan, price(question, plan, known=(full.needs, full.missing)), last.chosen.shares)
+    now = Candidate(plan, price(question, plan, memory=full.memory), last.chosen.shares)
     ranked = [c for c in last.ranking if c.name != plan.method][:OTHERS]
-    others = [replace(c, price=price(question, c.plan, known=(c.price.needs, c.price.missing))) for c in ranked]
+    others = [replace(c, price=price(question, c.plan, memory=c.price.memory)) for c in ranked]
     better = (c for c in (balance_shares(question, now), *others) if c.price.feasible)
     if any(GAIN * c.price.cost[0] < now.price.cost[0] for c in better):
         return None
-    return _priced_anew(question, last, replace(now, price=full), others)
+    return _reprice(question, last, replace(now, price=full), others)
 
 
 def _comparable(question: Question, last: Decision) -> bool:
@@ -130,9 +127,9 @@ def _faster_outside(question: Question, last: Decision) -> bool:
     return False
 
 
-def _priced_anew(question: Question, last: Decision, chosen: Candidate, others: Sequence[Candidate]) -> Decision:
+def _reprice(question: Question, last: Decision, chosen: Candidate, others: Sequence[Candidate]) -> Decision:
     ranking = (chosen, *sorted(others, key=lambda c: c.price.cost))
     reason = explain_choice(ranking, chosen, last.pruned)
-    told = replace(chosen.plan, predicted_s=chosen.price.seconds, predicted_bytes=chosen.price.nbytes, reason=reason)
-    chosen = replace(chosen, plan=told)
+    plan = replace(chosen.plan, predicted_s=chosen.price.seconds, predicted_bytes=chosen.price.nbytes, reason=reason)
+    chosen = replace(chosen, plan=plan)
     return replace(last, chosen=chosen, ranking=(chosen, *ranking[1:]), reason=reason, cluster=question.cluster)

@@ -39,7 +39,7 @@ def strategy_key(plan: Plan) -> StrategyKey:
 class Corrections:
     """Measured over predicted time, by way.
 
-    tried: ways that have run of late, whether or not that counts still. exploration_bonus: what part of its price an
+    tried: ways that have run recently, whether or not that counts still. exploration_bonus: what part of its price an
     untried way is taken to cost, 1 where a search is not for trying any.
     """
 
@@ -63,13 +63,13 @@ class Corrections:
         return exp(fmean(others)) if others and len(plan.devices) > 1 else 1.0
 
     def knows(self, plan: Plan) -> bool:
-        """Return whether runs have told what a plan's way takes."""
+        """Return whether a plan's way was measured."""
         return strategy_key(plan) in self.factors
 
     def bonus_for(self, plan: Plan) -> float:
         """Return what to multiply a plan's cost by so that ways which were never tried get their turn.
 
-        The first plan of several devices may promise twice as much: no runs have told yet what exchanges take here.
+        The first plan of several devices may promise twice as much: exchanges were not measured here yet.
         """
         if self.knows(plan) or strategy_key(plan) in self.tried:
             return 1.0
@@ -116,7 +116,7 @@ class RunHistory:
 # When to plan again: a device's speed or link has differed from what the plan was made for, long enough.
 
 
-GROSS: Final = 2.0  # beyond so many times, less patience: what is off by that much is no noise
+GROSS: Final = 2.0  # beyond this ratio less patience: it is not noise
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class DriftRule:
     Values are positive (slowdown, bandwidth, round trip), by any key; `planned` are those that the plan was made with.
     """
 
-    factor: float = 1.15  # a search is whole only where some prices tell of more (`again`)
+    factor: float = 1.15  # some prices decide whether a full search follows (`revalidate`)
     hold_s: float = 5.0
     rest_s: float = 15.0
     planned: dict[str, float] = field(default_factory=dict)

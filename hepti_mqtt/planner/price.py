@@ -86,6 +86,13 @@ class SimulatedRequest(NamedTuple):
     simulation: Simulation
 
 
+class Memory(NamedTuple):
+    """Bytes that a plan needs on each device, and those that are missing there."""
+
+    needs: Mapping[str, int]
+    missing: Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Price:
     """What a plan costs: seconds and bytes of one request, bytes needed and missing per device, use of each device.
@@ -109,6 +116,11 @@ class Price:
     objective: Objective = "latency"
     simulated: tuple[SimulatedRequest, ...] = ()
     exploration_bonus: float = 1.0
+
+    @property
+    def memory(self) -> Memory:
+        """Return needs and missing bytes."""
+        return Memory(self.needs, self.missing)
 
     @property
     def expected_s(self) -> float:
@@ -167,14 +179,14 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
     return kept + max(live, loading_overhead_bytes(refs))
 
 
-def memory_needs(question: Question, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
-    """Return (bytes needed, bytes missing where they do not fit) by device."""
+def memory_needs(question: Question, plan: Plan) -> Memory:
+    """Return what memory a plan needs and lacks, by device."""
     needs = {}
     for device in plan.devices:
         question.pause()
         needs[device] = needed_bytes(question, plan, device)
     room = {d: question.cluster.devices[d].memory_bytes for d in plan.devices}
-    return needs, {d: int(n - room[d]) for d, n in needs.items() if n > room[d]}
+    return Memory(needs, {d: int(n - room[d]) for d, n in needs.items() if n > room[d]})
 
 
 def plan_packet(question: Question, plan: Plan) -> int:
@@ -204,15 +216,13 @@ def _tile_items(shape: tuple[int, ...]) -> int:
     return min(shape[0], VECTOR_TILE) if len(shape) == 1 else prod(min(side, TILE) for side in shape)
 
 
-def price(
-    question: Question, plan: Plan, full: bool = False, known: tuple[Mapping[str, int], Mapping[str, int]] | None = None
-) -> Price:
-    """Return the price of `plan`; known: its `memory`, where that is known already.
+def price(question: Question, plan: Plan, full: bool = False, memory: Memory | None = None) -> Price:
+    """Return the price of `plan`; memory: what it needs, where that is known already.
 
     Not full: of equal layers one is simulated, and the others are taken to take as long; the search uses that. Full:
     all layers are simulated, and so are several requests if the question asks for their throughput.
     """
-    needs, missing = known or memory_needs(question, plan)
+    needs, missing = memory or memory_needs(question, plan)
     runs = [_simulate_one(question, run, full) for run in plan.executables]
     load = None
     if full and question.load_requests:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, count, pairwise, permutations
 from typing import Final, NamedTuple
 
 from hepti_mqtt.cost.memory import weights_bytes
@@ -35,6 +35,7 @@ from hepti_mqtt.planner.candidates import (
     with_route,
 )
 from hepti_mqtt.planner.price import (
+    Memory,
     Question,
     fits_packet_limit,
     memory_needs,
@@ -55,31 +56,22 @@ SLIGHT: Final = 1e-3  # of a device's weight: as little as a division may give i
 
 
 @dataclass(frozen=True, slots=True)
-class UnpricedPlan:
-    """A plan with shares by speed, of which neither time nor memory is known."""
+class Draft:
+    """A plan with share weights that has no price yet; memory: what it needs, where that is known."""
 
     plan: Plan
     shares: tuple[float, ...]
+    memory: Memory | None = None
 
     @property
     def name(self) -> str:
         """Return strategy and variant, as people write it."""
         return self.plan.method
 
-
-@dataclass(frozen=True, slots=True)
-class UntimedPlan:
-    """A plan whose memory is known and whose time is not."""
-
-    plan: Plan
-    shares: tuple[float, ...]
-    needs: Mapping[str, int]
-    missing: Mapping[str, int]
-
     @property
-    def name(self) -> str:
-        """Return strategy and variant, as people write it."""
-        return self.plan.method
+    def missing(self) -> Mapping[str, int]:
+        """Return the bytes that each device lacks, as far as is known."""
+        return {} if self.memory is None else self.memory.missing
 
     @property
     def missing_bytes(self) -> int:
@@ -100,25 +92,37 @@ def dividing(question: Question, strategy: str) -> Iterator[None]:
             raise ConfigError(f"{strategy} cannot divide {question.naming.model}: {error}") from error
 
 
-def price_guess(question: Question, guess: UnpricedPlan) -> Candidate:
-    """Return a guess with its price."""
-    # What memory a plan needs costs as much to work out as its price: it comes later, unless plans are compared by it.
-    known: tuple[dict[str, int], dict[str, int]] | None = None if question.objective == "memory" else ({}, {})
-    return Candidate(guess.plan, price(question, guess.plan, known=known), guess.shares)
-
-
-def price_draft(question: Question, draft: UntimedPlan) -> Candidate:
+def price_draft(question: Question, draft: Draft) -> Candidate:
     """Return a draft with its price."""
-    return Candidate(draft.plan, price(question, draft.plan, known=(draft.needs, draft.missing)), draft.shares)
+    # Memory takes as long to work out as a price: it comes later, unless plans are compared by it.
+    memory = draft.memory or (None if question.objective == "memory" else Memory({}, {}))
+    return Candidate(draft.plan, price(question, draft.plan, memory=memory), draft.shares)
 
 
-def price_if_better(question: Question, best: Candidate, plan: Plan, weights: Sequence[float]) -> Candidate | None:
-    """Return a plan with shares moved if it costs less than the best yet, and memory and broker take it too."""
-    found = price_guess(question, UnpricedPlan(plan, tuple(weights)))
+Move = tuple[Plan, tuple[float, ...]]  # a plan, and the share weights that it came from
+
+
+def climb(
+    question: Question, c: Candidate, moves: Callable[[Candidate], Iterable[Move]], rounds: int | None = None
+) -> Candidate:
+    """Return the best of a candidate and the first move that beats it, again and again; rounds: at most.
+
+    A move counts if it costs less and memory and broker take it too.
+    """
+    for _ in count() if rounds is None else range(rounds):
+        better = next(filter(None, (_if_better(question, c, *move) for move in moves(c))), None)
+        if better is None:
+            break
+        c = better
+    return c
+
+
+def _if_better(question: Question, best: Candidate, plan: Plan, weights: tuple[float, ...]) -> Candidate | None:
+    found = price_draft(question, Draft(plan, weights))
     if found.price.cost >= best.price.cost or not fits_packet_limit(question, plan):
         return None
-    needs, missing = memory_needs(question, plan)
-    return None if missing else replace(found, price=replace(found.price, needs=needs))
+    memory = memory_needs(question, plan)
+    return None if memory.missing else replace(found, price=replace(found.price, needs=memory.needs))
 
 
 def with_shares(question: Question, plan: Plan, weights: Sequence[float]) -> Plan:
@@ -133,11 +137,11 @@ class FittingResult(NamedTuple):
     """Candidates to balance; drafts found on the way that do not fit; of other methods the best price that is known."""
 
     candidates: list[Candidate]
-    oversized: list[UntimedPlan]
+    oversized: list[Draft]
     pruned: list[Candidate]
 
 
-def best_fitting(question: Question, guesses: Sequence[UnpricedPlan]) -> FittingResult:
+def best_fitting(question: Question, guesses: Sequence[Draft]) -> FittingResult:
     """Return the fastest candidates, those that do not fit, and those that are too far behind to be looked at.
 
     Where the question compares, the fastest of every other strategy and variant is among the first, so that the
@@ -147,7 +151,7 @@ def best_fitting(question: Question, guesses: Sequence[UnpricedPlan]) -> Fitting
     able, hopeless = _by_room(question, guesses)
     queue, floor = _queue(question, able)
     found: list[Candidate] = []
-    short: list[UntimedPlan] = []
+    short: list[Draft] = []
     behind: list[Candidate] = []
     while queue:
         cost, n, c, fits = heappop(queue)
@@ -164,12 +168,12 @@ def best_fitting(question: Question, guesses: Sequence[UnpricedPlan]) -> Fitting
                 if isinstance(c, Candidate):
                     behind.append(c)
                 continue
-            if isinstance(c, UnpricedPlan) and (least := floor.bound_unpriced(c.plan)) > cost[0] >= 0:
+            if isinstance(c, Draft) and (least := floor.bound_unpriced(c.plan)) > cost[0] >= 0:
                 heappush(queue, ((least, least), n, c, False))
                 continue
         with dividing(question, c.plan.strategy):
-            if isinstance(c, UnpricedPlan):
-                c = price_guess(question, c)
+            if isinstance(c, Draft):
+                c = price_draft(question, c)
                 floor.observe(c)
                 heappush(queue, (c.price.cost, n, c, False))
                 continue
@@ -177,7 +181,8 @@ def best_fitting(question: Question, guesses: Sequence[UnpricedPlan]) -> Fitting
             if draft.missing:
                 short.append(draft)
             elif fits_packet_limit(question, draft.plan):
-                known = replace(c.price, needs=draft.needs, missing={}) if draft.plan == c.plan else None
+                assert draft.memory is not None
+                known = replace(c.price, needs=draft.memory.needs, missing={}) if draft.plan == c.plan else None
                 c = price_draft(question, draft) if known is None else replace(c, price=known)
                 heappush(queue, (c.price.cost, n, c, True))
     explained = {c.name for c in found} | {draft.name for draft in short}
@@ -187,10 +192,10 @@ def best_fitting(question: Question, guesses: Sequence[UnpricedPlan]) -> Fitting
 
 
 # (cost or its bound, number, plan, whether it is known to fit)
-_Step = tuple[tuple[float, float], int, UnpricedPlan | Candidate, bool]
+_Step = tuple[tuple[float, float], int, Draft | Candidate, bool]
 
 
-def _queue(question: Question, guesses: Sequence[UnpricedPlan]) -> tuple[list[_Step], LowerBound]:
+def _queue(question: Question, guesses: Sequence[Draft]) -> tuple[list[_Step], LowerBound]:
     """Return a heap of the guesses by what they cost at the least: it follows from the prices of devices alone."""
     queue: list[_Step] = []
     alone: dict[str, float] = {}
@@ -198,7 +203,7 @@ def _queue(question: Question, guesses: Sequence[UnpricedPlan]) -> tuple[list[_S
         for n, guess in enumerate(guesses):
             if len(guess.plan.devices) == 1:
                 with dividing(question, guess.plan.strategy):
-                    c = price_guess(question, guess)
+                    c = price_draft(question, guess)
                     queue.append((c.price.cost, n, c, False))
                     alone[c.plan.root] = c.price.seconds
     known = {number for _, number, _, _ in queue}
@@ -213,8 +218,8 @@ def _queue(question: Question, guesses: Sequence[UnpricedPlan]) -> tuple[list[_S
     return queue, floor
 
 
-def _smallest(guesses: Sequence[UnpricedPlan]) -> set[int]:
-    """Return the number of each method's first guess of the fewest devices: the soonest priced, it tells of others."""
+def _smallest(guesses: Sequence[Draft]) -> set[int]:
+    """Return the number of each method's first guess of the fewest devices: priced first, it bounds others."""
     best: dict[str, int] = {}
     for n, guess in enumerate(guesses):
         devices = len(guess.plan.devices)
@@ -226,12 +231,12 @@ def _smallest(guesses: Sequence[UnpricedPlan]) -> set[int]:
 # -- by memory --------------------------------------------------------------------------------------------------------
 
 
-def _by_room(question: Question, guesses: Sequence[UnpricedPlan]) -> tuple[list[UnpricedPlan], dict[str, UnpricedPlan]]:
+def _by_room(question: Question, guesses: Sequence[Draft]) -> tuple[list[Draft], dict[str, Draft]]:
     """Return the guesses whose devices have room for the weights together, and by name the others with the most."""
     whole = _whole_bytes(question.spec, question.weight_dtype)
     room = {name: profile.memory_bytes for name, profile in question.cluster.devices.items()}
-    able: list[UnpricedPlan] = []
-    hopeless: dict[str, tuple[float, UnpricedPlan]] = {}
+    able: list[Draft] = []
+    hopeless: dict[str, tuple[float, Draft]] = {}
     for guess in guesses:
         has = sum(room[d] for d in guess.plan.devices)
         if guess.plan.replicas or has >= whole:
@@ -248,19 +253,19 @@ def _whole_bytes(spec: Spec, storage: WeightDtype) -> int:
     return weights_bytes(resident_weights(spec, plan, ""))
 
 
-def _draft(question: Question, guess: UnpricedPlan | Candidate) -> UntimedPlan:
+def _draft(question: Question, guess: Draft | Candidate) -> Draft:
     """Return the draft of a plan, with the next fastest device as its head if only the head's memory is short."""
     made = []
     speeds = dict(zip(guess.plan.devices, guess.shares, strict=False))  # replicas have devices of their own
     for head in sorted(guess.plan.devices, key=lambda d: (d != guess.plan.root, -speeds.get(d, 0.0)))[:2]:
         plan = replace(guess.plan, root=head)
-        made.append(UntimedPlan(plan, guess.shares, *memory_needs(question, plan)))
+        made.append(Draft(plan, guess.shares, memory_needs(question, plan)))
         if head not in made[-1].missing:
             break
     return min(made, key=lambda d: d.missing_bytes)
 
 
-def _fit_memory(question: Question, draft: UntimedPlan) -> UntimedPlan:
+def _fit_memory(question: Question, draft: Draft) -> Draft:
     """Return the draft with shares that fit if there are any: from those by speed, else from those by memory."""
     if draft.plan.replicas or _never_fits(question, draft):
         return draft  # each replica was made to fit
@@ -271,7 +276,7 @@ def _fit_memory(question: Question, draft: UntimedPlan) -> UntimedPlan:
     return min(fitted, _shift(question, by_memory), key=lambda d: d.missing_bytes)
 
 
-def _never_fits(question: Question, draft: UntimedPlan) -> bool:
+def _never_fits(question: Question, draft: Draft) -> bool:
     """Return whether a device lacks memory even for as little as a division may give it."""
     devices = draft.plan.devices
     if len(devices) == 1:
@@ -288,21 +293,21 @@ def _room(question: Question, device: str) -> float:
     return max(min(question.cluster.devices[device].memory_bytes, 1e15), 1.0)
 
 
-def _redrafted(question: Question, draft: UntimedPlan, weights: Sequence[float]) -> UntimedPlan:
+def _redrafted(question: Question, draft: Draft, weights: Sequence[float]) -> Draft:
     plan = with_shares(question, draft.plan, weights)
-    return UntimedPlan(plan, tuple(weights), *memory_needs(question, plan))
+    return Draft(plan, tuple(weights), memory_needs(question, plan))
 
 
-def _shift(question: Question, draft: UntimedPlan) -> UntimedPlan:
+def _shift(question: Question, draft: Draft) -> Draft:
     """Move shares away from devices whose memory is short, until the plan fits or nothing moves any more."""
     best = draft
     for _ in range(MEMORY_ROUNDS):
-        if not best.missing or len(best.plan.devices) == 1:
+        if best.memory is None or not best.missing or len(best.plan.devices) == 1:
             break
         weights = list(best.shares)
         for i, device in enumerate(best.plan.devices):
             if device in best.missing:
-                weights[i] *= max(min(_room(question, device) / best.needs[device], 0.95), 0.05) ** 1.5
+                weights[i] *= max(min(_room(question, device) / best.memory.needs[device], 0.95), 0.05) ** 1.5
         moved = _redrafted(question, best, weights)
         if moved.missing_bytes >= best.missing_bytes:
             break
@@ -323,26 +328,18 @@ def hill_climb(question: Question, c: Candidate) -> Candidate:
     """Move single units of a plan's ranges from device to device, as long as that makes it faster."""
     if not STRATEGIES[c.plan.strategy].coarse:
         return c
-    best = c
     few = sorted((parts[-1][1], kind) for kind, parts in c.plan.ranges.items() if parts[-1][1] <= MOST)
     looked: dict[str, Candidate] = {}
     for _, kind in few * ROUNDS:
-        if looked.get(kind) is best:
-            continue  # nothing has moved since
-        while (better := _better(question, best, kind)) is not None:
-            best = better
-        looked[kind] = best
-    return best
+        if looked.get(kind) is not c:  # else nothing has moved since
+            looked[kind] = c = climb(question, c, partial(_unit_moves, kind))
+    return c
 
 
-def _better(question: Question, c: Candidate, kind: str) -> Candidate | None:
-    """Return the first plan that is faster with one unit of a kind at another device."""
+def _unit_moves(kind: str, c: Candidate) -> Iterator[Move]:
     busy = [c.price.use[device].compute_s for device in c.plan.devices]
     for ranges in _moved(c.plan.ranges[kind], busy):
-        plan = replace(c.plan, ranges={**c.plan.ranges, kind: ranges})
-        if (found := price_if_better(question, c, plan, c.shares)) is not None:
-            return found
-    return None
+        yield replace(c.plan, ranges={**c.plan.ranges, kind: ranges}), c.shares
 
 
 def _moved(ranges: Sequence[Range], busy: Sequence[float]) -> Iterator[tuple[Range, ...]]:
@@ -382,7 +379,7 @@ def meet_deadline(question: Question, c: Candidate) -> Candidate:
         with suppress(ValueError):
             lanes = device_costs(sooner, c.plan.devices)
             plan = make_plan(question.spec, best.plan, c.plan.strategy, c.plan.options, c.shares, lanes)
-            found = replace(best, plan=plan, price=price(question, plan, known=memory_needs(question, plan)))
+            found = replace(best, plan=plan, price=price(question, plan, memory=memory_needs(question, plan)))
             faster = not found.price.missing and found.price.seconds < best.price.seconds
             if faster and fits_packet_limit(question, plan):
                 best = found
@@ -490,7 +487,7 @@ def _joined(question: Question, method: Method, options: Options, parts: Sequenc
 SEARCH_ROUNDS: Final = 4  # steps of balancing
 STEPPED: Final = 2  # candidates whose shares are tried step by step
 STEPS: Final = (1.3, 1.15, 1.07)  # of one device's share, where a map has few rows to share out
-# One device is taken if the fastest plan of several is not so many times as fast: less than predictions are off by.
+# The least speed-up for which several devices are taken: below it, predictions are too inexact.
 MIN_SPEEDUP: Final = 1.04
 # Throughputs that differ by less are alike: a short load ends where it ends, and devices that wait for each other lose
 # more on a busy machine than the simulator says. Of such plans the one that sends least is taken.
@@ -572,9 +569,9 @@ def _on_remaining_devices(question: Question, last: Plan, *, may_load: bool) -> 
         if last.route in candidate_routes(question, plan.devices):
             plan = with_route(question, plan, last.route)
         if may_load or _has_weights(question, last, plan):
-            needs, missing = memory_needs(question, plan)
-            if not missing and fits_packet_limit(question, plan):
-                return _simulate_draft(question, UntimedPlan(plan, guess.shares, needs, missing))
+            memory = memory_needs(question, plan)
+            if not memory.missing and fits_packet_limit(question, plan):
+                return _simulate_draft(question, Draft(plan, guess.shares, memory))
     return None
 
 
@@ -584,7 +581,7 @@ def _has_weights(question: Question, last: Plan, plan: Plan) -> bool:
     return all({*resident_weights(spec, last, d)} >= {*resident_weights(spec, plan, d)} for d in plan.devices)
 
 
-def _within_packet_limit(question: Question, guesses: Sequence[UnpricedPlan]) -> Sequence[UnpricedPlan]:
+def _within_packet_limit(question: Question, guesses: Sequence[Draft]) -> Sequence[Draft]:
     """Return the guesses whose largest packets get through; raises PacketLimitError if not even one does."""
     limit = question.packet_bytes
     if limit is None or not guesses:
@@ -605,7 +602,7 @@ def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
     return (missing > 0, missing, c.price.cost)
 
 
-def _initial_plans(question: Question) -> Iterator[UnpricedPlan]:
+def _initial_plans(question: Question) -> Iterator[Draft]:
     """Yield every candidate with shares proportional to measured speed."""
     names = question.devices or tuple(question.cluster.devices)
     most = max(question.shape.size, pixels(_graph(question)))
@@ -615,7 +612,7 @@ def _initial_plans(question: Question) -> Iterator[UnpricedPlan]:
     for method in _methods(question):
         if method.groups is not None:
             for plan in replica_plans(question, method, by_speed, decide):
-                yield UnpricedPlan(plan, ())
+                yield Draft(plan, ())
             continue
         for subset in subsets(question, by_speed, pinned=question.devices is not None and method.max_devices is None):
             if method.max_devices is not None and len(subset) > method.max_devices:
@@ -654,7 +651,7 @@ def _methods(question: Question) -> Iterator[Method]:
             raise ConfigError(f"{reason}; {question.naming.model} can be divided by: {', '.join(able)}")
 
 
-def _guess(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> UnpricedPlan:
+def _guess(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> Draft:
     """Return a plan whose head is the first device, the fastest; raises ValueError if the model cannot be divided."""
     head, *_ = names = tuple(speeds)
     devices = as_chain(names) if method.order_matters else names
@@ -670,7 +667,7 @@ def _guess(question: Question, method: Method, options: Options, speeds: Mapping
     )
     plan = make_plan(question.spec, template, method.name, options, weights, device_costs(question, devices))
     plan = replace(plan, wire=candidate_wires(question, plan)[0])
-    return UnpricedPlan(with_route(question, plan, candidate_routes(question, devices)[0]), weights)
+    return Draft(with_route(question, plan, candidate_routes(question, devices)[0]), weights)
 
 
 def _best_route_and_wire(question: Question, c: Candidate) -> Candidate:
@@ -684,53 +681,48 @@ def _best_route_and_wire(question: Question, c: Candidate) -> Candidate:
     ]
     others = [plan for plan in ways if (plan.route, plan.wire) != (c.plan.route, c.plan.wire)]
     through = (p for p in others if fits_packet_limit(question, p))
-    priced = (replace(c, plan=p, price=price(question, p, known=_memory_as(question, c, p))) for p in through)
+    priced = (replace(c, plan=p, price=price(question, p, memory=_memory_as(question, c, p))) for p in through)
     return min((c, *(p for p in priced if p.price.feasible)), key=lambda found: found.price.cost)
 
 
-def _memory_as(question: Question, c: Candidate, plan: Plan) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Return the memory of a candidate's plan in another way: the route changes nothing of it, the wire may."""
-    return (c.price.needs, c.price.missing) if plan.wire == c.plan.wire else memory_needs(question, plan)
+def _memory_as(question: Question, c: Candidate, plan: Plan) -> Memory:
+    """Return the memory of a candidate's plan on another route, which changes nothing of it, or wire, which may."""
+    return c.price.memory if plan.wire == c.plan.wire else memory_needs(question, plan)
 
 
 def balance_shares(question: Question, c: Candidate) -> Candidate:
     """Return a plan with shares shifted from devices that compute long to those that wait, as long as that helps."""
-    best, weights = c, c.shares
     method = STRATEGIES[c.plan.strategy]
     if method.chooses_devices(c.plan.options):
         return meet_deadline(question, c)
     if len(c.plan.devices) == 1 or c.plan.replicas or method.fixed_shares:
         return c
-    for _ in range(SEARCH_ROUNDS):
-        price_now = best.price
-        of_memory = question.objective == "memory"
+
+    def balanced(best: Candidate) -> Iterator[Move]:
+        now, of_memory = best.price, question.objective == "memory"
         busy = [
-            price_now.needs[d] / max(price_now.memory_bytes[d], 1) if of_memory else price_now.use[d].compute_s
-            for d in c.plan.devices
+            now.needs[d] / max(now.memory_bytes[d], 1) if of_memory else now.use[d].compute_s for d in c.plan.devices
         ]
         mean = sum(busy) / len(busy)
-        weights = tuple(
-            w * min(max((mean / t) ** 0.7 if t > 0 else 1.5, 0.5), 2.0) for w, t in zip(best.shares, busy, strict=True)
-        )
-        moved = price_if_better(question, best, with_shares(question, best.plan, weights), weights)
-        if moved is None:
-            break
-        best = moved
-    return best
+        factors = [min(max((mean / t) ** 0.7 if t > 0 else 1.5, 0.5), 2.0) for t in busy]
+        weights = tuple(w * factor for w, factor in zip(best.shares, factors, strict=True))
+        yield with_shares(question, best.plan, weights), weights
+
+    return climb(question, c, balanced, SEARCH_ROUNDS)
 
 
 def _step_by_step(question: Question, c: Candidate) -> Candidate:
     """Give one device after the other more or less, by smaller and smaller steps, as long as that helps."""
-    best = c
+
+    def stepped(i: int, step: float, best: Candidate) -> Iterator[Move]:
+        for factor in (step, 1 / step):
+            weights = tuple(w * factor if j == i else w for j, w in enumerate(best.shares))
+            yield with_shares(question, best.plan, weights), weights
+
     for step in STEPS if STRATEGIES[c.plan.strategy].coarse else ():
         for i in range(len(c.plan.devices)):
-            for factor in (step, 1 / step):
-                weights = tuple(w * factor if j == i else w for j, w in enumerate(best.shares))
-                moved = price_if_better(question, best, with_shares(question, best.plan, weights), weights)
-                if moved is not None:
-                    best = moved
-                    break
-    return best
+            c = climb(question, c, partial(stepped, i, step), rounds=1)
+    return c
 
 
 def _simulate_in_full(question: Question, found: Iterable[Candidate]) -> list[Candidate]:
@@ -768,11 +760,11 @@ def _prefer_single(question: Question, found: list[Candidate]) -> list[Candidate
 
 
 def _final(question: Question, c: Candidate) -> Candidate:
-    return _simulate_draft(question, UntimedPlan(c.plan, c.shares, c.price.needs, c.price.missing))
+    return _simulate_draft(question, Draft(c.plan, c.shares, c.price.memory))
 
 
-def _simulate_draft(question: Question, draft: UntimedPlan) -> Candidate:
-    full = price(question, draft.plan, full=True, known=(draft.needs, draft.missing))
+def _simulate_draft(question: Question, draft: Draft) -> Candidate:
+    full = price(question, draft.plan, full=True, memory=draft.memory)
     errors = [question.errors[key] for run in draft.plan.executables if (key := wire_error_key(run)) in question.errors]
     plan = replace(
         draft.plan,

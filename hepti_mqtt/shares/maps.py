@@ -21,7 +21,7 @@ from hepti_mqtt.lowering import Graph, IndexSet, Piece, Rule, Table, region_with
 from hepti_mqtt.lowering.ops import GlobalAverage, Op
 from hepti_mqtt.lowering.regions import Region, index_count, union
 from hepti_mqtt.plan import Range, apportion
-from hepti_mqtt.shares.share import Array, DeviceResources, Options, Shares, Speeds, partition_in_order
+from hepti_mqtt.shares.share import Array, DeviceResources, Options, Shares, Speeds, assign_greedily, partition_in_order
 
 PLACED: Final = (roles.MAP, roles.DENSE)
 
@@ -173,10 +173,6 @@ def boundary_maps(graph: Graph, cut: int) -> frozenset[str]:
 # Rows of maps by one weight per device, or by their size, and columns of the dense layers behind them.
 
 
-# Divides so many units by the devices' weights.
-Divide = Callable[[int, Speeds], tuple[Range, ...]]
-
-
 def dense_kind(columns: int) -> str:
     """Return the kind of share of dense layers that have so many columns."""
     return f"dense {columns}"
@@ -205,15 +201,11 @@ def ranges_by_size(graph: Graph, _options: Options, weights: Speeds, lanes: Sequ
     return {}, {**rows, **dense_ranges(graph, lambda n: apportion(n, speeds))}
 
 
-def solve_by_speed(kind: str, divide: Divide) -> Callable[[Graph, Options, Speeds, Sequence[DeviceResources]], Shares]:
-    """Return what finds the shares of such a table: the devices' speeds, and the columns of the dense layers."""
-
-    def solve(graph: Graph, _options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
-        speeds = single_row_speeds(weights, lanes)
-        whole = sum(weights) or 1.0  # parts of it: however often shares are changed, a plan has no numbers without end
-        return {kind: tuple(w / whole for w in weights)}, dense_ranges(graph, lambda n: divide(n, speeds))
-
-    return solve
+def modnn_shares(graph: Graph, _options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:
+    """Return the devices' speeds as parts of their sum, and columns of the dense layers, assigned greedily."""
+    speeds = single_row_speeds(weights, lanes)
+    whole = sum(weights) or 1.0  # as parts, so that a plan's numbers stay short however often shares change
+    return {"speeds": tuple(w / whole for w in weights)}, dense_ranges(graph, lambda n: assign_greedily(n, speeds))
 
 
 def single_row_speeds(weights: Speeds, lanes: Sequence[DeviceResources]) -> Speeds:
@@ -446,7 +438,7 @@ def solve_shares(costs: Costs, power: Sequence[Power] = (), deadline_s: float = 
     """Return the share of each device, None if no shares meet deadline and memory.
 
     Least is the time of the layers one behind the other, each as long as its slowest device, or with `power` the energy
-    under the deadline. A share is nothing or at least as large as the halo of every layer: whoever has less after a
+    under the deadline. A share is nothing or at least as large as the halo of every layer: a device with less after a
     solution is left out of the next one, the smallest share first, as in CoEdge, and gets that much if nothing else is
     in time.
     """

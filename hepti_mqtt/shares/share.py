@@ -119,7 +119,7 @@ def partition_in_order(costs: Array) -> tuple[Range, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Units given one by one to whoever is done with them first.
+# Units given one by one to the device that finishes first.
 
 
 # How the original layers of a decoupled transformer are computed, and the last group's where that differs.

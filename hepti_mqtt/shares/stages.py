@@ -117,9 +117,7 @@ def stages(chain: Chain, speeds: Speeds, lanes: Sequence[DeviceResources], goal:
     """
     n, used = len(chain.flops), [d for d, speed in enumerate(speeds) if speed > 0]
     if len(used) > n:
-        raise ValueError(
-            f"{len(used)} devices are more stages than the {n} parts of {n // PARTS} layers; use {n} devices at most"
-        )
+        raise ValueError(f"{n // PARTS} layers have {n} parts, too few for {len(used)} stages; use at most {n} devices")
     search = _Search(chain, speeds, lanes, goal)
     found = search.found(used, free=False)
     if len(speeds) <= MAX_PERMUTED_DEVICES and (other := search.found(used, free=True))[0] < found[0] * _LESS:

@@ -1,8 +1,19 @@
-"""The parallel methods: each is a table of layouts, registered here by name."""
+"""The parallel methods by name: each is a table of layouts. The order is that in which people read them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
+from hepti_mqtt.strategies import convnets as c
+from hepti_mqtt.strategies import encoders as e
 from hepti_mqtt.strategies.method import Division, Method
-from hepti_mqtt.strategies.registry import STRATEGIES
 
 __all__ = ["STRATEGIES", "Division", "Method"]
+
+_ENCODERS: Final = (
+    e.ROW, e.COLUMN, e.BLOCK, e.GRID, e.MEGATRON, e.TWO_D, e.GALAXY, e.VOLTAGE, c.PIPELINE, e.DECOUPLED, e.DECODER,
+)  # fmt: skip
+_CONVNETS: Final = (c.MAP_ROWS, c.MODNN, c.COEDGE, c.EDGEFLOW, c.FUSED_TILES)
+
+STRATEGIES: Final[Mapping[str, Method]] = {m.name: m for m in (e.SINGLE, *_ENCODERS, *_CONVNETS, e.REPLICAS)}

@@ -125,9 +125,7 @@ class Method:
             words[" or ".join(map(roles.describe, self.needs_any))] = None
         if words:
             has = " and ".join(words)
-            return (
-                f"{self.name} divides models with {has}, which this one does not have{roles.missing_role_hint(missing)}"
-            )
+            return f"{self.name} needs a model with {has}{roles.missing_role_hint(missing)}"
         if roles.CACHE in graph.roles and not self.keeps_cache:
             return f"{self.name} does not say which device keeps the cache of a decoder"
         for share in self.shares:

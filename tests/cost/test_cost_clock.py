@@ -9,6 +9,7 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_builder import ProgramBuilder
 from sites import FAMILIES, always, plan, request, tensors
 from swarm import Swarm
 
@@ -28,7 +29,7 @@ from hepti_mqtt.lowering.passes import set_routes
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import Program, ProgramBuilder, Send, SlotSpec
+from hepti_mqtt.program import Program, Send, SlotSpec
 from hepti_mqtt.spec import TaskHead
 
 NAMING = TopicNames("home", "m")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_builder import ProgramBuilder
 from programs_run import run_programs
 from sites import EVERY_FAMILY, FAMILIES, METHODS, always, plan, request, served, tensors
 from small_cnns import cnn, conv
@@ -26,7 +27,7 @@ from hepti_mqtt.lowering.passes import fuse_conversions, merge_copies, narrow_we
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_program, device_programs, lower_plan, programs_digest, resident_weights
 from hepti_mqtt.planner.accuracy import _ReferenceRun, _Weights
-from hepti_mqtt.program import Compute, Program, ProgramBuilder, Recv, Send, publish_targets, validate
+from hepti_mqtt.program import Compute, Program, Recv, Send, publish_targets, validate
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack, run_local
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES

@@ -23,7 +23,7 @@ from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Decision, Question, decide
 from hepti_mqtt.planner.candidates import as_chain
 from hepti_mqtt.planner.estimates import Corrections
-from hepti_mqtt.planner.search import UnpricedPlan, hill_climb, price_guess
+from hepti_mqtt.planner.search import Draft, hill_climb, price_draft
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 
@@ -240,7 +240,7 @@ def test_single_rows_of_small_maps_are_tried_at_other_devices():
     )
     chosen = decide(asked).chosen
     by_speed = replace(chosen.plan, ranges={**chosen.plan.ranges, "rows 32": ((0, 4), (4, 32))})
-    slow = price_guess(asked, UnpricedPlan(by_speed, chosen.shares))
+    slow = price_draft(asked, Draft(by_speed, chosen.shares))
     assert hill_climb(asked, slow).price.seconds < slow.price.seconds
     assert hill_climb(asked, chosen).price.seconds <= chosen.price.seconds
 

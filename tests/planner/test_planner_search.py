@@ -30,12 +30,12 @@ from hepti_mqtt.planner.candidates import candidate_routes, explain_choice, rela
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
 from hepti_mqtt.planner.search import (
     MIN_SPEEDUP,
-    UnpricedPlan,
+    Draft,
     _initial_plans,
     _queue,
     _whole_bytes,
     best_fitting,
-    price_guess,
+    price_draft,
 )
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
@@ -346,9 +346,9 @@ def test_no_plan_takes_less_than_its_bound(family, mbit):
     spec = EVERY_FAMILY[family]
     asked = question(spec, site, tokens=largest_shape(spec).tokens)
     steps, _ = _queue(asked, list(_initial_plans(asked)))
-    bounds = [(least, plan) for least, _, plan, _ in steps if isinstance(plan, UnpricedPlan)]
+    bounds = [(least, plan) for least, _, plan, _ in steps if isinstance(plan, Draft)]
     assert len(bounds) > 10
-    assert all((0, 0) < least <= price_guess(asked, plan).price.cost for least, plan in bounds)
+    assert all((0, 0) < least <= price_draft(asked, plan).price.cost for least, plan in bounds)
 
 
 def test_what_has_no_room_for_all_weights_together_is_told_once_for_each_method():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from program_builder import ProgramBuilder
 
 from hepti_mqtt.ids import ALL_DEVICES
-from hepti_mqtt.program import Compute, Program, ProgramBuilder, Recv, Send, SlotSpec, publish_targets, validate
+from hepti_mqtt.program import Compute, Program, Recv, Send, SlotSpec, publish_targets, validate
 from hepti_mqtt.schedule import make_template
 
 

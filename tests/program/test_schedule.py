@@ -7,8 +7,9 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_builder import ProgramBuilder
 
-from hepti_mqtt.program import ProgramBuilder, Recv, slots_written
+from hepti_mqtt.program import Recv, slots_written
 from hepti_mqtt.schedule import ProgramRun, RunMachine, make_template
 
 

@@ -17,7 +17,7 @@ from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
-from hepti_mqtt.cost.simulator import SimulatedRequest, TopicNames, send_bytes, simulate_requests
+from hepti_mqtt.cost.simulator import FrameArrival, SimulatedRequest, TopicNames, send_bytes, simulate_requests
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers, works
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput
@@ -170,10 +170,10 @@ class Driven:
 
     def payload(self, frame, sent):
         if frame.key is not None:
-            return sent.get((frame.admission, frame.key))
-        shape, inputs, _ = self.asked[frame.admission - 1]
-        session = DecoderSession(frame.admission, final=True) if shape.session_rows else DecoderSession()
-        return encode_work("m", EPOCH, frame.admission, shape, inputs, session)
+            return sent.get((frame.run_id, frame.key))
+        shape, inputs, _ = self.asked[frame.run_id - 1]
+        session = DecoderSession(frame.run_id, final=True) if shape.session_rows else DecoderSession()
+        return encode_work("m", EPOCH, frame.run_id, shape, inputs, session)
 
     def seconds(self, step):
         program = self.programs[step.run_id - 1]
@@ -211,16 +211,19 @@ def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
     cluster = data.draw(sites(fixed.devices))
     asked = [(shape, inputs, device_programs(spec, fixed, shape)) for shape, inputs in requests]
     times = data.draw(st.lists(st.floats(0, 0.05), min_size=len(asked), max_size=len(asked)), label="asked")
-    played = simulate_requests(
+    seen = []
+    simulate_requests(
         NAMING,
         spec,
         [SimulatedRequest(shape, parts, at) for (shape, _, parts), at in zip(asked, sorted(times), strict=True)],
         cluster,
         in_flight=data.draw(st.integers(1, 3), label="in flight"),
-        record=True,
+        observe=seen.append,
     )
+    arrivals = [found for found in seen if isinstance(found, FrameArrival)]
+    began = [found for found in seen if not isinstance(found, FrameArrival)]
     driven = {
-        name: Driven(spec, fixed, asked, cluster, name, [a for a in played.arrivals if a.device == name])
+        name: Driven(spec, fixed, asked, cluster, name, [a for a in arrivals if a.device == name])
         for name in fixed.devices
     }
     sent = {}
@@ -230,7 +233,7 @@ def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
             device.advance(sent)
         assert [len(d.arrivals) for d in driven.values()] != before, "a frame arrived that nobody has sent"
     for name, device in driven.items():
-        assert device.ran == [(admission, place) for n, admission, place in played.op_order if n == name], name
+        assert device.ran == [found[1:] for found in began if found[0] == name], name
         assert not device.session.counters["duplicate"], "one frame, one exchange"
         device.session.check()
     for (shape, inputs, _), got in zip(asked, answers(sent, range(1, len(asked) + 1)), strict=True):

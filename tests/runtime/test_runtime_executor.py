@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from program_builder import ProgramBuilder
 from sites import FAMILIES, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.cost.memory import live_bytes
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.plan_programs import device_program
-from hepti_mqtt.program import ProgramBuilder
 from hepti_mqtt.runtime.worker.executor import Executor, bind, run_local
 
 X = np.arange(4, dtype=np.float32).reshape(2, 2)

@@ -163,7 +163,7 @@ def _listed(config: JsonConfig) -> tuple[Node, ...]:
         try:
             node = node_from_dict(data)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"config.json: node {place} of `nodes` is none that is known ({error}): {data}") from error
+            raise ModelError(f"config.json: node {place} of `nodes` is invalid ({error}): {data}") from error
         if isinstance(node, Activation) and node.function not in ACTIVATIONS:
             raise ModelError(f"config.json: function {node.function!r} is not supported; supported: {ACTIVATIONS}")
         found.append(node)
