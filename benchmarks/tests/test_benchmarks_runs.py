@@ -21,7 +21,7 @@ from benchmarks.outside import BASELINES
 from benchmarks.provenance import read
 from hepti_mqtt.errors import HeptiError
 
-pytestmark = [pytest.mark.broker, pytest.mark.processes]
+pytestmark = [pytest.mark.broker, pytest.mark.processes, pytest.mark.wide]
 
 
 def why_not() -> str:
@@ -53,7 +53,6 @@ def run(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.wide
 def test_methods_are_timed_on_a_site_of_this_machine(run: Callable[..., str]) -> None:
     small = ["models=[minilm]", "layers=1", "lengths=[16]", "devices=[1,2]", "rates=[]", "lab=this-machine"]
     text = run("aa", "--quick", *small, "rounds=2", "repetitions=1")
@@ -61,7 +60,6 @@ def test_methods_are_timed_on_a_site_of_this_machine(run: Callable[..., str]) ->
     assert "row/kv x2" in text
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("name", BASELINES)
 def test_outside_baselines_give_the_same_hidden_states(run: Callable[..., str], name: str) -> None:
     if missing := [package for package in BASELINES[name].packages if find_spec(package) is None]:

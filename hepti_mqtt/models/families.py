@@ -80,19 +80,6 @@ def spec_from_dict(data: Mapping[str, Any]) -> Spec:
     return _spec_class(FAMILIES[data["family"]]).from_dict(data)
 
 
-def guess_family(stored: Container[str]) -> Family | None:
-    """Return the family whose names most of a checkpoint's tensors have, None if no family finds half of its own."""
-    found: list[tuple[float, Family]] = []
-    for family in FAMILIES.values():
-        for kind in family.KINDS.values():
-            sources = tensor_sources(spec_from_config(kind.config, kind.extras))
-            # The usual name has the family's prefix: without it BERT's and ELECTRA's are the same.
-            share = sum(source.primary_name in stored for source in sources) / len(sources)
-            found.append((share, family))
-    share, family = max(found, key=lambda entry: entry[0])
-    return family if share > 0.5 else None
-
-
 def without_missing_pooler(spec: Spec, stored: Container[str]) -> Spec:
     """Return the spec with the plain cls row as embedding where a checkpoint, of these names, has no pooler."""
     if not isinstance(spec, ModelSpec) or spec.head.task != "embedding" or not spec.head.pooler:

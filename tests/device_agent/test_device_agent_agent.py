@@ -16,6 +16,7 @@ from device_agent.agent import _Agent, agent_directories, device_lock, run_agent
 from device_agent.background import LOG_S, StartupStatus
 from device_agent.config import AgentConfig
 from device_agent.machine import core_capacities, free_memory, usable_cores
+from hepti_mqtt import __version__
 from hepti_mqtt.config.process import StopRequested, StopSignals
 from hepti_mqtt.errors import BadNameError, ConfigError, NetworkError
 from hepti_mqtt.protocol.messages import Status
@@ -186,7 +187,7 @@ def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
         while len(told.said) < known + 3:
             pass
         starting.update("measuring")
-    assert told.said[0] == Status("starting", 7)
+    assert told.said[0] == Status("starting", 7, version=__version__)
     assert Status("starting", 7, "compiling kernels", 3, 23) in told.said[known:]
     assert told.said[-1] == Status("starting", 7, "measuring")
 

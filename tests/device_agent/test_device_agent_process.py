@@ -15,7 +15,7 @@ from broker_kinds import broker_of, needs_mosquitto
 
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.machine import LOADING_BYTES
-from hepti_mqtt import models
+from hepti_mqtt import __version__, models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.config.process import StopSignals
@@ -232,7 +232,7 @@ def test_a_killed_agent_leaves_its_will_and_comes_back_with_a_higher_boot(planne
     boot = planner.online("kill1")
     process.kill()
     will = planner.wait("kill1", protocol_messages.Status, STARTED)
-    assert will == protocol_messages.Status("offline", boot)
+    assert will == protocol_messages.Status("offline", boot, version=__version__)
     agents.start("kill1")
     assert planner.online("kill1", after=boot) > boot
 
@@ -296,7 +296,9 @@ def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
     stop.request()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    assert planner.wait("own1", protocol_messages.Status, STARTED) == protocol_messages.Status("offline", boot)
+    assert planner.wait("own1", protocol_messages.Status, STARTED) == protocol_messages.Status(
+        "offline", boot, version=__version__
+    )
 
 
 def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, tmp_path):

@@ -355,13 +355,12 @@ def test_electra_projects_its_embeddings_where_they_have_other_columns():
 
 
 @pytest.mark.parametrize(("kind", "given"), [("tiny-albert", "tiny-bert"), ("tiny-bert", "tiny-electra")])
-def test_weights_of_another_family_are_told_by_their_name(kind, given, tmp_path):
+def test_weights_of_another_family_are_refused(kind, given, tmp_path):
     path = make_model(kind, tmp_path / "m")
     other = make_model(given, tmp_path / "other")
     (other / "config.json").rename(path / "config.json")
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError):
         Checkpoint.open(path)
-    assert KINDS[kind].config["architectures"][0] in str(caught.value)
 
 
 def test_wrong_values_are_named():
