@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-site test-all coverage kernels check lint types imports format cli-docs pictures parity test-nets test-faults \
+.PHONY: demo test test-unit test-site test-nightly test-all coverage kernels check lint types imports format cli-docs pictures parity test-nets test-faults \
 	test-soak test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 demo: $(VENV)/.run
@@ -16,11 +16,19 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 
 # What a change needs: everything once. Minutes. With HEPTI_NO_MOSQUITTO=1 as on a machine without Mosquitto.
 test: check kernels
-	$(PYTEST) -m "not wide"
+	$(PYTEST) -m "not nightly"
+
+# No process, no broker, a virtual clock.
+test-unit: kernels
+	$(PYTEST) tests/unit -m "not nightly"
 
 # What starts processes or a broker.
 test-site: kernels
-	$(PYTEST) -m "(broker or processes) and not wide"
+	$(PYTEST) tests/site -m "not nightly"
+
+# Faults, soak, parity, every instruction set.
+test-nightly: kernels
+	$(PYTEST) -m nightly
 
 # And every instruction set, broker, damaged input and long schedule, and all examples of each property.
 test-all: check kernels
@@ -28,10 +36,10 @@ test-all: check kernels
 
 # Which lines and branches no test runs. Apart from the rest: planning takes nearly three times as long with it.
 coverage: check kernels
-	$(PYTEST) -m "not wide" --cov --cov-report=term:skip-covered
+	$(PYTEST) -m "not nightly" --cov --cov-report=term:skip-covered
 
 kernels: $(VENV)/.dev
-	$(BIN)/python tests/compile_kernels.py
+	$(BIN)/python tests/helpers/compile_kernels.py
 
 check: lint types imports
 
@@ -55,13 +63,13 @@ SEED ?= 1
 FAULTS ?=
 
 test-faults: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS)) $(FAULTS)
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS)) $(FAULTS)
 
 # An hour of mixed load over the mesh, a peer stopped in it, and what every process holds: make test-soak MINUTES=60.
 SOAK ?=
 
 test-soak: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests:tests/faults $(BIN)/python tests/faults/soak_run.py --minutes $(MINUTES) --seed $(SEED) $(SOAK)
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/soak_run.py --minutes $(MINUTES) --seed $(SEED) $(SOAK)
 
 # docs/reference/cli.md, from the commands' parsers; a test compares them.
 cli-docs: $(VENV)/.dev
@@ -69,11 +77,11 @@ cli-docs: $(VENV)/.dev
 
 # The layouts in docs/methods.
 pictures: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python docs/methods/draw.py
+	PYTHONPATH=tests/helpers $(BIN)/python docs/methods/draw.py
 
 # Nets of convolutions of full size, divided by every method on 1 to 5 devices, against one device: docs/guide/models.md.
 test-nets: $(VENV)/.dev
-	PYTHONPATH=.:tests $(BIN)/python tests/strategies/nets_agree.py $(NETS)
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/nets_agree.py $(NETS)
 
 # Live comparison with PyTorch and transformers, in an environment of their own.
 parity: $(VENV)/.dev
@@ -86,7 +94,7 @@ test-outside:
 # Hostile messages to a real site while requests go on: make test-hostile N=20000 SEED=1; see docs/reference/guarantees.md.
 N ?= 20000
 test-hostile: $(VENV)/.dev
-	PYTHONPATH=.:tests $(BIN)/python tests/hostile_site.py $(N) $(SEED)
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/hostile_site.py $(N) $(SEED)
 
 # Measurements: make bench NAME=list names them; ARGS="--quick rates=[240]" changes one. benchmarks/README.md says what
 # each is for. Emulated hosts need Linux and root.
@@ -97,7 +105,7 @@ bench: bench-venv
 
 # Tiles with fixed owners and leased, where a device becomes slower while a request runs, simulated.
 bench-leasing: $(VENV)/.dev
-	PYTHONPATH=.:tests $(BIN)/python docs/methods/leasing.py
+	PYTHONPATH=.:tests/helpers $(BIN)/python docs/methods/leasing.py
 
 # A sample of the experiments on emulated hosts. Starting a lab takes most of it, so what another one's cells stand for
 # has no lab of its own: `methods` for strategies, wire, scaling and ablation, `parallelism` for both of decoupled,

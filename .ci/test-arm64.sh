@@ -95,8 +95,8 @@ cpu, expected, *arguments = sys.argv[1:]
 assert (llvm.get_host_cpu_name(), isa(), dot()) == (cpu, "neon", expected), (llvm.get_host_cpu_name(), isa(), dot())
 print("neon, int8 by %s: %d kernels compiled, %d from the cache" % (dot(), *warm_up()), flush=True)
 sys.exit(pytest.main(arguments))' "$cpu" "$dot" \
-        -p no:cacheprovider --ignore=tests/kernels/test_kernels_jit.py \
-        -k 'not instruction_set_of_this_machine and not other_threads_allocate_meanwhile and not given_back and not disturbs' tests/kernels ||
+        -p no:cacheprovider --ignore=tests/site/kernels/test_kernels_jit.py \
+        -k 'not instruction_set_of_this_machine and not other_threads_allocate_meanwhile and not given_back and not disturbs' tests/unit/kernels ||
         failed=1
 done
 exit $failed

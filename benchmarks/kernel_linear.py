@@ -68,7 +68,7 @@ def check(name: str, got: F32, of: Data, bound: NDArray[np.float64]) -> None:
         (m, k), n = of.x.shape, len(of.b)
         raise BenchError(
             f"{name} computes [{m}, {k}] @ [{k}, {n}] wrongly in {wrong.sum()} of {wrong.size} values; nothing was "
-            "timed. Run the tests of the kernels: pytest tests/kernels"
+            "timed. Run the tests of the kernels: pytest tests/unit/kernels"
         )
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -26,6 +27,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+NIGHTLY = Path(__file__).parent / "nightly"
+
 # A change is tried on a part of each property's examples; `make test-all` tries all of them.
 PART_OF_EXAMPLES, LEAST_EXAMPLES = 3, 5
 
@@ -45,9 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
     seen: Counter[str] = Counter()
     for item in items:
+        if NIGHTLY in item.path.parents:
+            item.add_marker(pytest.mark.nightly)
         if not os.environ.get("HEPTI_ALL_EXAMPLES") and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             _fewer_examples(item.obj)
-        if item.get_closest_marker("wide"):
+        if item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.no_cover)
         elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             name = f"{item.path}::{item.originalname}"

@@ -21,7 +21,7 @@ from benchmarks.outside import BASELINES
 from benchmarks.provenance import read
 from hepti_mqtt.errors import HeptiError
 
-pytestmark = [pytest.mark.broker, pytest.mark.processes, pytest.mark.wide]
+pytestmark = pytest.mark.nightly
 
 
 def why_not() -> str:

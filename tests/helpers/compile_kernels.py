@@ -1,0 +1,26 @@
+"""Compile every kernel into the cache, on all cores, so that not each process of a suite does it at once."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from hepti_mqtt.kernels.precompile import fill_cache, ready
+
+THREADS = 2  # of the pools in tests; one of more needs nothing else
+
+
+def compile_kernels(processes: int | None = None) -> None:
+    """Fill the cache; raises RuntimeError if a kernel does not compile."""
+    fill_cache("all", THREADS, most=processes)
+    if not ready(THREADS):
+        raise RuntimeError("some kernel does not compile; see above")
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    compile_kernels()
+    print(f"kernels are compiled: {time.monotonic() - began:.0f} s")

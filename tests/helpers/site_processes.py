@@ -1,0 +1,209 @@
+"""A site of real processes: a broker, a planner and agents, with directories of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from broker_kinds import broker_of
+
+from hepti_mqtt.client import Answer
+from hepti_mqtt.embedded_broker import EmbeddedBroker
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.service.forecast import PAUSE_S
+from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
+SITE = "test"
+
+
+def poll(holds: Callable[[], Any], what: str, timeout: float = PATIENCE_S, every: float = 0.02) -> Any:
+    """Return what `holds` gives as soon as it is true; for what cannot be waited for otherwise."""
+    until = time.monotonic() + timeout
+    while not (found := holds()):
+        assert time.monotonic() < until, f"{what} did not come true within {timeout} s"
+        time.sleep(every)
+    return found
+
+
+def foretold(ask: Callable[[], Answer]) -> Answer:
+    """Return an answer with an exact forecast: none waits for its own, but one after a pause finds it made."""
+
+    def simulated() -> Answer | None:
+        answer = ask()
+        return answer if answer.raw["forecast"] == "simulated" else None
+
+    found: Answer = poll(simulated, "an answer with its forecast", every=1.5 * PAUSE_S)
+    return found
+
+
+class Site:
+    """Processes by name; their output goes to files of that name. login: "user:password" of all, as in a URL.
+
+    name: of the site, where several share a broker.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        broker: EmbeddedBroker,
+        models: Mapping[str, Path],
+        login: str = "",
+        name: str = SITE,
+    ) -> None:
+        self.directory, self.broker, self.models, self.name = directory, broker, models, name
+        self.url = broker.url.replace("://", f"://{login}@") if login else broker.url
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of every process: the broker (its password is no argument), and directories of the test's own."""
+        return {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "HEPTI_BROKER": self.url,
+            "HEPTI_SITE": self.name,
+            "XDG_STATE_HOME": str(self.directory / "state"),
+            "XDG_CACHE_HOME": str(self.directory / "cache"),
+        }
+
+    def planner(self, *arguments: str, name: str = "planner") -> subprocess.Popen[bytes]:
+        models = [a for n, d in self.models.items() for a in ("--model", f"{n}={d}")]
+        return self.start(name, "planner", *models, *arguments)
+
+    def agent(self, name: str, memory: str = "600MiB", *arguments: str) -> subprocess.Popen[bytes]:
+        cache = self.directory / f"device-{name}"
+        return self.start(
+            name, "agent", "--id", name, "--threads", "1", "--memory", memory, "--cache", str(cache), *arguments
+        )
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start `hepti ARGUMENTS`."""
+        with (self.directory / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "hepti_mqtt.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+                cwd=self.directory,
+            )
+        self.running[name] = process
+        return process
+
+    def kill(self, name: str) -> None:
+        """Pull the plug: no farewell."""
+        process = self.running.pop(name)
+        process.send_signal(signal.SIGKILL)
+        process.wait(PATIENCE_S)
+
+    def stop(self, name: str) -> int:
+        """End a process politely; return its exit code."""
+        process = self.running.pop(name)
+        process.terminate()
+        return process.wait(PATIENCE_S)
+
+    def tiles(self, name: str) -> dict[str, Path]:
+        """Return what is in a device's tile cache, by SHA-256."""
+        files = (self.directory / f"device-{name}").rglob("tiles/??/*")
+        return {file.name: file for file in files if len(file.name) == 64}
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text(errors="replace")
+
+    def close(self) -> None:
+        for name in list(self.running):
+            self.kill(name)
+
+
+def running_site(
+    directory: Path,
+    models: Mapping[str, Path],
+    agents: Mapping[str, str],
+    *,
+    kind: str | None = None,
+    login: str = "",
+    max_packet_bytes: int | None = None,
+    planner: tuple[str, ...] = (),
+) -> Iterator[Site]:
+    """Yield a site with a planner and agents (memory by name).
+
+    kind: of the broker, skipped where it cannot be had. planner: further arguments of it.
+    """
+    user, _, password = login.partition(":")
+    with broker_of(
+        kind, users={user: unquote(password)} if login else None, max_packet_bytes=max_packet_bytes
+    ) as broker:
+        site = Site(directory, broker, models, login)
+        try:
+            site.planner(*planner)
+            for name, memory in agents.items():
+                site.agent(name, memory)
+            yield site
+        finally:
+            site.close()
+
+
+class Voice:
+    """A raw MQTT client: keeps what it hears on some topics, and says what it is given."""
+
+    def __init__(self, url: str, *topics: str) -> None:
+        self.heard: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        states: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.transport = PahoTransport(
+            BrokerUrl.parse(url),
+            f"voice-{uuid.uuid4().hex[:8]}",
+            on_message=self.hear,
+            on_state=states.put,
+        )
+        self.transport.subscribe([(topic, 1) for topic in topics])
+        self.transport.connect(PATIENCE_S)
+        while not isinstance(states.get(timeout=PATIENCE_S), Subscribed):
+            pass
+
+    def hear(self, topic: str, payload: bytes) -> None:
+        self.heard.put((topic, bytes(payload)))
+
+    def say(self, topic: str, payload: bytes, retain: bool = False) -> None:
+        self.transport.publish(topic, payload, 1, retain)
+
+    def next(self, topic: str | None = None) -> tuple[str, bytes]:
+        """Return the next message, of one topic or of any."""
+        while (found := self.heard.get(timeout=PATIENCE_S))[0] != topic and topic is not None:
+            pass
+        return found
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class User(Voice):
+    """Someone with an MQTT client and no library of ours."""
+
+    def __init__(self, url: str, name: str = "someone", site: str = SITE) -> None:
+        self.name, self.topics = name, Topics(site)
+        self.answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        super().__init__(url, self.topics.responses(name).removesuffix("+") + "#")
+
+    def hear(self, topic: str, payload: bytes) -> None:
+        self.answers.put((topic, json.loads(payload)))
+
+    def send(self, model: str, payload: bytes | Mapping[str, Any]) -> None:
+        raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+        self.transport.publish(self.topics.request(model, self.name), raw, 1)
+
+    def ask(self, model: str, payload: bytes | Mapping[str, Any]) -> tuple[str, Any]:
+        """Send a request; return topic and JSON of the next answer."""
+        self.send(model, payload)
+        return self.answers.get(timeout=PATIENCE_S)

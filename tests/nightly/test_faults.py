@@ -1,0 +1,133 @@
+"""A short run of the schedule: nothing lost, nothing wrong, no repetition without a word."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from broker_kinds import needs_mosquitto
+from faults_clients import MODEL
+from faults_run import Run, model_directory, run, silences
+from faults_site import KINDS, Fault, kill_broker, mosquitto_of, schedule, wait_until_saved
+from site_processes import PATIENCE_S, SITE, Site, User, poll
+
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.errors import RequestError
+
+pytestmark = [needs_mosquitto]
+
+UNMET = "no broker answers"
+ENDS_S = 20.0  # without being killed; the figure that counts is printed, and in docs/reference/guarantees.md
+
+
+def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_sends_again(tmp_path: Path) -> None:
+    with start_broker() as broker:
+        site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
+        try:
+            site.planner()
+            poll(lambda: f"serves {MODEL}" in site.log("planner"), "the planner")
+            with Hepti.connect(broker.url, site=SITE, client_id="library") as hepti:
+                site.kill("planner")
+                kill_broker(broker)
+                (broker._directory / "mosquitto.db").unlink(missing_ok=True)
+                broker.start()
+                raw, taken = User(broker.url), queue.SimpleQueue[bool]()
+                body = json.dumps({"id": "dropped", "ids": [7, 8]}).encode()
+                raw.transport.publish(raw.topics.request(MODEL, raw.name), body, 1, taken=taken.put)
+                assert not taken.get(timeout=PATIENCE_S), "the broker says that nobody reads it"
+                raw.transport.subscribe([(raw.topics.request(MODEL, "library"), 1)])
+                raw.transport.publish(raw.topics.request(MODEL, "library"), b'{"id": "subscribed"}', 1)
+                assert raw.answers.get(timeout=PATIENCE_S)[1]["id"] == "subscribed"
+                asked = hepti.submit(MODEL, request_id="early", ids=[7, 8], strategy="no-such-method")
+                _, dropped = raw.answers.get(timeout=PATIENCE_S)
+                assert dropped["id"] == "early", "the broker has it, and nobody else"
+                site.planner()
+                with pytest.raises(RequestError):
+                    asked.result(PATIENCE_S)
+                raw.close()
+        finally:
+            site.close()
+
+
+def test_whatever_is_lost_meanwhile_every_request_has_one_right_answer(tmp_path: Path) -> None:
+    report = run(Run(75.0, seed=3, every_s=(9.0, 12.0)), tmp_path, model_directory(tmp_path, "tiny"))
+    assert len(report.faults) >= len(KINDS)
+    assert report.good, str(report)
+    for tally in report.tallies.values():
+        assert tally.right > 0
+        assert set(tally.errors) <= {"overloaded"}, str(report)
+
+
+def test_what_comes_after_a_broker_kill_waits_for_the_planner(tmp_path: Path) -> None:
+    with start_broker() as broker:
+        site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
+        try:
+            site.planner()
+            poll(lambda: f"serves {MODEL}" in site.log("planner"), "the planner")
+            wait_until_saved(broker)
+            site.kill("planner")
+            kill_broker(broker)
+            broker.start()
+            user, taken = User(broker.url), queue.SimpleQueue[bool]()
+            body = json.dumps({"id": "early", "ids": [7, 8], "strategy": "no-such-method"}).encode()
+            user.transport.publish(user.topics.request(MODEL, user.name), body, 1, taken=taken.put)
+            assert taken.get(timeout=PATIENCE_S), "nobody is subscribed: the broker has forgotten the planner"
+            site.planner()
+            _, answer = user.answers.get(timeout=PATIENCE_S)
+            assert answer["id"] == "early"
+            user.close()
+        finally:
+            site.close()
+
+
+@pytest.mark.parametrize("away", ["ended", "silent", "never there"])
+def test_who_is_told_to_end_while_the_broker_is_away_ends(tmp_path: Path, away: str) -> None:
+    with start_broker() as broker:
+        site, stopped = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")}), None
+        try:
+            if away == "never there":
+                broker.stop()
+                site.agent("a")  # a planner without a broker ends by itself
+                poll(lambda: UNMET in site.log("a"), "an agent that looks for its broker")
+            else:
+                site.planner()
+                site.agent("a")
+                poll(lambda: "a has joined" in site.log("planner"), "planner and agent")
+            if away == "silent":  # as a broker whose host has lost power: the connection seems to stand
+                stopped = mosquitto_of(broker)
+                stopped.suspend()
+            elif away == "ended":
+                broker.stop()
+                for name in site.running:
+                    poll(lambda name=name: UNMET in site.log(name), f"{name} knows of it")
+            for name, process in dict(site.running).items():
+                begun = time.monotonic()
+                process.terminate()
+                code = process.wait(ENDS_S)
+                print(f"{name} ended {time.monotonic() - begun:.2f} s after SIGTERM")
+                assert code == 0, site.log(name)[-2000:]
+                del site.running[name]
+        finally:
+            if stopped is not None:
+                stopped.resume()
+            site.close()
+
+
+def test_a_schedule_is_known_by_its_seed_and_has_every_kind_in_turn() -> None:
+    first, again, other = (list(schedule(seed, 200.0, (5.0, 9.0))) for seed in (1, 1, 2))
+    assert first == again != other
+    for start in range(0, len(first) - len(KINDS) + 1, len(KINDS)):
+        assert {fault.kind for fault in first[start : start + len(KINDS)]} == set(KINDS)
+
+
+def test_the_longest_silence_after_a_fault_is_its_own() -> None:
+    faults = [Fault(0.0, "planner killed", "planner"), Fault(5.0, "broker killed", "broker")]
+    answered = [*np.arange(0.0, 1.0, 0.1), *np.arange(3.0, 5.0, 0.1), *np.arange(6.0, 9.0, 0.1)]
+    found = silences(faults, [1.0, 5.0], answered)
+    assert [gap.seconds for gap in found["planner killed"]] == [pytest.approx(2.0)]
+    assert [gap.seconds for gap in found["broker killed"]] == [pytest.approx(1.0)]

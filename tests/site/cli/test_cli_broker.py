@@ -1,0 +1,202 @@
+"""`hepti broker`, `health` and `doctor` as users run them: how they end, and what they leave."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from broker_kinds import needs_mosquitto
+from closed_broker import Someone
+from site_processes import PATIENCE_S, ROOT
+
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.closed_site.folder import SiteFolder
+from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport import BrokerUrl, PahoTransport
+
+
+class Running:
+    """`hepti broker ARGUMENTS`, which has said that it answers."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hepti_mqtt.cli", "broker", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def broker(self) -> psutil.Process:
+        """Return the broker's own process, below that of its keeper."""
+        (keeper,) = psutil.Process(self.process.pid).children()
+        (broker,) = keeper.children()
+        return broker
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end; return exit code and stderr."""
+        _, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, err
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """A function that starts `hepti broker ARGUMENTS`, with its temporary files in `tmp_path`."""
+    with ExitStack() as stack:
+
+        def start(*arguments: str) -> Running:
+            running = Running(tmp_path, *arguments)
+            stack.callback(running.close)
+            return running
+
+        yield start
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_broker_that_is_told_to_end_leaves_nothing(
+    start: Callable[..., Running], tmp_path: Path, number: signal.Signals
+) -> None:
+    running = start()
+    running.process.send_signal(number)  # SIGHUP: its terminal is closed
+    assert running.end()[0] == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_path: Path) -> None:
+    running = start()
+    running.broker().kill()
+    code, err = running.end()
+    assert code == 3
+    assert err
+    assert not list(tmp_path.iterdir())
+
+
+@needs_mosquitto
+def test_what_waits_for_somebody_at_a_closed_sites_broker_outlives_it(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    now = datetime.datetime.now(datetime.UTC)
+    site = SiteFolder.create(tmp_path / "site", "home", ("127.0.0.1",), port, now).add("client", "alice")
+    url = BrokerUrl.parse(str(site.login("alice")))
+    first = start("--closed", str(site.path), "--bind", "127.0.0.1")
+    alice = Someone(url, "alice", clean=False)
+    alice.read("hepti/v1/home/infer/+/res/alice/#")
+    alice.close()
+    planner = Someone(BrokerUrl.parse(str(site.login("planner"))))
+    planner.transport.publish("hepti/v1/home/infer/m/res/alice/1", b"the answer", 1)
+    planner.transport.close(timeout_s=PATIENCE_S)
+    first.process.terminate()
+    code, err = first.end()
+    assert code == 0
+    assert "lost" not in err
+    assert stat.S_IMODE((site.path / "state").stat().st_mode) == 0o700
+    start("--closed", str(site.path), "--bind", "127.0.0.1")
+    alice = Someone(url, "alice", clean=False)
+    assert alice.heard.get(timeout=PATIENCE_S) == ("hepti/v1/home/infer/m/res/alice/1", b"the answer")
+    alice.close()
+
+
+TOPICS = Topics("home")
+
+
+def health(url, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "hepti_mqtt.cli", "health", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HEPTI_BROKER": url},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_exit_code_says_who_is_online():
+    with start_broker() as broker:
+        acknowledged = []
+        transport = PahoTransport(
+            BrokerUrl.parse(broker.url), "test", on_message=lambda *_: acknowledged.append(1), on_state=lambda _: None
+        )
+        transport.subscribe([("#", 1)])
+        transport.connect()
+        words = {
+            TOPICS.planner_status(): Status("online", 3),
+            TOPICS.status("a"): Status("starting", 3, "compiling kernels", 4, 23),
+            TOPICS.status("b"): Status("offline", 3),
+        }
+        for topic, status in words.items():
+            transport.publish(topic, encode_status(status), 1, True)
+        while len(acknowledged) < len(words):
+            pass
+        planner, a, b = (
+            health(broker.url, *who) for who in (["planner"], ["agent", "--id", "a"], ["agent", "--id", "b"])
+        )
+        missing = health(broker.url, "agent", "--id", "c", "--timeout", "0.2")
+        transport.close()
+    assert (planner.returncode, planner.stdout) == (0, "online\n")
+    assert (a.returncode, a.stdout) == (1, "starting: compiling kernels 4 of 23\n")
+    assert b.returncode == 1
+    assert missing.returncode not in (0, 1)
+    assert "agent" in missing.stderr
+
+
+@pytest.fixture(scope="module")
+def broker():
+    with start_broker() as running:
+        yield running
+
+
+def doctor(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
+    code = main(["doctor", "--json", *arguments])
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is (code == 0)
+    return code, {f["what"]: f for f in found["findings"]}
+
+
+def test_a_good_broker_without_a_site(broker, capsys):
+    code, found = doctor(capsys, "--broker", str(broker.url))
+    assert code == 0
+    assert found["largest packet"]["found"] == f"{32 << 20} bytes"
+    assert "hepti planner" in found["site home"]["advice"]
+    assert not found["machine"]["advice"]
+
+
+@needs_mosquitto
+def test_a_broker_that_limits_packets_is_told_the_setting(capsys):
+    with start_broker(max_packet_bytes=3_000_000) as small:
+        code, found = doctor(capsys, "--broker", str(small.url))
+    assert code == 0
+    assert "max_packet_size" in found["largest packet"]["advice"]
+
+
+def test_no_broker(capsys, monkeypatch):
+    monkeypatch.delenv("HEPTI_BROKER", raising=False)
+    code, found = doctor(capsys)
+    assert code == 2
+    assert "HEPTI_BROKER" in found["broker"]["advice"]
+    assert main(["doctor"]) == 2
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("!")], "and people see it"
+    code, found = doctor(capsys, "--broker", "mqtt://127.0.0.1:1")
+    assert code == 3
+    assert "127.0.0.1:1" in found["broker"]["found"]

@@ -1,0 +1,387 @@
+"""The command line without a broker: usage, models, simulations, and what its processes import."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.cli import infer
+from hepti_mqtt.cli.infer import check, request_body
+from hepti_mqtt.cli.main import _ENTRY_POINTS, build, main
+from hepti_mqtt.client.described import reference
+from hepti_mqtt.errors import ConfigError, WireError
+from hepti_mqtt.spec import Spec
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+PAIR = ROOT / "configs" / "sites" / "paper-pair.yaml"  # a search that takes a moment
+
+
+SITES = sorted((ROOT / "configs" / "sites").glob("*.yaml"))
+
+
+ESCAPE = "\x1b"
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEPTI_BROKER", "HEPTI_SITE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of `hepti ARGUMENTS`."""
+    try:
+        code = main(arguments)
+    except SystemExit as end:  # argparse
+        code = int(end.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize("command", [*_ENTRY_POINTS, "model make", "model inspect", "model verify"])
+def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, err = run(capsys, *command.split(), "--help")
+    assert (code, err) == (0, "")
+    entries = re.findall(r"^  (\S.*(?:\n {4,}\S.*)*)", out[out.index("\n\n") :], re.MULTILINE)
+    assert [e for e in entries if len(re.split(r"\s{2,}|\n", e)) < 2] == [], "an argument without a word about it"
+    assert command.startswith("model") or {"--broker", "--site", "--json"} <= set(re.findall(r"--[a-z]+", out))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            "",
+            "nosuch",
+            "infer m",
+            "infer m --tokens 0",
+            "infer m --tokens 5 --text x",
+            "infer m --tokens 5 --repeat -1",
+        ),
+        *(
+            "infer m --tokens 5 --timeout 0",
+            "infer m --tokens 5 --wire f64",
+            "infer m --tokens 5 --accuracy 2",
+            "planner",
+        ),
+        *("planner --model nodirectory", "planner --model m=d --broker-mbit 0", "agent", "agent --id a --memory much"),
+        *("model", "model make", "simulate bert-base", "broker --kind nosuch", "devices --site a/b", "devices"),
+    ],
+)
+def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+    code, out, err = run(capsys, *arguments.split())
+    assert (code, out) == (2, "")
+    assert err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["devices", "plan", "infer m --tokens 3"])
+def test_an_absent_broker_ends_with_3(capsys: pytest.CaptureFixture[str], free_port: int, command: str) -> None:
+    code, out, err = run(capsys, *command.split(), "--broker", f"mqtt://127.0.0.1:{free_port}")
+    assert (code, out) == (3, "")
+    assert f"127.0.0.1:{free_port}" in err
+    assert len(err.splitlines()) == 1, "one sentence, not broken into lines where no terminal is"
+    code, out, _ = run(capsys, *command.split(), "--json")
+    assert (code, json.loads(out)["error"]["code"]) == (2, "config")
+
+
+def test_broker_and_site_come_from_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    monkeypatch.setenv("HEPTI_BROKER", f"mqtt://someone:secret@127.0.0.1:{free_port}")
+    code, _, err = run(capsys, "devices")
+    assert code == 3
+    assert "secret" not in err
+    monkeypatch.setenv("HEPTI_SITE", "not/a-name")
+    code, _, err = run(capsys, "devices")
+    assert code == 2
+    assert "not/a-name" in err
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port on which nobody listens: it was free a moment ago, and nobody else asks for it."""
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_make_inspect_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    code, out, _ = run(capsys, "model", "--json", "make", "tiny-bert", "--out", str(directory), "--seed", "4")
+    made = json.loads(out)
+    assert (code, made["kind"], made["seed"], made["directory"]) == (0, "tiny-bert", 4, str(directory))
+    assert made["bytes"] == sum(f.stat().st_size for f in directory.iterdir())
+    code, out, _ = run(capsys, "model", "--json", "inspect", str(directory))
+    found = json.loads(out)
+    assert (code, found["architecture"], found["layers"], found["hidden"]) == (0, "BertModel", 3, 32)
+    assert found["parameters"] * 4 <= made["bytes"]
+    code, out, _ = run(capsys, "model", "--json", "verify", str(directory))
+    assert (code, json.loads(out)["max_abs_err"] < 2e-4) == (0, True)
+    for action in ("inspect", "verify"):  # and for people
+        code, out, _ = run(capsys, "model", action, str(directory))
+        assert code == 0
+        assert out
+        assert run(capsys, "model", action, str(tmp_path))[:2] == (1, ""), "no model"
+    assert run(capsys, "model", "make", "tiny-bert", "--out", str(directory))[0] == 2, "it is not empty"
+    code, _, err = run(capsys, "model", "make", "bert-huge", "--out", str(tmp_path / "x"))
+    assert code == 2
+    assert "bert-large" in err
+
+
+@pytest.mark.parametrize(
+    "site",
+    [p if p.stem in {"paper-pair", "mixed-four"} else pytest.param(p, marks=pytest.mark.nightly) for p in SITES],
+    ids=lambda path: path.stem,
+)
+def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path, site: Path) -> None:
+    picture, layouts = tmp_path / "line.svg", tmp_path / "layouts.svg"
+    common = ("simulate", "minilm", "--devices-file", str(site), "--tokens", "32")
+    code, out, _ = run(capsys, *common, "--json", "--svg", str(picture), "--layout-svg", str(layouts))
+    found = json.loads(out)
+    assert code == 0
+    best = found["candidates"][0]
+    assert best["feasible"]
+    assert found["chosen"]["predicted_s"] * 1e3 == pytest.approx(best["predicted_ms"])
+    assert {c["strategy"] for c in found["candidates"]} >= {"single", "row/kv", "column", "block"}
+    assert 0.99 < found["work"]["factor"] < 1.25  # some methods compute a little twice instead of sending it
+    assert "<svg" in picture.read_text()
+    assert "<svg" in layouts.read_text("utf-8")
+    code, out, _ = run(capsys, *common, "--explain", "--layer", "1:3", "--strategy", "row", "--variant", "heads")
+    assert code == 0
+    assert all(f"layer {layer}:" in out for layer in (1, 2))
+    assert "row/heads" in out
+    assert "row/kv" not in out
+    assert all(device in out for device in found["chosen"]["devices"])
+    assert {"broker", "mesh", "f16", "i8"} <= set(re.findall(r"\w+", out))
+    assert ESCAPE not in out
+
+
+def test_simulate_an_onnx_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    net = small_net(tmp_path / "net.onnx")
+    common = ("simulate", str(net), "--devices-file", str(PAIR), "--json")
+    for arguments in ((), ("--accuracy", "0.1")):
+        code, out, err = run(capsys, *common, *arguments)
+        assert code == 0, out + err
+        assert json.loads(out)["candidates"]
+
+
+def test_the_strategy_auto_is_the_planners_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("simulate", "tiny-bert", "--devices-file", str(PAIR), "--json", "--variant", "kv")
+    code, out, err = run(capsys, *common, "--strategy", "auto")
+    assert code == 0, err
+    assert out == run(capsys, *common)[1]
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["model", "make", "tiny-bert", "--out", "OUT"]])
+def test_what_must_be_quick_imports_no_kernels(tmp_path: Path, arguments: list[str]) -> None:
+    arguments = [str(tmp_path / "made") if a == "OUT" else a for a in arguments]
+    code = (
+        "import sys\nfrom hepti_mqtt.cli.main import main\n"
+        f"try:\n    code = main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"
+        "print(sorted({'numba', 'paho', 'PIL', 'psutil'} & set(sys.modules)), file=sys.stderr)\nsys.exit(code)"
+    )
+    done = python(code)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "xterm-256color", "COLUMNS": "40"}])
+def test_no_escape_codes_and_no_broken_lines_without_a_terminal(environment: dict[str, str]) -> None:
+    code = "import sys\nfrom hepti_mqtt.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    arguments = ["simulate", "tiny-bert", "--devices-file", str(PAIR), "-v"]
+    done = python(code.replace("sys.argv[1:]", repr(arguments)), **environment)
+    assert done.returncode == 0
+    assert ESCAPE not in done.stdout + done.stderr
+    assert any(line.startswith("why: ") and len(line) > 80 for line in done.stdout.splitlines())
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    arguments = ["simulate", "tiny-bert", "--devices-file", str(PAIR), "--explain"]
+    code = f"import sys\nfrom hepti_mqtt.cli.main import main\nsys.exit(main({arguments!r}))"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+
+
+NO_SPEC = cast(Spec, None)  # what only --tokens asks
+
+
+@pytest.mark.parametrize("ids", ["", "1,", "1,b"])
+def test_ids_that_are_none_are_told_so(ids: str) -> None:
+    args = build().parse_args(["infer", "tiny", "--ids", ids])
+    with pytest.raises(ConfigError):
+        request_body(args, NO_SPEC)
+
+
+def test_a_model_of_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"spec": {"family": "new"}}
+    found = SimpleNamespace(plan=lambda *_, **__: record, wait_ready=lambda *_, **__: record)
+    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(found))
+    assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere"]) == WireError.exit_code
+
+
+def test_an_onnx_file_is_checked_with(tmp_path: Path) -> None:
+    path = small_net(tmp_path / "net.onnx")
+    args = build().parse_args(["infer", "net", "--tokens", "1", "--check"])
+    with Checkpoint.open(path) as checkpoint:
+        body = request_body(args, checkpoint.spec)
+        hidden = reference(checkpoint, body)
+    hepti: Any = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=hidden + np.float32(0.5)))
+    assert check(hepti, args, body, str(path)) == pytest.approx(0.5)
+    with pytest.raises(ConfigError):
+        check(hepti, args, body, tmp_path / "none.onnx")
+
+
+def small_net(path: Path) -> Path:
+    """Write a classifier of small pictures; the test is skipped without the package onnx."""
+    onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
+    made = {"w": (4, 3, 3, 3), "v": (5, 4)}
+    rng = np.random.default_rng(0)
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
+        for name, shape in made.items()
+    ]
+    nodes = [
+        onnx.helper.make_node("Conv", ["x", "w"], ["c"]),
+        onnx.helper.make_node("GlobalAveragePool", ["c"], ["p"]),
+        onnx.helper.make_node("Flatten", ["p"], ["f"]),
+        onnx.helper.make_node("Gemm", ["f", "v"], ["y"], transB=1),
+    ]
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, dims)
+        for name, dims in (("x", (1, 3, 9, 9)), ("y", None))
+    ]
+    graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:], weights)
+    version = [onnx.helper.make_operatorsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=version, ir_version=9), path)
+    return path
+
+
+def test_simulate_by_the_route_and_the_load_that_are_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    common = ("simulate", "tiny-bert", "--strategy", "row", "--json", "--devices-file")
+    for route, routes in (("broker", {"broker"}), ("mesh", {"mesh"}), ("auto", {"mesh"})):
+        code, out, _ = run(capsys, *common, str(PAIR), "--route", route)
+        assert code == 0
+        assert {c["route"] for c in json.loads(out)["candidates"]} == routes
+    apart = tmp_path / "apart.yaml"
+    apart.write_text("defaults: {gflops: 1}\ndevices: {a: {}, b: {mesh: false}}\n")
+    assert json.loads(run(capsys, *common, str(apart))[1])["chosen"]["route"] == "broker"
+    assert run(capsys, *common[:4], "--explain", "--devices-file", str(apart))[0] == 0
+    common = ("simulate", "tiny-bert", "--devices-file", str(PAIR), "--strategy", "single")
+    assert "requests/s" in run(capsys, *common, "--requests", "9", "--in-flight", "3")[1]
+    assert "requests/s" not in run(capsys, *common)[1]
+    load = json.loads(run(capsys, *common, "--requests", "9", "--json")[1])["candidates"][0]["load"]
+    assert (load["requests"], load["in_flight"], load["requests_per_s"] > 0) == (9, 2, True)
+    assert "load" not in json.loads(run(capsys, *common, "--json")[1])["candidates"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        *((f"tiny-bert --strategy {pins}", 2) for pins in ("magic", "pipeline --variant kv", "row --variant ring")),
+        *((f"tiny-bert --strategy {pins}", 2) for pins in ("two_d --variant 3x2", "decoupled", "fused_tiles")),
+        *(
+            (f"tiny-bert {more}", 2)
+            for more in ("--variant nonsense", "--svg /nowhere/x.svg", "--layer a", "--layer 1:b")
+        ),
+        ("tiny-bert --layer 2:2", 2),
+        ("tiny-bert --strategy pipeline --devices " + ",".join(f"d{i}" for i in range(13)), 2),
+        ("bert-huge", 2),
+        ("minilm", 4),
+        ("tiny-debert --strategy pipeline", 4),
+        ("tiny-debert --strategy decoupled", 4),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: str, code: int
+) -> None:
+    many, memory = tmp_path / "many.yaml", ", memory_mib: 1" if code == 4 else ""
+    many.write_text(f"defaults: {{gflops: 10{memory}}}\ndevices: {{{', '.join(f'd{i}: {{}}' for i in range(13))}}}\n")
+    found, out, err = run(capsys, "simulate", *arguments.split(), "--devices-file", str(many))
+    assert (found, out) == (code, "")
+    assert err
+    assert "Traceback" not in err
+    assert code == 2 or re.search(r"[\d.]+ MiB .* 1.0 MiB", err), "how much is missing"
+
+
+def test_more_devices_than_a_map_has_places_say_who_has_nothing_to_do(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nine = tmp_path / "nine.yaml"
+    nine.write_text("defaults: {gflops: 10}\ndevices: {" + ", ".join(f"d{i}: {{}}" for i in range(9)) + "}\n")
+    asked = ["simulate", "tiny-vgg", "--devices-file", str(nine), "--devices", ",".join(f"d{i}" for i in range(9))]
+    code, out, _ = run(capsys, *asked, "--strategy", "fused_tiles", "--variant", "none", "--explain")
+    assert code == 0
+    assert "d4, d5, d6, d7, d8" in out
+    code, out, _ = run(capsys, *asked, "--strategy", "fused_tiles", "--variant", "none/leased", "--explain")
+    assert code == 0
+    assert "task 0" in out
+
+
+@pytest.mark.parametrize("config", [{"num_parts": 5}, {"num_groups": 3}, {"num_parts": 2}, "tiny-bert"], ids=str)
+def test_a_planner_ends_with_what_is_wrong_with_a_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, int] | str
+) -> None:
+    for kind in ("tiny-debert", "tiny-bert"):
+        run(capsys, "model", "make", kind, "--out", str(tmp_path / kind))
+    file = tmp_path / "tiny-debert" / "config.json"
+    other = json.loads((tmp_path / "tiny-bert" / "config.json").read_text())
+    changed = {**json.loads(file.read_text()), **config} if isinstance(config, dict) else other
+    file.write_text(json.dumps(changed))
+    broker = ("--broker", "mqtt://127.0.0.1:1")  # nobody listens: nothing is asked of it before the model is read
+    code, out, err = run(capsys, "planner", "--model", f"m={file.parent}", *broker)
+    assert (code, out) == (1, "")
+    assert len(err) < 1500
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["agent", "--help"], ["model", "make", "tiny-bert", "--out", "OUT"]])
+def test_what_must_be_quick_imports_no_kernels_and_no_experiments(tmp_path: Path, arguments: list[str]) -> None:
+    arguments = [str(tmp_path / "made") if a == "OUT" else a for a in arguments]
+    code = (
+        "import sys\nfrom hepti_mqtt.cli.main import main\n"
+        f"try:\n    code = main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"
+        "heavy = ('numba', 'paho', 'PIL', 'psutil', 'benchmarks')\n"
+        "print([m for m in sys.modules if m.startswith(heavy)], file=sys.stderr)\nsys.exit(code)"
+    )
+    done = python(code)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")

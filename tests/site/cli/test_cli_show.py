@@ -1,0 +1,257 @@
+"""What commands print, without a site: plans, devices, stories and progress."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from site_processes import PATIENCE_S, ROOT
+
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cli import output, show
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.cli.show import print_peer_traffic, print_plan_history
+from hepti_mqtt.errors import ConfigError, WireError
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.plan import Plan
+
+
+class Found:
+    """A site that says what a test has it say."""
+
+    def __init__(self, devices: list[dict], unused: dict[str, str] | None = None, record: dict | None = None) -> None:
+        self._devices, self._unused, self._record = devices, unused or {}, record or {}
+
+    def __enter__(self) -> Found:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def devices(self, wait_s: float) -> list[dict]:
+        return self._devices
+
+    def unused(self) -> dict[str, str]:
+        return self._unused
+
+    def plan(self, model: str, timeout: float) -> dict:
+        return self._record
+
+
+def test_a_story_is_a_table_with_times(capsys: pytest.CaptureFixture[str]) -> None:
+    step = {"time": 1.7e9, "plan": "m 9.1", "from": "active", "to": "retiring", "cause": "lost: d1 went offline"}
+    print_plan_history("m", {"story": [step, {**step, "time": 1.7e9 + 0.25}]})
+    _, head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["time", "plan", "from", "to", "cause"]
+    cells = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    assert [c[1:] for c in cells] == [["m 9.1", "active", "retiring", "lost: d1 went offline"]] * 2
+    assert [c[0][-4:] for c in cells] == [".000", ".250"]
+    for record in ({}, {"story": []}):
+        print_plan_history("m", record)
+        assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+EDGE = {
+    "frames_in": 3,
+    "bytes_in": 1 << 20,
+    "frames_out": 0,
+    "bytes_out": 0,
+    "queued_bytes": 7,
+    "dropped": 1,
+    "reconnections": 2,
+    "joined": 1,
+    "trouble": "",
+}
+
+
+def device(name: str, edges: dict, peers: dict | None = None, status: str = "online") -> dict:
+    return {"device": name, "status": status, "heartbeat": {"edges": edges, "peers": peers or {}}}
+
+
+def test_what_goes_directly_is_a_table_and_what_cannot_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = {**EDGE, "frames_in": 0, "joined": 0, "trouble": "connection refused"}
+    link = {"round_trip_s": 0.0005, "bytes_per_s": 1e6}
+    heard = {"b": EDGE, "c": silent, "gone": silent}
+    other = device("b", {"a": {**EDGE, "frames_in": 5}}, {"a": link})
+    print_peer_traffic([device("a", heard), other, device("c", {}), device("gone", {}, status="offline")])
+    _, _, first, second, said = capsys.readouterr().out.splitlines()
+    assert first.split() == ["b", "a", "3", "1.0", "7", "1", "2", "0.50", "8"]
+    assert second.split() == ["a", "b", "5", "1.0", "7", "1", "2", "-", "-"]
+    assert "connection refused" in said
+
+
+CURVES = {
+    "linear": [{"k": 8, "n": 8, "points": [[1, 1e-6], [8, 5e-6]]}], "frame_s": 1e-4, "attention_flops_per_s": 1e9,
+    "rowwise_bytes_per_s": 1e9, "op_overhead_s": 1e-6, "copy_bytes_per_s": 1e9,
+}  # fmt: skip
+
+
+BEAT = {
+    "boot": 1, "seq": 1, "cpu_other": 0.1, "free_bytes": 1, "temperature_c": None, "round_trip_s": None,
+    "bandwidth_bytes_per_s": None, "slowdown": 1.0, "rss_bytes": 0, "counters": {},
+}  # fmt: skip
+
+
+def listed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    unused: dict[str, str] | None = None,
+    **said: object,
+) -> str:
+    device = {"device": "a", "status": "online", "boot": 1, "threads": 1, "memory_budget_bytes": 1 << 30}
+    found = Found([{**device, "heartbeat": None, **said}], unused)
+    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: found)
+    assert main(["devices", "--broker", "mqtt://nowhere"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"curves": {}}, "frame_s"),
+        ({"curves": CURVES, "memory_budget_bytes": 2**62}, "memory_budget_bytes"),
+        ({"caps_unread": "Caps.threads is -1"}, "Caps.threads is -1"),
+        ({"curves": CURVES, "boot": 3, "caps_boot": 2}, "earlier start"),
+        ({}, "capabilities"),
+    ],
+    ids=str,
+)
+def test_a_device_that_no_plan_uses_is_listed_with_the_reason(
+    said: dict, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = listed(monkeypatch, capsys, **said)
+    assert "refused" in shown
+    assert why in shown
+    assert said or "refused" not in listed(monkeypatch, capsys, status="offline"), "it is not there"
+    assert "put aside" in listed(monkeypatch, capsys, {"a": "put aside"}, curves=CURVES)
+    assert (
+        "slowdown" in listed(monkeypatch, capsys, curves=CURVES, heartbeat={**BEAT, "slowdown": 1e12}).splitlines()[-1]
+    )
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_tables_break_no_word_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, color_system=None, soft_wrap=True)
+    monkeypatch.setattr(output, "_console", lambda stderr: console)
+    columns = ("device", "status", "threads", "GFLOP/s", "round trip ms", "Mbit/s", "slowdown", "hears directly")
+    rows = [("kitchen-pi", "online", 1, "106.7", "1.76", "-", "1.00", "attic, livingroom")] * 2
+    output.print_table("site home", columns, rows)
+    shown = file.getvalue()
+    assert {"kitchen-pi", "directly", "GFLOP/s", "livingroom"} <= set(shown.replace("│", " ").replace("┃", " ").split())
+    assert width < 100 or max(map(len, shown.splitlines())) <= width
+
+
+@pytest.mark.parametrize("other", [{"strategy": "magic"}, {"epoch": [1]}, {"future": 1}])
+def test_a_plan_of_another_version_is_told_so(other: dict) -> None:
+    plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", predicted_tokens=8).to_dict()
+    spec = spec_of_kind("tiny-bert").to_dict()
+    assert show._active({"active": plan, "spec": spec}) is not None
+    for record in ({"active": plan | other, "spec": spec}, {"active": plan, "spec": spec | {"family": "new"}}):
+        with pytest.raises(WireError):
+            show._active(record)
+
+
+def explained(monkeypatch: pytest.MonkeyPatch, **others: object) -> int:
+    """Run `hepti plan --explain` where device a is as it should be, and b says what `others` says."""
+    said = {"status": "online", "boot": 1, "curves": CURVES, "memory_budget_bytes": 1 << 30, "heartbeat": BEAT}
+    plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", predicted_tokens=8)
+    record = {"active": plan.to_dict(), "error": None, "spec": spec_of_kind("tiny-bert").to_dict()}
+    found = Found([{"device": "a", **said}, {"device": "b", **said, **others}], record=record)
+    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: found)
+    return main(["plan", "m", "--explain", "--broker", "mqtt://nowhere"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"curves": {key: value for key, value in CURVES.items() if key != "frame_s"}},
+        {"curves": {**CURVES, "linear": []}},
+        {"memory_budget_bytes": 2**62},
+        {"caps_boot": 0},
+        *({"heartbeat": {**BEAT, **w}} for w in ({"slowdown": 1e12}, {"round_trip_s": 1e13}, {"slowdown": 5e-324})),
+    ],
+    ids=str,
+)
+def test_what_is_not_believed_of_a_device_does_not_count_in_a_search(
+    wrong: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(monkeypatch) == 0
+    both = capsys.readouterr().out
+    assert re.search(r"\bb\b", both)
+    assert explained(monkeypatch, **wrong) == 0
+    now = capsys.readouterr().out
+    if "heartbeat" not in wrong:
+        assert not re.search(r"\bb\b", now), "a refused device is left out"
+    elif wrong["heartbeat"]["slowdown"] != 5e-324:
+        assert now == both
+
+
+def test_a_plan_on_a_device_that_is_refused_now_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CURVES, "frame_s", -1.0)
+    assert explained(monkeypatch) == ConfigError.exit_code
+
+
+MIB = 2**20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_load_is_printed_at_most_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    view = output.ProgressLines(clock)
+    for step in range(60):
+        view.print_load("tiny", step * MIB, 60 * MIB)
+        clock.now += 0.1
+    view.print_load("other", 0, MIB)
+    view.finish("tiny", "tiny is here")
+    view.print_load("tiny", 1, MIB)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "loading tiny: 0.0 of 60.0 MiB"
+    assert lines[-3:] == ["loading other: 0.0 of 1.0 MiB", "tiny is here", "loading tiny: 0.0 of 1.0 MiB"]
+    assert sum(line.startswith("loading tiny") for line in lines) == int(6.0 / output.EVERY_S) + 1
+
+
+def test_words_are_said_when_they_change_and_not_too_often(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    view = output.ProgressLines(clock)
+    for step in range(40):
+        view.print("start", f"compiling kernels {step // 10} of 4")
+        clock.now += 1.0
+    view.print("start", "")
+    assert capsys.readouterr().err.splitlines() == [f"compiling kernels {step} of 4" for step in range(4)]
+
+
+def test_codes_of_emoji_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    said = '{"text": "who :id: is [bold] :warning:"}'
+    output.print_lines([said])
+    output.print_text(said)
+    assert capsys.readouterr().out == f"{said}\n{said}"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name", "shown"), [("ascii", "küche".encode(), r"k\xfcche"), ("utf-8", b"k\xff", r"k\udcff")]
+)
+def test_what_the_output_cannot_hold_is_written_out(tmp_path: Path, encoding: str, name: bytes, shown: str) -> None:
+    command = ["-m", "hepti_mqtt.cli", "site", "init", bytes(tmp_path) + b"/" + name]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert shown in done.stdout.decode()

@@ -1,0 +1,330 @@
+"""The command line at a site of real processes: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from site_processes import PATIENCE_S, SITE, Site, running_site
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.cli.infer import format_result
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport import BrokerUrl, PahoTransport
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("cli-site")
+    kinds = {"tiny": "tiny-bert", "vit": "tiny-vit-classifier", "masks": "tiny-bert-mlm"}
+    models = {name: make_model(kind, directory / f"model-{name}", seed=3) for name, kind in kinds.items()}
+    for running in running_site(directory, models, {"a": "100MiB", "b": "100MiB"}):
+        with Hepti.connect(running.url, site=SITE) as hepti:
+
+            def knows_both(record: Any) -> bool:
+                return {d for c in record["candidates"] for d in c["devices"]} == {"a", "b"}
+
+            for name in models:
+                hepti.wait_ready(name, PATIENCE_S, knows_both)
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def environment(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEPTI_BROKER", site.url)
+    monkeypatch.setenv("HEPTI_SITE", SITE)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return exit code, stdout and stderr of `hepti ARGUMENTS`."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        said = capsys.readouterr()
+        assert "\x1b" not in said.out + said.err
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def ask(run: Any) -> Any:
+    """Return the JSON object of `hepti ARGUMENTS --json`, which is all that stands on stdout."""
+
+    def ask(*arguments: str, code: int = 0) -> dict[str, Any]:
+        got, out, err = run(*arguments, "--json")
+        assert got == code, out + err
+        assert out.count("\n") == 1
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    return ask
+
+
+def test_infer_has_every_field_that_is_promised(ask: Any) -> None:
+    found = ask("infer", "tiny", "--tokens", "24", "--repeat", "10", "--check")
+    assert found["model"] == "tiny"
+    assert {"id", "epoch", "strategy", "wire", "route", "devices"} <= set(found["plan"])
+    assert sum(found["plan"]["devices"].values()) == pytest.approx(1.0)
+    assert found["tokens"] == 24
+    assert len(found["output"]["embedding"]) == 32
+    latency = found["latency_ms"]
+    assert len(latency["all"]) == 10
+    assert min(latency["all"]) == latency["min"] <= latency["median"] <= latency["p95"] <= max(latency["all"])
+    assert set(found["compute_ms"]) == set(found["wait_ms"]) == set(found["plan"]["devices"])
+    assert found["bytes_on_wire"] == found["predicted_bytes"] > 0
+    assert found["predicted_ms"] > 0
+    assert 0 < found["max_abs_err"] < 2e-4
+
+
+def test_infer_plan_only_computes_nothing(ask: Any, run: Any) -> None:
+    pins = ("--strategy", "column", "--devices", "a,b")
+    foretold = ask("infer", "tiny", "--tokens", "24", *pins, "--plan-only")
+    assert (foretold["output"], foretold["compute_ms"], foretold["bytes_on_wire"]) == (None, {}, 0)
+    found = ask("infer", "tiny", "--tokens", "24", *pins)
+    assert found["plan"]["id"] == foretold["plan"]["id"]
+    assert found["plan"]["predicted_ms"] == foretold["plan"]["predicted_ms"]
+    assert found["bytes_on_wire"] == found["predicted_bytes"] == foretold["predicted_bytes"]
+    code, out, err = run("infer", "tiny", "--tokens", "24", "--plan-only")
+    assert (code, out) == (0, "")
+    assert err
+    assert run("infer", "tiny", "--tokens", "24", "--plan-only", "--check")[0] != 0
+
+
+def test_infer_with_a_narrow_wire(ask: Any) -> None:
+    pins = ("--strategy", "block", "--devices", "a,b")
+    wide = ask("infer", "tiny", "--tokens", "20", *pins)
+    narrow = ask("infer", "tiny", "--tokens", "20", *pins, "--wire", "f16", "--check")
+    assert narrow["plan"]["wire"] == "f16"
+    plans = wide["plan"], narrow["plan"]
+    assert narrow["bytes_on_wire"] < wide["bytes_on_wire"], f"if one device has all of it nothing is exchanged: {plans}"
+    assert 1e-5 < narrow["max_abs_err"] < 0.05
+
+
+@pytest.mark.parametrize("storage", ["f16", "w8a32", "w8a8"])
+def test_infer_with_narrow_weights(ask: Any, run: Any, storage: str) -> None:
+    pins = ("--strategy", "row", "--devices", "a,b")
+    found = ask("infer", "tiny", "--tokens", "20", *pins, "--weights", storage, "--check")
+    assert found["plan"]["weights"] == storage
+    assert 1e-6 < found["max_abs_err"] < 0.2
+    assert f"weights {storage}" in run("plan", "tiny")[1]
+    assert ask("infer", "tiny", "--tokens", "20", *pins, "--check")["max_abs_err"] < 2e-4
+
+
+def test_infer_texts_and_ids(ask: Any, run: Any) -> None:
+    one = ask("infer", "tiny", "--text", "hello world", "--strategy", "auto")
+    two = ask("infer", "tiny", "--text", "hello world", "--text", "and more")
+    np.testing.assert_allclose(two["output"]["results"][0]["embedding"], one["output"]["embedding"], atol=5e-5)
+    found = ask("infer", "tiny", "--ids", "5,6,7")
+    assert found["tokens"] == 3
+    masks = ask("infer", "masks", "--text", "hello [MASK] world")["output"]["masks"]
+    assert len(masks) == 1
+    code, out, err = run("infer", "tiny", "--text", "hello world")
+    assert code == 0
+    assert json.loads(out)["embedding"] == pytest.approx(one["output"]["embedding"], abs=5e-5)
+    assert err
+
+
+def test_infer_takes_what_requests_take(ask: Any, run: Any, tmp_path: Path) -> None:
+    hidden = ask("infer", "tiny", "--text", "hello world", "--want", "hidden")
+    assert hidden["output"]["shape"] == [hidden["tokens"], 32]
+    masks = ask("infer", "masks", "--text", "hello [MASK] world", "--top-k", "7")["output"]["masks"]
+    assert len(masks[0]["tokens"]) == 7
+    picture = tmp_path / "a.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 50, 3)).astype(np.uint8)).save(picture)
+    one = ask("infer", "vit", "--image", str(picture), "--top-k", "2", "--check")
+    assert (len(one["output"]["labels"]), one["max_abs_err"] < 2e-4) == (2, True)
+    two = ask("infer", "vit", "--image", str(picture), "--image", str(picture))
+    assert two["output"]["results"][0] == two["output"]["results"][1]
+    assert ask("infer", "tiny", "--text", "word " * 99, "--truncate")["tokens"] == 40
+    code, out, _ = run("infer", "tiny", *(a for i in range(9) for a in ("--text", f"text {i}")))
+    assert code == 0
+    assert len(json.loads(out)["results"]) == 9, "where no terminal is, all of it is printed"
+
+
+def test_a_terminal_shows_the_beginning_of_vectors() -> None:
+    result = {"results": [{"embedding": [0.123456789] * 384}, {"ids": [1, 2, 3], "base64": "A" * 9000}]}
+    text = format_result(result, terminal=True)
+    assert "0.1235, ...] (384 numbers)" in text
+    assert "(9000 characters)" in text
+    assert json.loads(text)["results"][1]["ids"] == [1, 2, 3]
+    assert len(text) < 400
+    assert json.loads(format_result(result, terminal=False)) == result
+    numbers = np.arange(60, dtype="<f4").reshape(3, 20)
+    hidden = {"dtype": "f32", "shape": [3, 20], "base64": base64.b64encode(numbers.tobytes()).decode()}
+    told = json.loads(format_result(hidden, terminal=True))
+    assert told == {"dtype": "f32", "shape": "[3, 20]", "numbers": "[0, 1, 2, 3, 4, 5, ...] (60 numbers)"}
+
+
+def test_a_long_output_is_given_by_its_digest(ask: Any) -> None:
+    texts = [a for i in range(60) for a in ("--text", f"text {i}")]
+    found = ask("infer", "tiny", *texts)
+    assert "output" not in found
+    assert len(bytes.fromhex(found["output_sha256"])) == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        *((["nothing", "--tokens", "5"], 1), (["Tiny", "--tokens", "5"], 1), (["tiny", "--text", " "], 1)),
+        *((["tiny", "--tokens", "99"], 1), (["tiny", "--text", "word " * 99], 1), (["vit", "--text", "hello"], 1)),
+        *((["tiny", "--ids", "5,x"], 2), (["tiny", "--ids", "5,100000"], 1), (["vit", "--image", __file__], 1)),
+        (["tiny", "--image", "/nowhere/x.png"], 2),
+        (["tiny", "--tokens", "5", "--strategy", "magic"], 1),
+        (["tiny", "--tokens", "5", "--strategy", "row", "--variant", "magic"], 1),
+        (["tiny", "--tokens", "5", "--devices", "a,nobody"], 4),
+        (["tiny", "--tokens", "5", "--check", "--model-dir", "/nowhere"], 2),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_wrong_is_told_at_once(run: Any, arguments: list[str], code: int) -> None:
+    got, out, err = run("infer", *arguments, "--timeout", "90")
+    assert (got, out) == (code, ""), err
+    assert err
+    assert "Traceback" not in err
+    _, out, _ = run("infer", *arguments, "--json")
+    assert json.loads(out)["ok"] is False
+
+
+def test_a_deadline_that_has_passed_ends_with_5(ask: Any, site: Site) -> None:
+    for name in ("a", "b"):  # both go on living, and compute nothing
+        site.running[name].send_signal(signal.SIGSTOP)
+    try:
+        found = ask("infer", "tiny", "--tokens", "5", "--deadline-ms", "200", code=5)
+    finally:
+        for name in ("a", "b"):
+            site.running[name].send_signal(signal.SIGCONT)
+    assert found["error"]["code"] == "deadline"
+    assert ask("infer", "tiny", "--tokens", "5")["tokens"] == 5
+
+
+def test_devices(ask: Any, run: Any) -> None:
+    found = ask("devices", "--wait", "5")
+    assert found["site"] == SITE
+    assert {d["device"]: d["status"] for d in found["devices"]} == {"a": "online", "b": "online"}
+    assert all(d["heartbeat"]["counters"] for d in found["devices"])
+    code, out, _ = run("devices", "--wait", "5")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[1].split()[:3] == ["device", "status", "threads"]
+    assert [line.split()[:2] for line in lines[2:4]] == [["a", "online"], ["b", "online"]]
+
+
+def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
+    own = ask("plan", "tiny")["active"]
+    pinned = ask("infer", "tiny", "--tokens", "16", "--strategy", "row", "--devices", "a,b")["plan"]
+    found = ask("plan", "tiny", "--svg", str(tmp_path / "x.svg"), "--layout-svg", str(tmp_path / "y.svg"))
+    assert found["active"] == own, "what a request has pinned is its own"
+    assert pinned["epoch"] in [plan["epoch"] for plan in found["pinned"]]
+    assert found["work"] == {"factor": 1.0, "roles": {}}
+    assert all("<svg" in (tmp_path / name).read_text("utf-8") for name in ("x.svg", "y.svg"))
+    assert found["candidates"]
+    assert "load" not in found
+    load = ask("plan", "tiny", "--explain")["load"]
+    assert (load["in_flight"], load["requests"]) == (2, 12)
+    code, out, _ = run("plan", "tiny", "--explain", "--layer", "2")
+    assert code == 0
+    assert own["reason"] in out
+    assert "layer 2:" in out
+    code, out, _ = run("plan", "tiny", "--story")
+    assert code == 0
+    assert re.search(rf"{re.escape(pinned['id'])} +preparing +active", out)
+    assert {"time", "plan", "from", "to", "cause"} == set(found["story"][-1])
+    for arguments, expected in (((), 2), (("nothing",), 1)):
+        code, _, err = run("plan", *arguments)
+        assert code == expected
+        assert "masks, tiny, vit" in err
+
+
+@pytest.mark.parametrize("command", ["infer tiny --tokens 3", "plan"])
+def test_a_site_without_a_planner_says_so(run: Any, command: str) -> None:
+    code, out, err = run(*command.split(), "--site", "empty")
+    assert (code, out) == (3, "")
+    assert "empty" in err
+
+
+def test_a_wrong_password_ends_with_6(run: Any, site: Site, tmp_path: Path) -> None:
+    model = f"tiny={site.models['tiny']}"
+    commands = (
+        ["devices"],
+        ["infer", "tiny", "--tokens", "3"],
+        ["planner", "--model", model],
+        ["agent", "--id", "c", "--cache", str(tmp_path)],
+    )
+    with start_broker(users={"someone": "right"}) as broker:
+        for login in ("someone:wrong@", ""):
+            url = broker.url.replace("://", f"://{login}")
+            for command in commands:
+                code, out, err = run(*command, "--broker", url)
+                assert (code, out) == (6, ""), err
+                assert "wrong@" not in err
+                assert "Traceback" not in err
+        code, _, err = run("devices", "--broker", broker.url.replace("://", "://someone:right@"), "--wait", "0.1")
+        assert code == 0, err
+
+
+def test_a_broker_where_it_was_asked_for(site: Site, run: Any) -> None:
+    with socket.socket() as sock:
+        sock.bind(("0.0.0.0", 0))
+        port = sock.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hepti_mqtt.cli", "broker", "--bind", "0.0.0.0", "--port", str(port)],
+        env=site.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    watchdog = threading.Timer(PATIENCE_S, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"mqtt://0.0.0.0:{port}\n"
+        code, _, err = run("broker", "--bind", "0.0.0.0", "--port", str(port))
+        assert code == 2
+        assert f"port {port}" in err
+        process.terminate()
+        _, err = process.communicate()
+        assert process.returncode == 0
+        assert sum("OPEN BROKER" in line for line in err.splitlines()) == 1
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_is_no_traceback(site: Site) -> None:
+    heard = threading.Event()
+    listener = PahoTransport(
+        BrokerUrl.parse(site.url), "listener", on_message=lambda *_: heard.set(), on_state=lambda _: None
+    )
+    listener.subscribe([(Topics(SITE).all_requests(), 1)])
+    listener.connect(PATIENCE_S)
+    command = [sys.executable, "-m", "hepti_mqtt.cli", "infer", "tiny", "--tokens", "5", "--repeat", "1000000"]
+    with subprocess.Popen(
+        command, env=site.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert heard.wait(PATIENCE_S)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            listener.close()
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in err

@@ -1,0 +1,254 @@
+"""The client over a real broker, with a scripted planner."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import msgpack
+import pytest
+from client_support import A_PLAN, a_record, an_answer
+
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.errors import (
+    ConfigError,
+    DeadlineError,
+    NetworkError,
+    PlanError,
+    RequestError,
+    UnknownModelError,
+    WireError,
+)
+from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def broker():
+    with start_broker() as running:
+        yield running
+
+
+class Planner:
+    """Hears requests and says what a test tells it to."""
+
+    def __init__(self, url, site):
+        self.topics = Topics(site)
+        self.asked = queue.SimpleQueue()
+        self.connected = threading.Event()
+        self.transport = PahoTransport(
+            BrokerUrl.parse(url), f"planner-{site}", on_message=self._heard, on_state=self._state
+        )
+        self.transport.subscribe([(self.topics.all_requests(), 1)])
+        self.transport.connect(PATIENCE_S)
+        assert self.connected.wait(PATIENCE_S)
+
+    def _state(self, state):
+        if isinstance(state, Connected):
+            self.connected.set()
+
+    def _heard(self, topic, payload):
+        self.asked.put((self.topics.parse(topic), json.loads(payload)))
+
+    def next(self):
+        return self.asked.get(timeout=PATIENCE_S)
+
+    def say(self, topic, payload, retain=True):
+        self.transport.publish(topic, payload, 1, retain)
+
+    def online(self, boot=1):
+        self.say(self.topics.planner_status(), encode_status(Status("online", boot)))
+
+    def record(self, model="m", boot=1, active=None, error=None, **more):
+        self.say(self.topics.plan(model), msgpack.packb(a_record(boot=boot, active=active, error=error, **more)))
+
+    def answer(self, request, **data):
+        parsed, body = request
+        topic = self.topics.response(parsed.model, parsed.client, body["id"])
+        told = an_answer(body["id"], model=parsed.model, result=body.get("text"))
+        told |= {**data, "plan": told["plan"] | data.get("plan", {})}
+        self.say(topic, json.dumps(told).encode(), retain=False)
+
+
+@pytest.fixture
+def site(request):
+    """A site of the test's own, so that nothing retained is shared."""
+    return "".join(c if c.isalnum() else "-" for c in request.node.name.lower())[:60].strip("-")
+
+
+@pytest.fixture
+def planner(broker, site):
+    one = Planner(str(broker.url), site)
+    yield one
+    one.transport.close()
+
+
+@pytest.fixture
+def hepti(broker, planner, site):
+    planner.online()
+    with Hepti.connect(str(broker.url), site=site, client_id="me") as h:
+        h._require_planner(PATIENCE_S)  # its status, heard later, would send what waits once more
+        yield h
+
+
+def test_ask_and_answer(hepti, planner):
+    future = hepti.submit("m", text="hello", deadline_ms=500)
+    request = planner.next()
+    assert (request[0].model, request[0].client) == ("m", "me")
+    assert request[1] == {"text": "hello", "deadline_ms": 500, "id": request[1]["id"]}
+    planner.answer(request)
+    answer = future.result(PATIENCE_S)
+    assert answer.result == "hello"
+    assert answer.latency_ms > 0
+
+
+def test_an_estimate_is_replaced_by_the_forecast_of_the_same_request(hepti, planner):
+    future = hepti.submit("m", text="hello", wire="f16")
+    estimate = {"forecast": "estimated", "predicted_ms": 1.0, "predicted_bytes": 10}
+    planner.answer(planner.next(), plan={"id": "1.1", "devices": {"a": 1.0}}, **estimate)
+    estimated = future.result(PATIENCE_S)
+    for epoch, forecast in (("1.2", "estimated"), ("1.1", "simulated")):
+        with ThreadPoolExecutor(1) as pool:
+            exact = pool.submit(hepti.foretold, estimated, text="hello", wire="f16", timeout_s=PATIENCE_S)
+            request = planner.next()
+            assert {k: v for k, v in request[1].items() if k != "id"} == {
+                "text": "hello",
+                "wire": "f16",
+                "want": "plan",
+            }
+            told = {"forecast": "simulated", "predicted_ms": 2.0, "predicted_bytes": 20}
+            planner.answer(request, result=None, plan={"id": epoch, "devices": {"a": 1.0}}, **told)
+            found = exact.result(PATIENCE_S)
+        assert (found.raw["forecast"], found.result) == (forecast, "hello"), "under another plan it says nothing"
+    assert (found.raw["predicted_ms"], found.raw["predicted_bytes"]) == (2.0, 20)
+    assert hepti.foretold(found) is found
+
+
+def test_an_answer_stays_as_it_is_when_its_forecast_cannot_be_had(hepti, planner):
+    future = hepti.submit("m", text="hello")
+    planner.answer(planner.next(), plan={"id": "1.1"}, forecast="estimated")
+    estimated = future.result(PATIENCE_S)
+    with ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(hepti.foretold, estimated, text="hello", timeout_s=PATIENCE_S)
+        planner.answer(planner.next(), ok=False, error={"code": "overloaded", "message": "later"})
+        assert kept.result(PATIENCE_S) is estimated
+
+
+@pytest.mark.parametrize("want", ["hidden", "plan"])
+def test_what_has_no_tokens_is_not_generated(hepti, want):
+    with pytest.raises(RequestError):
+        next(hepti.generate("m", ids=[1], max_new_tokens=2, want=want))
+
+
+def test_no_answer_in_time_says_who_is_to_blame(broker, hepti, planner, site):
+    with pytest.raises(DeadlineError):
+        hepti.infer("m", text="x", timeout_s=0.01)
+    with (
+        Hepti.connect(str(broker.url), site=f"{site[:50]}-empty") as alone,
+        pytest.raises(NetworkError),
+    ):
+        alone.infer("m", text="x", timeout_s=0.01)
+
+
+def test_a_request_that_timed_out_is_not_sent_again(hepti, planner):
+    with pytest.raises(DeadlineError):
+        hepti.infer("m", text="x", timeout_s=0.01)
+    planner.next()
+    planner.online(boot=2)
+    future = hepti.submit("m", text="y")
+    assert planner.next()[1]["text"] == "y"
+    future.cancel()
+
+
+def test_a_lost_broker_is_waited_for(broker, hepti, planner):
+    future = hepti.submit("m", text="x")
+    planner.next()
+    planner.connected.clear()
+    broker.stop()
+    late = hepti.submit("m", text="y")
+    broker.start()
+    assert planner.connected.wait(PATIENCE_S)
+    planner.online()
+    seen = {}
+    while set(seen) != {"x", "y"}:
+        request = planner.next()
+        seen[request[1]["text"]] = request
+    for request in seen.values():
+        planner.answer(request)
+    assert future.result(PATIENCE_S).result == "x"
+    assert late.result(PATIENCE_S).result == "y"
+
+
+def test_what_still_waits_ends_with_the_client(broker, planner, site):
+    hepti = Hepti.connect(str(broker.url), site=site)
+    waiting, cancelled = hepti.submit("m", text="x"), hepti.submit("m", text="y")
+    assert cancelled.cancel()
+    hepti.close()
+    with pytest.raises(NetworkError):
+        waiting.result(PATIENCE_S)
+    with pytest.raises(CancelledError):
+        cancelled.result(PATIENCE_S)
+
+
+def test_models_and_plans(hepti, planner):
+    planner.record("m", reason="because")
+    planner.record("n")
+    assert hepti.plan("m")["reason"] == "because"
+    assert hepti.plan("n")["active"] is None
+    assert hepti.models() == ["m", "n"]
+    with pytest.raises(UnknownModelError):
+        hepti.plan("nothing")
+
+
+def test_wait_ready_waits_for_a_plan_of_the_planner_that_is_there(hepti, planner):
+    planner.record(boot=0, active={"left": "behind"})
+    timer = threading.Timer(0.05, lambda: planner.record(active=A_PLAN))
+    timer.start()
+    assert hepti.wait_ready("m", PATIENCE_S)["active"] == A_PLAN
+    timer.join()
+    second = {**A_PLAN, "epoch": [1, 2]}
+    timer = threading.Timer(0.05, lambda: planner.record(active=second, unused={"b": "put aside"}))
+    timer.start()
+    shown = hepti.wait_ready("m", PATIENCE_S, lambda record: "b" in record["unused"])
+    assert shown["active"] == second
+    timer.join()
+
+
+def test_wait_ready_tells_the_planners_reason(hepti, planner):
+    planner.record(error={"code": "no_plan", "message": "a lacks 5 MiB"})
+    with pytest.raises(PlanError):
+        hepti.wait_ready("m", timeout=0.05)
+    with pytest.raises(PlanError):
+        hepti.wait_ready("m", timeout=1000, patience_s=0.0)
+
+
+def test_a_planner_of_another_version_is_told_at_once(hepti, planner):
+    planner.say(planner.topics.plan("m"), msgpack.packb({"boot": 1, "active": None}))
+    for ask in (hepti.plan, hepti.wait_ready):
+        with pytest.raises(WireError):
+            ask("m", PATIENCE_S)
+    assert hepti.models() == ["m"]
+    assert hepti.unused() == {}
+
+
+def test_no_broker_is_said_at_once(monkeypatch):
+    monkeypatch.delenv("HEPTI_BROKER", raising=False)
+    with pytest.raises(ConfigError):
+        Hepti.connect()
+    with pytest.raises(NetworkError):
+        Hepti.connect("mqtt://127.0.0.1:1", timeout=2)
+
+
+def test_the_environment_names_broker_and_site(broker, planner, site, monkeypatch):
+    monkeypatch.setenv("HEPTI_BROKER", str(broker.url))
+    monkeypatch.setenv("HEPTI_SITE", site)
+    planner.online()
+    planner.record("here")
+    with Hepti.connect() as hepti:
+        assert hepti.models() == ["here"]

@@ -1,0 +1,219 @@
+"""A closed site's files in a real Mosquitto: every role and topic, and nobody else."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import psutil
+import pytest
+from closed_broker import PATIENCE_S, Someone, closed_broker
+from site_processes import poll
+
+from hepti_mqtt.closed_site.folder import SiteFolder
+from hepti_mqtt.closed_site.roles import ROLES, acl_text
+from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.ids import ALL_DEVICES, PLANNER
+from hepti_mqtt.protocol.topics import Kind, Topics
+from hepti_mqtt.transport import BrokerUrl, Disconnected, Will
+
+NOW = datetime.datetime.now(datetime.UTC)
+
+
+@pytest.fixture
+def closed(tmp_path):
+    with closed_broker(tmp_path / "site", {"pi-1": "device"}) as found:
+        yield found
+
+
+def url_of(site, user):
+    return BrokerUrl.parse(str(site.login(user)))
+
+
+def reload(closed):
+    """Let the broker read passwords and access list again: it has when who was added comes in."""
+    site, broker = closed
+    for child in psutil.Process(broker._process.pid).children():
+        child.send_signal(signal.SIGHUP)
+    newest = list(SiteFolder.open(site.path).users)[-1]
+
+    def comes_in():
+        try:
+            Someone(url_of(site, newest)).close()
+        except RefusedError:
+            return False
+        return True
+
+    poll(comes_in, f"{newest} may come in")
+
+
+def test_logins_come_in_and_nobody_else(closed, tmp_path):
+    site, broker = closed
+    assert broker.url == f"mqtts://127.0.0.1:{site.port}"
+    url = BrokerUrl.parse(str(site.login("pi-1")))
+    Someone(url).close()
+    for wrong in (
+        BrokerUrl(url.host, url.port, tls=True, ca=url.ca),
+        BrokerUrl(url.host, url.port, tls=True, ca=url.ca, user="pi-1", password="guess"),
+        BrokerUrl(url.host, url.port, tls=True, ca=url.ca, user="pi-2", password=url.password),
+    ):
+        with pytest.raises(RefusedError):
+            Someone(wrong)
+    other = SiteFolder.create(tmp_path / "other", "home", ("127.0.0.1",), 8883, NOW)
+    with pytest.raises(NetworkError):
+        Someone(BrokerUrl(url.host, url.port, tls=True, ca=str(other.path / "ca.crt"), user="pi-1", password="x"))
+    with pytest.raises(NetworkError):
+        Someone(BrokerUrl(url.host, url.port, user="pi-1", password=url.password))
+
+
+def test_users_change_while_the_broker_runs(closed):
+    site, _ = closed
+    login = replace(BrokerUrl.parse(str(site.login("pi-1"))), ca=str(site.path / "ca.crt"))
+    someone = Someone(login)
+    site.add("client", "alice").revoke("pi-1")
+    reload(closed)
+    # Mosquitto throws off who may not be there any more.
+    assert isinstance(someone.state_of(Disconnected), Disconnected)
+    someone.close()
+    Someone(BrokerUrl.parse(str(site.login("alice")))).close()
+    with pytest.raises(RefusedError):
+        Someone(login)
+
+
+def test_nobody_throws_another_off_with_its_client_id(closed):
+    site, _ = closed
+    site.add("device", "pi-2")
+    reload(closed)
+    victim = Someone(url_of(site, "pi-1"), "hepti-home-pi-1-control")
+    for raw in (False, True):  # with our own transport, and with a client that takes any id that it likes
+        intruder = Someone(url_of(site, "pi-2"), "hepti-home-pi-1-control", raw=raw)
+        victim.read(f"hepti/v1/home/dev/pi-1/{'probe' if raw else 'cmd'}")
+        intruder.close()
+    assert victim.transport.counts().reconnections == 0
+    assert victim.states.empty()
+    # A second start of the same user still takes over: that is how two agents of one name notice each other.
+    again = Someone(url_of(site, "pi-1"), "hepti-home-pi-1-control")
+    victim.state_of(Disconnected)
+    victim.close()
+    again.close()
+
+
+def test_nobody_leaves_a_will_for_another(closed):
+    site, _ = closed
+    site.add("device", "pi-2")
+    reload(closed)
+    watcher = Someone(url_of(site, "pi-1"))
+    watcher.read("hepti/v1/home/dev/+/status", "hepti/v1/home/dev/pi-1/probe")
+    for name in ("pi-1", "pi-2"):
+        will = Will(f"hepti/v1/home/dev/{name}/status", name.encode(), 1, retain=False)
+        try:
+            first = Someone(url_of(site, "pi-2"), "same", will=will)
+        except RefusedError:
+            assert name == "pi-1"
+            continue
+        Someone(url_of(site, "pi-2"), "same").close()  # the broker cuts the first one off, and publishes its will
+        first.close()
+    topic, payload = watcher.heard.get(timeout=PATIENCE_S)
+    assert (topic, payload) == ("hepti/v1/home/dev/pi-2/status", b"pi-2")
+    watcher.close()
+
+
+BROKER = Path(__file__).parents[3] / "broker"
+
+
+USERS = {"pi-1": "device", "pi-2": "device", "alice": "client", "bob": "client", "hall": "viewer"}
+
+
+EVERYBODY = {PLANNER, *USERS}
+
+
+DEVICES = {"pi-1", "pi-2"}
+
+
+ANYTHING = "hepti/v1/home/anything"
+
+
+HOME, OTHER = Topics("home"), Topics("attic")
+
+
+# topic -> (who may publish it, who may read it), for the names of one device and one client and for all.
+ACCESS = {
+    HOME.status("pi-1"): ({"pi-1"}, EVERYBODY),
+    HOME.caps("pi-1"): ({"pi-1"}, EVERYBODY),
+    HOME.heartbeat("pi-1"): ({"pi-1"}, EVERYBODY),
+    HOME.command("pi-1"): ({PLANNER}, {"pi-1"}),
+    HOME.reports("pi-1"): ({"pi-1"}, {PLANNER}),
+    HOME.probe("pi-1"): ({"pi-1"}, {"pi-1"}),
+    HOME.probe("alice"): ({"alice"}, {"alice"}),
+    HOME.probe("hall"): ({"hall"}, {"hall"}),
+    HOME.probe("doctor"): ({PLANNER}, {PLANNER}),
+    HOME.planner_status(): ({PLANNER}, EVERYBODY),
+    HOME.plan("m"): ({PLANNER}, EVERYBODY),
+    HOME.work("m", "pi-1"): ({PLANNER}, DEVICES),
+    HOME.weights("pi-1"): ({PLANNER}, {"pi-1"}),
+    HOME.weights(ALL_DEVICES): ({PLANNER}, DEVICES),
+    HOME.activation("m", 3, "pi-1", "pi-2"): ({"pi-1"}, {"pi-2"}),
+    HOME.activation("m", 3, "pi-1", ALL_DEVICES): ({"pi-1"}, DEVICES),
+    HOME.activation("m", 3, "pi-1", PLANNER): ({"pi-1"}, set()),
+    HOME.request("m", "alice"): ({"alice"}, {PLANNER}),
+    HOME.response("m", "alice", "r1"): ({PLANNER}, {"alice"}),
+    HOME.response("m", "alice", "r1") + "/part": ({PLANNER}, {"alice"}),
+    HOME.event("joined"): ({PLANNER, *DEVICES}, EVERYBODY),
+    # Clients and viewers are no devices, devices and viewers no clients, whatever their names are.
+    HOME.status("alice"): (set(), EVERYBODY),
+    HOME.activation("m", 3, "alice", ALL_DEVICES): (set(), DEVICES),
+    HOME.request("m", "pi-1"): (set(), {PLANNER}),
+    HOME.request("m", "hall"): (set(), {PLANNER}),
+    # Other sites, and what is no topic of ours.
+    OTHER.status("pi-1"): (set(), set()),
+    OTHER.planner_status(): (set(), set()),
+    ANYTHING: (set(), set()),
+    "anything": (set(), set()),
+}
+
+
+def test_every_kind_of_topic_is_in_the_table():
+    ours = [topic for topic in ACCESS if topic.startswith("hepti/v1/home/") and topic.count("/") < 8]
+    assert {HOME.parse(topic).kind for topic in ours if topic != ANYTHING} == set(get_args(Kind))
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory):
+    with closed_broker(tmp_path_factory.mktemp("roles") / "site", USERS) as (site, _):
+        yield {user: BrokerUrl.parse(str(site.login(user))) for user in EVERYBODY}
+
+
+@pytest.mark.parametrize("protocol", [4, 5], ids=["3.1.1", "5"])
+def test_the_access_list_lets_through_what_it_should_and_nothing_else(urls, protocol):
+    readers = {user: Someone(url, protocol=protocol) for user, url in urls.items()}
+    expected, got = {}, {}
+    try:
+        for reader in readers.values():
+            reader.read("#")
+        for user, url in urls.items():
+            writer = Someone(url, protocol=protocol)
+            for topic, (writers, allowed) in ACCESS.items():
+                writer.transport.publish(topic, user.encode(), 1)
+                expected[user, topic] = allowed if user in writers else set()
+            writer.transport.close(timeout_s=PATIENCE_S)  # returns when the broker has acknowledged everything
+        end = Someone(urls[PLANNER], protocol=protocol)
+        end.transport.publish(HOME.event("end"), b"", 1)  # behind all others: a broker keeps the order of what it sends
+        for name, reader in readers.items():
+            while (heard := reader.heard.get(timeout=PATIENCE_S))[0] != HOME.event("end"):
+                topic, user = heard[0], heard[1].decode()
+                got.setdefault((user, topic), set()).add(name)
+        end.close()
+    finally:
+        for reader in readers.values():
+            reader.close()
+    assert got == {key: allowed for key, allowed in expected.items() if allowed}
+
+
+def test_the_example_has_every_role():
+    text = (BROKER / "acl.example").read_text()
+    users = {"planner": "planner", "pi-1": "device", "alice": "client", "hall-tablet": "viewer"}
+    assert set(users.values()) == set(ROLES)
+    assert text == acl_text("+", users)

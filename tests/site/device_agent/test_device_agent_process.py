@@ -1,0 +1,375 @@
+"""Agents as processes at a real broker; the test plays the planner."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from broker_kinds import broker_of, needs_mosquitto
+
+from device_agent import AgentConfig, memory_budget, run_agent
+from device_agent.machine import LOADING_BYTES
+from hepti_mqtt import __version__, models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.config.process import StopSignals
+from hepti_mqtt.cost.reported import profile_from_caps
+from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import make_plan
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport.broker_limits import WANTED_BYTES
+
+PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
+MODEL = "tiny"
+TOPICS = Topics("home")
+STARTED = lambda status: status.state != "starting"  # noqa: E731
+USERS = {"hepti": "secret"}
+
+
+@pytest.fixture(scope="module")
+def broker():
+    with start_broker() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("hashes")))
+        directory = make_model("tiny-bert", tmp_path_factory.mktemp("models") / MODEL)
+        with Checkpoint.open(directory, MODEL) as opened:
+            assert opened.manifest.digest
+            yield opened
+
+
+class Planner:
+    """Hears everything that devices say and serves tiles."""
+
+    def __init__(self, url, checkpoint=None, boot=50):
+        self.checkpoint, self.boot = checkpoint, boot
+        self.heard = queue.SimpleQueue()
+        self.later = []
+        self.tiles_sent = 0
+        self.transport = PahoTransport(
+            BrokerUrl.parse(url), "test-planner", on_message=self.hear, on_state=lambda state: None
+        )
+        topics = (TOPICS.all_status(), TOPICS.all_caps(), TOPICS.all_heartbeats(), TOPICS.all_reports())
+        self.transport.subscribe([(t, 1) for t in topics])
+        self.transport.connect(PATIENCE_S)
+
+    def hear(self, topic, payload):
+        parsed = TOPICS.parse(topic)
+        decode = {
+            "status": messages.decode_status,
+            "caps": messages.decode_caps,
+            "heartbeat": messages.decode_heartbeat,
+            "up": messages.decode_report,
+        }[parsed.kind]
+        if not payload:
+            return
+        value = decode(payload)
+        if isinstance(value, messages.RequestTiles) and self.checkpoint is not None:
+            for digest in value.hashes:
+                self.send_tile(parsed.device, digest)
+        self.heard.put((parsed.device, value))
+
+    def send_tile(self, device, digest):
+        manifest = self.checkpoint.manifest
+        body = manifest.encode() if digest == manifest.digest else self.checkpoint.tile(digest)
+        frame = frames.Frame("tile", MODEL, PlanVersion(self.boot, 1), 0, shape=(len(body),), body=body)
+        self.tiles_sent += 1
+        self.transport.publish(TOPICS.weights(device), frames.encode(frame), 1)
+
+    def wait(self, device, kind, condition=lambda value: True):
+        """Return the first word of a kind that a device has said; others are kept for later waits."""
+        for place, (who, value) in enumerate(self.later):
+            if who == device and isinstance(value, kind) and condition(value):
+                del self.later[place]
+                return value
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            who, value = self.heard.get(timeout=max(until - time.monotonic(), 0.001))
+            if who == device and isinstance(value, kind) and condition(value):
+                return value
+            self.later.append((who, value))
+
+    def online(self, device, after=0):
+        self.wait(device, protocol_messages.Caps, lambda c: c.boot > after)
+        return self.wait(device, protocol_messages.Status, lambda s: s.boot > after and s.state == "online").boot
+
+    def tell(self, device, message):
+        self.transport.publish(TOPICS.command(device), messages.encode(message), 1)
+
+    def plan(self, devices, strategy="single", options=None, number=1):
+        template = Plan(MODEL, PlanVersion(self.boot, number), strategy, devices, devices[0])
+        return make_plan(self.checkpoint.spec, template, strategy, options or {}, (1.0,) * len(devices))
+
+    def prepare(self, plan, *shapes):
+        spec, manifest = self.checkpoint.spec.to_dict(), self.checkpoint.manifest.digest
+        for device in plan.devices:
+            number = plan.version.number
+            self.tell(
+                device,
+                messages.Prepare(
+                    number, plan.to_dict(), spec, manifest, 1, tuple(s.plain() for s in shapes), len(shapes)
+                ),
+            )
+        for device in plan.devices:
+            self.wait(device, messages.Ready, lambda m: m.plan_version == plan.version)
+
+    def infer(self, plan, admission, lengths=(5, 9)):
+        shape = TokenBatch(lengths)
+        vocab = self.checkpoint.spec.text.vocab
+        ids = np.random.default_rng(admission).integers(0, vocab, shape.tokens).astype(np.int32)
+        self.transport.publish(
+            TOPICS.work(MODEL, plan.devices[0]), frames.encode_work(MODEL, plan.version, admission, shape, ids), 1
+        )
+        for device in plan.devices:
+            self.wait(device, frames.Frame, lambda f: f.kind == "done" and f.run_id == admission)
+        output = self.wait(plan.root, frames.Frame, lambda f: f.kind == "output" and f.run_id == admission)
+        expected = models.reference(self.checkpoint.spec, self.checkpoint.tensors(), ids, shape)[1]
+        np.testing.assert_allclose(output.array(), expected, atol=5e-5)
+
+    def close(self):
+        self.transport.close()
+
+
+@pytest.fixture
+def planners(checkpoint):
+    made = []
+
+    def make(url):
+        made.append(Planner(url, checkpoint))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def planner(broker, planners):
+    return planners(broker.url)
+
+
+class Agents:
+    def __init__(self, url, cache):
+        self.url, self.cache, self.processes = url, cache, []
+
+    def start(self, device, *options, url=None, cache=None):
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "hepti_mqtt.cli",
+            "agent",
+            "--broker",
+            url or self.url,
+            "--id",
+            device,
+        ]
+        command += ["--threads", "1", "--cache", str(cache or self.cache), *options]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        return process
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def agents(broker, tmp_path):
+    made = Agents(broker.url, tmp_path)
+    yield made
+    made.close()
+
+
+def test_join_describe_beat_and_leave(planner, agents):
+    process = agents.start("join1", "--memory", "1GiB")
+    caps = planner.wait("join1", protocol_messages.Caps)
+    first = planner.wait("join1", protocol_messages.Status)
+    assert (first.state, first.boot) == ("starting", caps.boot)
+    status = planner.wait("join1", protocol_messages.Status, STARTED)
+    assert (status.state, status.boot) == ("online", caps.boot)
+    assert caps.threads == 1
+    assert 0 < caps.rss_idle_bytes < 1 << 30
+    assert caps.memory_budget_bytes == memory_budget(1 << 30, 1 << 40)
+    assert caps.largest_packet_bytes > 1 << 20
+    profile_from_caps("join1", caps.curves, caps.memory_budget_bytes, 1.0)
+    first = planner.wait("join1", protocol_messages.Heartbeat)
+    later = planner.wait("join1", protocol_messages.Heartbeat, lambda h: h.round_trip_s is not None)
+    assert first.boot == later.boot == caps.boot
+    assert later.seq > first.seq
+    assert 0.0 <= later.cpu_other <= 1.0
+    assert later.slowdown == 1.0
+    assert later.rss_bytes > 0
+    assert later.counters["control_published"] >= 3
+    process.send_signal(signal.SIGTERM)
+    assert planner.wait("join1", protocol_messages.Status, STARTED).state == "offline"
+    assert process.wait(PATIENCE_S) == 0
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_a_killed_agent_leaves_its_will_and_comes_back_with_a_higher_boot(planner, agents):
+    process = agents.start("kill1")
+    boot = planner.online("kill1")
+    process.kill()
+    will = planner.wait("kill1", protocol_messages.Status, STARTED)
+    assert will == protocol_messages.Status("offline", boot, version=__version__)
+    agents.start("kill1")
+    assert planner.online("kill1", after=boot) > boot
+
+
+def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner, agents):
+    first = agents.start("two1")
+    agents.start("two2")
+    boot = planner.online("two1")
+    planner.online("two2")
+    plan = planner.plan(("two1", "two2"), "row", {"variant": "kv"})
+    planner.prepare(plan)
+    planner.infer(plan, 1)
+    planner.infer(plan, 2, (16,))
+    sent = planner.tiles_sent
+    assert sent > 0
+    first.kill()
+    agents.start("two1")
+    planner.online("two1", after=boot)
+    again = planner.plan(("two1", "two2"), "row", {"variant": "kv"}, number=2)
+    planner.prepare(again)
+    planner.infer(again, 3)
+    assert planner.tiles_sent == sent
+    beat = planner.wait("two1", protocol_messages.Heartbeat, lambda h: h.boot > boot and h.counters.get("tiles_cached"))
+    assert beat.counters.get("tiles_asked", 0) == 0
+
+
+def test_a_broker_that_restarts_is_met_again(planners, agents):
+    with start_broker() as broker:
+        planner = planners(broker.url)
+        agents.start("again1", url=broker.url)
+        planner.online("again1")
+        plan = planner.plan(("again1",))
+        planner.prepare(plan)
+        broker.stop()
+        broker.start()
+        planner.wait("again1", protocol_messages.Heartbeat, lambda h: h.counters["control_reconnections"] > 0)
+        planner.infer(plan, 1)
+
+
+@needs_mosquitto
+def test_second_agent_of_one_name_on_another_machine_takes_over(planner, agents, tmp_path):
+    first = agents.start("same2")
+    boot = planner.online("same2")
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "home" / "same2").mkdir(parents=True)
+    (elsewhere / "home" / "same2" / "boot").write_text(str(boot + 10))
+    agents.start("same2", cache=elsewhere)
+    assert first.wait(PATIENCE_S) == ConfigError.exit_code
+    assert planner.online("same2", after=boot) > boot
+
+
+def agent_config(url, tmp_path, **options):
+    return AgentConfig(BrokerUrl.parse(url), "home", "own1", threads=1, cache_dir=tmp_path, **options)
+
+
+def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
+    stop = StopSignals()
+    thread = threading.Thread(target=run_agent, args=(agent_config(broker.url, tmp_path), stop), daemon=True)
+    thread.start()
+    boot = planner.online("own1")
+    stop.request()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert planner.wait("own1", protocol_messages.Status, STARTED) == protocol_messages.Status(
+        "offline", boot, version=__version__
+    )
+
+
+def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, tmp_path):
+    with broker_of("amqtt") as broker:
+        planner, stop = planners(broker.url), StopSignals()
+        thread = threading.Thread(target=run_agent, args=(agent_config(broker.url, tmp_path), stop), daemon=True)
+        thread.start()
+        caps = planner.wait("own1", protocol_messages.Caps)
+        assert (caps.mqtt, caps.largest_packet_bytes) == (4, WANTED_BYTES)
+        planner.wait("own1", protocol_messages.Heartbeat)
+        stop.request()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_a_wrong_password_is_told_at_once(tmp_path):
+    with start_broker(users=USERS) as broker:
+        url = broker.url.replace("mqtt://", "mqtt://hepti:wrong@")
+        with pytest.raises(RefusedError) as caught:
+            run_agent(agent_config(url, tmp_path))
+        assert "wrong" not in str(caught.value)
+
+
+def test_no_broker_without_patience_is_an_error(tmp_path, capsys):
+    with start_broker() as broker:
+        url = broker.url
+    with pytest.raises(NetworkError):
+        run_agent(agent_config(url, tmp_path, retry=False))
+    assert (
+        main(["agent", "--broker", url, "--id", "own1", "--cache", str(tmp_path), "--no-retry"])
+        == NetworkError.exit_code
+    )
+
+
+def test_an_absent_broker_is_waited_for(planners, agents):
+    with start_broker() as broker:
+        broker.stop()
+        process = agents.start("wait1", url=broker.url)
+        line = next(line for line in process.stderr if "no broker answers" in line)
+        assert "retrying" in line
+        broker.start()
+        planners(broker.url).online("wait1")
+
+
+def test_an_absent_broker_is_waited_for_no_longer_than_until_stop(agents, tmp_path):
+    with start_broker() as broker:
+        url = broker.url
+    stop = StopSignals()
+    stop.request()
+    run_agent(agent_config(url, tmp_path), stop)
+    process = agents.start("wait2", url=url)
+    next(line for line in process.stderr if "for weights" in line)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_the_budget_is_what_is_given_as_far_as_it_is_free_or_most_of_what_is_free():
+    mib = 1 << 20
+    assert memory_budget(500 * mib, 1000 * mib) == 500 * mib - LOADING_BYTES
+    assert memory_budget(500 * mib, 300 * mib) == 300 * mib - LOADING_BYTES
+    assert memory_budget(None, 1000 * mib) == 800 * mib - LOADING_BYTES
+    with pytest.raises(ConfigError):
+        memory_budget(LOADING_BYTES, 10**12)
+
+
+@pytest.mark.parametrize("options", [["--id", "No Name"], ["--id", "d1", "--site", "a/b"]])
+def test_wrong_names_are_usage_errors(tmp_path, options):
+    assert main(["agent", "--broker", "mqtt://127.0.0.1", "--cache", str(tmp_path), *options]) == ConfigError.exit_code
+
+
+@pytest.mark.parametrize("option", [["--threads", "0"], ["--memory", "x"]])
+def test_wrong_values_are_usage_errors(option):
+    with pytest.raises(SystemExit) as end:
+        main(["agent", "--broker", "mqtt://127.0.0.1", "--id", "d1", *option])
+    assert end.value.code == ConfigError.exit_code

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernels_support import Case, array, pool
+
+import hepti_mqtt.kernels
+from hepti_mqtt.kernels import jit, warm_up
+
+ROOT = Path(__file__).parents[3]
+COUNT_CACHE = """
+from hepti_mqtt.kernels import jit
+del jit.registered[2:]  # two are enough to see, and all take seconds
+print(*jit.warm_up())
+"""
+# A CPU of x86-64 that has neither the name nor the vectors of the machine that runs the tests.
+OLD_CPU = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""}
+
+compiled_only = pytest.mark.skipif(not jit.JIT, reason="about compiled code")
+uncached = pytest.mark.skipif(bool(os.environ.get(jit.OVERRIDE)), reason="a forced instruction set has no cache")
+
+
+def python(*arguments, directory=ROOT, **variables):
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]), **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@compiled_only
+def test_nothing_compiles_after_warm_up():
+    warm_up()
+    warm_up()
+    case = Case("add", [array(2, 3), array(2, 3)], [(2, 3)], bias=False)
+    case.run()
+    assert all(len(dispatcher.signatures) == 1 for dispatcher, _ in jit.registered)
+    with pool(1) as workers:
+        run = case.kernel.bind(case.op, case.slots, case.weights, workers)
+    with pytest.raises(TypeError, match="can't unbox array"):
+        run([a.astype("f8") for a in case.reads], case.reads)
+
+
+def test_a_change_of_any_source_of_the_kernels_is_a_change_of_the_stamp(tmp_path, monkeypatch):
+    assert Path(hepti_mqtt.kernels.__file__).parent == jit.SOURCES
+    package = shutil.copytree(jit.SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(jit, "SOURCES", package)
+    stamp = jit.sources_stamp.__wrapped__
+    before = stamp()
+    for source in package.rglob("*.py"):
+        content = source.read_bytes()
+        source.write_bytes(content + b"# changed")
+        assert (stamp() != before) is (source.relative_to(package).as_posix() not in jit.AROUND), source
+        source.write_bytes(content)
+    assert stamp() == before
+
+
+def counts(directory, package=ROOT, **variables):
+    """Return (compiled, from the cache) of two kernels in a process of its own."""
+    paths = os.pathsep.join([str(package), str(ROOT / "tests" / "helpers")])
+    done = python("-c", COUNT_CACHE, directory=package, NUMBA_CACHE_DIR=str(directory), PYTHONPATH=paths, **variables)
+    assert done.returncode == 0, done.stderr
+    return tuple(map(int, done.stdout.split()))
+
+
+@compiled_only
+@uncached
+def test_the_second_process_compiles_nothing(tmp_path):
+    assert [counts(tmp_path), counts(tmp_path)] == [(2, 0), (0, 2)]
+
+
+@compiled_only
+@uncached
+def test_the_cache_survives_a_reinstallation_and_not_a_change(tmp_path):
+    package, kept = tmp_path / "site", tmp_path / "cache"
+    shutil.copytree(ROOT / "hepti_mqtt", package / "hepti_mqtt", ignore=shutil.ignore_patterns("__pycache__"))
+    assert counts(kept, package) == (2, 0)
+    for source in (package / "hepti_mqtt" / "kernels").rglob("*.py"):
+        os.utime(source, (1e9, 1e9))
+    assert counts(kept, package) == (0, 2)
+    # Not the file of a kernel, but inlined into them.
+    helper = package / "hepti_mqtt" / "kernels" / "elementary.py"
+    helper.write_text(helper.read_text() + "# changed\n")
+    assert counts(kept, package) == (2, 0)
+
+
+@pytest.mark.nightly
+@compiled_only
+@uncached
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names CPUs of x86-64")
+def test_another_cpu_compiles_its_own_and_leaves_the_cache_alone(tmp_path):
+    assert counts(tmp_path) == (2, 0)
+    assert counts(tmp_path, **OLD_CPU) == (2, 0)
+    assert counts(tmp_path) == (0, 2)
+    assert counts(tmp_path, **OLD_CPU) == (0, 2)
+
+
+@pytest.mark.nightly
+@compiled_only
+def test_a_forced_instruction_set_neither_reads_nor_writes_the_cache(tmp_path):
+    assert counts(tmp_path, HEPTI_KERNELS_ISA="generic") == (2, 0)
+    assert not list(tmp_path.rglob("*.nbi"))
+
+
+@pytest.mark.nightly
+@compiled_only
+def test_the_kernels_give_the_same_as_plain_python():
+    done = python(
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "tests/unit/kernels",
+        "-m",
+        "not wide",
+        "-k",
+        "not threads and not bits and not more_keys and not any_split and not every_number_of_rows",
+        NUMBA_DISABLE_JIT="1",
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout or "[100%]" in done.stdout

@@ -1,0 +1,537 @@
+"""The planner in this process: models and boot counter, what its inbox takes, its shell over a real broker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from broker_kinds import needs_mosquitto
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hepti_mqtt import __version__
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.config.process import MAX_SUBJECTS
+from hepti_mqtt.errors import ConfigError, ModelError, NetworkError, OverloadedError
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus, Tick
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.service import PlannerConfig, planner, run_planner
+from hepti_mqtt.service.__main__ import main
+from hepti_mqtt.service.decoder import ImplausibleBoot, MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
+from hepti_mqtt.service.handler import OpenModel
+from hepti_mqtt.service.setup import next_boot, open_models
+from hepti_mqtt.service.threads import FairExecutor
+from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
+
+
+def test_follows_the_clock_and_never_goes_back(tmp_path):
+    assert next_boot("s", 1000.7, tmp_path) == 1000
+    assert next_boot("s", 1000.9, tmp_path) == 1001
+    assert next_boot("s", 5.0, tmp_path) == 1002, "the clock was set back"
+    assert next_boot("s", 2000.0, tmp_path) == 2000
+    assert next_boot("t", 5, tmp_path) == 5, "sites count for themselves"
+
+
+def test_a_damaged_file_counts_as_none(tmp_path):
+    next_boot("s", 1000, tmp_path)
+    (tmp_path / "planner" / "s" / "boot").write_text("\x00garbage")
+    assert next_boot("s", 1500, tmp_path) == 1500
+
+
+def test_starts_at_the_same_moment_get_different_numbers(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        boots = list(pool.map(lambda _: next_boot("s", 1000, tmp_path), range(24)))
+    assert len(set(boots)) == 24
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "planner").write_text("in the way")
+    with pytest.raises(ConfigError):
+        next_boot("s", 1000, tmp_path)
+
+
+NOWHERE = BrokerUrl.parse("mqtt://127.0.0.1:1")
+
+
+@pytest.fixture
+def cnn(tmp_path, kept_hashes):
+    make_model("tiny-resnet", tmp_path / "cnn", seed=1)
+    return tmp_path / "cnn"
+
+
+def pinned(storage, **models):
+    return PlannerConfig(NOWHERE, "s", models, dict.fromkeys(models, Pins(weight_dtype=storage)))
+
+
+def test_weights_that_the_only_model_cannot_have_end_the_planner_at_the_start(cnn):
+    with contextlib.ExitStack() as stack, pytest.raises(ConfigError):
+        open_models(pinned("w8a8", cnn=cnn), stack)
+
+
+def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, checkpoints, caplog):
+    with contextlib.ExitStack() as stack:
+        opened = open_models(pinned("w8a8", cnn=cnn, bert=checkpoints["bert"].path), stack)
+    assert {name: model.pins.weight_dtype for name, model in opened.items()} == {"cnn": "f32", "bert": "w8a8"}
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "model cnn" in said
+
+
+HOME = Topics("home")
+
+
+CAPS = protocol_messages.Caps("a", 1, 4, 4, 1 << 30, 1 << 20, "plain", "0", {}, 0, 4)
+
+
+BEAT = protocol_messages.Heartbeat(1, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+
+
+EVERY_TOPIC = [
+    HOME.status("a"),
+    HOME.caps("a"),
+    HOME.heartbeat("a"),
+    HOME.reports("a"),
+    HOME.request("m", "c"),
+    HOME.planner_status(),
+    HOME.plan("m"),
+    HOME.work("m", "a"),
+    "hepti/v1/elsewhere/dev/a/up",
+]
+
+
+def test_every_kind_becomes_its_event():
+    ready = messages.Ready(1, "m", PlanVersion(1, 1), 5, bytes(8))
+    frame = frames.Frame("done", "m", PlanVersion(1, 1), 3, source="a", numbers=(1, 2, 3))
+    status = protocol_messages.Status("online", 1)
+    known = {
+        (HOME.status("a"), messages.encode_status(status)): interface.DeviceStatus("a", status),
+        (HOME.caps("a"), messages.encode_caps(CAPS)): interface.DeviceCaps("a", CAPS),
+        (HOME.heartbeat("a"), messages.encode_heartbeat(BEAT)): interface.DeviceHeartbeat("a", BEAT),
+        (HOME.reports("a"), messages.encode(ready)): interface.DeviceMessage("a", ready),
+        (HOME.request("m", "c"), b"{"): RawRequest("m", "c", b"{"),
+        (HOME.planner_status(), messages.encode_status(status)): PlannerStatus(status),
+        (HOME.plan("m"), b"x"): RetainedPlan("m"),
+    }
+    decoder = MessageDecoder("home")
+    for (topic, payload), event in known.items():
+        assert decoder.decode(topic, payload) == event
+    up = decoder.decode(HOME.reports("a"), frames.encode(frame))
+    assert isinstance(up, interface.DeviceFrame)
+    assert up.frame.numbers == (1, 2, 3)
+    assert not decoder.counters
+
+
+def test_cleared_foreign_and_lying_messages_are_dropped():
+    decoder = MessageDecoder("home")
+    assert decoder.decode(HOME.caps("b"), messages.encode_caps(CAPS)) is None, "caps under another device's name"
+    assert decoder.decode(HOME.status("a"), b"") is None
+    assert decoder.decode(HOME.work("m", "a"), b"x") is None
+    assert decoder.counters == {"malformed": 1, "foreign": 1}
+
+
+@given(st.sampled_from(EVERY_TOPIC), st.binary(max_size=300) | st.binary(max_size=300).map(lambda b: frames.MAGIC + b))
+def test_no_bytes_raise(topic, payload):
+    MessageDecoder("home").decode(topic, payload)
+
+
+def test_boot_counters_of_a_time_that_has_not_come_are_named_and_not_passed_on():
+    decoder = MessageDecoder("home", lambda: 100)
+    beat = protocol_messages.Heartbeat(101, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+    said = {
+        ("status", HOME.status("a")): messages.encode_status(protocol_messages.Status("online", 101)),
+        ("caps", HOME.caps("a")): messages.encode_caps(replace(CAPS, boot=101)),
+        ("heartbeat", HOME.heartbeat("a")): messages.encode_heartbeat(beat),
+        ("planner_status", HOME.planner_status()): messages.encode_status(protocol_messages.Status("online", 101)),
+    }
+    for (kind, topic), payload in said.items():
+        assert decoder.decode(topic, payload) == ImplausibleBoot(topic, kind, 101)
+    assert decoder.counters == {"implausible_boot": 4}
+    assert decoder.decode(HOME.status("a"), b'{"state": "online", "boot": 4611686018427387904}') is None
+    assert decoder.counters["malformed"] == 1
+
+
+def test_a_device_whose_caps_cannot_be_read_is_told_of_once(caplog):
+    decoder = MessageDecoder("home")
+    for _ in range(3):
+        assert decoder.decode(HOME.caps("a"), b'{"device": "a", "boot": 1}') is None
+        assert decoder.decode(HOME.heartbeat("a"), b"x") is None
+    assert decoder.counters["malformed"] == 6
+    assert len(caplog.records) == 1
+    for number in range(2 * MAX_SUBJECTS):
+        decoder.decode(HOME.caps(f"d{number}"), b"x")
+    assert len(caplog.records) == MAX_SUBJECTS, "names cost nothing to invent"
+
+
+PATIENCE_S = 20.0
+
+
+class Listener:
+    """Hears topics of a site, retained ones included."""
+
+    def __init__(self, url, site):
+        self.topics = Topics(site)
+        self.heard = queue.SimpleQueue()
+        connected = threading.Event()
+        self.transport = PahoTransport(
+            url,
+            f"listener-{uuid.uuid4().hex[:8]}",
+            on_message=lambda topic, payload: self.heard.put((topic, bytes(payload))),
+            on_state=lambda state: connected.set() if isinstance(state, Connected) else None,
+        )
+        t = self.topics
+        self.transport.subscribe([(t.planner_status(), 1), (t.all_plans(), 1), (t.responses("me"), 1)])
+        self.transport.connect(PATIENCE_S)
+        assert connected.wait(PATIENCE_S)
+
+    def until(self, topic, holds=lambda payload: True):
+        """Return the next payload on a topic for which `holds`."""
+        while True:
+            got, payload = self.heard.get(timeout=PATIENCE_S)
+            if got == topic and holds(payload):
+                return payload
+
+    def status(self, state):
+        return self.until(self.topics.planner_status(), lambda p: bool(p) and decode_status(p).state == state)
+
+    def say(self, topic, payload, retain=False):
+        self.transport.publish(topic, payload, 1, retain)
+
+    def ask(self, model, **data):
+        self.say(self.topics.request(model, "me"), json.dumps(data).encode())
+        return json.loads(self.until(self.topics.response(model, "me", data["id"])))
+
+
+@pytest.fixture
+def url(mosquitto):
+    return BrokerUrl.parse(str(mosquitto.url))
+
+
+@pytest.fixture
+def listen(url):
+    opened = []
+
+    def make(site):
+        opened.append(Listener(url, site))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.transport.close()
+
+
+@pytest.fixture
+def run(url, checkpoints, tmp_path):
+    """Run a planner of a site on a thread; its future has the outcome. Planners that still run end with the test."""
+    started = []
+
+    def start(site, **options):
+        stop, outcome = threading.Event(), Future()
+        models = {"bert": checkpoints["bert"].path}
+        config = PlannerConfig(url, site, models, state_dir=tmp_path, **options)
+
+        def work():
+            try:
+                outcome.set_result(run_planner(config, stop))
+            except Exception as error:
+                outcome.set_exception(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        started.append((stop, thread))
+        return stop, outcome
+
+    yield start
+    for stop, thread in started:
+        stop.set()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_of_several_models_the_good_ones_are_served(checkpoints, tmp_path, caplog):
+    good = {name: checkpoint.path for name, checkpoint in checkpoints.items()}
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(NetworkError):  # only after the models were opened
+        run_planner(PlannerConfig(NOWHERE, "home", {"bad": tmp_path / "bad", **good}, state_dir=tmp_path))
+    (said,) = [record.getMessage() for record in caplog.records if "bad" in record.getMessage()]
+    assert "config.json" in said
+    with pytest.raises(ModelError):
+        run_planner(PlannerConfig(NOWHERE, "home", dict.fromkeys("ab", tmp_path / "bad"), state_dir=tmp_path))
+
+
+def test_the_entry_point_prints_one_line_and_the_exit_code(capsys, checkpoints):
+    arguments = ["--broker", "mqtt://127.0.0.1:1", "--model", f"m={checkpoints['bert'].path}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("signal.signal", lambda *_: None)
+        assert main(arguments) == 3
+        assert main([*arguments[:2], "--model", "m=/nowhere"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_it_says_that_it_is_there_and_takes_everything_back(run, listen):
+    ear = listen("coming")
+    stop, outcome = run("coming")
+    ear.status("online")
+    stop.set()
+    assert outcome.result(PATIENCE_S) is None
+    ear.until(ear.topics.plan("bert"), lambda payload: payload == b"")
+    ear.status("offline")
+
+
+def test_without_devices_requests_are_answered_with_the_reason(run, listen):
+    ear = listen("lonely")
+    run("lonely")
+    ear.status("online")
+    assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "no_plan"
+
+
+@needs_mosquitto
+def test_requests_wait_in_the_broker_while_there_is_no_planner(run, listen):
+    ear = listen("away")
+    stop, outcome = run("away")
+    ear.status("online")
+    stop.set()
+    outcome.result(PATIENCE_S)
+    ear.status("offline")
+    ear.say(ear.topics.request("bert", "me"), b'{"id": "q1", "text": ""}')
+    run("away")
+    answer = json.loads(ear.until(ear.topics.response("bert", "me", "q1")))
+    assert answer["error"]["code"] == "bad_request"
+
+
+@needs_mosquitto
+def test_an_answer_waits_for_somebody_who_hears_it(run, listen, url):
+    """As after a kill of the broker, which forgets who reads what: readers come back later than the planner."""
+    ear = listen("deaf")
+    run("deaf")
+    ear.status("online")
+    ear.say(ear.topics.request("bert", "late"), b'{"id": "q1", "text": ""}')
+    late = queue.SimpleQueue()
+    reader = PahoTransport(url, "late-reader", on_message=lambda t, p: late.put((t, p)), on_state=lambda _: None)
+    ear.ask("bert", id="q2", text="")  # by now the first answer went out to nobody
+    reader.subscribe([(ear.topics.responses("late"), 1)])
+    reader.connect(PATIENCE_S)
+    topic, payload = late.get(timeout=PATIENCE_S)
+    reader.close()
+    assert topic == ear.topics.response("bert", "late", "q1")
+    assert "repeated" not in json.loads(payload)
+
+
+def test_a_newer_planner_takes_over(run, listen):
+    ear = listen("contested")
+    _, outcome = run("contested")
+    boot = decode_status(ear.status("online")).boot
+    ear.say(ear.topics.planner_status(), encode_status(Status("online", boot + 1)), retain=True)
+    with pytest.raises(ConfigError):
+        outcome.result(PATIENCE_S)
+    last = listen("contested")
+    assert decode_status(last.status("online")).boot == boot + 1, "the status of the newer one is left alone"
+
+
+def test_a_late_will_is_contradicted(run, listen):
+    ear = listen("late")
+    run("late")
+    boot = decode_status(ear.status("online")).boot
+    for late in (boot - 1, boot):
+        ear.say(ear.topics.planner_status(), encode_status(Status("offline", late)), retain=True)
+        ear.status("offline")
+        assert decode_status(ear.status("online")).boot == boot
+
+
+def test_records_of_models_that_are_no_longer_served_are_cleared(run, listen):
+    ear = listen("tidy")
+    ear.say(ear.topics.plan("former"), b"left behind", retain=True)
+    run("tidy")
+    ear.until(ear.topics.plan("former"), lambda payload: payload == b"")
+
+
+def test_too_many_unread_requests_are_refused_under_their_id(run, listen, monkeypatch):
+    monkeypatch.setattr(planner, "MAX_UNREAD", 0)
+    ear = listen("busy")
+    run("busy")
+    ear.status("online")
+    assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "overloaded"
+
+
+@pytest.fixture
+def unconnected(checkpoints, tmp_path, monkeypatch):
+    """A planner that only hears what it is told here, with an inbox that takes nothing that may be lost."""
+    monkeypatch.setattr(planner, "INBOX", 0)
+    checkpoint = checkpoints["bert"]
+    config = PlannerConfig(NOWHERE, "full", {"bert": checkpoint.path}, state_dir=tmp_path)
+    made = planner._Planner(config, 7, {"bert": OpenModel("bert", checkpoint, Pins())})
+    yield made
+    made.control.close()
+    made.channel.close()
+    made.bulk.close()
+
+
+def waiting(inbox):
+    found = []
+    while not inbox.empty():
+        found.append(inbox.get())
+    return found
+
+
+def test_wills_outputs_and_reports_are_never_dropped_by_a_full_inbox(unconnected):
+    epoch, topics = PlanVersion(7, 1), unconnected.topics
+    will = Status("offline", 3)
+    output = frames.Frame("output", "bert", epoch, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32))
+    done = frames.Frame("done", "bert", epoch, 5, source="a", numbers=(1, 2, 3))
+    said = [
+        messages.Ready(1, "bert", epoch, 5, bytes(8)),
+        messages.PrepareFailed(1, "bert", epoch, "memory", "no room", 5),
+        messages.RunFailed("bert", epoch, 5, "device", "broken"),
+        messages.RequestTiles("bert", (b"\0" * 32,)),
+    ]
+    beat = protocol_messages.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
+    unconnected._handle_message(topics.heartbeat("a"), messages.encode_heartbeat(beat))
+    unconnected._handle_message(topics.reports("a"), messages.encode(messages.PrepareProgress(1, "bert", epoch, 1, 2)))
+    unconnected._handle_message(topics.status("a"), encode_status(will))
+    for message in said:
+        unconnected._handle_message(topics.reports("a"), messages.encode(message))
+    for frame in (output, done):
+        unconnected._handle_message(topics.reports("a"), frames.encode(frame))
+    unconnected._handle_connection(Connected(4, None))
+    kept = waiting(unconnected.inbox)
+    assert kept[0] == DeviceStatus("a", will)
+    assert kept[1:5] == [DeviceMessage("a", message) for message in said]
+    assert [event.frame.kind for event in kept[5:7]] == ["output", "done"]
+    assert kept[7:] == [unconnected._connected]
+    assert unconnected.decoder.counters == {"inbox_full": 2}, "the next heartbeat says the same"
+
+
+def test_a_broker_that_has_forgotten_the_planner_is_told_of(unconnected, caplog):
+    unconnected.channel._handle_state(Connected(5, None))
+    unconnected.channel._handle_state(Connected(5, None, resumed=True))
+    assert not caplog.records, "the first time in this life nobody knows us"
+    unconnected.channel._handle_state(Connected(5, None, resumed=False))
+    assert len(caplog.records) == 1
+
+
+def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog):
+    said = []
+    monkeypatch.setattr(unconnected.control, "publish", lambda topic, payload, *_: said.append((topic, payload)))
+    topic = unconnected.topics.planner_status()
+    for boot in (4_000_000_000, 4_000_000_001, 2**62):
+        unconnected._handle_message(topic, json.dumps({"state": "online", "boot": boot}).encode())
+    for action in waiting(unconnected.inbox):
+        action()
+    assert unconnected.failure is None
+    assert said == [(topic, encode_status(Status("online", unconnected.boot, version=__version__)))] * 2, (
+        "what is retained is put right"
+    )
+    assert [r.levelname for r in caplog.records] == ["WARNING"], "one warning"
+    unconnected._handle_message(topic, encode_status(Status("online", unconnected.boot + 5)))
+    for action in waiting(unconnected.inbox):
+        action()
+    assert isinstance(unconnected.failure, ConfigError)
+
+
+@pytest.fixture
+def said(unconnected, monkeypatch):
+    """What the planner that is not connected would publish to users."""
+    out = []
+    monkeypatch.setattr(unconnected.channel, "_publish", lambda answer: out.append(answer.reply))
+    return out
+
+
+def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected, said):
+    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
+    assert unconnected.reading.step()
+    (reply,) = said
+    assert json.loads(reply.payload)["id"] == "q1"
+    assert json.loads(reply.payload)["error"]["code"] == "overloaded"
+
+
+def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said):
+    topics = unconnected.topics
+    for client in ("greedy", "greedy", "greedy", "small"):
+        unconnected._handle_message(topics.request("bert", client), b"not JSON")
+    assert unconnected.reading.step()
+    assert unconnected.reading.step()
+    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
+    jobs = [
+        unconnected.handler.read_request(RawRequest("bert", name, b'{"text": "a"}'), 1.0)
+        for name in ("greedy", "greedy", "small")
+    ]
+    for job in jobs:
+        unconnected._execute(interface.RefuseRequest(job, OverloadedError("no")))
+    del said[:]
+    while unconnected.telling.step():
+        continue
+    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small", "greedy"]
+
+
+def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
+    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
+    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hepti_mqtt.service.handler.parse", None)
+        for name in ("q1", "q2"):
+            unconnected._handle_message(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
+    assert (said, unconnected.decoder.counters) == ([], {"untold": 1})
+    assert unconnected.refusing.step()
+    assert json.loads(said[0].payload)["id"] == "q1"
+
+
+def test_a_request_larger_than_all_that_may_wait_to_be_refused_is_refused_too(unconnected, said, monkeypatch):
+    monkeypatch.setattr(planner, "MAX_UNREFUSED_BYTES", 10)
+    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
+    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit_bytes=10)
+    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
+    assert unconnected.refusing.step()
+    answer = json.loads(said[0].payload)
+    assert (answer["id"], answer["error"]["code"]) == ("q1", "overloaded")
+
+
+def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):
+    stop, handled = threading.Event(), []
+    unconnected.inbox.post(stop.set)
+    monkeypatch.setattr(type(unconnected.session), "due_s", 0.0)
+    monkeypatch.setattr(unconnected, "_handle", lambda event: (handled.append(event), stop.set()))
+    unconnected._serve(stop)
+    assert handled == [Tick(has_backlog=True)], "what is in the inbox may be a heartbeat"
+
+
+def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkeypatch):
+    ear = listen("clumsy")
+    run("clumsy")
+    ear.status("online")
+    with monkeypatch.context() as patch:
+        patch.setattr("hepti_mqtt.service.requests.read_input", None)
+        assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "remote"
+    assert ear.ask("bert", id="q2", text="")["error"]["code"] == "bad_request"
+
+
+def test_a_bad_model_a_bad_pin_and_an_absent_broker_end_it(checkpoints, tmp_path):
+    model = checkpoints["bert"].path
+    for error, models, pins in (
+        (ModelError, {"m": tmp_path / "nothing"}, {}),
+        (ConfigError, {}, {}),
+        (ConfigError, {"m": model}, {"m": Pins("magic")}),
+        (NetworkError, {"m": model}, {}),
+    ):
+        with pytest.raises(error):
+            run_planner(PlannerConfig(NOWHERE, "s", models, pins, state_dir=tmp_path))
+
+
+def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
+    stood = []
+    monkeypatch.setattr(unconnected.forecasts, "set_plans", stood.append)
+    plans = [(), ("one",), ("one",), ("one", "two")]
+    monkeypatch.setattr(unconnected.session, "snapshot", lambda: plans.pop(0))
+    for _ in range(4):
+        unconnected._handle(Tick())
+    assert stood == [("one",), ("one", "two")], "only what has changed"

@@ -1,0 +1,599 @@
+"""Requests: the envelope, texts and token ids, how they are cut into runs, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import worst_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from service_support import encoded, noise, run
+from tokenizers import normalizers, pre_tokenizers
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.errors import ModelError, RequestError, WireError
+from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.service import requests
+from hepti_mqtt.service import requests as env
+from hepti_mqtt.service import requests as service_requests
+from hepti_mqtt.service.answers import decode_output, token_text
+from hepti_mqtt.service.requests import (
+    MAX_CHARACTERS,
+    MAX_SEQUENCES,
+    CharacterBudget,
+    ModelInput,
+    read_input,
+    split_into_batches,
+)
+
+LIMIT = 20
+
+
+WRONG = {
+    "id": (5, "Not A Topic", "a/b"),
+    "deadline_ms": (0, -1, "soon", True, float("inf"), float("nan"), 10**400),
+    "reply_to": (5,),
+    "strategy": ("magic", 5, ["row"], {}),
+    "options": ("kv", {"variant": "nothing"}),
+    "devices": ([], "a,b", ["UPPER"], [1], [["a"]]),
+    "wire": ("f64", ["f32"]),
+    "objective": ("speed", ["latency"]),
+    "accuracy": (0, 1.5, True, "1e-3"),
+    "weights": ("int4", ["f32"]),
+}
+
+
+WRONG_TOGETHER = (
+    {"strategy": "block", "options": {"variant": "kv"}},
+    {"strategy": "two_d", "options": {"x": "3x2"}},
+    {"strategy": "pipeline", "options": {"goal": ["latency"]}},
+    {"strategy": "pipeline", "options": {"goal": "latency", "micro": "2"}},
+    {"accuracy": 1e-3, "wire": "f32"},
+)
+
+
+BODIES = {
+    "text": ("", " \n", 5, None, "bad \ud800 text"),
+    "texts": ([], "a", ["a", 3], ["a", ""], ["a"] * (MAX_SEQUENCES + 1), ["a"] * 17 + [" "] + ["b"] * 32),
+    "ids": ([], [[]], [[5], 6], [5, "6"], [True], [1.5], {"a": 1}, [211], [-1], [2**70]),
+    "image": ("aGVsbG8=",),
+    "images": (["aGVsbG8="],),
+}
+
+
+OPTIONS = {"truncate": ("yes",), "want": ("all", ["task"]), "top_k": (0, 1001, True), "temperature": (1,)}
+
+
+OWN = Pins("row", {"variant": "kv"}, ("a", "b"), "f16")
+
+
+def test_the_rest_is_the_models_business():
+    parts = env.split_envelope({"id": "x1", "deadline_ms": 1500, "text": "hello", "top_k": 3, "reply_to": "t"}, OWN)
+    assert (parts.id, parts.deadline_s, parts.reply_to, parts.pins) == ("x1", 1.5, "t", None)
+    assert parts.body == {"text": "hello", "top_k": 3}
+
+
+def test_pins_that_a_request_leaves_out_are_the_planners():
+    assert env.split_envelope({"strategy": "auto"}, OWN).pins == Pins(None, {}, ("a", "b"), "f16")
+    assert env.split_envelope({"devices": ["b"]}, OWN).pins == Pins("row", {"variant": "kv"}, ("b",), "f16")
+    assert env.split_envelope({"objective": "memory"}, OWN).pins == replace(OWN, objective="memory")
+    assert env.split_envelope({"wire": "i8"}, OWN).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
+    assert env.split_envelope({"weights": "w8a8"}, OWN).pins == Pins(
+        "row", {"variant": "kv"}, ("a", "b"), "f16", "w8a8"
+    )
+    budget = Pins("row", {"variant": "kv"}, ("a", "b"), accuracy=1e-3)
+    assert env.split_envelope({"accuracy": 1e-3}, OWN).pins == budget, "the wire is the planner's choice then"
+    assert env.split_envelope({"devices": ["a", "b"]}, budget).pins == budget
+    assert env.split_envelope({"wire": "i8"}, budget).pins == Pins("row", {"variant": "kv"}, ("a", "b"), "i8")
+    block = env.split_envelope({"strategy": "block", "devices": ["b", "a", "b"]}, OWN)
+    assert block.pins == Pins("block", {}, ("a", "b"), "f16"), "names in one order, so that equal pins are equal"
+    assert "devices" not in block.body
+
+
+def test_a_variant_alone_is_a_pin_that_no_hurried_plan_passes_over():
+    assert Pins(wire="f16").is_unpinned
+    assert not env.split_envelope({"options": {"variant": "heads"}}, Pins()).pins.is_unpinned
+
+
+def test_what_is_wrong_is_named():
+    for wrong in (*({key: value} for key, values in WRONG.items() for value in values), *WRONG_TOGETHER):
+        with pytest.raises(RequestError) as caught:
+            env.split_envelope({"text": "x", **wrong}, Pins())
+        assert any(key in str(caught.value) for key in (*wrong, "options")), wrong
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_a_request_error(payload):
+    try:
+        data = env.parse(payload)
+    except RequestError:
+        return
+    assert isinstance(data, dict)
+
+
+TEXT = st.text("ab9-_/ é", max_size=6)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "deadline_ms", "reply_to", *env.PINS), JSON)))
+def test_any_values_are_accepted_or_refused_in_words(data):
+    try:
+        parts = env.split_envelope(env.parse(json.dumps(data).encode()), OWN)
+    except RequestError:
+        return
+    assert parts.body == {}
+
+
+def test_deep_and_huge_requests_are_refused(monkeypatch):
+    with pytest.raises(RequestError):
+        env.parse(b"[" * 100_000)
+    monkeypatch.setattr(env, "MAX_REQUEST_BYTES", 10)
+    with pytest.raises(RequestError):
+        env.parse(b'{"text": "hello"}')
+    with pytest.raises(RequestError):
+        env.parse(b"[]")
+
+
+def test_commas_and_brackets_are_counted_before_anything_is_parsed(monkeypatch):
+    monkeypatch.setattr(env, "MAX_ITEMS", 5)
+    assert env.parse(b'{"ids": [1, 2, 3, 4]}')
+    monkeypatch.setattr(env.json, "loads", lambda _: pytest.fail("parsed"))
+    with pytest.raises(RequestError):
+        env.parse(b'{"ids": [1, 2, 3, 4, 5]}')
+
+
+def test_requests_that_ask_the_same_have_one_digest_and_no_others_do():
+    long, other = "a" * 5000, "a" * 4999 + "b"
+    asked = [
+        {"text": long},
+        {"text": other},
+        {"text": len(long)},
+        {"texts": [long]},
+        {"text": long, "image": other},
+        {"text": long + "a", "image": other[1:]},
+        {"text": "\ud800" * 5000},
+    ]
+    assert len({env.digest(data) for data in asked}) == len(asked)
+    again = {"image": other, "id": "x", "text": long}
+    assert env.digest(again) == env.digest(asked[4])
+    assert asked[4] == {"text": long, "image": other}, "and nothing of it has changed"
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    some = {}
+    for kind in ("tiny-minilm", "tiny-bert-classifier", "tiny-bert-mlm", "tiny-roberta-mlm", "tiny-vit-classifier"):
+        some[kind] = Checkpoint.open(make_model(kind, root / kind, seed=1))
+    yield some
+    for checkpoint in some.values():
+        checkpoint.close()
+
+
+@pytest.fixture(scope="module")
+def text(opened):
+    return opened["tiny-minilm"]
+
+
+@pytest.fixture(scope="module")
+def mlm(opened):
+    return opened["tiny-bert-mlm"]
+
+
+@pytest.fixture(scope="module")
+def vision(opened):
+    return opened["tiny-vit-classifier"]
+
+
+def test_text_and_its_ids_get_the_same_embedding(text):
+    ids = text.tokenizer.encode("the sensor is warm").ids
+    first = run(text, {"text": "the sensor is warm"})
+    assert len(first["embedding"]) == 32
+    assert run(text, {"ids": ids}) == first
+    assert run(text, {"ids": [ids]}) == {"results": [first]}
+    assert run(text, {"text": "the sensor is cold"}) != first
+
+
+def test_several_texts_get_one_result_each_in_order(text):
+    texts = ["warm", "cold light off", "door"]
+    results = run(text, {"texts": texts})["results"]
+    assert len(results) == 3
+    for one, result in zip(texts, results, strict=True):
+        np.testing.assert_allclose(run(text, {"text": one})["embedding"], result["embedding"], atol=1e-6)
+
+
+def test_tokens_are_packed_with_the_tokenizers_markers(text):
+    prepared = read_input(text, {"texts": ["the", "the the"], "id": "a", "deadline_ms": 5, "reply_to": "x"})
+    start, end = (text.tokenizer.token_to_id(t) for t in ("[CLS]", "[SEP]"))
+    the = text.tokenizer.token_to_id("the")
+    assert prepared.inputs.tolist() == [start, the, end, start, the, the, end]
+    assert prepared.inputs.dtype == np.int32
+    assert prepared.shape.sizes == (3, 4)
+
+
+def test_labels_come_with_softmax_scores_best_first(opened):
+    checkpoint = opened["tiny-bert-classifier"]
+    prepared = read_input(checkpoint, {"texts": ["door", "window"], "top_k": 3})
+    logits = np.array([[0, 1, 2, -1, 2], [5, 0, 0, 0, 0]], np.float32)
+    first, second = decode_output(checkpoint, prepared, logits)["results"]
+    assert [label["label"] for label in first["labels"]] == ["LABEL_2", "LABEL_4", "LABEL_1"]
+    total = sum(math.exp(v) for v in logits[0])
+    assert [label["score"] for label in first["labels"]] == pytest.approx([math.exp(v) / total for v in (2, 2, 1)])
+    assert second["labels"][0]["label"] == "LABEL_0"
+    everything = run(checkpoint, {"text": "door", "top_k": 1000})["labels"]
+    assert sum(label["score"] for label in everything) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "score"),
+    [("multi_label_classification", lambda v: 1 / (1 + math.exp(-v))), ("regression", lambda v: v)],
+)
+def test_scores_follow_the_problem_that_the_model_was_trained_for(tmp_path, problem, score):
+    path = make_model("tiny-bert-classifier", tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "problem_type": problem}))
+    with Checkpoint.open(path) as checkpoint:
+        prepared = read_input(checkpoint, {"text": "door"})
+        logits = np.array([[3, -1, 2, 0, 1]], np.float32)
+        scores = [label["score"] for label in decode_output(checkpoint, prepared, logits)["labels"]]
+    assert scores == pytest.approx([score(v) for v in (3, 2, 1, 0, -1)])
+
+
+@pytest.mark.parametrize("kind", ["tiny-bert-mlm", "tiny-roberta-mlm"])
+def test_every_mask_gets_tokens_at_its_place(opened, kind):
+    checkpoint = opened[kind]
+    mask = checkpoint.tokenizer.id_to_token(checkpoint.mask_id)
+    reply = run(checkpoint, {"texts": [f"the {mask} is {mask}", f"{mask}"], "top_k": 2})
+    first, second = (result["masks"] for result in reply["results"])
+    assert [m["position"] for m in first] == [2, 4]
+    assert [m["position"] for m in second] == [1]
+    for found in (*first, *second):
+        assert len(found["tokens"]) == 2
+        for token in found["tokens"]:
+            assert checkpoint.tokenizer.token_to_id(token["token"]) == token["id"]
+        assert found["tokens"][0]["score"] >= found["tokens"][1]["score"] > 0
+
+
+def test_a_sequence_without_mask_beside_one_with_it_gets_no_masks(mlm):
+    reply = run(mlm, {"texts": ["the door", "the [MASK]"]})
+    assert [len(result["masks"]) for result in reply["results"]] == [0, 1]
+
+
+def test_a_mask_in_the_first_place_belongs_to_its_own_sequence(mlm):
+    reply = run(mlm, {"ids": [[7, 8], [mlm.mask_id, 9]]})
+    assert [[m["position"] for m in result["masks"]] for result in reply["results"]] == [[], [0]]
+
+
+def test_hidden_states_come_as_raw_floats(mlm):
+    reply = run(mlm, {"texts": ["the door", "warm"], "want": "hidden"})
+    assert (reply["dtype"], reply["shape"]) == ("f32", [7, 32])
+    values = np.frombuffer(base64.b64decode(reply["base64"]), "<f4").reshape(7, 32)
+    prepared = read_input(mlm, {"texts": ["the door", "warm"], "want": "hidden"})
+    hidden, _ = models.reference(mlm.spec, mlm.tensors(), prepared.inputs, prepared.shape)
+    np.testing.assert_array_equal(values, hidden)
+
+
+def test_too_long_is_an_error_unless_truncated(text):
+    long = "the " * 100
+    for request_, named in (({"text": long}, "text"), ({"texts": ["a", long]}, "texts[1]"), ({"ids": [7] * 41}, "ids")):
+        with pytest.raises(RequestError) as caught:
+            read_input(text, request_)
+        assert named in str(caught.value)
+        assert "40" in str(caught.value)
+    cut = read_input(text, {"text": long, "truncate": True})
+    assert cut.shape.sizes == (40,)
+    ends = text.tokenizer.token_to_id("[CLS]"), text.tokenizer.token_to_id("[SEP]")
+    assert (cut.inputs[0], cut.inputs[-1]) == ends
+    assert read_input(text, {"ids": [7] * 41, "truncate": True}).shape.sizes == (40,)
+    assert read_input(text, {"ids": [7] * 40}).shape.sizes == (40,)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+KEYS = st.sampled_from(["text", "texts", "ids", "image", "images", "truncate", "want", "top_k"])
+
+
+@settings(deadline=None)
+@given(st.dictionaries(KEYS, JSON_VALUES, max_size=3) | JSON_VALUES, st.sampled_from(["text", "mlm", "vision"]))
+def test_any_json_is_prepared_or_refused(opened, request_, model):
+    names = {"text": "tiny-minilm", "mlm": "tiny-bert-mlm", "vision": "tiny-vit-classifier"}
+    checkpoint = opened[names[model]]
+    try:
+        prepared = read_input(checkpoint, request_)
+    except RequestError:
+        return
+    assert prepared.shape.size == sum(prepared.shape.sizes) > 0
+
+
+def test_a_masked_token_request_needs_a_mask(mlm):
+    with pytest.raises(RequestError):
+        read_input(mlm, {"text": "the door"})
+    with pytest.raises(RequestError):
+        read_input(mlm, {"text": "the " * 60 + "[MASK]", "truncate": True})
+    assert read_input(mlm, {"ids": [7, mlm.mask_id]}).shape.mask_rows == (1,)
+
+
+def test_texts_for_an_image_model_are_refused(vision):
+    for request in ({"text": "a"}, {"texts": ["a"]}, {"ids": [1]}):
+        with pytest.raises(RequestError):
+            read_input(vision, request)
+    with pytest.raises(RequestError):
+        read_input(vision, {"image": encoded(noise(8, 8)), "truncate": True})
+
+
+def test_an_output_that_does_not_fit_is_refused(text):
+    prepared = read_input(text, {"text": "door"})
+    with pytest.raises(WireError):
+        decode_output(text, prepared, np.zeros((2, 32), np.float32))
+    for bad in (np.nan, np.inf):
+        with pytest.raises(ModelError):
+            decode_output(text, prepared, np.full((1, 32), bad, np.float32))
+
+
+def test_empty_texts_may_be_zeros_in_their_places(text):
+    texts = ["", "the door", " ", "warm", "\n"]
+    prepared = read_input(text, {"texts": texts, "empty": "zero"})
+    assert prepared.shape == read_input(text, {"texts": ["the door", "warm"]}).shape
+    output = np.arange(64, dtype=np.float32).reshape(2, 32)
+    results = [r["embedding"] for r in decode_output(text, prepared, output)["results"]]
+    assert [results[1], results[3]] == output.tolist()
+    assert results[0] == results[2] == results[4] == [0.0] * 32
+
+
+def test_a_tokenizer_of_another_model_is_an_error(tmp_path):
+    path = make_model("tiny-bert", tmp_path / "m")
+    from hepti_mqtt.checkpoint.make import write_tokenizer
+
+    write_tokenizer(path / "tokenizer.json", 300)
+    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError):
+        read_input(checkpoint, {"text": checkpoint.tokenizer.id_to_token(250)})
+
+
+def test_a_tokenizer_that_adds_nothing_may_find_nothing(tmp_path):
+    path = make_model("tiny-bert", tmp_path / "m")
+    data = json.loads((path / "tokenizer.json").read_text())
+    (path / "tokenizer.json").write_text(json.dumps({**data, "post_processor": None}))
+    with Checkpoint.open(path) as checkpoint:
+        assert read_input(checkpoint, {"text": "the door"}).shape.size == 2
+        with pytest.raises(RequestError):
+            read_input(checkpoint, {"text": "\x01"})
+
+
+def test_the_numbers_of_an_answer_are_bounded(mlm, monkeypatch):
+    monkeypatch.setattr(requests, "MAX_OUTPUT", 32 * 10)
+    assert read_input(mlm, {"ids": [7] * 10, "want": "hidden"})
+    with pytest.raises(RequestError):
+        read_input(mlm, {"ids": [7] * 11, "want": "hidden"})
+    with pytest.raises(RequestError):
+        read_input(mlm, {"text": "[MASK] [MASK]"})
+
+
+WORDS = st.sampled_from(
+    ["the", "sensor", "warm", " ", "  ", "\n", ",", "?!", "x" * 120, "深", "e\u0301", "\u0301", "[MASK]"]
+)
+
+
+@pytest.fixture(scope="module", params=["tiny-minilm", "tiny-roberta", "tiny-albert"])
+def reader(request, tmp_path_factory):
+    with Checkpoint.open(make_model(request.param, tmp_path_factory.mktemp("models") / "m", seed=1)) as opened:
+        yield opened
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(WORDS, min_size=1, max_size=400).map("".join).filter(str.strip))
+def test_a_long_text_gives_the_first_tokens_of_the_whole(reader, text):
+    longest = reader.spec.input_spec.longest
+    room = longest - reader.tokenizer.num_special_tokens_to_add(False)
+    whole = reader.tokenizer.encode(text, add_special_tokens=False)
+    whole.truncate(room)
+    ids = reader.tokenizer.post_process(whole).ids
+    if not ids:
+        return
+    assert read_input(reader, {"text": text, "truncate": True}).inputs.tolist() == ids
+
+
+@pytest.mark.parametrize("shift", range(16))
+def test_a_special_token_across_the_border_is_not_taken_apart(reader, shift, monkeypatch):
+    """Cut in two it would be several words."""
+    longest = reader.spec.input_spec.longest
+    special = "<|the|door|>"
+    reader.tokenizer.add_special_tokens([special])
+    monkeypatch.setattr(service_requests, "CHARACTERS_PER_TOKEN", 2)
+    text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
+    ids = reader.tokenizer.encode(text, add_special_tokens=False).ids
+    found = service_requests._encode_prefix(reader.tokenizer, "text", text, longest, CharacterBudget()).ids
+    assert len(found) > longest
+    assert found[:longest] == ids[:longest]
+
+
+def read_of(reader, text, monkeypatch):
+    """Return how many characters of a text the tokenizer is given."""
+    given = []
+    monkeypatch.setattr(CharacterBudget, "take", lambda self, count: given.append(count))
+    read_input(reader, {"text": text, "truncate": True})
+    return sum(given)
+
+
+def test_of_a_text_of_megabytes_little_is_read(reader, monkeypatch):
+    text = "the sensor is warm, " * 500_000
+    assert read_of(reader, text, monkeypatch) < 100 * reader.spec.input_spec.longest
+
+
+def test_a_text_too_long_without_truncation_is_hardly_read(reader, monkeypatch):
+    given = []
+    monkeypatch.setattr(CharacterBudget, "take", lambda self, count: given.append(count))
+    with pytest.raises(RequestError):
+        read_input(reader, {"text": "the sensor is warm, " * 500_000})
+    assert sum(given) < 100 * reader.spec.input_spec.longest
+
+
+def test_a_text_of_few_tokens_is_read_as_far_as_the_limit(reader):
+    """One word without an end: it has no tokens until all of it is read."""
+    fits = "x" * (service_requests.MAX_CHARACTERS // 4)
+    assert read_input(reader, {"text": fits, "truncate": True}).shape.size > 0
+    with pytest.raises(RequestError):
+        read_input(reader, {"text": "x" * service_requests.MAX_CHARACTERS, "truncate": True})
+
+
+def test_the_limit_is_that_of_all_texts_together(reader):
+    one = "x" * (service_requests.MAX_CHARACTERS // 8)
+    assert service_requests.CHARACTERS_PER_TOKEN * reader.spec.input_spec.longest < len(one)
+    read_input(reader, {"text": one, "truncate": True})
+    with pytest.raises(RequestError):
+        read_input(reader, {"texts": [one] * 10, "truncate": True})
+
+
+def ids_of(path, text, **request):
+    """Return the ids of a text for a tokenizer to which blanks and capitals matter, as RoBERTa's."""
+    with Checkpoint.open(path) as opened:
+        opened.tokenizer.normalizer = normalizers.Sequence([])
+        opened.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return read_input(opened, {"text": text, **request} if text else request).inputs.tolist()
+
+
+def test_sentence_models_get_texts_as_sentence_transformers_hands_them_over(tmp_path):
+    path = make_model("tiny-minilm", tmp_path / "m", seed=1)
+    assert ids_of(path, " \n the ") == ids_of(path, "the")
+    assert ids_of(path, "The") != ids_of(path, "the")
+    (path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    assert ids_of(path, "The ") == ids_of(path, "the")
+
+
+def test_the_prompt_that_a_sentence_model_names_comes_before_every_text(tmp_path):
+    path = make_model("tiny-minilm", tmp_path / "m", seed=1)
+    want, alone = ids_of(path, "warm the door"), ids_of(path, "the door")
+    options = {"prompts": {"query": " warm ", "document": ""}, "default_prompt_name": "query"}
+    file = path / "config_sentence_transformers.json"
+    file.write_text(json.dumps(options))
+    assert ids_of(path, "the door") == want
+    assert ids_of(path, None, ids=[2, 3]) == [2, 3]
+    file.write_text(json.dumps({**options, "default_prompt_name": None}))
+    assert ids_of(path, "the door") == alone
+
+
+def test_other_models_get_texts_as_they_are(tmp_path):
+    path = make_model("tiny-bert", tmp_path / "m", seed=1)
+    assert ids_of(path, " the") != ids_of(path, "the")
+
+
+def test_a_model_that_reads_the_ends_of_long_texts_is_not_given_their_beginnings(tmp_path):
+    path = make_model("tiny-minilm", tmp_path / "m", seed=1)
+    (path / "tokenizer_config.json").write_text(json.dumps({"truncation_side": "left"}))
+    assert ids_of(path, "the", truncate=True)
+    with pytest.raises(RequestError):
+        ids_of(path, "the," * 200, truncate=True)
+
+
+@given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=30), st.data())
+def test_chunks_hold_the_whole_request_in_order(lengths, data):
+    total = sum(lengths)
+    rows = tuple(sorted(data.draw(st.sets(st.integers(0, total - 1), max_size=8))))
+    inputs = np.arange(total, dtype=np.int32)
+    chunks = split_into_batches(ModelInput(TokenBatch(tuple(lengths), "task", rows), inputs, True, 5), LIMIT)
+    assert [n for c in chunks for n in c.shape.sizes] == lengths
+    assert np.concatenate([c.inputs for c in chunks]).tolist() == list(range(total))
+    assert all(c.shape.size == len(c.inputs) <= LIMIT and c.shape.want == "task" for c in chunks)
+    # What a mask row points at is the same value in its chunk.
+    assert [int(c.inputs[r]) for c in chunks for r in c.shape.mask_rows] == list(rows)
+    # Greedy: the first sequence of each chunk did not fit into the one before.
+    for before, after in pairwise(chunks):
+        assert before.shape.size + after.shape.sizes[0] > LIMIT
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_pictures_are_cut_along_the_batch(count, fit):
+    pixels = np.arange(count * 12, dtype=np.uint8).reshape(count, 3, 2, 2)
+    chunks = split_into_batches(ModelInput(ImageBatch(count, 5), pixels, True, 5), 5 * fit)
+    assert all(len(c.inputs) == len(c.shape.sizes) <= fit for c in chunks)
+    np.testing.assert_array_equal(np.concatenate([c.inputs for c in chunks]), pixels)
+
+
+def test_a_sequence_that_fits_no_run_is_an_error():
+    with pytest.raises(ValueError, match="item 1"):
+        split_into_batches(ModelInput(TokenBatch((3, LIMIT + 1)), np.zeros(LIMIT + 4, np.int32), True, 5), LIMIT)
+
+
+MOST_MB = 256
+
+
+USUAL = ("megabytes-of-words", "wide-characters", "transparent")
+
+
+KINDS = [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.nightly) for kind in worst_request.WORST]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what was in use at the most is read from /proc")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_worst_request_is_read_or_refused_in_bounded_memory(kind, tmp_path):
+    program = Path(worst_request.__file__)
+    done = subprocess.run(
+        [sys.executable, program, kind, tmp_path / "model"], check=True, capture_output=True, text=True, timeout=300
+    )
+    found = json.loads(done.stdout)
+    assert found["said"].startswith("job of ") or '"code": "bad_request"' in found["said"]
+    assert found["mb"] <= MOST_MB
+    assert found["tokenised"] <= MAX_CHARACTERS
+    words = worst_request.WORST[kind][0] == "text" and kind not in ("ids", "objects")
+    assert bool(found["tokenised"]) == words, "nothing is tokenised but texts, and these are"
+
+
+BODIES_WRONG = (
+    *(({key: value}, key) for key, values in BODIES.items() for value in values),
+    *(({"text": "a", key: value}, key) for key, values in OPTIONS.items() for value in values),
+    *((wrong, "JSON") for wrong in ([], None, "text")),
+    ({}, "text"),
+    ({"text": "a", "texts": ["a"]}, "texts"),
+    ({"text": "a"} | {f"k{i}": 1 for i in range(10)}, "k7"),
+    ({"texts": ["a"] * 17 + [" "] + ["b"] * 32}, "texts[17]"),
+    ({"texts": ["a", ""], "empty": "skip"}, "empty"),
+    ({"texts": ["", " "], "empty": "zero"}, "texts[0]"),
+    ({"texts": ["a", ""], "empty": "zero", "want": "hidden"}, "empty"),
+)
+
+
+def test_wrong_requests_name_what_is_wrong(text):
+    for request, named in BODIES_WRONG:
+        with pytest.raises(RequestError) as caught:
+            read_input(text, request)
+        assert named in str(caught.value), request
+
+
+def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(tmp_path):
+    masks, decoder, plain = (make_model(kind, tmp_path / kind) for kind in ("tiny-bert-mlm", "tiny-gpt2", "tiny-bert"))
+    for path in (masks, decoder, plain):
+        (path / "tokenizer.json").unlink()
+    with Checkpoint.open(masks) as checkpoint:
+        for request in ({"text": "a [MASK]"}, {"ids": [1, 4]}):
+            with pytest.raises(ModelError):
+                read_input(checkpoint, request)
+    for path in (decoder, plain):
+        with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError):
+            read_input(checkpoint, {"text": "a"})
+    with Checkpoint.open(decoder) as checkpoint:
+        prepared = read_input(checkpoint, {"ids": [1, 2], "max_new_tokens": 2})
+        assert decode_output(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": ""}
+        assert token_text(checkpoint, (7, 8)) == ""
+    with Checkpoint.open(plain) as checkpoint:
+        assert read_input(checkpoint, {"ids": [1, 2]}).shape.size == 2

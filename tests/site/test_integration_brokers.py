@@ -1,0 +1,81 @@
+"""The main path over every kind of broker, with and without a password."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from site_processes import PATIENCE_S, SITE, Site, foretold, running_site
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.embedded_broker import KINDS
+from hepti_mqtt.errors import RefusedError
+from hepti_mqtt.service.requests import read_input
+
+TOLERANCE = 5e-5
+AGENTS = {"a": "100MiB", "b": "100MiB"}
+CASES = [(kind, login) for login in ("", "someone:se%3Acret") for kind in KINDS]
+# Every other test of processes has the broker that Hepti chooses.
+ONCE = (("mosquitto", ""), ("amqtt", "someone:se%3Acret"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=[] if case in ONCE else pytest.mark.nightly) for case in CASES],
+    ids=lambda case: f"{case[0]}{'-password' if case[1] else ''}",
+)
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    kind, login = request.param
+    directory = tmp_path_factory.mktemp(f"broker-{kind}")
+    model = make_model("tiny-bert", directory / "model", seed=3)
+    yield from running_site(directory, {"tiny": model}, AGENTS, kind=kind, login=login)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def hepti(site: Site) -> Iterator[Hepti]:
+    with Hepti.connect(site.url, site=SITE) as found:
+        found.wait_ready(
+            "tiny", PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == set(AGENTS)
+        )
+        yield found
+
+
+@pytest.mark.parametrize(("strategy", "variant"), [("block", None), ("row", "kv"), ("row", "heads")])
+def test_two_devices_answer_together(site: Site, hepti: Hepti, strategy: str, variant: str | None) -> None:
+    ids = np.random.default_rng(4).integers(0, 200, 30).tolist()
+    with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
+        prepared = read_input(checkpoint, {"ids": ids, "want": "hidden"})
+        hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
+    options = {"variant": variant} if variant else {}
+    for _ in range(5):
+        pins = {"strategy": strategy, "options": options, "devices": ["a", "b"]}
+        answer = foretold(
+            partial(hepti.infer, "tiny", ids=ids, want="hidden", **pins, report=True, timeout_s=PATIENCE_S)
+        )
+        np.testing.assert_allclose(answer.hidden, hidden, atol=TOLERANCE)
+        assert set(answer.plan["devices"]) == {"a", "b"}
+        assert answer.plan["strategy"] == strategy
+        assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
+
+
+def test_text_and_the_word_of_the_site(site: Site, hepti: Hepti) -> None:
+    assert len(hepti.infer("tiny", text="hello world", timeout_s=PATIENCE_S).embedding) == 32
+    assert {d["device"]: d["status"] for d in hepti.devices(wait_s=5.0)} == {"a": "online", "b": "online"}
+
+
+def test_the_password_is_asked_for_and_stays_out_of_logs(site: Site, hepti: Hepti) -> None:
+    if "@" not in site.url:
+        pytest.skip("this broker lets everyone in")
+    with pytest.raises(RefusedError):
+        Hepti.connect(site.broker.url, site=SITE)
+    for name in ("planner", *AGENTS):
+        assert "cret" not in site.log(name)
+        arguments = Path(f"/proc/{site.running[name].pid}/cmdline")
+        assert not arguments.exists() or b"cret" not in arguments.read_bytes()

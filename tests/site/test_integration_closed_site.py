@@ -1,0 +1,142 @@
+"""Every command at a closed site: each with the login of its role, as `hepti site` writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from closed_broker import closed_broker
+from site_processes import PATIENCE_S, SITE, Site
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.cli import demo
+from hepti_mqtt.cli.main import _ENTRY_POINTS, main
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.closed_site.folder import SiteFolder
+from hepti_mqtt.errors import RefusedError
+from hepti_mqtt.transport import BrokerUrl
+
+ROOT = Path(__file__).parents[2]
+USERS = {"a": "device", "b": "device", "c": "device", "alice": "client", "hall": "viewer"}
+NOT_AT_A_BROKER = {"simulate", "model", "bench", "lab", "site", "broker"}
+
+
+class ClosedSite(Site):
+    """Processes that each come in with the login of their own name."""
+
+    folder: SiteFolder
+
+    def start(self, name: str, *arguments: str) -> Any:
+        self.url = str(self.folder.login(name))
+        return super().start(name, *arguments)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClosedSite]:
+    directory = tmp_path_factory.mktemp("closed")
+    model = make_model("tiny-bert", directory / "model", seed=3)
+    with closed_broker(directory / "site", USERS, SITE) as (folder, broker):
+        found = ClosedSite(directory, broker, {"tiny": model})
+        found.folder = folder
+        try:
+            found.planner()
+            for name in ("a", "b"):
+                found.agent(name, "100MiB")
+            with Hepti.connect(str(folder.login("alice")), site=SITE) as hepti:
+                hepti.wait_ready(
+                    "tiny", PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == {"a", "b"}
+                )
+            yield found
+        finally:
+            found.close()
+
+
+@pytest.fixture
+def run(site: ClosedSite, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run `hepti ARGUMENTS` with a user's login: exit code, stdout, stderr."""
+
+    def run(user: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("HEPTI_BROKER", str(site.folder.login(user)))
+        monkeypatch.setenv("HEPTI_SITE", SITE)
+        code = main(arguments)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+# Who runs what, with which exit code: 6 is "refused".
+RUNS = [
+    ("alice", "infer tiny --tokens 9 --check", 0),
+    ("alice", "infer tiny --tokens 9 --client alice --strategy row --devices a,b --plan-only", 0),
+    ("alice", "infer tiny --tokens 9 --client bob --timeout 20", 6),
+    ("hall", "infer tiny --tokens 9 --timeout 20", 6),
+    ("a", "infer tiny --tokens 9 --timeout 20", 6),
+    *((user, "plan tiny --explain", 0) for user in ("planner", "a", "alice", "hall")),
+    *((user, "devices --wait 5", 0) for user in ("planner", "a", "alice", "hall")),
+    *((user, "doctor", 0) for user in ("planner", "c", "alice", "hall")),
+    *((user, "health planner", 0) for user in ("planner", "a", "alice", "hall")),
+    ("a", "planner --model tiny=MODEL", 6),
+    ("alice", "planner --model tiny=MODEL", 6),
+    ("c", "agent --id b --cache CACHE --threads 1 --memory 100MiB", 6),
+    ("alice", "agent --id alice --cache CACHE --threads 1 --memory 100MiB", 6),
+    ("a", "model inspect MODEL", 0),
+    ("a", "simulate MODEL --devices-file SITES/four-pi4.yaml --tokens 8", 0),
+]
+
+
+def test_no_command_is_left_out() -> None:
+    ran = {command.split()[0] for _, command, _ in RUNS} | {"demo"}
+    assert set(_ENTRY_POINTS) - NOT_AT_A_BROKER <= ran
+
+
+@pytest.mark.parametrize(("user", "command", "code"), RUNS, ids=lambda value: str(value).replace(" ", "-")[:40])
+def test_a_command(site: ClosedSite, run: Any, tmp_path: Path, user: str, command: str, code: int) -> None:
+    words = {"MODEL": str(site.models["tiny"]), "CACHE": str(tmp_path), "SITES": str(ROOT / "configs" / "sites")}
+    for word, value in words.items():
+        command = command.replace(word, value)
+    got, out, err = run(user, *command.split())
+    assert got == code, out + err
+    assert "Traceback" not in err
+    assert (BrokerUrl.parse(str(site.folder.login(user))).password or "?") not in out + err
+
+
+def test_everything_is_online(run: Any) -> None:
+    _, out, _ = run("hall", "devices", "--wait", "5", "--json")
+    online = {d["device"] for d in json.loads(out)["devices"] if d["status"] == "online"}
+    assert online == {"a", "b"}
+
+
+def test_exchanges_between_devices_are_encrypted_by_their_own_certificates(site: ClosedSite) -> None:
+    row = {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"], "route": "mesh"}
+    with Hepti.connect(str(site.folder.login("alice")), site=SITE) as hepti:
+        epoch = hepti.infer("tiny", text="hello", **row, timeout_s=PATIENCE_S).plan["epoch"]
+        assert [p["relayed"] for p in hepti.plan("tiny")["pinned"] if p["epoch"] == epoch] == [[]]
+        found = {d["device"]: d for d in hepti.devices(wait_s=5)}
+    assert len(found["a"]["endpoint"]["fingerprint"]) == 64
+    assert found["a"]["endpoint"]["fingerprint"] != found["b"]["endpoint"]["fingerprint"]
+
+
+def test_python_asks_as_its_user(site: ClosedSite) -> None:
+    with Hepti.connect(str(site.folder.login("alice")), site=SITE) as one:
+        assert one.client_id == "alice"
+        with Hepti.connect(str(site.folder.login("alice")), site=SITE) as other:
+            for hepti in (one, other, one):
+                assert len(hepti.infer("tiny", text="hello", timeout_s=PATIENCE_S).embedding) == 32
+    with (
+        Hepti.connect(str(site.folder.login("alice")), site=SITE, client_id="bob") as wrong,
+        pytest.raises(RefusedError),
+    ):
+        wrong.infer("tiny", text="hello", timeout_s=PATIENCE_S)
+
+
+def test_the_demo_has_a_broker_of_its_own(site: ClosedSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Args:
+        broker, json = str(site.folder.login("alice")), True
+
+    with demo._broker_url(Args()) as url:  # type: ignore[arg-type]
+        assert BrokerUrl.parse(url).user is None
+        assert BrokerUrl.parse(url).port != site.broker.port

@@ -1,0 +1,93 @@
+"""Every further family over a real broker and processes, under methods that are its own or of all transformers."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from PIL import Image
+from site_processes import PATIENCE_S, SITE, Site, foretold, running_site
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.client.described import random_input
+from hepti_mqtt.models.shapes import ImageInput
+from hepti_mqtt.service.answers import decode_output
+from hepti_mqtt.service.requests import read_input
+
+# GPT-2, whose answer is a stream, is in test_service_generation; BERT, RoBERTa and ViT in test_service_pairwise.
+
+AGENTS = {"a": "300MiB", "b": "300MiB"}
+CASES = (
+    ("tiny-distilbert", "row", {"variant": "kv"}),
+    ("tiny-albert", "column", {}),
+    ("tiny-electra", "block", {}),
+    ("tiny-debert", "decoupled", {"original": "everywhere"}),
+    ("tiny-debert", "decoupled", {"original": "megatron"}),
+    ("tiny-convnet", "map_rows", {"cut": "none"}),
+    ("tiny-convnet", "fused_tiles", {"cut": "1"}),
+    ("tiny-convnet", "fused_tiles", {"cut": "1", "owners": "leased"}),
+    ("tiny-convnet", "modnn", {}),
+    ("tiny-convnet", "coedge", {}),
+    ("tiny-convnet", "edgeflow", {}),
+    ("tiny-resnet", "map_rows", {"cut": "none", "halo": "ahead"}),
+)
+KINDS = tuple(dict.fromkeys(kind for kind, _, _ in CASES))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("families")
+    served = {kind: make_model(kind, directory / kind, seed=i) for i, kind in enumerate(KINDS)}
+    yield from running_site(directory, served, AGENTS)
+
+
+@pytest.fixture(scope="module")
+def hepti(site: Site) -> Iterator[Hepti]:
+    with Hepti.connect(site.url, site=SITE, client_id="families") as found:
+        for kind in KINDS:
+            found.wait_ready(
+                kind, PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == set(AGENTS)
+            )
+        yield found
+
+
+def test_a_picture_in_and_labels_out(site: Site, hepti: Hepti) -> None:
+    """A picture of another size, cut as the preprocessor says, over both devices."""
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8)).save(file, "PNG")
+    body = {"image": base64.b64encode(file.getvalue()).decode()}
+    with Checkpoint.open(site.models["tiny-resnet"], "tiny-resnet") as checkpoint:
+        prepared = read_input(checkpoint, body)
+        spec, tensors = checkpoint.spec, checkpoint.tensors()
+        want = decode_output(checkpoint, prepared, models.reference(spec, tensors, prepared.inputs, prepared.shape)[1])
+    got = hepti.infer("tiny-resnet", **body, strategy="map_rows", devices=list(AGENTS), timeout_s=PATIENCE_S)
+    assert [found["label"] for found in got.labels] == [found["label"] for found in want["labels"]]
+    scores = [[found["score"] for found in labels] for labels in (got.labels, want["labels"])]
+    np.testing.assert_allclose(*scores, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "strategy", "options"), CASES)
+def test_right_answer_same_bits_exact_bytes(
+    site: Site, hepti: Hepti, kind: str, strategy: str, options: dict[str, str]
+) -> None:
+    with Checkpoint.open(site.models[kind], kind) as checkpoint:
+        spec = checkpoint.spec
+        body = random_input(spec, 1 if isinstance(spec.input_spec, ImageInput) else 11, seed=5)
+        prepared = read_input(checkpoint, {**body, "want": "hidden"})
+        hidden, _ = models.reference(spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
+    pins = {"strategy": strategy, "options": options, "devices": list(AGENTS)}
+    first, second = (
+        foretold(lambda: hepti.infer(kind, **body, **pins, want="hidden", report=True, timeout_s=PATIENCE_S))
+        for _ in range(2)
+    )
+    np.testing.assert_allclose(first.hidden, hidden, atol=5e-5)
+    assert first.hidden.tobytes() == second.hidden.tobytes()
+    assert (first.plan["strategy"], first.plan["options"]) == (strategy, options)
+    assert set(first.plan["devices"]) == set(AGENTS)
+    if "owners" not in options:  # whose tiles are sent and whose are the head's own is seen as they are leased
+        assert first.raw["bytes_on_wire"] == first.raw["predicted_bytes"]

@@ -1,0 +1,131 @@
+"""Exchanges from agent to agent, at a site of real processes with a real broker: the same bits as over the broker."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cut_connection import cut
+from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from together import bound, run_together
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.transport.mesh import mesh_possible
+
+pytestmark = [
+    pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux"),
+]
+
+IDS = list(range(5, 23))
+NAMES = ["a", "b", "c"]
+METHOD = {"strategy": "row", "options": {"variant": "kv"}, "want": "hidden"}
+ROW = {**METHOD, "devices": NAMES}
+TOLERANCE = 5e-5
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("mesh")
+    model = make_model("tiny-bert", directory / "model", seed=3)
+    yield from running_site(directory, {"tiny": model}, dict.fromkeys(NAMES, "300MiB"))
+
+
+@pytest.fixture(scope="module")
+def hepti(site: Site) -> Iterator[Hepti]:
+    with Hepti.connect(site.url, site=SITE, client_id="tester") as found:
+        poll(lambda: {d["device"] for d in online(found)} == set(NAMES), "all online")
+        yield found
+
+
+def online(hepti: Hepti) -> list[dict]:
+    return [d for d in hepti.devices(wait_s=0.2) if d["status"] == "online"]
+
+
+def heard(hepti: Hepti, device: str, sources: Collection[str] = ()) -> dict[str, dict] | None:
+    """Return what went between a device and its peers, once it has told of frames from some of them, or from all."""
+    told = next((d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d["device"] == device), None)
+    edges = {} if told is None else told["edges"]
+    some = [edge for name, edge in edges.items() if not sources or name in sources]
+    return edges if some and all(edge["frames_in"] for edge in some) else None
+
+
+def in_one_process(site: Site, plan: Plan) -> np.ndarray:
+    """Return what the devices' Programs answer without any wire between them."""
+    with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
+        shape, inputs = models.single_sequence(checkpoint.spec, np.array(IDS, np.int32), "hidden")
+        parts = device_programs(checkpoint.spec, plan, shape)
+        return run_together(bound(parts, checkpoint.tensors()), inputs)
+
+
+@pytest.mark.parametrize("route", ["mesh", "broker"])
+def test_the_bits_do_not_depend_on_the_way(site: Site, hepti: Hepti, route: str) -> None:
+    """Shares follow from what devices measured, so each answer is held against its own plan in one process."""
+    answer = hepti.infer("tiny", ids=IDS, **ROW, route=route, timeout_s=PATIENCE_S)
+    plans = map(Plan.from_dict, hepti.plan("tiny")["pinned"])
+    plan = next(p for p in plans if list(p.version) == list(answer.plan["epoch"]))
+    assert (plan.route, plan.relayed_pairs, set(plan.devices)) == (route, (), set(NAMES))
+    assert np.array_equal(answer.hidden, in_one_process(site, plan))
+    if route == "mesh":
+        for name in NAMES:
+            peers = poll(lambda name=name: heard(hepti, name), f"{name} has told what its peers sent")
+            assert set(peers) == set(NAMES) - {name}
+            assert all(edge["frames_out"] and not edge["dropped"] for edge in peers.values())
+
+
+def agrees(site: Site, answer: Answer) -> bool:
+    """Return whether an answer is that of the model."""
+    with Checkpoint.open(site.models["tiny"], "tiny") as checkpoint:
+        shape, inputs = models.single_sequence(checkpoint.spec, np.array(IDS, np.int32), "hidden")
+        want, _ = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
+    return bool(np.allclose(answer.hidden, want, atol=TOLERANCE))
+
+
+def test_connections_that_are_cut_cost_no_answer(site: Site, hepti: Hepti) -> None:
+    def ask() -> Answer:
+        return hepti.infer("tiny", ids=IDS, **ROW, route="mesh", timeout_s=PATIENCE_S)
+
+    before = ask().plan["epoch"]
+    waiting = [hepti.submit("tiny", ids=IDS, **ROW, route="mesh") for _ in range(20)]
+    assert cut(site.running["a"].pid, site.running["b"].pid)
+    assert all(agrees(site, future.result(PATIENCE_S)) for future in waiting)
+    again = ask()
+    assert agrees(site, again)
+    assert again.plan["epoch"] == before, "the connection was back in time"
+    poll(lambda: (heard(hepti, "a") or {}).get("b", {}).get("reconnections"), "a has told that it came back to b")
+
+
+def test_an_agent_that_is_killed_costs_no_answer(site: Site, hepti: Hepti) -> None:
+    def ask() -> Answer:
+        return hepti.infer("tiny", ids=IDS, **METHOD, route="mesh", timeout_s=PATIENCE_S)
+
+    victim = sorted(ask().plan["devices"])[-1]  # the planner may leave one of them out
+    waiting = [hepti.submit("tiny", ids=IDS, **METHOD, route="mesh") for _ in range(20)]
+    waiting[0].result(PATIENCE_S)
+    site.kill(victim)
+    assert all(agrees(site, future.result(PATIENCE_S)) for future in waiting)
+    assert set(ask().plan["devices"]) == set(NAMES) - {victim}
+
+
+@pytest.mark.nightly
+def test_a_device_that_nobody_can_connect_to_is_heard_over_the_broker(tmp_path: Path) -> None:
+    """Its endpoint is told at an address of documentation (RFC 5737), to which no packet gets."""
+    model = make_model("tiny-bert", tmp_path / "model", seed=3)
+    for site in running_site(tmp_path, {"tiny": model}, dict.fromkeys(["a", "b"], "300MiB")):
+        site.agent("walled", "300MiB", "--mesh-host", "192.0.2.1")
+        with Hepti.connect(site.url, site=SITE, client_id="tester") as hepti:
+            poll(lambda hepti=hepti: len(online(hepti)) == 3, "all online")
+            pins = {**METHOD, "devices": ["a", "b", "walled"], "route": "mesh"}
+            answer = hepti.infer("tiny", ids=IDS, **pins, timeout_s=PATIENCE_S)
+            plan = Plan.from_dict(hepti.plan("tiny")["pinned"][0])
+            edges = poll(lambda hepti=hepti: heard(hepti, "b", {"a"}), "b has told of frames from a")
+        assert agrees(site, answer)
+        assert set(plan.relayed_pairs) == {(d, "walled") for d in "ab"} | {("walled", d) for d in "ab"}
+        assert edges["a"]["joined"]
+        assert not edges["walled"]["joined"]
+        assert edges["walled"]["trouble"]

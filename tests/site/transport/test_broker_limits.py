@@ -1,0 +1,96 @@
+"""What a broker takes, keeps and lets in, found out at real brokers."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from broker_kinds import needs_mosquitto
+from limited_broker import mosquitto_with
+
+from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.embedded_broker.broker import SETTINGS
+from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.transport import (
+    BrokerUrl,
+    QueueCapacity,
+    is_loopback,
+    largest_packet,
+    open_broker_warning,
+    queue_capacity,
+)
+
+TOPIC = "hepti/v1/home/dev/pi/probe"
+WANTED = 100
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+@needs_mosquitto
+def test_the_limit_of_a_broker_is_found(protocol):
+    with start_broker(max_packet_bytes=100_000) as limited:
+        found = largest_packet(
+            BrokerUrl.parse(limited.url), client_id="pi", topic=TOPIC, wanted_bytes=4_000_000, protocol=protocol
+        )
+    assert 100_000 * 15 / 16 <= found <= 100_000
+
+
+def test_what_is_wanted_is_enough(broker):
+    url = BrokerUrl.parse(broker.url)
+    assert largest_packet(url, client_id="pi", topic=TOPIC, wanted_bytes=3_000_000) == 3_000_000
+
+
+def test_without_a_broker_there_is_no_limit_to_find():
+    with pytest.raises(NetworkError):
+        largest_packet(BrokerUrl("host.invalid", 1), client_id="pi", topic=TOPIC, wanted_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "capacity"),
+    [
+        (["max_queued_messages 10"], QueueCapacity(20, 10)),
+        (["max_queued_messages 1", "max_inflight_messages 120"], QueueCapacity(120, 1)),
+        ([f"{s.name} {s.value}" for s in SETTINGS if s.name.startswith("max_")], None),
+        ([], None),
+        (["max_inflight_messages 0"], None),
+    ],
+    ids=["10", "1 of a large window", "ours", "Mosquitto's own", "no limit"],
+)
+def test_the_capacity_is_found_exactly(tmp_path: Path, lines: list[str], capacity: QueueCapacity | None) -> None:
+    with mosquitto_with(tmp_path, *lines) as broker:
+        assert queue_capacity(BrokerUrl.parse(broker.url), client_id="room", topic="t/1", wanted=WANTED) == capacity
+
+
+@pytest.fixture(scope="module")
+def address():
+    for found in psutil.net_if_addrs().values():
+        for a in found:
+            if a.family == socket.AF_INET and not a.address.startswith("127."):
+                return a.address
+    pytest.skip("this machine has no address but the loopback one")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_it"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("192.0.2.1", False), ("no-such-host.invalid", False)],
+)
+def test_loopback(host, is_it):
+    assert is_loopback(host) is is_it
+
+
+def test_only_an_open_broker_is_told(address):
+    with start_broker(address=address) as broker:
+        url = BrokerUrl.parse(broker.url)
+        said = open_broker_warning(url)
+        assert said is not None
+        assert f"OPEN BROKER: {address}:{broker.port}" in said
+        assert "hepti site init" in said
+        # A password that nobody asks for closes nothing.
+        assert open_broker_warning(replace(url, user="me", password="secret")) == said
+    assert open_broker_warning(url) is None, "an absent broker is none"
+    with start_broker(address=address, users={"me": "secret"}) as broker:
+        assert open_broker_warning(replace(BrokerUrl.parse(broker.url), user="me", password="secret")) is None
+    with start_broker() as broker:
+        assert open_broker_warning(BrokerUrl.parse(broker.url)) is None

@@ -1,0 +1,75 @@
+"""TLS: the authority of the URL, certificates that nobody vouches for, ports without TLS."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+
+import pytest
+from broker_kinds import needs_mosquitto
+from relay import Relay
+
+from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.transport import BrokerUrl, DataConnection, PahoTransport
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of 127.0.0.1 signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate with")
+    root = tmp_path_factory.mktemp("tls")
+    request = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test -addext"
+    subprocess.run(
+        [*request.split(), "subjectAltName=IP:127.0.0.1", "-keyout", root / "key.pem", "-out", root / "cert.pem"],
+        check=True,
+        capture_output=True,
+    )
+    return root / "cert.pem", root / "key.pem"
+
+
+@pytest.fixture
+def tls_port(certificate, mosquitto):
+    """A port that speaks TLS in front of the broker."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    relay = Relay(mosquitto.port, context)
+    yield relay.port
+    relay.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"protocol": 4}, pytest.param({"protocol": 5}, marks=needs_mosquitto), {"tensors": True}],
+    ids=["3.1.1", "5", "tensors"],
+)
+def test_tls_with_the_authority_of_the_url(options, tls_port, certificate, peers):
+    peer = peers(f"mqtts://127.0.0.1:{tls_port}?ca={certificate[0]}", **options)
+    qos = 0 if "tensors" in options else 1
+    peer.subscribe("tls", qos=qos)
+    payloads = [b"", b"x", bytes(3_000_000), b"y"]
+    for payload in payloads:
+        peer.transport.publish("tls", payload, qos)
+    assert [bytes(peer.message()[1]) for _ in payloads] == payloads
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, tls_port):
+    url = BrokerUrl("127.0.0.1", tls_port, tls=True)
+    make = DataConnection if tensors else PahoTransport
+    transport = make(url, "me", on_message=lambda *_: None, on_state=lambda _: None)
+    with pytest.raises(NetworkError, match=r"TLS.*certificate.*ca=FILE"):
+        transport.connect()
+    transport.close()
+
+
+def test_tls_to_a_port_without_it_is_a_network_error(mosquitto):
+    transport = PahoTransport(
+        BrokerUrl("127.0.0.1", mosquitto.port, tls=True), "me", on_message=lambda *_: None, on_state=lambda _: None
+    )
+    with pytest.raises(NetworkError, match=f"127.0.0.1:{mosquitto.port}"):
+        transport.connect(5)
+    transport.close()

