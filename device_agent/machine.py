@@ -55,8 +55,9 @@ def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
     whole = int(FREE_MEMORY_FRACTION * free_bytes) if memory_bytes is None else min(memory_bytes, free_bytes)
     if whole <= LOADING_BYTES:
         raise ConfigError(
-            f"a budget of {whole / 2**20:.0f} MiB leaves nothing for weights: {LOADING_BYTES / 2**20:.0f} MiB of it "
-            "are needed while they are loaded; raise --memory, or the container's limit"
+            f"A budget of {whole / 2**20:.0f} MiB leaves nothing for weights: "
+            f"loading alone needs {LOADING_BYTES / 2**20:.0f} MiB. "
+            "Raise --memory or the container's limit."
         )
     return whole - LOADING_BYTES
 

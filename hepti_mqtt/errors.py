@@ -69,8 +69,8 @@ class IdInUseError(RequestError):
     def of(cls, request: str) -> IdInUseError:
         """Return the error for a request of this id."""
         return cls(
-            f"id {request} belongs to another request of yours, with another body; give each request an id of its "
-            "own, or none: an id comes again only to have the same answer again"
+            f"Id {request} belongs to another of your requests, with a different body. "
+            "Use a new id for each request, or none."
         )
 
 

@@ -471,9 +471,11 @@ def parse(payload: bytes) -> Mapping[str, Any]:
     try:
         data = json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f'the request is not JSON ({error}); send an object such as {{"text": "..."}}') from error
+        raise RequestError(
+            f'The request is not valid JSON ({error}). Send an object such as {{"text": "..."}}.'
+        ) from error
     if not isinstance(data, dict):
-        raise RequestError('a request is a JSON object such as {"text": "..."}')
+        raise RequestError('A request is a JSON object such as {"text": "..."}.')
     return data
 
 
