@@ -188,8 +188,8 @@ def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
             pass
         starting.update("measuring")
     assert told.said[0] == Status("starting", 7, version=__version__)
-    assert Status("starting", 7, "compiling kernels", 3, 23) in told.said[known:]
-    assert told.said[-1] == Status("starting", 7, "measuring")
+    assert Status("starting", 7, "compiling kernels", 3, 23, version=__version__) in told.said[known:]
+    assert told.said[-1] == Status("starting", 7, "measuring", version=__version__)
 
 
 def test_the_log_has_a_line_for_each_stage_and_some_of_its_steps(caplog):
