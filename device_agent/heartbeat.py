@@ -129,7 +129,7 @@ class Meter:
         """Return the recent cost of a mesh frame and of each of its bytes.
 
         None before there were enough of them. frames, nbytes: of tensors that came and went since the start, each
-        receiver counted. Probes between two looks do not count: they meet an idle device, and were told as half of
+        receiver counted. Probes between two looks do not count: they meet an idle device, and were reported as half of
         what tensors cost.
         """
         now = (self.frames_s, frames, nbytes)

@@ -55,7 +55,7 @@ class TileCache:
     """Blobs by their SHA-256 in files `<directory>/<two hex digits>/<hash>`.
 
     limit_bytes: most that the files may take; 0 turns the cache off. A disk that others fill takes tiles away too: they
-    can be had again, and nothing else of a device can. room_bytes: as the function of that name. counters:
+    can be fetched again, and nothing else of a device can. room_bytes: as the function of that name. counters:
     `cache_corrupt` files whose bytes were not those of their name, `cache_evicted`, `cache_errors` of the file system.
     Not thread safe.
     """

@@ -43,7 +43,7 @@ class UnsupportedModelError(ModelError):
 
 
 class RequestError(HeptiError):
-    """A user's request is wrong: malformed JSON, empty text, a picture that is none, ..."""
+    """A user's request is wrong: malformed JSON, empty text, an unreadable picture, ..."""
 
     code = "bad_request"
 

@@ -413,7 +413,7 @@ def _value(attribute: Any) -> Any:
 
 
 def _steps(path: Path, graph: Any) -> Iterator[OnnxNode]:
-    """Yield the nodes; raises UnsupportedModelError naming every operator that is none of ours."""
+    """Yield the nodes; raises UnsupportedModelError naming every unsupported operator."""
     unknown = sorted({node.op_type for node in graph.node} - OPERATORS - {"Constant"})
     if unknown:
         raise UnsupportedModelError(

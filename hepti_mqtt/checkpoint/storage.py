@@ -138,7 +138,7 @@ def store_cached_manifest(path: Path, manifest: Manifest) -> None:
             try:
                 file.write(manifest.digest + manifest.encode())
                 file.flush()
-                # Readers see the old file or the whole new one, whoever writes at the same time.
+                # Readers see the old file or the whole new one, whichever process writes at the same time.
                 os.replace(file.name, path)
             except OSError:  # a full disk must not get fuller with every start
                 os.unlink(file.name)

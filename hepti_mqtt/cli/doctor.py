@@ -1,4 +1,4 @@
-"""`hepti doctor`: what this machine and the broker are good for, and what to mend."""
+"""`hepti doctor`: checks of this machine, the broker and the site, with fixes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PATIENCE_S: Final = 10.0
 
 
 class Finding(NamedTuple):
-    """One thing looked at: `advice` is empty where nothing is to be mended."""
+    """One thing looked at: `advice` is empty where nothing needs fixing."""
 
     what: str
     found: str

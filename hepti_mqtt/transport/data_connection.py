@@ -325,7 +325,7 @@ class DataConnection:
 class Link:
     """One connection, from CONNECT to its loss: `open` it, then `turn` on one thread until `Lost`.
 
-    lock: whoever has it may send, from any thread. heard(link, event): called with what comes after CONNACK.
+    lock: its holder may send, from any thread. heard(link, event): called with what comes after CONNACK.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class BrokerUrl:
     def client_id(self, name: str) -> str:
         """Return an MQTT client id for `name` that nobody without this user's password can know.
 
-        A broker ends the connection of a client id when another one comes with it, whoever that is: Mosquitto binds
+        A broker ends the connection of a client id when another connection uses it, from any machine: Mosquitto binds
         ids to users in no other way that lets one user have two connections. The same user gets the same id for the
         same name, after each start. Without a password, where anybody may be anybody, it is the name.
         """

@@ -116,7 +116,7 @@ class Member:
     def observed(self, usual: float, planned: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return what drift is watched on: the values that a plan made now is made with, measured or assumed.
 
-        planned: the values of a plan; what is worse than these is told as they are.
+        planned: the values of a plan; what is worse than these is reported as measured.
         """
         then = planned or {}
         reported = self.reported(0)

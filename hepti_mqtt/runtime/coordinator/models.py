@@ -360,7 +360,7 @@ class PlanGroups:
             for s in served
         }
         self._pinned: list[PlanGroup] = []
-        self._illegal = 0  # steps of which somebody was told
+        self._illegal = 0  # illegal steps already reported
 
     def __iter__(self) -> Iterator[PlanGroup]:
         return iter([*self._own.values(), *self._pinned])

@@ -193,7 +193,7 @@ class Subscribed:
 
 @dataclass(frozen=True, slots=True)
 class PrepareAnalysed:
-    """What a Prepare needs here, or why it cannot be had."""
+    """What a Prepare needs on this device, or why it fails."""
 
     prepare: messages.Prepare
     result: ResidentPlan | HeptiError

@@ -267,7 +267,7 @@ def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
 #
 # After a reconnection the device cannot know whether the planner has released its plans (it may have received this
 # device's will) or still uses them. They stay `doubted` until a request or an Activate confirms them, a newer plan of
-# the model is activated, or their memory is needed. The planner is told when one is dropped so.
+# the model is activated, or their memory is needed. The planner hears when one is dropped.
 
 
 PlanKey = tuple[str, PlanVersion]

@@ -308,7 +308,7 @@ class WorkerRuns:
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def start(self, resident: ResidentPlan, frame: Frame, now: float) -> list[Command]:
-        """Begin a request, or keep it until its Program is built; raises WireError for a frame that is none."""
+        """Begin a request, or keep it until its Program is built; raises WireError for an invalid frame."""
         begun = self._runs.get(frame.run_id)
         known = self._building.waiting_frame(frame.run_id) if begun is None else begun.frame
         if known is not None:
