@@ -1,6 +1,6 @@
 """Sets of indices and regions of tensors, as half-open ranges, and what can be done with them.
 
-A `IndexSet` is sorted ranges that do not touch: indices of one dimension. A `Region` is a product of one Set per
+An `IndexSet` is sorted ranges that do not touch: indices of one dimension. A `Region` is a product of one per
 dimension: rows {0, 5, 12}, or the query, key and value columns of three heads, are one region.
 """
 
