@@ -522,7 +522,7 @@ class LowerBound:
         if not seen:
             return SPEEDUP_SLACK * together * self._factor(plan)
         ways = self._paths_by_route(plan)
-        more = max(min(s.more_s * _better(ways, s.path) for s in seen), _grown(seen, ways, len(plan.devices)))
+        more = min(s.more_s * _better(ways, s.path) for s in seen)
         return (together + OVERHEAD_SLACK * more) * self._factor(plan)
 
     def bound_refined(self, plan: Plan, priced_s: float) -> float:
@@ -589,15 +589,3 @@ def _better(ways: Sequence[Slowest], known: Slowest) -> float:
     """Return what exchanges may take by the best of some ways, as a part (0 to 1) of what a known way takes."""
     latency_s, byte_s = max(known.latency_s, 1e-9), max(known.byte_s, 1e-15)
     return min(1.0, *(min(way.latency_s / latency_s, way.byte_s / byte_s) for way in ways))
-
-
-def _grown(seen: Sequence[Seen], ways: Sequence[Slowest], devices: int) -> float:
-    """Return what a method takes beside the work on many devices, if that grows as from few to more; 0 if it does not.
-
-    Each device takes a frame from each other one, so on many devices it grows at least in proportion to their number.
-    """
-    few, many = min(seen, key=lambda s: s.devices), max(seen, key=lambda s: s.devices)
-    less, more = (s.more_s * _better(ways, s.path) for s in (few, many))
-    if few.devices == many.devices or more <= less:
-        return 0.0
-    return more + (more - less) * (devices - many.devices) / (many.devices - few.devices)

@@ -10,9 +10,10 @@ from itertools import accumulate, count, pairwise, permutations
 from typing import Final
 
 from hepti_mqtt.cost.memory import weights_bytes
+from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan, Range, WeightDtype
+from hepti_mqtt.plan import Plan, Range, Route, WeightDtype
 from hepti_mqtt.plan_programs import make_plan, resident_weights
 from hepti_mqtt.planner.candidates import Candidate, candidate_routes, candidate_wires, device_costs, with_route
 from hepti_mqtt.planner.price import Memory, Question, fits_packet_limit, memory_needs, needed_bytes, price
@@ -234,13 +235,23 @@ def best_route_and_wire(question: Question, c: Candidate) -> Candidate:
         return c  # each has its own
     ways = [
         replace(with_route(question, c.plan, r), wire=w)
-        for r in candidate_routes(question, c.plan.devices)
+        for r in _routes(question, c)
         for w in candidate_wires(question, c.plan)
     ]
     others = [plan for plan in ways if (plan.route, plan.wire) != (c.plan.route, c.plan.wire)]
     through = (p for p in others if fits_packet_limit(question, p))
     priced = (replace(c, plan=p, price=price(question, p, memory=_memory_as(question, c, p))) for p in through)
     return min((c, *(p for p in priced if p.price.feasible)), key=lambda found: found.price.cost)
+
+
+def _routes(question: Question, c: Candidate) -> Sequence[Route]:
+    """Return the routes of a plan that may be faster: the broker's link carries each copy that mesh does not."""
+    routes, links = candidate_routes(question, c.plan.devices), question.cluster.links
+    sent = sum(use.sent_bytes for use in c.price.use.values())
+    is_remote = all(links[d].down_bytes_per_s < LOCAL_BYTES_PER_S for d in c.plan.devices)
+    if c.plan.route == "mesh" and is_remote and sent / question.cluster.broker_bytes_per_s > c.price.seconds:
+        return ("mesh",)
+    return routes
 
 
 def _memory_as(question: Question, c: Candidate, plan: Plan) -> Memory:

@@ -92,13 +92,17 @@ class Search:
         self.standing: list[Candidate] = []
         self.oversized: list[Draft] = []
         self.pruned: list[Candidate] = []
+        self._number = 0  # of guesses so far
         self._large_packets: list[int] = []
-        self._number = 0
+        self._larger: dict[str, list[Draft]] = {}  # by name, what is looked at after the sets that are half as large
+        self._least: dict[tuple[str, int], float] = {}  # the best price by name and number of devices
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield the candidates, as `candidates` says."""
         _check_tiles(self.question)
         guesses, hopeless = _by_room(self.question, list(_initial_plans(self.question)))
+        if not self.question.is_exhaustive:
+            guesses, self._larger = _by_size(guesses)
         queue, floor = self._queue(guesses)
         for c in self._stand(queue, floor):
             self.standing.append(c)
@@ -209,6 +213,7 @@ class Search:
                         c = price_draft(question, guess)
                         queue.append((c.price.cost, n, c, False))
                         alone[c.plan.root] = c.price.seconds
+        self._number = len(guesses)
         known = {number for _, number, _, _ in queue}
         like = interchangeable(question, list(dict.fromkeys((*alone, *names))))
         floor = LowerBound(question, {device: alone[kind] for device, kind in like.items() if kind in alone})
@@ -239,6 +244,7 @@ class Search:
                 yield c
                 continue
             if self._is_behind(c, floor):
+                self._grow(queue, c, floor)
                 continue
             least = floor.bound_unpriced(c.plan) if isinstance(c, Draft) and not question.is_exhaustive else 0.0
             if least > cost[0] >= 0:  # more is known than when it was put there
@@ -249,8 +255,32 @@ class Search:
                     c = price_draft(question, c)
                     floor.observe(c)
                     heappush(queue, (c.price.cost, n, c, False))
+                    self._grow(queue, c, floor)
                 elif (found := self._fitted(c)) is not None:
                     heappush(queue, (found.price.cost, n, found, True))
+
+    def _grow(self, queue: list[_Step], c: Draft | Candidate, floor: LowerBound) -> None:
+        """Let larger sets of a method follow those that were the largest so far, unless these were slower than less.
+
+        What each device does beside its part of the work grows with their number, so larger ones would be slower still.
+        """
+        waiting, devices = self._larger.get(c.name), len(c.plan.devices)
+        if isinstance(c, Candidate):
+            known = self._least.get((c.name, devices), float("inf"))
+            self._least[c.name, devices] = min(known, c.price.seconds)
+            fewer = min(
+                (s for (name, n), s in self._least.items() if name == c.name and n < devices), default=float("inf")
+            )
+            if c.price.seconds > fewer:
+                return
+        if not waiting or devices < min(THOROUGH, len(waiting[0].plan.devices) // 2):
+            return
+        size = len(waiting[0].plan.devices)
+        while waiting and len(waiting[0].plan.devices) == size:
+            guess = waiting.pop(0)
+            least = floor.bound_unpriced(guess.plan)
+            self._number += 1
+            heappush(queue, ((least, least), self._number, guess, False))
 
     def _is_behind(self, c: Draft | Candidate, floor: LowerBound) -> bool:
         """Return whether a plan is not expected to beat the best one; note one that has a price."""
@@ -413,22 +443,28 @@ def _by_room(question: Question, guesses: Sequence[Draft]) -> tuple[list[Draft],
     return able, {name: guess for name, (_, guess) in hopeless.items()}
 
 
-def _smallest(guesses: Sequence[Draft]) -> set[int]:
-    """Return the number of each method's first guess of the fewest devices, and of twice as many where there are many.
+def _by_size(guesses: Sequence[Draft]) -> tuple[list[Draft], dict[str, list[Draft]]]:
+    """Return the guesses of few devices, and by name those of more, the fewest first."""
+    few, more = list[Draft](), dict[str, list[Draft]]()
+    for guess in guesses:
+        if len(guess.plan.devices) <= THOROUGH or guess.plan.replicas:
+            few.append(guess)
+        else:
+            more.setdefault(guess.name, []).append(guess)
+    some = {guess.name for guess in few}
+    for name in more.keys() - some:  # nothing smaller says how it grows
+        few += more.pop(name)
+    return few, {name: sorted(larger, key=lambda g: len(g.plan.devices)) for name, larger in more.items()}
 
-    They are priced first: what they take beside the work bounds others.
-    """
-    most = max((len(g.plan.devices) for g in guesses), default=0)
-    sizes: dict[tuple[str, int], int] = {}
+
+def _smallest(guesses: Sequence[Draft]) -> set[int]:
+    """Return the number of each method's first guess of the fewest devices: priced first, it bounds others."""
+    best: dict[str, int] = {}
     for n, guess in enumerate(guesses):
-        sizes.setdefault((guess.name, len(guess.plan.devices)), n)
-    first = set()
-    for name in dict.fromkeys(name for name, _ in sizes):
-        of_method = sorted(size for other, size in sizes if other == name and size > 1)
-        first |= {sizes[name, size] for size in of_method[:1]}
-        if most > THOROUGH and of_method:
-            first |= {sizes[name, size] for size in of_method if size == 2 * of_method[0]}
-    return first
+        devices = len(guess.plan.devices)
+        if devices > 1 and (guess.name not in best or devices < len(guesses[best[guess.name]].plan.devices)):
+            best[guess.name] = n
+    return set(best.values())
 
 
 def _most_rows(question: Question) -> int:
