@@ -364,12 +364,13 @@ _QUANTILES: Final = np.array([NormalDist().inv_cdf((i + 0.5) / DRAWS) for i in r
 class _Device:
     """What is remembered of a device beside its quantities.
 
-    kind: what devices share that are taken to be equal. frame_cost: the last one that it reported; its ratio of bytes
-    to frames counts. meters: readings since its last run. last_run_s, overdue_s: of its last run, and of the last sign
-    of an overdue one. seen: the last readings.
+    kind: what devices share that are taken to be equal. assumed: the cost of frames before it has met some. frame_cost:
+    the last one that it reported; its ratio of bytes to frames counts. meters: readings since its last run. last_run_s,
+    overdue_s: of its last run, and of the last sign of an overdue one. seen: the last readings.
     """
 
     kind: str
+    assumed: FrameCost | None = None
     frame_cost: FrameCost | None = None
     meters: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     last_run_s: float = -inf
@@ -413,10 +414,13 @@ class SiteEstimates:
         self.last_change_s = -inf  # when the last change was found, or found to have ended
         self.last_change_began_s = -inf  # when the last one that was found began
 
-    def add_device(self, name: str, kind: str = "") -> None:
-        """Know a device and its kind: devices of one kind are taken to be equal until they show otherwise."""
-        self._devices.setdefault(name, _Device(kind)).kind = kind
-        self._read = None
+    def add_device(self, name: str, kind: str = "", assumed: FrameCost | None = None) -> None:
+        """Know a device and its kind: devices of one kind are taken to be equal until they show otherwise.
+
+        assumed: what plans are made with before it has met frames off loopback; None: it has no such peers.
+        """
+        device = self._devices.setdefault(name, _Device(kind))
+        device.kind, device.assumed, self._read = kind, assumed, None
 
     def forget_device(self, name: str) -> None:
         """Forget a device: it has started anew, or its place is needed."""
@@ -599,11 +603,15 @@ class SiteEstimates:
 
     def means(self) -> dict[tuple[What, Key], float]:
         """Return the mean logarithm of every quantity: what a plan is made with that is made now."""
-        return {found: self._posterior(*found)[0] for found in self._quantities}
+        met = {found: self._posterior(*found)[0] for found in self._quantities}
+        assumed = {name: device.assumed for name, device in self._devices.items() if device.assumed is not None}
+        unmet: dict[tuple[What, Key], float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
+        return {**unmet, **met}
 
-    def in_doubt(self, names: Collection[str]) -> bool:
-        """Return whether something of these devices, or of the links between them, may have changed just now."""
-        return any(self._quantities[found].is_in_doubt for found in self._among(names))
+    def in_doubt(self, names: Collection[str], since_s: float) -> bool:
+        """Return whether something of these devices, or of links between them, has changed since, or may do so now."""
+        known = [self._quantities[found] for found in self._among(names)]
+        return any(x.is_in_doubt or (x.changes and x.changes[-1].began_s > since_s) for x in known)
 
     def moved(self, made_with: Means, used: Collection[str], now: float) -> str | None:
         """Return in words what is no longer as a plan was made with, or None.

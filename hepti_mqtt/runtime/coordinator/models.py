@@ -51,9 +51,18 @@ CLOSE_FACTOR: Final = 1.05  # a plan whose runs take longer by less is not held 
 LONGER_FACTOR: Final = 1.15  # one whose runs take longer by more is, whatever the next best was to take
 TRIAL_REST_S: Final = 15.0  # from an activation to a trial
 TRIAL_HOLD_S: Final = 5.0  # so long a trial must have been the best one
-LEAST_COMPUTE_S: Final = 1e-4  # shorter compute times of runs say little of a device
+LEAST_COMPUTE_S: Final = 1e-3  # shorter compute times of runs say little of a device
 MOST_SPREAD: Final = 0.3  # doubt in a price, however far links have moved: runs still say more than nothing
 PLAUSIBLE_SLOWDOWN: Final = 64.0  # what reports say beyond it, or below its inverse, is not believed
+
+
+@dataclass(frozen=True, slots=True)
+class Believed:
+    """What is believed at a time: means of devices and links, and what runs take over their price."""
+
+    at_s: float = -inf
+    means: Means = field(default_factory=dict)
+    learned: Corrections = field(default_factory=Corrections)
 
 
 @dataclass(slots=True)
@@ -63,8 +72,8 @@ class PlanGroup:
     pinned: by requests rather than by the planner's user. made_room: its plan made room for another group's, and its
     next search has not begun. tried: trials per active plan; trial_candidate: the next trial, and since when; trial:
     the last one. last_decision: of the last search whose plan is in use or on its way. site: what is believed of
-    devices and links; methods: of what runs take over their price. made_with: means, and factor of the active plan, of
-    the last search that has ended; search_inputs: of the last one that began.
+    devices and links; methods: of what runs take over their price. made_with: what was believed when the last search
+    began that has ended; search_inputs: the same of the last one that began.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the
     story, in the published record.
     """
@@ -79,8 +88,8 @@ class PlanGroup:
     trial_candidate: tuple[StrategyKey, float] | None = None
     trial: Candidate | None = None
     last_decision: Decision | None = None
-    search_inputs: tuple[Means, Corrections] = ({}, Corrections())
-    made_with: tuple[Means, float] = ({}, 1.0)
+    search_inputs: Believed = field(default_factory=Believed)
+    made_with: Believed = field(default_factory=Believed)
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)
     error: HeptiError | None = None
@@ -144,7 +153,7 @@ class PlanGroup:
         """
         whole, record = self.plans.parent_of(plan), self.plans.active
         factor, spread = (1.0, 0.0) if record is None else self._price_shift(record)
-        in_doubt = self.site.in_doubt(plan.devices)
+        in_doubt = self.site.in_doubt(plan.devices, self.made_with.at_s)
         self.methods.record_run(plan, tokens, seconds / factor, now, spread, SURPRISED if in_doubt else 1.0, whole)
 
     def _price_shift(self, record: PlanRecord) -> tuple[float, float]:
@@ -184,7 +193,7 @@ class PlanGroup:
         """
         if self.active is None or not self.in_use(now) or self.plans.in_transition():
             return None
-        moved = self.site.moved(self.made_with[0], self.active.devices, now) or self._takes_longer()
+        moved = self.site.moved(self.made_with.means, self.active.devices, now) or self._takes_longer()
         if moved is not None:
             return "drift", moved
         tried = self._next_trial(now)
@@ -195,7 +204,7 @@ class PlanGroup:
         record = self.plans.active
         if record is None or self.methods.runs(record.plan) < ENOUGH:
             return None
-        ratio = self.methods.factor(record.plan) / self.made_with[1]
+        ratio = self.methods.factor(record.plan) / self.made_with.learned.factor(record.plan)
         if 1 / LONGER_FACTOR <= ratio <= self._lead_over_next_best(record):
             return None
         return f"the time of {record.plan.method} is {ratio:.2f} times what the plan was made for"
@@ -293,12 +302,12 @@ class PlanGroup:
 
     def record_search_start(self, now: float) -> None:
         """A search begins, with what is believed now."""
-        self.made_room, self.search_inputs = False, (self.site.means(), self.methods.corrections(now))
+        self.made_room = False
+        self.search_inputs = Believed(now, self.site.means(), self.methods.corrections(now))
 
-    def record_plan(self, serves: Plan) -> None:
-        """A search has found the plan that serves. What has changed since it began is no part of its making."""
-        means, learned = self.search_inputs
-        self.made_with = means, learned.factor(serves)
+    def record_search_end(self) -> None:
+        """A search has found a plan. What has changed since it began is no part of what that was made for."""
+        self.made_with = self.search_inputs
 
     def shapes_to_build(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the predicted shapes of runs under a new plan, and how many of them it must build before it is ready.

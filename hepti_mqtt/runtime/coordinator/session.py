@@ -304,9 +304,8 @@ class CoordinatorSession:
             return []
         group.error = None
         is_better = search.forced or event.is_worth_it(group.required_gain(chosen, now))
-        kept = group.keep_active(event.decision, is_better)
-        group.record_plan(group.active if kept and group.active else chosen)
-        if kept:
+        group.record_search_end()
+        if kept := group.keep_active(event.decision, is_better):
             plans.step(search, "kept", now, f"plan {kept} is as good")
             return [self._rollout.publish_plan(group)]
         # Replicas are plans of their own to their devices, so each has its own plan version.
