@@ -73,6 +73,7 @@ class Member:
     mute: bool = False
     unreachable_until_s: dict[str, float] = field(default_factory=dict)
     implausible_reported: bool = False
+    contradiction_reported: bool = False
 
     @property
     def usable(self) -> bool:

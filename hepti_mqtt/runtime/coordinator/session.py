@@ -181,6 +181,14 @@ class CoordinatorSession:
         loading = (record.unready_devices for record in coming if record is not None)
         return self._standby.loading_devices.union(*loading)
 
+    def _warn_contradicted(self) -> list[CoordinatorCommand]:
+        """Tell once of each device whose measurements runs contradict."""
+        new = [m for m in self.fleet.usable().values() if not m.contradiction_reported]
+        found = {member.name: next(self.fleet.estimates.contradicted(member.name), "") for member in new}
+        for member in new:
+            member.contradiction_reported = bool(found[member.name])
+        return [LogEvent("doubt", text) for text in found.values() if text]
+
     def _mark_runs_beside_loads(self) -> None:
         if loading := self._loading_devices():
             for group in self.groups:
@@ -376,7 +384,7 @@ class CoordinatorSession:
 
     def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now)
-        out += self._scheduler.lease_overdue(now)
+        out += [*self._scheduler.lease_overdue(now), *self._warn_contradicted()]
         for group in self.groups:
             out += self._rollout.tick(group, now)
             for run in list(group.runs.values()):
