@@ -83,6 +83,7 @@ RUNS = [
     ("alice", "planner --model tiny=MODEL", 6),
     ("c", "agent --id b --cache CACHE --threads 1 --memory 100MiB", 6),
     ("alice", "agent --id alice --cache CACHE --threads 1 --memory 100MiB", 6),
+    ("hall", "gateway --port 47391", 6),
     ("a", "model inspect MODEL", 0),
     ("a", "simulate MODEL --devices-file SITES/four-pi4.yaml --tokens 8", 0),
 ]
