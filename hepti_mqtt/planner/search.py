@@ -56,6 +56,7 @@ from hepti_mqtt.strategies import STRATEGIES, Method
 REFINED: Final = 3  # candidates that are refined
 COMPARED: Final = 6  # candidates that are fitted into memory, of each method the fastest among them where all compare
 STEPPED: Final = 2  # candidates whose shares are tried step by step
+FASTER: Final = 1.1  # a device that is faster than the head by less may be so by noise
 # The least speed-up for which several devices are taken: below it, predictions are too inexact.
 MIN_SPEEDUP: Final = 1.04
 # Throughputs that differ by less are alike: a short load ends where it ends, and devices that wait for each other lose
@@ -233,7 +234,10 @@ class Search:
         faster than, then its price, then the memory that it needs.
         """
         question, taken = self.question, list[Candidate]()
-        while queue and not self.is_over:
+        while queue:
+            if self.is_over:
+                yield from self._best_priced(queue)
+                return
             cost, n, c, fits = heappop(queue)
             # Who is behind takes a place too, unless memory is short, where it might not fit: others get none for it.
             places = [*taken, *([] if self.oversized else self.pruned)]
@@ -258,6 +262,17 @@ class Search:
                     self._grow(queue, c, floor)
                 elif (found := self._fitted(c)) is not None:
                     heappush(queue, (found.price.cost, n, found, True))
+
+    def _best_priced(self, queue: Sequence[_Step]) -> Iterator[Candidate]:
+        """Yield the best plan that has a price, if that is better than those that were found."""
+        best_s = min(c.price.cost for c in self.found)
+        for cost, _, c, fits in sorted(step for step in queue if isinstance(step[2], Candidate)):
+            if cost >= best_s or not isinstance(c, Candidate):
+                return
+            with dividing(self.question, c.plan.strategy):
+                if (found := c if fits else self._fitted(c)) is not None:
+                    yield found
+                    return
 
     def _grow(self, queue: list[_Step], c: Draft | Candidate, floor: LowerBound) -> None:
         """Let larger sets of a method follow those that were the largest so far, unless these were slower than less.
@@ -340,8 +355,9 @@ class Search:
         if question.active is None or set(question.active.devices) != set(c.plan.devices) or c.plan.replicas:
             return c
         rows = max(_most_rows(question) // len(c.plan.devices), 1)
-        fastest = max(c.plan.devices, key=lambda d: question.cluster.devices[d].speed(rows))
-        if fastest == c.plan.root:
+        speeds = {d: question.cluster.devices[d].speed(rows) for d in c.plan.devices}
+        fastest = max(speeds, key=speeds.__getitem__)
+        if speeds[fastest] < FASTER * speeds[c.plan.root]:
             return c
         other = fitting(question, price_draft(question, Draft(replace(c.plan, root=fastest), c.shares)))
         return other if other is not None and other.price.cost < c.price.cost else c

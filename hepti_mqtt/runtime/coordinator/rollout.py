@@ -92,6 +92,8 @@ class Rollout:
             packet_bytes=self._fleet.max_packet_bytes(),
             learned=group.methods.corrections(now),
             is_exhaustive=False,
+            active=group.active,
+            residents=tuple(record.plan for record in group.plans.retiring),
         )
 
     def command_device(self, device: str, message: messages.Message) -> Publish:
