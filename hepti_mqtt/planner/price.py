@@ -44,7 +44,7 @@ class Budget:
     """
 
     def __init__(self, seconds: float = inf, clock: Callable[[], float] = float) -> None:
-        self._seconds, self._clock = seconds, clock
+        self.seconds, self._clock = seconds, clock
         self._began_s: float | None = None
 
     @property
@@ -52,7 +52,7 @@ class Budget:
         """Return whether nothing is left."""
         if self._began_s is None:
             self._began_s = self._clock()
-        return self._clock() - self._began_s >= self._seconds
+        return self._clock() - self._began_s >= self.seconds
 
 
 @dataclass(frozen=True, slots=True)
