@@ -23,7 +23,7 @@ from hepti_mqtt.cost.simulator import (
 from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
 from hepti_mqtt.models import largest_shape, tensor_sources
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
-from hepti_mqtt.plan_programs import compact_program, compact_programs, device_program, lower_plan, resident_weights
+from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
 from hepti_mqtt.planner.candidates import WireErrorKey
 from hepti_mqtt.planner.estimates import Corrections
 from hepti_mqtt.program import DTYPE_BYTES
@@ -272,7 +272,7 @@ def _simulate_one(question: Question, plan: Plan, full: bool) -> Simulation:
     """Return one request under a plan without replicas; not full: with equal layers once."""
     spec, shape = question.spec, question.shape
     repeated = None if full else lower_plan(spec, plan, shape).repeated_layer
-    made = device_program if repeated is None else compact_program
+    made = device_program if full else searched_program
     parts = {}
     for device in plan.devices:
         question.pause()
