@@ -36,6 +36,10 @@ class ModelError(HeptiError):
     code = "model"
 
 
+class WeightsChangedError(ModelError):
+    """The weights of a served model are no longer those that were hashed at the start."""
+
+
 class UnsupportedModelError(ModelError):
     """The architecture in config.json is not one that Hepti computes."""
 

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader
+from hepti_mqtt.checkpoint.formats import explain_directory, explain_file, refuse_pointers
+from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, file_stamp
 from hepti_mqtt.errors import ModelError
 
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {
@@ -26,6 +27,8 @@ _STORED: Final[Mapping[str, np.dtype[Any]]] = {
     "BF16": np.dtype("<u2"),
     "F64": np.dtype("<f8"),
 }
+_WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
+_MAX_HEADER: Final = 100_000_000  # the format's own limit
 
 
 class WeightsFile:
@@ -34,17 +37,16 @@ class WeightsFile:
     def __init__(self, path: Path) -> None:
         """Open and validate `path`; raises ModelError if it is missing, truncated or malformed."""
         self.path = path
+        refuse_pointers([path])
         try:
             # The format's own library checks sizes, overlaps and gaps; its mapping ends with the block.
             with safe_open(path, framework="np"):
                 pass
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path} cannot be read as safetensors ({error}); it may be an incomplete copy: copy it again"
-            ) from error
-        status = os.fstat(self._fd)
-        self.stamps = [(str(path.resolve()), status.st_size, status.st_mtime_ns)]
+            why = explain_file(path, _needed_bytes(path))
+            raise ModelError(f"{path} cannot be read as safetensors ({error}): {why}") from error
+        self.stamps = [file_stamp(path, os.fstat(self._fd))]
         self.tensors = self._header()
 
     def _header(self) -> Mapping[str, TensorReader]:
@@ -91,23 +93,41 @@ class WeightsFile:
             self._fd = -1
 
 
+def _needed_bytes(path: Path) -> int | None:
+    """Return the size that a file's header promises, None for no header."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MAX_HEADER:
+                return None
+            header = file.read(size)
+        if len(header) < size:
+            return 8 + size
+        return 8 + size + max(int(e["data_offsets"][1]) for k, e in json.loads(header).items() if k != "__metadata__")
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory has safetensors, one file or shards."""
+    return any((directory / name).is_file() for name in _WEIGHTS)
+
+
 def open_weights(directory: Path) -> list[WeightsFile]:
     """Return the open weight files of a Hugging Face directory: one, or the shards that the index names.
 
     Raises ModelError if there are none, if a shard is missing, or if a file is malformed.
     """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    single, index = (directory / name for name in _WEIGHTS)
     if single.is_file():
         return [WeightsFile(single)]
     if not index.is_file():
-        raise ModelError(
-            f"{directory} has neither model.safetensors nor model.safetensors.index.json; if its weights are in "
-            "another format, save it with transformers: model.save_pretrained(directory, safe_serialization=True)"
-        )
+        raise ModelError(f"{directory} has neither model.safetensors nor its index: {explain_directory(directory)}")
     shards = _shards(index)
     missing = [name for name in shards if not (directory / name).is_file()]
     if missing:
         raise ModelError(f"{index} names {', '.join(missing)}, missing in {directory}; copy the missing files")
+    refuse_pointers([directory / name for name in shards])
     files: list[WeightsFile] = []
     try:
         files.extend(WeightsFile(directory / name) for name in shards)
@@ -139,6 +159,7 @@ def _shards(index: Path) -> list[str]:
 
 def read_json(path: Path) -> Any:
     """Return the JSON in `path`; raises ModelError if it is missing or broken."""
+    refuse_pointers([path])
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -215,6 +215,7 @@ class _Planner:
             {n: m.checkpoint for n, m in models.items()},
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
+            lambda error: self.inbox.post(partial(self._fail, error)),
         )
 
     # -- network thread: nothing here blocks ------------------------------------------------------------------------
@@ -439,6 +440,9 @@ class _Planner:
             )
         elif (status.boot, status.state) != (self.boot, "online"):
             self._publish(*self._status("online"))  # a late will, of an earlier planner or an earlier connection
+
+    def _fail(self, error: HeptiError) -> None:
+        self.failure = error
 
     def _refused(self, state: Refused) -> None:
         self.failure = RefusedError(
