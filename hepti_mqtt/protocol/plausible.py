@@ -29,7 +29,7 @@ MAX_TASKS: Final = 1024
 MAX_PEERS: Final = 64
 MAX_CURVES: Final = 64
 MAX_POINTS: Final = 64  # of a curve
-MAX_LABELS: Final = 65_536
+MAX_ENTRIES: Final = 65_536  # of a list in a spec
 MAX_REASON: Final = 4096
 HASH_BYTES: Final = 32
 PROGRAMS_BYTES: Final = 8
@@ -268,6 +268,7 @@ FIELDS: Final[Mapping[str, Check]] = {
     "spec.max_tokens": Number("tokens", 0, 65_536),
     "spec.positions": Number("tokens", 0, 1 << 20),
     "spec.size": Number("pixels", 0, 4096),
+    "spec.nodes.groups": Number("channels", 1, 1 << 24),  # of one convolution, which is one op whatever its groups
     "spec.*": Number("rows or columns", 0, 1 << 24),
 }
 

@@ -14,10 +14,15 @@ from platformdirs import user_state_path
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config import Settings, state
 from hepti_mqtt.config.options import PlannerOptions, RequestPins
-from hepti_mqtt.errors import ConfigError, ModelError, RequestError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.errors import ConfigError, ModelError, PlanError, RequestError, UnsupportedModelError, WireError
+from hepti_mqtt.ids import PlanVersion, check_name
 from hepti_mqtt.models import weight_dtypes
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.protocol.manifest import Manifest
+from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES, Prepare, decode, encode
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
+from hepti_mqtt.runtime.worker.residents import analyse_prepare
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.requests import validate_pins
 from hepti_mqtt.spec import Spec
@@ -99,6 +104,9 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
             raise ConfigError(f"model {name}: {error}") from error
         try:
             checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
+            if checkpoint.has_tokenizer:
+                _ = checkpoint.tokenizer  # now: at the first request the directory may hold another model's
+            require_acceptable(checkpoint)
             config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
         except ModelError as error:
             bad.append(error)
@@ -109,6 +117,24 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
     if not models:
         raise bad[0]
     return models
+
+
+def require_acceptable(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModelError if a device would refuse every plan of a model: its checks are made here first."""
+    plan = Plan(checkpoint.model, PlanVersion(1, 1), "single", ("device",), "device")
+    manifest, spec = checkpoint.manifest, checkpoint.spec.to_dict()
+    try:
+        sent = encode(Prepare(1, plan.to_dict(), spec, manifest.digest, in_flight=1))
+        if len(sent) > MAX_MESSAGE_BYTES // 2:  # a plan of many devices and shapes needs the rest
+            raise WireError(f"its description has {len(sent)} bytes, more than the {MAX_MESSAGE_BYTES // 2} that fit")
+        message, received = decode(sent), Manifest.decode(manifest.encode())
+        assert isinstance(message, Prepare)
+        for ref in analyse_prepare(message, "device", Topics("site")).refs:
+            received.tiles(ref)
+    except (PlanError, WireError) as error:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: devices would refuse this model ({error}); use a smaller one, or report this"
+        ) from error
 
 
 def _supported_pins(config: PlannerConfig, name: str, spec: Spec, pins: Pins) -> Pins:

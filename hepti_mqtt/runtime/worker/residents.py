@@ -28,7 +28,7 @@ from hepti_mqtt.plan import Plan, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import programs_digest, resident_weights, sources_of
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.messages import Peer, Prepare
-from hepti_mqtt.protocol.plausible import FIELDS, MAX_LABELS, MAX_REASON, check
+from hepti_mqtt.protocol.plausible import FIELDS, MAX_ENTRIES, MAX_REASON, check
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
 from hepti_mqtt.runtime.worker.executor import BoundProgram
@@ -100,14 +100,15 @@ def _check_spec(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         for key, part in value.items():
             if isinstance(part, int) and not isinstance(part, bool):
-                _check_number(f"spec.{key}" if f"spec.{key}" in FIELDS else "spec.*", part, f"{name}.{key}")
+                rule = next(n for n in (f"{name}.{key}", f"spec.{key}", "spec.*") if n in FIELDS)
+                _check_number(rule, part, f"{name}.{key}")
             _check_spec(f"{name}.{key}", part)
     elif isinstance(value, str):
         if len(value) > MAX_REASON:
             raise _wrong(name, value, "is too long a text")
     elif isinstance(value, Sequence):
-        if len(value) > MAX_LABELS:
-            raise _wrong(name, len(value), f"entries are more than {MAX_LABELS}")
+        if len(value) > MAX_ENTRIES:
+            raise _wrong(name, len(value), f"entries are more than {MAX_ENTRIES}")
         for part in value:
             _check_spec(name, part)
     elif isinstance(value, float) and not isfinite(value):
