@@ -39,11 +39,16 @@ def build() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text, fill in _COMMANDS:
         sub = commands.add_parser(name, help=help_text, description=help_text)
-        add_site_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-        sub.add_argument("-v", "--verbose", action="store_true", help="log more on stderr")
+        add_common_arguments(sub)
         fill(sub)
     return parser
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what every command takes, before its name or behind it."""
+    add_site_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more on stderr")
 
 
 def _drawing(sub: argparse.ArgumentParser) -> None:
@@ -215,7 +220,7 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hepti`; return its exit code (0 done, 1 failed, 2 usage, 3 broker, 4 no plan, 5 deadline, 6 refused)."""
     output.escape_unencodable()
-    args = build().parse_args(argv)
+    args = build().parse_args(_command_first(sys.argv[1:] if argv is None else argv))
     output.setup_logging(args.verbose)
     module, name = _ENTRY_POINTS[args.command]
     try:
@@ -235,6 +240,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _command_first(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with the command first, also where common options stand before it."""
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_common_arguments(common)
+    commands = {name for name, _, _ in _COMMANDS}
+    for place, word in enumerate(argv):
+        if word not in commands:
+            continue
+        try:
+            before = common.parse_known_args(argv[:place])[1]
+        except (argparse.ArgumentError, SystemExit):
+            break
+        if not before:
+            return [word, *argv[:place], *argv[place + 1 :]]
+    return list(argv)
 
 
 def agent_main() -> int:

@@ -144,6 +144,11 @@ def devices(args: argparse.Namespace) -> int:
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         found = hepti.devices(wait_s=args.wait)
         unused = hepti.unused()
+        if not found and not hepti.planner_online:
+            raise ConfigError(
+                f"there is no planner and no device at site {args.site}; check --site and HEPTI_SITE, or start them: "
+                "hepti planner --model NAME=DIR, hepti agent"
+            )
     refused = {d["device"]: why for d in found if (why := unusable_reason(d)) is not None}
     if args.json:
         reasons = unused | refused

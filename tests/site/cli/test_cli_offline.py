@@ -98,6 +98,20 @@ def test_an_absent_broker_ends_with_3(capsys: pytest.CaptureFixture[str], free_p
     assert (code, json.loads(out)["error"]["code"]) == (2, "config")
 
 
+@pytest.mark.parametrize(
+    "before", ["--broker URL", "--json --broker URL", "--broker=URL -v", "--site home --broker URL"]
+)
+def test_common_options_may_stand_before_the_command(
+    capsys: pytest.CaptureFixture[str], free_port: int, before: str
+) -> None:
+    url = f"mqtt://127.0.0.1:{free_port}"
+    code, out, err = run(capsys, *before.replace("URL", url).split(), "devices")
+    assert code == 3
+    assert str(free_port) in (out if "--json" in before else err)
+    assert run(capsys, "--nosuch", "devices")[0] == 2
+    assert run(capsys, "--version")[1].startswith("hepti")
+
+
 def test_broker_and_site_come_from_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
