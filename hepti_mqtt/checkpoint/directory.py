@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, re
 from hepti_mqtt.checkpoint.safetensors_file import close_all, has_weights, open_weights, read_json
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm
 from hepti_mqtt.errors import ModelError, WeightsChangedError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.ids import check_name, valid_name
 from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, without_missing_pooler
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
 from hepti_mqtt.spec import Spec
@@ -233,8 +232,7 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
-    name = re.sub(r"[^a-z0-9_-]+", "-", repository_name(path.resolve()).lower().removesuffix(".onnx")).strip("-_")[:64]
-    return name or "model"
+    return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
 
 
 def _stored_matrix(source: TensorSource) -> tuple[int, int]:
