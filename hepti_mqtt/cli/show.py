@@ -265,7 +265,7 @@ def plan(args: argparse.Namespace) -> int:
         work = {"work": plan_work_factor(*asked).to_dict()} if asked else {}
         output.print_json({k: v for k, v in shown.items() if k != "spec"} | work | told)
     else:
-        print_plan(model, shown)
+        print_plan(model, shown, args.explain)
         if args.story:
             print_plan_history(model, shown)
     if played is not None:
@@ -299,10 +299,11 @@ def _only(names: Sequence[str]) -> str:
     return names[0]
 
 
-def print_plan(model: str, shown: Mapping[str, Any]) -> None:
-    """Print the candidates as a table and the reason as a sentence."""
+def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> None:
+    """Print the candidates as a table and the reason as a sentence; explain: also of those that do not fit, why."""
     if shown.get("error"):
         output.print_lines([f"no plan for {model}: {shown['error']['message']}"])
+        output.print_lines(shown["error"].get("detail", []) if explain else [])
         return
     rows = [
         (

@@ -71,7 +71,7 @@ def encode_record(
     plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned, pinned_preparing:
     those on their way there. candidates: the best of each strategy and variant, best first; feasible: None for those
     that are too slow, so that nobody worked out whether they fit; expected_ms is predicted_ms times what earlier runs
-    have taught. reason: why the first one was chosen. error: {code, message} of a search that found no plan. progress:
+    have taught. reason: why the first one was chosen. error: {code, message, detail} of a search without a plan. progress:
     [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
     oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
     why devices that are online are used for no plan, by name. `protocol/messages.py` names all keys, for who reads it.
@@ -110,7 +110,7 @@ def encode_record(
             {"time": zero_s + t.now, "plan": t.subject, "from": t.before, "to": t.after, "cause": t.cause}
             for t in shown.story
         ],
-        "error": None if error is None else {"code": error.code, "message": str(error)},
+        "error": None if error is None else {"code": error.code, "message": str(error), "detail": list(error.detail)},
     }
     payload: bytes = msgpack.packb(record)
     return payload
