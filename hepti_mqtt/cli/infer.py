@@ -235,9 +235,11 @@ def _print(answer: Answer, result: Mapping[str, Any]) -> None:
             f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}, expected "
             f"{result['expected_ms']:.1f}), {result['tokens']} tokens, {result['bytes_on_wire']} bytes on the wire"
         )
+    moved = plan.get("weight_error")  # a planner may be older
+    kept = plan["weights"] if moved is None else f"{plan['weights']} (by which answers move by {moved:.1e} of them)"
     lines = [
         took,
-        f"plan {plan['id']}: {name}, weights {plan['weights']}, wire {plan['wire']}, route {plan['route']}; {shares}",
+        f"plan {plan['id']}: {name}, weights {kept}, wire {plan['wire']}, route {plan['route']}; {shares}",
     ]
     if "max_abs_err" in result:
         lines.append(f"largest difference from the single-device reference: {result['max_abs_err']:.2e}")

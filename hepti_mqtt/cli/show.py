@@ -344,9 +344,11 @@ def _fits(candidate: Mapping[str, Any]) -> str:
 
 def _described(plan: Mapping[str, Any]) -> str:
     epoch = ".".join(map(str, plan["epoch"]))
-    error = plan["wire_error"]
-    wire = plan["wire"] if error is None else f"{plan['wire']} (moves the answer by {error:.1e} of it)"
-    kept = f"weights {plan['storage']}, wire {wire}, route {plan['route']}"
+    moved = {
+        what: plan[what] if error is None else f"{plan[what]} (by which answers move by {error:.1e} of them)"
+        for what, error in (("storage", plan["weight_error"]), ("wire", plan["wire_error"]))
+    }
+    kept = f"weights {moved['storage']}, wire {moved['wire']}, route {plan['route']}"
     if plan["relayed"]:
         kept += f", over the broker from {', '.join(' to '.join(pair) for pair in plan['relayed'])}"
     sides = [f"{r['strategy']} on {', '.join(r['devices'])}" for r in plan.get("replicas", ())]

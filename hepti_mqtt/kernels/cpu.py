@@ -110,7 +110,7 @@ def architecture() -> str:
     `platform.machine` is what the kernel says, which under a 32-bit personality (`setarch`, some containers) is a
     32-bit machine for a 64-bit process too.
     """
-    name = llvm.get_process_triple().partition("-")[0].lower()
+    name: str = llvm.get_process_triple().partition("-")[0].lower()
     return {"arm64": "aarch64", "amd64": "x86_64"}.get(name, name)
 
 

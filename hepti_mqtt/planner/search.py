@@ -772,5 +772,6 @@ def _simulate_draft(question: Question, draft: Draft) -> Candidate:
         predicted_bytes=full.nbytes,
         predicted_tokens=question.shape.size,
         wire_error=max(errors, default=None),
+        weight_error=question.weight_error,
     )
     return Candidate(plan, full, draft.shares)

@@ -230,6 +230,7 @@ class RequestHandler:
                 "wire": plan.wire,
                 "wire_error": plan.wire_error,
                 "weights": plan.weight_dtype,
+                "weight_error": plan.weight_error,
                 "route": plan.route,
                 "devices": shares(forecasts),
                 "reason": plan.reason,

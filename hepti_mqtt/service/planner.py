@@ -42,7 +42,7 @@ from hepti_mqtt.service.decoder import (
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.setup import PlannerConfig, next_boot, open_models, state_directory
-from hepti_mqtt.service.solver import WireAccuracy, solve, start_preloading
+from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.spec import Spec
@@ -71,7 +71,7 @@ def encode_record(
     plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned, pinned_preparing:
     those on their way there. candidates: the best of each strategy and variant, best first; feasible: None for those
     that are too slow, so that nobody worked out whether they fit; expected_ms is predicted_ms times what earlier runs
-    have taught. reason: why the first one was chosen. error: {code, message, detail} of a search without a plan. progress:
+    have taught. reason: why the first one was chosen. error: {code, message, detail} where none was found. progress:
     [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
     oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
     why devices that are online are used for no plan, by name. `protocol/messages.py` names all keys, for who reads it.
@@ -176,7 +176,7 @@ class _Planner:
         self.will_debounce = LastWillDebounce(self.session)
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
-        self.accuracy = {n: WireAccuracy.of(m.checkpoint) for n, m in models.items()}
+        self.accuracy = {n: MeasuredErrors.of(m.checkpoint, config.max_weight_error) for n, m in models.items()}
         self.handler = RequestHandler(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | interface.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         self.reading = FairExecutor("planner-reader", READER_THREADS, self._run_guarded, MAX_UNREAD, MAX_UNREAD_BYTES)
