@@ -118,4 +118,4 @@ def explain_directory(directory: Path) -> str:
         if first is not None:
             article = "" if what.startswith("has ") else "it is "
             return article + re.sub("^has", "it has", what).format(convert=_CONVERT, path=first)
-    return "copy or download the whole model directory"
+    return "config.json and weights are missing; copy or download the whole model directory"

@@ -303,7 +303,7 @@ def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> N
     """Print the candidates as a table and the reason as a sentence; explain: also of those that do not fit, why."""
     if shown.get("error"):
         output.print_lines([f"no plan for {model}: {shown['error']['message']}"])
-        output.print_lines(shown["error"].get("detail", []) if explain else [])
+        output.print_lines(shown["error"]["detail"] if explain else [])
         return
     rows = [
         (
