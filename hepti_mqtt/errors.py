@@ -44,6 +44,8 @@ class ModelError(HeptiError):
 class WeightsChangedError(ModelError):
     """The weights of a served model are no longer those that were hashed at the start."""
 
+    code = "weights_changed"
+
 
 class UnsupportedModelError(ModelError):
     """The architecture in config.json is not one that Hepti computes."""
