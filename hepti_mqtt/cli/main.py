@@ -38,10 +38,21 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hepti {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text, fill in _COMMANDS:
-        sub = commands.add_parser(name, help=help_text, description=help_text)
+        sub = commands.add_parser(
+            name,
+            help=help_text,
+            description=help_text,
+            epilog=_examples(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         add_common_arguments(sub)
         fill(sub)
     return parser
+
+
+def _examples(command: str) -> str | None:
+    lines = [f"  {line}  # {what}" for line, what in _EXAMPLES.get(command, ())]
+    return "\n".join(["examples:", *lines]) if lines else None
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +172,7 @@ def _devices(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _doctor(_sub: argparse.ArgumentParser) -> None:
+def _nothing_more(_sub: argparse.ArgumentParser) -> None:
     """Nothing beside what every command has."""
 
 
@@ -187,12 +198,43 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("devices", "list the site's devices", _devices),
     ("model", "make, inspect or verify a model directory", _model),
     ("simulate", "predict every method's time on devices described in a file", _simulate),
-    ("doctor", "check this machine, the broker and the site, and suggest fixes", _doctor),
+    ("doctor", "check this machine, the broker and the site, and suggest fixes", _nothing_more),
     ("health", "exit with 0 if the planner or a device is online", _health),
     ("site", "make a closed site and add users: certificate, passwords and access list", site.arguments),
     ("bench", "measure what each method takes on your devices", bench.arguments),
     ("broker", "run a broker here until interrupted", _broker),
+    ("completion", 'print completions for bash and zsh: eval "$(hepti completion)"', _nothing_more),
 )
+# Shown below the options of a command.
+_EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
+    "agent": (
+        ("hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi", "on every device"),
+        ("hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB", "of a closed site, within a budget"),
+    ),
+    "planner": (
+        ("hepti planner --model minilm=/models/all-MiniLM-L6-v2", "on one machine"),
+        ("hepti planner --model bert=~/bert --weights w8a32 --accuracy 1e-3", "with fewer bytes"),
+    ),
+    "infer": (
+        ('hepti infer minilm --text "The laundry is done."', "one text"),
+        ("hepti infer resnet --image door.jpg --top-k 3", "a picture"),
+        ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
+    ),
+    "plan": (("hepti plan minilm --explain", "why it is divided so"), ("hepti plan --story", "what became of plans")),
+    "devices": (("hepti --broker mqtt://192.168.1.10 devices", "who is there, and why a device is not used"),),
+    "model": (
+        ("hepti model inspect /models/all-MiniLM-L6-v2", "what Hepti makes of a directory"),
+        ("hepti model make bert-base --out /tmp/bert-base", "a random one, for tests"),
+    ),
+    "simulate": (
+        ("hepti simulate bert-large --devices-file four-pi4 --tokens 128 --explain", "before you buy boards"),
+    ),
+    "site": (
+        ("hepti site init --host broker.home mysite", "a closed site"),
+        ("hepti site add device kitchen-pi --dir mysite", "a login for a device"),
+    ),
+    "bench": (("hepti bench minilm", "all methods on the site's devices"),),
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -214,6 +256,7 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
     "site": ("hepti_mqtt.cli.site", "site"),
     "health": ("hepti_mqtt.cli.health", "health"),
     "doctor": ("hepti_mqtt.cli.doctor", "doctor"),
+    "completion": ("hepti_mqtt.cli.completion", "completion"),
 }
 
 
@@ -252,8 +295,8 @@ def _command_first(argv: Sequence[str]) -> list[str]:
             continue
         try:
             before = common.parse_known_args(argv[:place])[1]
-        except (argparse.ArgumentError, SystemExit):
-            break
+        except (argparse.ArgumentError, SystemExit):  # the word is an option's value: --site plan devices
+            continue
         if not before:
             return [word, *argv[:place], *argv[place + 1 :]]
     return list(argv)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,30 @@ def test_common_options_may_stand_before_the_command(
     assert str(free_port) in (out if "--json" in before else err)
     assert run(capsys, "--nosuch", "devices")[0] == 2
     assert run(capsys, "--version")[1].startswith("hepti")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("hepti inf", ["infer"]),
+        ("hepti --json mod", ["model"]),
+        ("hepti infer m --wire ", ["f32", "f16", "i8"]),
+        ("hepti model ma", ["make"]),
+        ("hepti health pl", ["planner"]),
+        ("hepti plan --sto", ["--story"]),
+        ("hepti infer m --image doo", []),
+    ],
+)
+def test_commands_options_and_values_are_completed(
+    capsys: pytest.CaptureFixture[str], typed: str, offered: list[str]
+) -> None:
+    code, script, _ = run(capsys, "completion")
+    assert code == 0
+    words = " ".join(f"'{word}'" for word in typed.split(" "))
+    asked = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={typed.count(' ')}; _hepti; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == offered
 
 
 def test_broker_and_site_come_from_the_environment(
