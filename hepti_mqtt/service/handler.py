@@ -205,7 +205,7 @@ class RequestHandler:
         model = self._models[request.key.model]
         try:
             result = (
-                answers.decode_output(model.checkpoint, context.model_input, request.output())
+                answers.decode_output(model.checkpoint, context.model_input, request.output(), command.plan)
                 if request.wants_result
                 else None
             )

@@ -18,7 +18,7 @@ from swarm import profile_curve
 from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
-from hepti_mqtt.errors import NetworkError, OverloadedError, PacketLimitError, RemoteError, RequestError
+from hepti_mqtt.errors import ModelError, NetworkError, OverloadedError, PacketLimitError, RemoteError, RequestError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
@@ -40,11 +40,12 @@ from hepti_mqtt.runtime.coordinator.requests import (
 from hepti_mqtt.service import channel as journal_module
 from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
+from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.channel import MAX_DELIVERY_ATTEMPTS, MAX_MARKS, UNHEARD, UNHEARD_BYTES, Journal, RequestChannel
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
-from hepti_mqtt.service.requests import MemoryQuota, parse
+from hepti_mqtt.service.requests import MemoryQuota, parse, read_input
 from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
 
 TOPICS = Topics("home")
@@ -723,3 +724,15 @@ def test_a_part_that_finds_no_room_and_what_comes_after_the_end_are_not_kept(sit
     site.answers.room = 0
     site.answer(1)
     assert not tried_again()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "advice"),
+    [({}, ["verify"]), ({"wire": "f16"}, ["--wire f32", "65,504"]), ({"weight_dtype": "w8a8"}, ["--weights f32"])],
+)
+def test_an_answer_that_is_not_finite_names_what_may_be_too_narrow(checkpoints, dtypes, advice):
+    checkpoint, plan = checkpoints["bert"], Plan("bert", PlanVersion(1, 1), "single", ("a",), "a", **dtypes)
+    prepared = read_input(checkpoint, {"text": "hello"})
+    with pytest.raises(ModelError) as caught:
+        decode_output(checkpoint, prepared, np.full(checkpoint.spec.output_shape(prepared.shape), np.inf), plan)
+    assert all(words in str(caught.value) for words in advice)
