@@ -212,7 +212,7 @@ def _dates(url: BrokerUrl, error: ssl.SSLCertVerificationError) -> str:
     except (OSError, ValueError):
         when = f"its certificate is {'not valid yet' if early else 'no longer valid'}"
     do = "set this machine's clock" if early else "renew the certificate, or set this machine's clock"
-    return f"{when}, and {here}; {do}. Agents and planners try again"
+    return f"{when}, and {here}; {do}. An agent tries again by itself"
 
 
 def validity(certificate: bytes) -> tuple[datetime, datetime]:
