@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import onnx_file, storage
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
-from hepti_mqtt.checkpoint.safetensors_file import close_all, has_weights, open_weights, read_json
+from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm
+from hepti_mqtt.checkpoint.torch_file import TorchFile
 from hepti_mqtt.errors import ModelError, WeightsChangedError
 from hepti_mqtt.ids import check_name, valid_name
 from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, without_missing_pooler
@@ -91,12 +92,15 @@ class Checkpoint:
             opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
             return cls(path, name, opened.config, extras, [opened])
         described = path / "config.json"
-        config = read_json(described) if described.is_file() or has_weights(path) else {}
-        if "architectures" not in config and not has_weights(path):
+        opening = _opening(path)
+        config = read_json(described) if described.is_file() or opening is not None else {}
+        if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
         spec_from_config(config, extras)
-        files = open_weights(path)
+        if opening is None:
+            raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
+        files = opening()
         try:
             return cls(path, name, config, extras, files)
         except BaseException:
@@ -233,6 +237,16 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
     return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
+
+
+def _opening(directory: Path) -> Callable[[], Sequence[WeightsReader]] | None:
+    """Return what opens the weights of a directory, one file or shards, safetensors first; None without any."""
+    for name, file in (("model.safetensors", WeightsFile), ("pytorch_model.bin", TorchFile)):
+        if (directory / name).is_file():
+            return lambda file=file, name=name: [file(directory / name)]  # type: ignore[misc]
+        if (directory / f"{name}.index.json").is_file():
+            return partial(open_shards, directory / f"{name}.index.json", file)
+    return None
 
 
 def _stored_matrix(source: TensorSource) -> tuple[int, int]:

@@ -32,7 +32,6 @@ _FOREIGN: Final[Sequence[tuple[str, str]]] = (
     ("rust_model.ot", "a model of rust-bert; give the original model"),
     ("tf_model.h5", "a TensorFlow model; {convert}"),
     ("flax_model.msgpack", "a Flax model; {convert}"),
-    ("pytorch_model*.bin*", "a PyTorch model without safetensors; {convert}"),
     ("*.pth", "a PyTorch model without safetensors; {convert}"),
     ("onnx/*.onnx", "has ONNX files in a folder; of a CNN give the file itself, as in --model NAME={path}"),
     ("*.onnx", "has ONNX files; of a CNN give the file itself, as in --model NAME={path}"),
@@ -69,6 +68,11 @@ def repository_name(path: Path) -> str:
     if path.parent.name == "snapshots":
         return path.parent.parent.name.rpartition("--")[2]
     return path.name
+
+
+def has_safetensors(directory: Path) -> bool:
+    """Return whether a directory has safetensors, one file or shards."""
+    return any((directory / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def is_pointer(path: Path) -> bool:

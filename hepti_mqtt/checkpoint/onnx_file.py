@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.checkpoint.formats import explain_file, refuse_pointers
-from hepti_mqtt.checkpoint.safetensors_file import has_weights
+from hepti_mqtt.checkpoint.formats import explain_file, has_safetensors, refuse_pointers
 from hepti_mqtt.checkpoint.storage import FileStamp, TensorReader, file_stamp
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.cnn import nodes
@@ -354,7 +353,7 @@ def find_onnx(path: Path) -> Path | None:
     if path.suffix == ".onnx" and path.is_file():
         return path
     inside = path / FILE
-    return inside if inside.is_file() and not has_weights(path) else None
+    return inside if inside.is_file() and not has_safetensors(path) else None
 
 
 def _load(path: Path) -> tuple[Any, list[FileStamp]]:
