@@ -58,7 +58,7 @@ class PlannerConfig:
     models: directory by name. pins: by model. in_flight: concurrent runs per model. batching: which requests run
     together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
     refuses pins in requests. max_weight_error: how far narrow weights may move an answer. state_dir: of the boot
-    counter and journal, by default the user's.
+    counter and journal, by default the user's. home_assistant: prefix of its discovery, None to announce nothing.
     """
 
     url: BrokerUrl
@@ -71,6 +71,7 @@ class PlannerConfig:
     request_pins: RequestPins = "any"
     max_weight_error: float = MAX_WEIGHT_ERROR
     state_dir: Path | None = None
+    home_assistant: str | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
     @classmethod
@@ -86,6 +87,7 @@ class PlannerConfig:
             broker_mbit=options.broker_mbit,
             request_pins=options.request_pins,
             max_weight_error=options.max_weight_error,
+            home_assistant=options.home_assistant,
         )
 
 
