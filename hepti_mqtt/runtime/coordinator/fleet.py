@@ -58,7 +58,7 @@ class Member:
     left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
     hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
     boot_before: of the start that plans used, when a new start appeared before the end of the old one.
-    unreachable_until_s: peers that it could not connect to.
+    unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Member:
     quarantines: int = 0
     mute: bool = False
     unreachable_until_s: dict[str, float] = field(default_factory=dict)
-    implausible_reported: bool = False
+    implausible: str = ""
 
     @property
     def usable(self) -> bool:
@@ -300,6 +300,8 @@ class Fleet:
         for member in self.members.values():
             if member.refused:
                 why[member.name] = member.refused
+            elif member.caps is None and member.implausible:
+                why[member.name] = member.implausible
             elif member.quarantined_until_s is not None:
                 silent = "sent no message" if member.mute else "made no progress"
                 times = f" ({member.quarantines} times)" if member.quarantines > 1 else ""
@@ -345,11 +347,10 @@ class Fleet:
     def _usual_slowdown(self) -> float:
         return usual_slowdown(m.reported(0) for m in self.usable().values())
 
-    def max_packet_bytes(self) -> int | None:
-        """Return the largest packet that gets through to every usable device, None if no limit was met."""
-        limits = [m.caps.largest_packet_bytes for m in self.usable().values() if m.caps is not None]
-        met = [limit for limit in limits if 0 < limit < PROBED_PACKET_BYTES]
-        return min(met, default=None)
+    def packet_limits(self) -> dict[str, int]:
+        """Return the largest packet that gets through to each usable device that has met a limit."""
+        limits = {m.name: m.caps.largest_packet_bytes for m in self.usable().values() if m.caps is not None}
+        return {name: limit for name, limit in limits.items() if 0 < limit < PROBED_PACKET_BYTES}
 
     def cluster(self, reserved: Mapping[str, int]) -> Cluster:
         """Return profiles and links of the usable devices, less the bytes that other models hold on them."""

@@ -89,7 +89,7 @@ class Rollout:
             self.ids.next_version(),
             in_flight=self._in_flight,
             relayed_pairs=self._fleet.relayed_pairs(now),
-            packet_bytes=self._fleet.max_packet_bytes(),
+            packet_bytes=self._fleet.packet_limits(),
             learned=group.experience.corrections(now),
             is_exhaustive=False,
         )

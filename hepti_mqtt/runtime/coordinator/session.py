@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
@@ -135,11 +135,11 @@ class CoordinatorSession:
     def _handle_caps(self, event: DeviceCaps, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
             return []
-        wrong = implausible_caps(event.device, event.caps.curves, event.caps.memory_budget_bytes)
+        wrong = implausible_caps(asdict(event.caps))
         if wrong is not None:
             self.counters["foreign_caps"] += 1
             return self._warn_implausible(
-                event.device, f"Refused the caps of {event.device} ({wrong}). Update its agent."
+                event.device, f"Refused the caps of {event.device} ({wrong}). Restart its agent, or update it."
             )
         member = self.fleet.member(event.device)
         before = member.refused
@@ -164,7 +164,7 @@ class CoordinatorSession:
     def _warn_implausible(self, device: str, text: str) -> list[CoordinatorCommand]:
         """Tell once of a device that says what cannot be."""
         member = self.fleet.member(device)
-        told, member.implausible_reported = member.implausible_reported, True
+        told, member.implausible = member.implausible, text
         return [] if told else [LogEvent("refused", text)]
 
     def _loading(self) -> bool:
