@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import count
 from typing import Any, Final, Literal, get_args
 
@@ -100,11 +101,18 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
 )
 
 
-class Ids:
-    """The numbers that a planner gives out: plan versions under its boot counter, and transaction ids."""
+GUESS_BITS: Final = 24  # of a run id below 2^63
 
-    def __init__(self, boot: int) -> None:
-        self._boot, self._plans, self._transactions = boot, count(1), count(1)
+
+class Ids:
+    """The numbers that a planner gives out: plan versions under its boot counter, transaction ids and run ids.
+
+    secret: makes run ids that nobody can guess; without it they are 1, 2, 3, ...
+    """
+
+    def __init__(self, boot: int, secret: bytes | None = None) -> None:
+        self._boot, self._secret = boot, secret
+        self._plans, self._transactions, self._runs = count(1), count(1), count(1)
 
     def next_version(self) -> PlanVersion:
         """Return a plan version that no plan has had."""
@@ -113,6 +121,14 @@ class Ids:
     def next_transaction(self) -> int:
         """Return the id of a new transaction."""
         return next(self._transactions)
+
+    def next_run(self) -> int:
+        """Return a run id above all before it: devices run the ops of the oldest run first."""
+        number = next(self._runs)
+        if self._secret is None:
+            return number
+        guess = blake2b(number.to_bytes(8, "little"), key=self._secret, digest_size=GUESS_BITS // 8, person=b"run id")
+        return number << GUESS_BITS | int.from_bytes(guess.digest(), "little")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

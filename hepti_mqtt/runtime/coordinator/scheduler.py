@@ -25,6 +25,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     TokenReady,
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     MICRO_BATCH_TOKENS,
@@ -114,11 +115,11 @@ class Scheduler:
     understood or came too late, by name.
     """
 
-    def __init__(self, topics: Topics, groups: PlanGroups, in_flight: int, counters: Counter[str]) -> None:
-        self._topics, self._groups, self._in_flight, self._counters = topics, groups, in_flight, counters
+    def __init__(self, topics: Topics, groups: PlanGroups, ids: Ids, in_flight: int, counters: Counter[str]) -> None:
+        self._topics, self._groups, self._ids, self._in_flight = topics, groups, ids, in_flight
+        self._counters = counters
         self._held: dict[str, float] = {}  # until when requests for a model wait for others
         self._number = 0
-        self._run_id = 0
         self._session = 0
 
     @property
@@ -380,7 +381,7 @@ class Scheduler:
     def _dispatch(
         self, group: PlanGroup, plan: Plan, items: tuple[WorkItem, ...], now: float
     ) -> list[CoordinatorCommand]:
-        self._run_id += 1
+        run_id = self._ids.next_run()
         part, session = concatenate([item.batch for item in items]), DecoderSession()
         generation = items[0].request.generation
         if generation is not None:
@@ -390,7 +391,7 @@ class Scheduler:
             part, session = generation.next_batch()
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
-        payload = encode_work(plan.model, plan.version, self._run_id, part.shape, part.inputs, session)
+        payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._concurrent_runs(group.name, plan)
         learned = group.correction(now, plan)
@@ -404,8 +405,8 @@ class Scheduler:
         others = [run for run in self._runs() if run.is_computing]
         for run in others:
             run.ran_alone = False
-        group.runs[self._run_id] = Run(
-            self._run_id,
+        group.runs[run_id] = Run(
+            run_id,
             items,
             part.shape,
             plan,

@@ -69,8 +69,9 @@ class CoordinatorSession:
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters)
         self._online, self._begun = True, False
-        self._scheduler = Scheduler(self.topics, self.groups, in_flight, self.counters)
-        self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, Ids(boot), in_flight, secret)
+        ids = Ids(boot, secret)
+        self._scheduler = Scheduler(self.topics, self.groups, ids, in_flight, self.counters)
+        self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight, secret)
         self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout)
         self._standby = Standby(self.groups, self.fleet, self._rollout)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {

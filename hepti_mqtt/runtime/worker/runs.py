@@ -273,11 +273,18 @@ class WorkerRuns:
         self._executor.free_buffers()
 
     def cancel(self, run_id: int) -> None:
-        """Give up a request of which somebody else may have lost something."""
-        if (request := self._runs.get(run_id)) is not None:  # what was cached may be incomplete
+        """Give up a request of which somebody else may have lost something; one that is not here is no business of it.
+
+        A run is cancelled behind its work frame, so a number that is unknown here would only keep a later run out.
+        """
+        request, frame = self._runs.get(run_id), self._building.drop(run_id)
+        if request is not None:  # what was cached may be incomplete
             self._sessions.end((*request.key, request.session.number))
-        if (frame := self._building.drop(run_id)) is not None:
+        if frame is not None:
             self._sessions.end((frame.model, frame.plan_version, decode_session(frame).number))
+        if request is None and frame is None:
+            self._counters["unknown_cancel"] += 1
+            return
         self.end(run_id)
 
     # -- Programs -------------------------------------------------------------------------------------------------

@@ -639,6 +639,16 @@ def test_a_request_that_ends_while_it_waits_is_forgotten(how: str) -> None:
     assert device.session.runs.idle
 
 
+def test_cancels_of_runs_that_are_not_here_keep_no_later_run_out() -> None:
+    device = prepared()
+    for run_id in range(200):
+        device.tell(messages.Cancel(*ONE, run_id))
+    admission = device.ask(shape(4))
+    device.build()
+    device.run()
+    assert device.done() == [admission]
+
+
 def test_a_request_that_comes_twice_while_it_waits_runs_once() -> None:
     device = prepared()
     admission = device.ask(shape(4))
