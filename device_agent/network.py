@@ -174,10 +174,12 @@ class Network:
             "work": self._work,
             "weights": self._weights,
             "planner_status": lambda _, payload: inbox.post(PlannerStatus(messages.decode_status(payload))),
-            "status": lambda _, payload: inbox.post(OwnStatus(messages.decode_status(payload))),
+            "status": lambda _, payload: self._own_status(payload),
+            "caps": lambda _, payload: self._repair(topics.caps(device), payload),
             "activation": self._activation,
             "probe": lambda _, payload: self._probe(payload),
         }
+        self._said: dict[str, bytes] = {}  # what this device has retained last, by topic
         self._transports: Mapping[Plane, Transport] = {
             plane: make_transport(plane, self._on_message, self._state_of(plane)) for plane in PLANES
         }
@@ -187,6 +189,7 @@ class Network:
                 *topics.weights_for(device),
                 topics.planner_status(),
                 topics.status(device),
+                topics.caps(device),
             ),
             "data": (topics.probe(device),),
         }
@@ -198,6 +201,8 @@ class Network:
 
     def publish(self, plane: Plane, topic: str, payload: bytes, qos: int, retain: bool = False) -> None:
         """Publish on one plane; raises NetworkError if a QoS 1 message finds the queue full."""
+        if retain:
+            self._said[topic] = payload
         self._transports[plane].publish(topic, payload, qos, retain)
 
     def send(self, topic: str, *parts: Body) -> None:
@@ -248,6 +253,29 @@ class Network:
     def _enqueue(self, event: AgentEvent, nbytes: int) -> None:
         if not self._inbox.offer(event, nbytes):
             self._complaints.record("inbox_overflow", f"the inbox is full; dropped an event of {nbytes} bytes")
+
+    def _own_status(self, payload: Body) -> None:
+        """Repair this device's status, unless it says that another one of this name has started after it."""
+        topic = self._topics.status(self._device)
+        try:
+            status = messages.decode_status(payload)
+            own = messages.decode_status(self._said[topic]) if topic in self._said else status
+        except WireError:
+            self._repair(topic, payload)
+            raise
+        if status.boot <= own.boot:
+            self._repair(topic, payload)
+        self._inbox.post(OwnStatus(status))
+
+    def _repair(self, topic: str, payload: Body) -> None:
+        """Publish again what this device has retained, if another message has taken its place.
+
+        At once and here: a planner waits only a moment before it believes that a device has left.
+        """
+        own = self._said.get(topic, payload)
+        if own != payload:
+            self._complaints.record("repaired", f"published {topic} again: it was not what this device has said")
+            self._transports["control"].publish(topic, bytes(own), 1, True)
 
     def _work(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)

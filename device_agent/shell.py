@@ -437,10 +437,9 @@ class SessionLoop:
         self._execute([Publish(self._session.topics.reports(self._session.device), messages.encode(ready), 1)])
 
     def _own_status(self, event: OwnStatus) -> None:
-        """Correct the retained status of this device.
+        """Give way to another agent of this name; doubt the plans if the broker has published our will all the same.
 
-        The broker may publish our will although we are here (the connection was replaced), or a late one of an earlier
-        start.
+        The network has corrected what was retained already, unless it names a later start.
         """
         status = event.status
         believed = self._is_plausible_boot(f"another {self._session.device}", status.boot)
@@ -451,11 +450,9 @@ class SessionLoop:
             )
             self._inbox.post(Stop(error, announce_offline=False))
             return
-        if status.boot == self._boot and status.state != "offline":
-            return
-        if status.boot == self._boot:
+        if (status.boot, status.state) == (self._boot, "offline"):
             self._feed_session(MayHaveMissedCommands("the broker has published our will"))
-        if self._announced:
+        if status.boot > self._boot and self._announced:
             self.packet_limit_bytes = self._announce(self._up["control"])
 
     def _is_plausible_boot(self, who: str, boot: int) -> bool:
