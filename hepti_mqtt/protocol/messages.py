@@ -27,6 +27,7 @@ from hepti_mqtt.protocol.plausible import MAX_PEERS, Check, Plain
 from hepti_mqtt.spec import PlainShape
 
 MAX_MESSAGE_BYTES: Final = 1_000_000
+MAX_SELF_BYTES: Final = 65_536  # of what a process says of itself, which others keep
 MAX_SHAPES: Final = 16
 MAX_SHAPE_NUMBERS: Final = 4096  # lengths and mask rows of one shape
 MAX_TOKEN: Final = 128
@@ -457,7 +458,7 @@ def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
 
 def decode_heartbeat(payload: Body) -> Heartbeat:
     """Return the heartbeat of a payload; raises `WireError` on anything else."""
-    return _build(Heartbeat, _unpack(payload))
+    return _build(Heartbeat, _unpack(payload, MAX_SELF_BYTES))
 
 
 def encode_status(status: Status) -> bytes:
@@ -483,11 +484,12 @@ def decode_caps(payload: Body) -> Caps:
 def _pack(message: object, head: list[Any]) -> bytes:
     _verify(message)
     values = [getattr(message, entry.name) for entry in fields(message)]  # type: ignore[arg-type]
+    limit = MAX_SELF_BYTES if isinstance(message, Heartbeat) else MAX_MESSAGE_BYTES
     try:
         payload: bytes = msgpack.packb(head + values, default=_plain)
     except (ValueError, TypeError, OverflowError) as error:
         raise WireError(f"{type(message).__name__} cannot be packed: {error}") from error
-    _check_size(type(message).__name__, payload)
+    _check_size(type(message).__name__, payload, limit)
     return payload
 
 
@@ -499,8 +501,8 @@ def _plain(value: object) -> list[Any]:
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
-def _unpack(payload: Body) -> list[Any]:
-    _check_size("a message", payload)
+def _unpack(payload: Body, limit: int = MAX_MESSAGE_BYTES) -> list[Any]:
+    _check_size("a message", payload, limit)
     try:
         values = msgpack.unpackb(payload, strict_map_key=True)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
@@ -518,12 +520,12 @@ def _to_json(message: Any) -> bytes:
         payload = json.dumps(values, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
         raise WireError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
-    _check_size(type(message).__name__, payload)
+    _check_size(type(message).__name__, payload, MAX_SELF_BYTES)
     return payload
 
 
 def _from_json(cls: type[Known], payload: Body) -> Known:
-    _check_size("a message", payload)
+    _check_size(cls.__name__, payload, MAX_SELF_BYTES)
     try:
         values = json.loads(bytes(payload))
     except (ValueError, RecursionError) as error:
@@ -537,9 +539,9 @@ def _from_json(cls: type[Known], payload: Body) -> Known:
         raise WireError(f"{cls.__name__} lacks {error}") from error
 
 
-def _check_size(what: str, payload: Body) -> None:
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{what} of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+def _check_size(what: str, payload: Body, limit: int) -> None:
+    if len(payload) > limit:
+        raise WireError(f"{what} of {len(payload)} bytes is over the limit of {limit}")
 
 
 def _verify(message: object) -> None:

@@ -37,7 +37,6 @@ from hepti_mqtt.service.decoder import (
     PlannerStatus,
     RawRequest,
     RetainedPlan,
-    is_droppable,
 )
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
@@ -234,10 +233,8 @@ class _Planner:
                 self.inbox.post(lambda: self._publish(*self._status("online")))  # readers must not take it for ours
         elif arrival is None:
             return
-        elif not is_droppable(arrival):
-            self.inbox.post(arrival)
-        elif not self.inbox.offer(arrival, len(payload)):
-            self._drop("inbox_full", f"an event on {topic}")
+        elif not self.inbox.accept(arrival.device, arrival, len(payload)):
+            self._drop("flood", f"a message of {arrival.device}, which sends more than is read")
 
     def _handle_connection(self, state: State) -> None:
         """Take what happened to the connection."""

@@ -288,6 +288,7 @@ def test_depth_and_size_are_limited_in_both_directions():
         (b"\x91" * 5000, (decode, decode_heartbeat)),
         (b"[" * 100_000, (decode_status, decode_caps)),
         (bytes(wire.MAX_MESSAGE_BYTES + 1), (decode, decode_heartbeat, decode_status, decode_caps)),
+        (b'{"state": "online", "boot": 1}'.ljust(wire.MAX_SELF_BYTES + 1), (decode_status,)),
     ):
         for parse in parsers:
             with pytest.raises(WireError):
