@@ -161,7 +161,7 @@ def _heartbeat(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
 
 
 def _up(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
-    message = messages.decode_report(payload)
+    message, seal = messages.decode_sealed_report(payload)
     if isinstance(message, Frame):
         return interface.DeviceFrame(topic.device, message)
-    return interface.DeviceMessage(topic.device, message)
+    return interface.DeviceMessage(topic.device, message, seal)
