@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from secrets import token_bytes
 from typing import Final, NamedTuple
 
 import platformdirs
@@ -38,6 +39,7 @@ from hepti_mqtt.kernels import Workers, isa, jit
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
 from hepti_mqtt.kernels.jit import release_compiler, return_large_blocks
+from hepti_mqtt.protocol.keys import KEY_BYTES, public_key
 from hepti_mqtt.protocol.messages import Caps, RequestTiles, Status, encode, encode_caps, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
@@ -154,6 +156,7 @@ class _Agent:
         self._config, self._boot, self._places = config, boot, places
         self._log = config.log
         self._topics = Topics(config.site)
+        self._private_key = token_bytes(KEY_BYTES)
         self.inbox: Inbox[AgentEvent] = Inbox()
         self._complaints = ErrorLog(self._log)
         self._loader_counters: Counter[str] = Counter()
@@ -222,6 +225,7 @@ class _Agent:
             curves=curves,
             largest_packet_bytes=0,
             mqtt=0,
+            public_key=public_key(self._private_key),
         )
         self._builder = BuilderThread(config.device_id, self._topics, workers, self.inbox.post)
         self._shell = shell = SessionLoop(
@@ -236,6 +240,7 @@ class _Agent:
             self._announce,
             self._log,
             self._links,
+            self._private_key,
         )
         self._heartbeat = HeartbeatThread(
             self._topics,

@@ -16,6 +16,7 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import held_bytes
+from hepti_mqtt.protocol.keys import Channel
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.machinery import Plane
@@ -170,7 +171,7 @@ class Network:
         self._topics, self._device = topics, device
         self._inbox, self.prober, self._tiles, self._complaints = inbox, prober, on_tile, complaints
         self._parsers: Mapping[str, Callable[[ParsedTopic, Body], None]] = {
-            "command": lambda _, payload: inbox.post(MessageIn(messages.decode(payload))),
+            "command": lambda _, payload: inbox.post(MessageIn(*messages.decode_sealed(payload))),
             "work": self._work,
             "weights": self._weights,
             "planner_status": lambda _, payload: inbox.post(PlannerStatus(messages.decode_status(payload))),
@@ -179,6 +180,8 @@ class Network:
             "activation": self._activation,
             "probe": lambda _, payload: self._probe(payload),
         }
+        self.channel: Channel | None = None  # to the planner: it seals what goes up
+        self._sealing = threading.Lock()
         self._said: dict[str, bytes] = {}  # what this device has retained last, by topic
         self._transports: Mapping[Plane, Transport] = {
             plane: make_transport(plane, self._on_message, self._state_of(plane)) for plane in PLANES
@@ -203,6 +206,10 @@ class Network:
         """Publish on one plane; raises NetworkError if a QoS 1 message finds the queue full."""
         if retain:
             self._said[topic] = payload
+        if topic == self._topics.reports(self._device) and payload[: len(frames.MAGIC)] != frames.MAGIC:
+            with self._sealing:
+                channel = self.channel
+                payload = payload if channel is None else channel.seal(payload)
         self._transports[plane].publish(topic, payload, qos, retain)
 
     def send(self, topic: str, *parts: Body) -> None:

@@ -96,6 +96,7 @@ error_fraction = _number_where(lambda value: 0 < value <= 1, "a part of the answ
 
 RequestPins = Literal["any", "none"]
 REQUEST_PINS: Final[tuple[RequestPins, ...]] = get_args(RequestPins)
+FrameTags = Literal["header", "whole"]
 IN_FLIGHT: Final = 2  # default of --in-flight
 BATCH: Final = 16  # default of --batch
 
@@ -211,6 +212,7 @@ class PlannerOptions:
     batch_delay_ms: float = 0.0
     broker_mbit: float | None = None
     request_pins: RequestPins = "any"
+    frame_tags: FrameTags = "header"
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -228,6 +230,8 @@ class PlannerOptions:
         )
         pins = "whether requests may pin strategy, devices, wire or weights (default any)"
         add("--request-pins", choices=REQUEST_PINS, default="any", help=pins)
+        tags = "what the tags of frames cover: the header, or the whole frame, which costs time (default header)"
+        add("--frame-tags", choices=get_args(FrameTags), default="header", help=tags)
         runs = f"runs at once per model (default {IN_FLIGHT})"
         add("--in-flight", type=positive_int, default=IN_FLIGHT, help=runs)
         together = f"waiting requests run together, at most N of them (default {BATCH}; 1: each by itself)"
@@ -256,4 +260,5 @@ class PlannerOptions:
             args.batch_delay_ms,
             args.broker_mbit,
             args.request_pins,
+            args.frame_tags,
         )

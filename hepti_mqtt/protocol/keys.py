@@ -9,6 +9,7 @@ BLAKE2b: of what the standard library has, it took the shortest time for a heade
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, Literal, NamedTuple
@@ -126,21 +127,21 @@ def split(payload: bytes | bytearray | memoryview) -> tuple[bytes | bytearray | 
 class Channel:
     """The messages between a planner and a device, by their common secret; at_planner: whether this is its end.
 
-    verified: whether the other end has shown that it knows the secret. One thread seals and one opens.
+    numbers: of the messages that this end sends, rising, also where a channel takes the place of another one. verified:
+    whether the other end has shown that it knows the secret. One thread seals and one opens.
     """
 
-    def __init__(self, secret: bytes, *, at_planner: bool) -> None:
+    def __init__(self, secret: bytes, numbers: Iterator[int], *, at_planner: bool) -> None:
         ways = (_derive(secret, b"to the device"), _derive(secret, b"to the planner"))
         self._out, self._in = ways if at_planner else ways[::-1]
         self._wrap = _derive(secret, b"wrap")
-        self._sent = self._latest = 0
+        self._numbers, self._latest = numbers, 0
         self._seen: set[int] = set()
         self.verified = False
 
     def seal(self, message: bytes) -> bytes:
         """Return a message with a seal."""
-        self._sent += 1
-        number = self._sent.to_bytes(8, "little")
+        number = next(self._numbers).to_bytes(8, "little")
         return b"".join((MAGIC, number, _message_tag(self._out, number, message), message))
 
     def accepts(self, seal: Seal | None) -> bool:

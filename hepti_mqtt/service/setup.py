@@ -17,6 +17,7 @@ from hepti_mqtt.config.options import PlannerOptions, RequestPins
 from hepti_mqtt.errors import ConfigError, ModelError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import weight_dtypes
+from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.requests import validate_pins
@@ -54,7 +55,8 @@ class PlannerConfig:
 
     models: directory by name. pins: by model. in_flight: concurrent runs per model. batching: which requests run
     together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
-    refuses pins in requests. state_dir: of the boot counter and journal, by default the user's.
+    refuses pins in requests. checked: what the tags of frames cover. state_dir: of the boot counter and journal, by
+    default the user's.
     """
 
     url: BrokerUrl
@@ -65,6 +67,7 @@ class PlannerConfig:
     batching: Batching = field(default_factory=Batching)
     broker_mbit: float | None = None
     request_pins: RequestPins = "any"
+    checked: Checked = "header"
     state_dir: Path | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
@@ -80,6 +83,7 @@ class PlannerConfig:
             batching=Batching(options.batch, options.batch_delay_ms / 1e3),
             broker_mbit=options.broker_mbit,
             request_pins=options.request_pins,
+            checked=options.frame_tags,
         )
 
 

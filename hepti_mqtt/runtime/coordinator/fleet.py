@@ -6,6 +6,7 @@ import hmac
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -13,7 +14,8 @@ from hepti_mqtt import __version__
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, default_frame_cost
 from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster, usual_slowdown
 from hepti_mqtt.plan import DevicePair, Plan
-from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, Peer, Status, is_compatible
+from hepti_mqtt.protocol.keys import UNKEYED, Channel, Checked, FrameKey, Seal, agree, frame_key, public_key
+from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, Message, Peer, Status, encode, is_compatible
 from hepti_mqtt.runtime.coordinator.interface import (
     BrokerConnection,
     CoordinatorCommand,
@@ -58,7 +60,8 @@ class Member:
     left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
     hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
     boot_before: of the start that plans used, when a new start appeared before the end of the old one.
-    unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be.
+    unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be. channel: for
+    messages that nobody else can forge, None if the device or this planner has no key.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Member:
     mute: bool = False
     unreachable_until_s: dict[str, float] = field(default_factory=dict)
     implausible: str = ""
+    channel: Channel | None = None
 
     @property
     def usable(self) -> bool:
@@ -132,12 +136,17 @@ class Member:
 class Fleet:
     """All devices of the site; a boot counter orders what was retained against what is new.
 
-    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
-    introduced to each other.
+    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. secret: the planner's, from which
+    its keys and the tokens of peers follow; without it nobody is introduced to anybody. checked: what the tags of
+    frames cover.
     """
 
-    def __init__(self, broker_bytes_per_s: float | None = None, *, mesh: bool = False) -> None:
-        self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
+    def __init__(
+        self, broker_bytes_per_s: float | None = None, *, secret: bytes | None = None, checked: Checked = "header"
+    ) -> None:
+        self._broker_bytes_per_s, self.secret, self._checked = broker_bytes_per_s, secret, checked
+        self.public_key = "" if secret is None else public_key(secret)
+        self._numbers = count(1)  # of messages to devices
         self.members: dict[str, Member] = {}
         self._calm_from_s = -inf
         self._met_s = -inf
@@ -186,7 +195,7 @@ class Fleet:
         A device of an incompatible version is refused.
         """
         member = self.member(name)
-        if caps.boot < member.boot:
+        if caps.boot < member.boot or not self._agree(member, caps):
             return None
         if member.caps is not None and member.caps.boot != caps.boot:
             member.refused = ""
@@ -197,6 +206,42 @@ class Fleet:
             member.online = False  # its status of the same boot follows
             return "left"
         return "joined" if member.usable and not was else None
+
+    def _agree(self, member: Member, caps: Caps) -> bool:
+        """Agree with a device on a secret; return whether its caps are believed.
+
+        A device that has shown its secret has no other one before its next start.
+        """
+        if self.secret is None:
+            return True
+        known = member.caps if member.caps is not None and member.caps.boot == caps.boot else None
+        if known is not None and (known.public_key == caps.public_key or (member.channel and member.channel.verified)):
+            return known.public_key == caps.public_key
+        secret = agree(self.secret, caps.public_key) if caps.public_key else None
+        member.channel = None if secret is None else Channel(secret, self._numbers, at_planner=True)
+        return True
+
+    def seal(self, name: str, message: Message) -> bytes:
+        """Return the payload of a message to a device."""
+        payload, member = encode(message), self.members.get(name)
+        return payload if member is None or member.channel is None else member.channel.seal(payload)
+
+    def accepts(self, name: str, seal: Seal | None) -> bool:
+        """Return whether a message may be of the device whose name it has."""
+        member = self.members.get(name)
+        return member is None or member.channel is None or member.channel.accepts(seal)
+
+    def frame_key(self, plan: Plan) -> FrameKey:
+        """Return the key of a plan's frames; it has one if all of its devices can hold a secret."""
+        channels = (self.member(device).channel for device in plan.devices)
+        if self.secret is None or any(channel is None for channel in channels):
+            return UNKEYED
+        return frame_key(self.secret, plan.model, plan.version, self._checked)
+
+    def wrapped_key(self, plan: Plan, name: str) -> bytes:
+        """Return the key of a plan's frames as one of its devices alone can read it."""
+        key, channel = self.frame_key(plan).key, self.member(name).channel
+        return key if channel is None else channel.wrapped(key, plan.model, plan.version)
 
     def record_heartbeat(self, name: str, heartbeat: Heartbeat, now: float) -> str | None:
         """Take a heartbeat; a device that was only believed lost is back."""
@@ -359,14 +404,16 @@ class Fleet:
             for m in self.usable().values()
             if m.caps is not None
         ]
-        return reported_cluster(devices, self._broker_bytes_per_s, mesh=self._mesh)
+        return reported_cluster(devices, self._broker_bytes_per_s, mesh=self.secret is not None)
 
 
-def peers_of(plan: Plan, device: str, fleet: Fleet, secret: bytes | None) -> tuple[Peer, ...]:
+def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
     """Return the peers of a device under a mesh plan, with the tokens by which each lets the other in.
 
     Tokens follow from the planner's secret, the plan version and the pair, so a repeated Prepare carries the same.
     """
+
+    secret = fleet.secret
 
     def token(source: str, target: str) -> str:  # "" where the broker relays what goes this way
         if secret is None or (source, target) in plan.relayed_pairs:

@@ -15,6 +15,7 @@ from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.fleet import Fleet, HangDetector
 from hepti_mqtt.runtime.coordinator.interface import (
@@ -48,8 +49,9 @@ RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan wh
 class CoordinatorSession:
     """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
 
-    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's. secret: random bytes from
-    which the tokens follow that peers let each other in with; without it nobody is asked to.
+    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device. secret: KEY_BYTES random
+    bytes from which run ids, keys and the tokens of peers follow; without it there are no keys, and no mesh. checked:
+    what the tags of frames cover.
     """
 
     def __init__(
@@ -60,18 +62,19 @@ class CoordinatorSession:
         in_flight: int = 2,
         broker_bytes_per_s: float | None = None,
         secret: bytes | None = None,
+        checked: Checked = "header",
     ) -> None:
         self.site = site
         self.topics = Topics(site)
         self.boot = boot
         self.in_flight = in_flight
-        self.fleet = Fleet(broker_bytes_per_s, mesh=secret is not None)
+        self.fleet = Fleet(broker_bytes_per_s, secret=secret, checked=checked)
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters)
         self._online, self._begun = True, False
         ids = Ids(boot, secret)
-        self._scheduler = Scheduler(self.topics, self.groups, ids, in_flight, self.counters)
-        self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight, secret)
+        self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
+        self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
         self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout)
         self._standby = Standby(self.groups, self.fleet, self._rollout)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
@@ -90,6 +93,9 @@ class CoordinatorSession:
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Take one event and return the commands that follow from it."""
+        if isinstance(event, DeviceMessage) and not self.fleet.accepts(event.device, event.seal):
+            self.counters["forged"] += 1
+            return []
         if not self._begun:  # if no device comes the search says so, and requests do not wait for ever
             self._begun = True
             for group in self.groups:
@@ -155,7 +161,7 @@ class CoordinatorSession:
             self.fleet.record_loading(now)
         heartbeat, wrong = sanitize_heartbeat(event.heartbeat)
         changed = self._handle_change(device, self.fleet.record_heartbeat(device, heartbeat, now), now)
-        changed += self._scheduler.retry_after_broker_loss(self.fleet) if self._online else []
+        changed += self._scheduler.retry_after_broker_loss() if self._online else []
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1

@@ -432,6 +432,9 @@ class WorkerSession:
         if resident is None or not resident.ready:
             self.counters["dead_epoch"] += 1
             return []
+        if not frame.has_tag(resident.frame_key):
+            self.counters["forged"] += 1
+            return []
         if frame.kind == "work" and resident.state != "active":
             self.plans.step(resident, "request", now)
         if self.runs.has_ended(frame.run_id):

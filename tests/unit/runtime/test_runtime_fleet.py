@@ -583,7 +583,7 @@ SECURE = replace(THERE, fingerprint="0f" * 32)
 
 
 def membership(*, mesh: bool = True, **endpoints: Endpoint | None) -> Fleet:
-    members = Fleet(mesh=mesh)
+    members = Fleet(secret=SECRET if mesh else None)
     for name, endpoint in endpoints.items():
         start(members, name, 1, endpoint)
     return members
@@ -624,28 +624,26 @@ def test_a_pair_that_could_not_connect_is_tried_again_after_a_while_or_a_new_sta
 
 def test_both_ends_of_a_pair_are_told_one_token_and_nobody_else_is():
     members = membership(a=THERE, b=THERE, c=THERE)
-    told = {d: {p.device: p for p in peers_of(mesh(), d, members, SECRET)} for d in "abc"}
+    told = {d: {p.device: p for p in peers_of(mesh(), d, members)} for d in "abc"}
     for one in "abc":
         for other in set("abc") - {one}:
             assert told[one][other].token_in == told[other][one].token_out != ""
     tokens = [p.token_in for peers in told.values() for p in peers.values()]
     assert len(set(tokens)) == len(tokens) == 6
-    assert peers_of(mesh(), "a", members, SECRET) == tuple(told["a"].values()), (
-        "a Prepare that is repeated says the same"
-    )
-    later = peers_of(replace(mesh(), version=PlanVersion(1, 2)), "a", members, SECRET)
+    assert peers_of(mesh(), "a", members) == tuple(told["a"].values()), "a Prepare that is repeated says the same"
+    later = peers_of(replace(mesh(), version=PlanVersion(1, 2)), "a", members)
     assert not {p.token_in for p in later} & set(tokens)
 
 
 def test_relayed_pairs_and_plans_over_the_broker_have_no_tokens():
     members = membership(a=THERE, b=THERE, c=None)
-    (b,) = peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members, SECRET)
+    (b,) = peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members)
     assert (b.device, b.token_out) == ("b", "")
     assert b.token_in
-    assert peers_of(replace(mesh(), route="broker"), "a", members, SECRET) == ()
+    assert peers_of(replace(mesh(), route="broker"), "a", members) == ()
 
 
 def test_without_a_secret_nobody_is_introduced():
     members = membership(mesh=False, a=THERE, b=THERE)
     assert members.cluster({}).endpoints == frozenset()
-    assert all(not p.token_in and not p.token_out for p in peers_of(mesh(), "a", members, None))
+    assert all(not p.token_in and not p.token_out for p in peers_of(mesh(), "a", members))

@@ -270,7 +270,7 @@ def test_a_link_is_the_better_of_what_was_told_in_calm_and_of_late() -> None:
 
 
 def test_plans_are_made_with_what_devices_measured_of_their_peers() -> None:
-    found = Fleet(mesh=True)
+    found = Fleet(secret=bytes(32))
     for name in ("a", "b", "c"):
         endpoint = None if name == "c" else Endpoint("192.0.2.7", 1883)
         found.record_caps(name, replace(caps(name, 1), endpoint=endpoint))
@@ -427,7 +427,7 @@ Told = tuple[float | None, float | None]
 
 def as_the_planner_sees(endpoint: Endpoint | None, told: dict[str, tuple[Told, float]]) -> Cluster:
     """Return the cluster of devices that told what frames and bytes cost, and a slowdown."""
-    members = Fleet(mesh=True)
+    members = Fleet(secret=bytes(32))
     for name, ((frame_s, byte_s), slowdown) in told.items():
         members.record_caps(name, replace(caps(name, 1), endpoint=endpoint))
         members.record_status(name, Status("online", 1), 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def channels() -> tuple[Channel, Channel]:
     """Return the planner's and the device's end."""
     secret = keys.agree(ONE, keys.public_key(TWO))
     assert secret == keys.agree(TWO, keys.public_key(ONE))
-    return Channel(secret, at_planner=True), Channel(secret, at_planner=False)
+    return Channel(secret, count(1), at_planner=True), Channel(secret, count(1), at_planner=False)
 
 
 def test_a_third_process_agrees_on_another_secret() -> None:
@@ -50,7 +52,7 @@ def test_a_sealed_message_is_accepted_once_and_from_the_other_end_alone() -> Non
     assert device.verified
     assert not device.accepts(seal), "it has come"
     assert not device.accepts(messages.decode_sealed(CANCEL)[1]), "without a seal"
-    stranger = Channel(keys.agree(STRANGER, keys.public_key(TWO)), at_planner=True)
+    stranger = Channel(keys.agree(STRANGER, keys.public_key(TWO)), count(1), at_planner=True)
     assert not device.accepts(messages.decode_sealed(stranger.seal(CANCEL))[1])
 
 
