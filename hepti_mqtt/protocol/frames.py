@@ -444,6 +444,7 @@ MAX_EXCHANGES: Final = 2048  # exchanges, 1 KB each: those of a large model
 class KnownExchange(NamedTuple):
     """What the frames of an exchange have in common. plan_key: model and epoch. nbytes: of a whole frame."""
 
+    header_prefix: bytes
     plan_key: tuple[str, PlanVersion]
     key: ExchangeKey
     dtype: np.dtype[Any]
@@ -468,8 +469,10 @@ class TensorArrival(NamedTuple):
 
     def has_tag(self, key: FrameKey) -> bool:
         """Return whether it is of somebody who knows the key."""
-        payload = self.payload
-        return not key.key or _has_tag(key, bytes(payload[:HEADER_BYTES]), payload[HEADER_BYTES:])
+        if not key.key:
+            return True
+        end, body = bytes(self.payload[HEADER_PREFIX_BYTES:HEADER_BYTES]), self.payload[HEADER_BYTES:]
+        return same_tag(frame_tag(key, self.exchange.header_prefix, end[TAG_BYTES:], body), end[:TAG_BYTES])
 
     def frame(self) -> Frame:
         """Return all that its frame says."""
@@ -496,7 +499,9 @@ class ExchangeCache:
             return  # an empty array has no place in a payload
         if len(self._known) >= MAX_EXCHANGES:
             self._known.clear()
-        self._known[peer, topic, bytes(payload[:HEADER_PREFIX_BYTES])] = KnownExchange(
+        prefix = bytes(payload[:HEADER_PREFIX_BYTES])
+        self._known[peer, topic, prefix] = KnownExchange(
+            prefix,
             (frame.model, frame.plan_version),
             (frame.node, frame.part, frame.source),
             np.dtype(NUMPY_DTYPE[frame.dtype]),

@@ -110,9 +110,10 @@ class Site:
         pins: Pins | None = None,
         searches: bool = True,
         decider: Callable[[Question], Decision] = decide,
+        secret: bytes | None = None,
     ) -> None:
         served = tuple(ServedModel(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
-        self.session = CoordinatorSession("home", 7, served, in_flight)
+        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret)
         self.now = 0.0
         self.searches, self.decider = searches, decider
         self.boots: dict[str, int] = {}
