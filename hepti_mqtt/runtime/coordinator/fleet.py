@@ -61,7 +61,7 @@ class Member:
     hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
     boot_before: of the start that plans used, when a new start appeared before the end of the old one.
     unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be. channel: for
-    messages that nobody else can forge, None if the device or this planner has no key.
+    messages that nobody else can forge, None if the device or this planner has no key. coming_caps: of a later start.
     """
 
     name: str
@@ -83,6 +83,7 @@ class Member:
     unreachable_until_s: dict[str, float] = field(default_factory=dict)
     implausible: str = ""
     channel: Channel | None = None
+    coming_caps: Caps | None = None
 
     @property
     def usable(self) -> bool:
@@ -168,10 +169,10 @@ class Fleet:
     def record_status(self, name: str, status: Status, now: float) -> str | None:
         """Take a status; return "joined", "left", "starting" or None.
 
-        A late will of an earlier boot changes nothing.
+        A late will of an earlier boot changes nothing, nor does a start of a device that is online.
         """
         member = self.member(name)
-        if status.boot < member.boot:
+        if status.boot < member.boot or (status.boot == member.boot and member.online and status.state == "starting"):
             return None
         was, again = member.usable, status.boot > member.boot
         if was and again:
@@ -179,6 +180,8 @@ class Fleet:
         member.boot, member.online, member.last_heartbeat_s = status.boot, status.state == "online", now
         if again or not member.online:
             member.quarantined_until_s = None
+        if again and (coming := member.coming_caps) is not None and coming.boot == status.boot:
+            self._take_caps(member, coming)
         since = None if again else member.starting_s
         member.starting_s = None if status.state != "starting" else now if since is None else since
         if again:  # it may have another endpoint, and another way to those of others
@@ -190,22 +193,31 @@ class Fleet:
         return "joined" if member.usable and not was else None
 
     def record_caps(self, name: str, caps: Caps) -> str | None:
-        """Take caps; return "joined" if they make the device usable, "left" if they are those of a new start.
+        """Take caps; return "joined" if they make the device usable, "left" if they make it useless.
 
-        A device of an incompatible version is refused.
+        Those of a later start than that of a usable device wait for its status: what they say may be forged.
         """
         member = self.member(name)
-        if caps.boot < member.boot or not self._agree(member, caps):
+        if caps.boot < member.boot:
             return None
-        if member.caps is not None and member.caps.boot != caps.boot:
-            member.refused = ""
-        was, member.caps = member.usable, caps
-        if not is_compatible(caps.version):
-            self.refuse(name)
+        was = member.usable
+        if was and caps.boot > member.boot:
+            member.coming_caps = caps
+            return None
+        self._take_caps(member, caps)
         if was and not member.usable:
-            member.online = False  # its status of the same boot follows
             return "left"
         return "joined" if member.usable and not was else None
+
+    def _take_caps(self, member: Member, caps: Caps) -> None:
+        """A device is as it says; one of an incompatible version is refused."""
+        if not self._agree(member, caps):
+            return
+        if member.caps is not None and member.caps.boot != caps.boot:
+            member.refused = ""
+        member.caps = caps
+        if not is_compatible(caps.version):
+            self.refuse(member.name)
 
     def _agree(self, member: Member, caps: Caps) -> bool:
         """Agree with a device on a secret; return whether its caps are believed.

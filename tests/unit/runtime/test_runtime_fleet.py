@@ -68,6 +68,22 @@ def test_lost_device_in_flight_is_issued_again_once_under_a_new_plan() -> None:
     assert site.session.counters["late"] > 0
 
 
+def test_a_device_that_is_online_has_not_started_again_before_its_status_says_so() -> None:
+    """Caps and statuses can be forged; the device itself says at once what is right."""
+    site = settled("a")
+    for boot in (1, 2):
+        site.event(interface.DeviceCaps("a", caps("a", boot)))
+    site.event(interface.DeviceStatus("a", Status("starting", 1, "measuring")))
+    site.submit("r1")
+    site.answer(1)
+    assert "r1" in site.answers
+    assert not site.notes()["left"]
+    site.boots["a"] = 2
+    site.event(interface.DeviceStatus("a", Status("online", 2)))
+    assert site.notes()["left"] == 1
+    assert "a" in site.session.fleet.usable(), "by the caps that came before"
+
+
 def test_nobody_is_silent_while_what_was_said_waits_to_be_read() -> None:
     site = Site()
     site.join("a")
