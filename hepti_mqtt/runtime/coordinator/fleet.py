@@ -213,22 +213,23 @@ class Fleet:
         """A device is as it says; one of an incompatible version is refused."""
         if not self._agree(member, caps):
             return
-        if member.caps is not None and member.caps.boot != caps.boot:
+        known, member.caps = member.caps, caps
+        if known is not None and (known.boot, known.version) != (caps.boot, caps.version):
             member.refused = ""
-        member.caps = caps
         if not is_compatible(caps.version):
             self.refuse(member.name)
 
     def _agree(self, member: Member, caps: Caps) -> bool:
         """Agree with a device on a secret; return whether its caps are believed.
 
-        A device that has shown its secret has no other one before its next start.
+        A device that has shown its secret has neither another one nor another version before its next start.
         """
-        if self.secret is None:
-            return True
         known = member.caps if member.caps is not None and member.caps.boot == caps.boot else None
-        if known is not None and (known.public_key == caps.public_key or (member.channel and member.channel.verified)):
-            return known.public_key == caps.public_key
+        is_same = known is not None and (known.public_key, known.version) == (caps.public_key, caps.version)
+        if self.secret is None or is_same:
+            return True
+        if known is not None and member.channel is not None and member.channel.verified:
+            return False
         secret = agree(self.secret, caps.public_key) if caps.public_key else None
         member.channel = None if secret is None else Channel(secret, self._numbers, at_planner=True)
         return True
