@@ -1,4 +1,4 @@
-"""Mutated messages on every topic while requests go on, the messages that once stopped a site, and attacks from inside."""
+"""Mutated messages on every topic while requests go on, what once stopped a site, and attacks from inside."""
 
 from __future__ import annotations
 

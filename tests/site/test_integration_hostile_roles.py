@@ -1,4 +1,4 @@
-"""A closed site attacked with the logins of a device and of a client: another client's requests are answered rightly."""
+"""A closed site attacked with the logins of a device and of a client: others are answered rightly."""
 
 from __future__ import annotations
 
