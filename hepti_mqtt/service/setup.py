@@ -56,7 +56,7 @@ class PlannerConfig:
     models: directory by name. pins: by model. in_flight: concurrent runs per model. batching: which requests run
     together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
     refuses pins in requests. checked: what the tags of frames cover. state_dir: of the boot counter and journal, by
-    default the user's.
+    default the user's. home_assistant: prefix of its discovery, None to announce nothing.
     """
 
     url: BrokerUrl
@@ -69,6 +69,7 @@ class PlannerConfig:
     request_pins: RequestPins = "any"
     checked: Checked = "header"
     state_dir: Path | None = None
+    home_assistant: str | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
     @classmethod
@@ -84,6 +85,7 @@ class PlannerConfig:
             broker_mbit=options.broker_mbit,
             request_pins=options.request_pins,
             checked=options.frame_tags,
+            home_assistant=options.home_assistant,
         )
 
 
