@@ -459,7 +459,7 @@ class _Planner:
         self._publish(*self.said)
 
     def _planner_seen(self, status: Status) -> None:
-        if status.boot > self.boot and status.state == "online":
+        if status.boot > self.boot and status.state != "offline":
             self.failure = ConfigError(
                 f"another planner (boot {status.boot}) has taken over site {self.config.site}; this one ends"
             )
