@@ -43,6 +43,8 @@ RETURN_S: Final = 10.0  # so long a device that has left may come back before re
 RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
 QUARANTINE_MAX_S: Final = 300.0  # ... and after twice as long each time, at most
+SETBACKS: Final = 3  # times that a device cost others a run or a plan ...
+SETBACK_WINDOW_S: Final = 30.0  # ... in which it is put aside; a request survives as many losses
 HEARTBEAT_TIMEOUT_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
@@ -62,6 +64,7 @@ class Member:
     boot_before: of the start that plans used, when a new start appeared before the end of the old one.
     unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be. channel: for
     messages that nobody else can forge, None if the device or this planner has no key. coming_caps: of a later start.
+    setbacks: when it cost others a run or a plan; unreliable: it is put aside for that.
     """
 
     name: str
@@ -82,6 +85,8 @@ class Member:
     mute: bool = False
     unreachable_until_s: dict[str, float] = field(default_factory=dict)
     implausible: str = ""
+    setbacks: deque[float] = field(default_factory=lambda: deque(maxlen=SETBACKS))
+    unreliable: bool = False
     channel: Channel | None = None
     coming_caps: Caps | None = None
 
@@ -178,7 +183,7 @@ class Fleet:
         if was and again:
             member.boot_before = member.boot
         member.boot, member.online, member.last_heartbeat_s = status.boot, status.state == "online", now
-        if again or not member.online:
+        if (again or not member.online) and not member.unreliable:
             member.quarantined_until_s = None
         if again and (coming := member.coming_caps) is not None and coming.boot == status.boot:
             self._take_caps(member, coming)
@@ -270,7 +275,7 @@ class Fleet:
         member.heartbeat, member.last_heartbeat_s = heartbeat, now
         self._silent.discard(name)
         if member.quarantined_until_s is not None and now > member.quarantined_until_s:
-            member.quarantined_until_s = None
+            member.quarantined_until_s, member.unreliable = None, False
             return "joined" if member.usable else None
         if heartbeat.boot == member.boot and not member.online and member.caps is not None:
             member.online = True
@@ -296,6 +301,21 @@ class Fleet:
         member.mute = mute
         member.quarantined_until_s = now + min(QUARANTINE_S * 2**member.quarantines, QUARANTINE_MAX_S)
         member.quarantines += 1
+
+    def record_setback(self, name: str, now: float) -> bool:
+        """A device has cost others a run or a plan; return whether it is put aside for that, also if it starts again.
+
+        It stays where nobody else could serve.
+        """
+        member = self.members[name]
+        member.setbacks.append(now)
+        often = len(member.setbacks) == SETBACKS and now - member.setbacks[0] <= SETBACK_WINDOW_S
+        if not often or not any(other.usable for other in self.members.values() if other is not member):
+            return False
+        member.setbacks.clear()
+        self.quarantine(name, now, mute=False)
+        member.unreliable = True
+        return True
 
     def record_loss(self, name: str, now: float) -> int | None:
         """A device that plans used is lost; return the boot counter that it had, None if it was put aside."""
@@ -362,8 +382,9 @@ class Fleet:
                 why[member.name] = member.implausible
             elif member.quarantined_until_s is not None:
                 silent = "sent no message" if member.mute else "made no progress"
+                how = "cost others too many runs or plans" if member.unreliable else f"{silent} while others waited"
                 times = f" ({member.quarantines} times)" if member.quarantines > 1 else ""
-                why[member.name] = f"{silent} while others waited{times}; retried later"
+                why[member.name] = f"{how}{times}; retried later"
         return {name: words for name, words in why.items() if self.members[name].online}
 
     def expected(self, now: float) -> set[str]:

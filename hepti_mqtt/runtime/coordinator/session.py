@@ -203,7 +203,7 @@ class CoordinatorSession:
 
     def _handle_lost(self, device: str, how: str, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [LogEvent("left", f"{device} {how}")]
-        boot = self.fleet.record_loss(device, now)
+        boot, lost_runs = self.fleet.record_loss(device, now), False
         for group in self.groups:
             plans, why = group.plans, f"{device} {how}"
             preparing = plans.preparing
@@ -224,7 +224,10 @@ class CoordinatorSession:
                     plans.request_search(now, now, why, forced=True)
                     out.append(self._rollout.publish_plan(group))
                 for run in [r for r in group.runs.values() if r.plan_version == lost]:
+                    lost_runs = True
                     out += self._scheduler.handle_lost_device(group, run, device, now)
+        if lost_runs and self.fleet.record_setback(device, now):
+            out.append(LogEvent("put_aside", f"{device} has cost too many runs"))
         return out
 
     # -- planning -------------------------------------------------------------------------------------------------
@@ -338,6 +341,9 @@ class CoordinatorSession:
         if group is None:
             return []
         record = group.plans.preparing
+        refuses = isinstance(message, messages.PrepareFailed) and message.code != "memory"
+        if refuses and self.fleet.record_setback(device, now):
+            return self._handle_lost(device, f"refuses every plan ({message.text})", now)
         if way := self._standby.release_for_memory(record, device, message, now):
             return way
         if isinstance(message, messages.Ready) and record is not None and not record.has_same_programs(device, message):

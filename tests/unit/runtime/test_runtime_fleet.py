@@ -24,6 +24,7 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     RELAYED_S,
     REPEAT_WINDOW_S,
     RETURN_S,
+    SETBACKS,
     SILENT_S,
     STARTING_S,
     WILL_RECONNECT_S,
@@ -589,6 +590,53 @@ def test_a_device_that_starts_anew_is_a_new_one_at_once() -> None:
     heard.word("b")
     heard.word("b", "online", 2)
     assert heard.site.plan is None
+
+
+# -- devices that cost others runs or plans ---------------------------------------------------------------------------
+
+
+def test_a_device_that_comes_and_goes_under_requests_is_put_aside_and_costs_none_its_answer() -> None:
+    site = settled("a", "b", decider=everyone)
+    for number in range(SETBACKS):
+        assert set(site.plan.devices) == {"a", "b"}
+        site.submit(f"r{number}")
+        site.leave("b")
+        site.join("b")
+        site.settle()
+        site.answer(max(site.work))
+        site.settle()
+    assert len(site.answers) == SETBACKS
+    assert site.plan.devices == ("a",)
+    assert set(site.session.fleet.unused_reasons()) == {"b"}
+    site.pass_by(int(QUARANTINE_S) + 2)
+    site.ready()
+    assert set(site.plan.devices) == {"a", "b"}, "after a while it is tried again"
+
+
+def test_a_device_that_refuses_every_plan_is_put_aside_before_requests_are_refused_for_it() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.submit("r1")
+    for _ in range(SETBACKS):
+        site.tick(1.1)
+        site.failed("b", "plan")
+    site.tick(1.1)
+    site.ready("a")
+    assert site.plan is not None
+    assert site.plan.devices == ("a",)
+    site.answer(max(site.work))
+    assert "r1" in site.answers
+
+
+def test_the_only_device_is_not_put_aside() -> None:
+    site = settled("a")
+    for number in range(1 + SETBACKS):
+        site.submit(f"r{number}")
+        site.leave("a")
+        site.join("a")
+        site.settle()
+        site.answer(max(site.work))
+    assert len(site.answers) == SETBACKS + 1
 
 
 # -- introductions ----------------------------------------------------------------------------------------------------
