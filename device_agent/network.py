@@ -7,12 +7,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Final
 
 from device_agent.loader import TileIn
 from device_agent.probes import Prober
-from hepti_mqtt.errors import WireError
+from hepti_mqtt.errors import NetworkError, WireError
 from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import held_bytes
@@ -242,6 +243,7 @@ class Network:
 
     def close(self, last_message: Will | None) -> None:
         """Close both connections; `last_message` is what control publishes before it goes."""
+        self._said = {} if last_message is None else {last_message.topic: last_message.payload}
         self._transports["data"].close(timeout_s=DATA_CLOSE_S)
         self._transports["control"].close(last_message, CONTROL_CLOSE_S)
 
@@ -282,7 +284,8 @@ class Network:
         own = self._said.get(topic, payload)
         if own != payload:
             self._complaints.record("repaired", f"published {topic} again: it was not what this device has said")
-            self._transports["control"].publish(topic, bytes(own), 1, True)
+            with suppress(NetworkError):  # its queue is full, or it is closed: the next message is repaired, too
+                self._transports["control"].publish(topic, bytes(own), 1, True)
 
     def _work(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)

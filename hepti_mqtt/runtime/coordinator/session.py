@@ -366,9 +366,9 @@ class CoordinatorSession:
         if group is None:
             return []
         record = group.plans.preparing
-        refused = message.text if isinstance(message, messages.PrepareFailed) and message.code != "memory" else None
-        if refused is not None and self.fleet.record_setback(device, now):
-            return self._handle_lost(device, f"refuses every plan ({refused})", now)
+        failed = message if isinstance(message, messages.PrepareFailed) and message.code != "memory" else None
+        if failed is not None and self.fleet.record_setback(device, now):
+            return self._handle_lost(device, f"refuses every plan ({failed.text})", now)
         if way := self._standby.release_for_memory(record, device, message, now):
             return way
         if isinstance(message, messages.Ready) and record is not None and not record.has_same_programs(device, message):

@@ -423,6 +423,7 @@ def test_a_broker_that_has_forgotten_the_planner_is_told_of(unconnected, caplog)
 
 def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog):
     said = []
+    unconnected._say("online")
     monkeypatch.setattr(unconnected.control, "publish", lambda topic, payload, *_: said.append((topic, payload)))
     topic = unconnected.topics.planner_status()
     for boot in (4_000_000_000, 4_000_000_001, 2**62):
@@ -430,9 +431,8 @@ def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog)
     for action in waiting(unconnected.inbox):
         action()
     assert unconnected.failure is None
-    assert said == [(topic, encode_status(Status("online", unconnected.boot, version=__version__)))] * 2, (
-        "what is retained is put right"
-    )
+    own = Status("online", unconnected.boot, version=__version__, public_key=unconnected.session.fleet.public_key)
+    assert said == [(topic, encode_status(own))] * 2, "what is retained is put right"
     assert [r.levelname for r in caplog.records] == ["WARNING"], "one warning"
     unconnected._handle_message(topic, encode_status(Status("online", unconnected.boot + 5)))
     for action in waiting(unconnected.inbox):
