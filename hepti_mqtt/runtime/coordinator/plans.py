@@ -101,6 +101,7 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
 )
 
 
+MAX_POSTPONED_S: Final = 5.0  # by which devices that join and leave put off a search together
 GUESS_BITS: Final = 24  # of a run id below 2^63
 
 
@@ -214,7 +215,7 @@ class Search:
     """A search that is wanted or runs.
 
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
-    one even if it is no faster.
+    one even if it is no faster. wanted_s: when it was first wanted.
     """
 
     due_s: float
@@ -224,6 +225,7 @@ class Search:
     cause: Cause = "change"
     ticket: int = 0
     plan_version: PlanVersion | None = None
+    wanted_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -387,13 +389,15 @@ class PlanLifecycle:
         wanted, running = self.wanted, self.searching
         if wanted is None:
             state = self._machine.begin(self._label, now, why)
-            wanted = Search(
-                due_s, soon_s, running is not None and running.forced, state, cause if running is None else "change"
-            )
+            forced_before, cause = running is not None and running.forced, cause if running is None else "change"
+            wanted = Search(due_s, soon_s, forced_before, state, cause, wanted_s=now)
             self._searches.append(wanted)
         else:
             self.step(wanted, "want", now, why)
             wanted.cause = cause if cause == wanted.cause else "change"
+            # Whatever comes meanwhile, it begins: a device that comes and goes all the time must not keep plans away.
+            due_s = min(due_s, max(wanted.due_s, wanted.wanted_s + MAX_POSTPONED_S))
+            soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
     def start_search(self, ticket: int, plan_version: PlanVersion, now: float) -> None:

@@ -628,6 +628,21 @@ def test_a_device_that_refuses_every_plan_is_put_aside_before_requests_are_refus
     assert "r1" in site.answers
 
 
+def test_a_device_that_comes_and_goes_all_the_time_keeps_no_plan_from_another() -> None:
+    site = Site()
+    site.join("a")
+    site.submit("r1")
+    for _ in range(200):
+        site.tick(0.05)
+        site.join("b")
+        site.leave("b")
+        site.ready(*{"a"} & set(site.prepares()))
+        if site.work:
+            break
+    site.answer(1)
+    assert "r1" in site.answers
+
+
 def test_the_only_device_is_not_put_aside() -> None:
     site = settled("a")
     for number in range(1 + SETBACKS):
