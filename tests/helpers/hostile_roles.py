@@ -43,8 +43,8 @@ class Load:
 
 
 SHORT = Load((0, 1, 70_000), (1, 5))
-WHOLE = Load((0, 1, 1000, 70_000, 2_000_000, 30_000_000), (1, 20, 1000))
-MOST_BYTES = 64 << 20  # of one topic, size and rate together
+WHOLE = Load((0, 1, 1000, 70_000, 2_000_000, 30_000_000), (1, 20, 500))
+MOST_BYTES = 4 << 20  # of one topic, size and rate together
 
 
 def topics_of(me: str) -> list[str]:
