@@ -523,6 +523,8 @@ PROBE_TIMEOUT_S: Final = 0.5  # for an answer to a probe, or as long as the run 
 PROBE_TIMEOUT_MAX_S: Final = 5.0
 PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
 PROGRESS_S: Final = 20.0  # with words, and without progress
+LOAD_MAX_S: Final = 300.0  # with progress, and as long as its weights take over a link of ...
+SLOWEST_LOAD_BYTES_PER_S: Final = 1e5
 STALLED_S: Final = 0.5  # a tick that comes so late says that this process was held up, not others
 
 
@@ -586,6 +588,8 @@ class HangDetector:
                 late[device] = HungDevice(device, "does not answer while it prepares a plan")
             elif now - begun_s > PROGRESS_S:
                 late[device] = HungDevice(device, "prepares a plan without progress", is_silent=False)
+            elif now - record.begun_s > LOAD_MAX_S + record.needed_bytes(device) / SLOWEST_LOAD_BYTES_PER_S:
+                late[device] = HungDevice(device, "takes too long to prepare a plan", is_silent=False)
         return late
 
 

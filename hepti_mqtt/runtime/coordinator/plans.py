@@ -262,6 +262,10 @@ class PlanRecord:
         """Return the plans that devices may hold of it."""
         return {self.plan.version, *(run.version for run in self.plan.executables)}
 
+    def needed_bytes(self, device: str) -> int:
+        """Return the memory that it needs on a device, as far as it was priced."""
+        return self.decision.chosen.price.needs.get(device, 0)
+
     def last_exchange_s(self) -> float:
         """Return when there was last an exchange with the devices."""
         return max(self.prepare_sent_s, self.progress_s)

@@ -234,7 +234,7 @@ class CoordinatorSession:
             preparing = plans.preparing
             for record in (plans.active, preparing):
                 if boot is not None and record is not None and device in record.plan.devices:
-                    needed_bytes = record.decision.chosen.price.needs.get(device, 0)
+                    needed_bytes = record.needed_bytes(device)
                     group.crash_backoff.record_departure(device, boot, needed_bytes, record.last_exchange_s(), now)
             if preparing is not None and device in preparing.plan.devices:
                 out += self._rollout.abandon(group, preparing, "lost", now, why)

@@ -18,6 +18,7 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     BACKOFF_S,
     CRASH_WINDOW_S,
     DEBOUNCE_S,
+    LOAD_MAX_S,
     MAX_MEMBERS,
     MEMORY_FACTOR,
     QUARANTINE_S,
@@ -640,6 +641,26 @@ def test_a_device_that_comes_and_goes_all_the_time_keeps_no_plan_from_another() 
         if site.work:
             break
     site.answer(1)
+    assert "r1" in site.answers
+
+
+def test_a_device_that_makes_progress_for_ever_holds_no_plan_up_for_ever() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.submit("r1", within=1e6)
+    site.tick(1.1)
+    for _ in range(int(LOAD_MAX_S) + 30):
+        site.ready("a")
+        if site.plan is not None:
+            break
+        asked = site.prepares()["b"]
+        plan = Plan.from_dict(asked.plan)
+        more = messages.PrepareProgress(asked.transaction_id, plan.model, plan.version, int(site.now), 1 << 40)
+        site.event(interface.DeviceMessage("b", more))
+        site.tick(1.0)
+    assert site.plan is not None
+    assert site.plan.devices == ("a",)
+    site.answer(max(site.work))
     assert "r1" in site.answers
 
 
