@@ -220,13 +220,14 @@ class CoordinatorSession:
                     group.plans.request_search(now + SETTLE_S, now, f"{device} is starting", soon_s=soon_s)
             return [LogEvent("starting", f"{device} is starting")]
         if change == "left":
-            out = self._handle_lost(device, "went offline", now)
+            out = self._handle_lost(device, "went offline", now, says_so=True)
             if device in self.fleet.usable():  # it came back under a new boot counter at once
                 out += self._handle_change(device, "joined", now)
             return out
         return []
 
-    def _handle_lost(self, device: str, how: str, now: float) -> list[CoordinatorCommand]:
+    def _handle_lost(self, device: str, how: str, now: float, *, says_so: bool = False) -> list[CoordinatorCommand]:
+        """Go on without a device; one that has left by its own word, under requests, may do so a few times."""
         out: list[CoordinatorCommand] = [LogEvent("left", f"{device} {how}")]
         boot, lost_runs = self.fleet.record_loss(device, now), False
         for group in self.groups:
@@ -251,7 +252,7 @@ class CoordinatorSession:
                 for run in [r for r in group.runs.values() if r.plan_version == lost]:
                     lost_runs = True
                     out += self._scheduler.handle_lost_device(group, run, device, now)
-        if lost_runs and self.fleet.record_setback(device, now):
+        if lost_runs and says_so and self.fleet.record_setback(device, now):
             out.append(LogEvent("put_aside", f"{device} has cost too many runs"))
         return out
 
