@@ -30,7 +30,7 @@ from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, 
 from device_agent.probes import Prober
 from device_agent.shell import BuilderThread, SessionLoop
 from hepti_mqtt import __version__
-from hepti_mqtt.config.process import StopRequested, StopSignals
+from hepti_mqtt.config.process import StopRequested, StopSignals, return_large_blocks
 from hepti_mqtt.config.settings import data_link
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, NetworkError
@@ -38,7 +38,7 @@ from hepti_mqtt.ids import check_name
 from hepti_mqtt.kernels import Workers, isa, jit
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
-from hepti_mqtt.kernels.jit import release_compiler, return_large_blocks
+from hepti_mqtt.kernels.jit import release_compiler
 from hepti_mqtt.protocol.keys import KEY_BYTES, public_key
 from hepti_mqtt.protocol.messages import Caps, RequestTiles, Status, encode, encode_caps, encode_status
 from hepti_mqtt.protocol.topics import Topics

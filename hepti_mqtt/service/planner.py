@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import msgpack
 
 from hepti_mqtt import __version__
-from hepti_mqtt.config.process import RateLimitedLog
+from hepti_mqtt.config.process import RateLimitedLog, return_large_blocks
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.keys import KEY_BYTES
@@ -152,6 +152,7 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
     start_preloading()
+    return_large_blocks()
     with contextlib.ExitStack() as stack:
         models = open_models(config, stack)
         ensure_single_planner(config.url, config.site)
