@@ -23,14 +23,18 @@ LAYER: Final = {
     "attention_out": "attention.out_lin", "attention_norm": "sa_layer_norm",
     "mlp_up": "ffn.lin1", "mlp_down": "ffn.lin2", "mlp_norm": "output_layer_norm",
 }  # fmt: skip
+# The reference has these in its code, whatever config.json says.
+_EPS: Final = 1e-12
+_NAMES: Final = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a DistilBERT; raises ModelError, UnsupportedModelError."""
+    config = config.renamed(_NAMES)
     fill = config.activation("activation")
     head = text.task_head(ARCHITECTURES[architecture], config, extras, pooler=False, classify="relu", fill=fill)
     keys = text.Keys("n_layers", "dim", "n_heads", "hidden_dim", "activation")
-    return text.encoder_spec("distilbert", architecture, config, extras, head, keys=keys)
+    return text.encoder_spec("distilbert", architecture, config, extras, head, keys=keys, eps=_EPS)
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:

@@ -15,7 +15,7 @@ from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
 from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit
 from hepti_mqtt.models.cnn import family as cnn
-from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
@@ -73,6 +73,20 @@ FAMILIES: Final[Mapping[str, Family]] = {
 _FAMILY_OF: Final[Mapping[str, Family]] = {a: family for family in FAMILIES.values() for a in family.ARCHITECTURES}
 _TYPES: Final = {kind.config["model_type"]: family for family in FAMILIES.values() for kind in family.KINDS.values()}
 _ENCODERS: Final = [name for name, family in FAMILIES.items() if _spec_class(family) is ModelSpec]
+
+# What config.json may say of any model and would change its answers; its families refuse what is their own.
+_KEYS: Final = KeyTable(
+    frozenset(),
+    only={
+        "add_cross_attention": (False,),
+        "auto_map": (),
+        "compression_config": (),
+        "is_encoder_decoder": (False,),
+        "pruned_heads": ({},),
+        "quantization_config": (),
+    },
+    closed=False,
+)
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> Spec:
@@ -169,6 +183,7 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
     architecture, activation or option that is not computed here, ModelError for missing or wrong keys.
     """
     checked = JsonConfig("config.json", config)
+    checked.check_keys(_KEYS)
     architectures = checked.require("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise checked.bad_value("architectures", "a list with one name", architectures)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, describe
 
@@ -27,25 +27,18 @@ _SLOW: Final = {
     "bmp_rle": "BMP with run lengths",
 }
 _WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory for decoding a pixel
+_LONG: Final = 4  # times the shorter side
 _SPACES: Final = b" \t\r\n"
 _SCAN: Final = b"\xff\xda"  # marker in a JPEG file
 
 Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is stricter, with a better message
 
 
-def resampling(preprocessor: Mapping[str, Any]) -> Image.Resampling:
-    """Return the resampling filter of preprocessor_config.json; raises ModelError if it is unknown."""
-    value = preprocessor.get("resample", Image.Resampling.BILINEAR)
-    try:
-        return Image.Resampling(value)
-    except ValueError as error:
-        raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error
-
-
-def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: int) -> npt.NDArray[np.uint8]:
     """Return base64 pictures as uint8 [B, C, S, S]; mean and std are applied on the device.
 
-    items: with the names for errors. Raises RequestError for an invalid picture, or too many pixels in total.
+    items: with the names for errors. resample: the number of Pillow's filter. Raises RequestError for an invalid
+    picture, or too many pixels in total.
     """
     files = [_file(name, value) for name, value in items]
     total = 0
@@ -94,7 +87,7 @@ def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
         ) from error
 
 
-def _pixels(name: str, file: bytes, reads: ImageInput, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+def _pixels(name: str, file: bytes, reads: ImageInput, resample: int) -> npt.NDArray[np.uint8]:
     """Return a picture as uint8 [C, S, S]."""
     with _opened(name, file) as picture:
         ImageOps.exif_transpose(picture, in_place=True)
@@ -105,15 +98,18 @@ def _pixels(name: str, file: bytes, reads: ImageInput, resample: Image.Resamplin
         return np.ascontiguousarray(np.asarray(seen, np.uint8).transpose(2, 0, 1))
 
 
-def _middle(picture: Image.Image, reads: ImageInput, resample: Image.Resampling) -> Image.Image:
+def _middle(picture: Image.Image, reads: ImageInput, resample: int) -> Image.Image:
     """Return the middle S x S of a picture whose shorter side becomes `shortest`; an odd rest is cut off at the end.
 
-    Only the crop is computed, so that a line of a million pixels stays cheap.
+    Of a long picture only the crop is computed, which may differ by one in a few pixels: a line of a million pixels
+    stays cheap.
     """
     width, height = picture.size
     short = min(width, height)
-    sides = [reads.shortest * side // short for side in (width, height)]
+    sides = (reads.shortest * width // short, reads.shortest * height // short)
     left, top = ((side - reads.size) // 2 for side in sides)
+    if max(sides) <= _LONG * reads.shortest:
+        return picture.resize(sides, resample).crop((left, top, left + reads.size, top + reads.size))
     x, y = (side / scaled for side, scaled in zip((width, height), sides, strict=True))
     box = (left * x, top * y, (left + reads.size) * x, (top + reads.size) * y)
     return picture.resize((reads.size,) * 2, resample, box)
