@@ -24,6 +24,7 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import TextInput
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
 from hepti_mqtt.spec import Spec
 
@@ -75,7 +76,7 @@ class Checkpoint:
         self.spec = without_missing_pooler(spec_from_config(config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
-            _ = self.texts  # what is wrong with it is said now, not at the first request
+            self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
     @classmethod
@@ -199,6 +200,15 @@ class Checkpoint:
             lower=self.text_rules.lower == "normalizer",
             generates=task == "generation",
         )
+
+    def _check_padding(self) -> None:
+        """Raise ModelError if texts have the padding id, which a model whose positions begin behind it skips."""
+        stem = self.spec.text if isinstance(self.spec, ModelSpec) else None
+        used = {*self.texts.tokenizer.encode("a").ids, self.texts.mask}
+        if stem is not None and stem.position_offset and stem.position_offset - 1 in used:
+            raise ModelError(
+                f"config.json: pad_token_id {stem.position_offset - 1} is a token that texts have; restore the file"
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -99,11 +99,11 @@ def open_tokenizer(
         _put_around(tokenizer, known, [tokens[role] for role in known.around])
     ids = {role: tokenizer.token_to_id(token) for role, token in tokens.items() if token}
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    usual = {ids.get(role) for role, token in (known.tokens if known else {}).items() if tokens[role] == token}
     unknown = data["model"].get("unk_id", tokenizer.token_to_id(str(data["model"].get("unk_token") or "")))
-    free = {unknown, ids.get("unk"), ids.get("mask") if masks else None, None}
-    controls = frozenset({*special, *ids.values()} - free)
+    controls = {*special, *usual} - {unknown, ids.get("unk"), ids.get("mask") if masks else None, None}
     left: Literal["left", "right"] = "left" if str(side).lower() == "left" else "right"
-    return TextTokenizer(tokenizer, left, ids.get("mask"), ids.get("sep"), controls)
+    return TextTokenizer(tokenizer, left, ids.get("mask"), ids.get("sep"), frozenset(controls))
 
 
 def _options(extras: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ class KeyTable(NamedTuple):
     """What a file of a model may say: each of its keys is read, has no effect on an answer, or has one value here.
 
     only: the values that are computed; null, and a missing key, are always among them. closed: keys outside of the
-    table are refused, unless they are null or false; else they have no effect, as in the library that wrote the file.
+    table are refused; else they have no effect, as in the library that wrote the file.
     """
 
     read: frozenset[str]
@@ -141,7 +141,7 @@ class JsonConfig:
                 known = any(value == v and type(value) is type(v) for v in table.only[key])
                 why = f"only {', '.join(map(repr, table.only[key]))} is" if table.only[key] else "it is not"
             else:
-                known = not table.closed or value is False
+                known = not table.closed
                 why = "its meaning is not"
             if not known:
                 raise UnsupportedModelError(

@@ -89,7 +89,8 @@ class Preprocessor:
                 'or write it: {"size": {"height": S, "width": S} or {"shortest_edge": S}, "do_center_crop", '
                 '"crop_size", "resample", "image_mean", "image_std"}'
             )
-        self.config.check_keys(KEYS)
+        on = {k: v for k, v in self.config.data.items() if not (k.startswith("do_") and v is False)}
+        JsonConfig(self.config.file, on).check_keys(KEYS)
         self._class = self._known_class(str(model.get("model_type")))
         self.resample = self._resample()
 

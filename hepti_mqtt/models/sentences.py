@@ -22,6 +22,9 @@ _PACKAGE: Final = "sentence_transformers."
 _UNCHANGED: Final = (5, 4)  # from this version on texts are neither stripped nor lowered before the tokenizer
 _FORWARD: Final = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 _POOLINGS: Final = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+_OTHER_POOLINGS: Final = tuple(
+    f"pooling_mode_{name}" for name in ("lasttoken", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
+)
 
 _SETTINGS_KEYS: Final = KeyTable(
     read=frozenset({"__version__", "default_prompt_name", "prompts"}),
@@ -47,6 +50,7 @@ _PROCESSOR_KEYS: Final = KeyTable(
 _POOLING_KEYS: Final = KeyTable(
     read=frozenset({"include_prompt", "pooling_mode", *_POOLINGS}),
     without_effect=frozenset({"embedding_dimension", "word_embedding_dimension"}),
+    only=dict.fromkeys(_OTHER_POOLINGS, (False,)),
 )
 _NORMALIZE_KEYS: Final = KeyTable(
     read=frozenset(),

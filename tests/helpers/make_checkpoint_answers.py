@@ -116,7 +116,7 @@ def answers(path, kind):
     if kind == "tiny-minilm":
         model = SentenceTransformer(str(path), device="cpu", local_files_only=True)
         model[0].tokenizer.split_special_tokens = True
-        return model.encode([r["text"] for r in requests_of(kind, "")], convert_to_numpy=True).ravel()
+        return np.concatenate([model.encode(r["text"], convert_to_numpy=True) for r in requests_of(kind, "")])
     loaded, info = getattr(transformers, architecture).from_pretrained(
         path, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
@@ -139,8 +139,10 @@ def answers(path, kind):
             split_special_tokens=not masks, return_token_type_ids=False,
         )  # fmt: skip
         if kind in DECODERS:
-            out = model.generate(**given, max_new_tokens=new, do_sample=False, pad_token_id=0)[0]
-            tokens = out[given["input_ids"].shape[1] :].tolist()
+            out = model.generate(
+                **given, max_new_tokens=new, do_sample=False, pad_token_id=0, return_dict_in_generate=False
+            )
+            tokens = out[0][given["input_ids"].shape[1] :].tolist()
             found.append(json.dumps([tokens, tokenizer.decode(tokens)]))
             continue
         result = model(**given)
