@@ -101,9 +101,15 @@ def open_tokenizer(
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     usual = {ids.get(role) for role, token in (known.tokens if known else {}).items() if tokens[role] == token}
     unknown = data["model"].get("unk_id", tokenizer.token_to_id(str(data["model"].get("unk_token") or "")))
-    controls = {*special, *usual} - {unknown, ids.get("unk"), ids.get("mask") if masks else None, None}
+    free = {unknown, ids.get("unk"), ids.get("mask") if masks else None}
     left: Literal["left", "right"] = "left" if str(side).lower() == "left" else "right"
-    return TextTokenizer(tokenizer, left, ids.get("mask"), ids.get("sep"), frozenset(controls))
+    return TextTokenizer(
+        tokenizer,
+        left,
+        ids.get("mask"),
+        ids.get("sep"),
+        frozenset(i for i in special | usual if i is not None and i not in free),
+    )
 
 
 def _options(extras: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -189,7 +195,13 @@ def _canonical(data: Mapping[str, Any]) -> dict[str, Part]:
 
 def _bare(parts: Mapping[str, Part]) -> Tokenizer:
     """Return a tokenizer of these parts without a vocabulary."""
-    bare = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "model": _NOTHING}
+    bare: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "model": _NOTHING,
+    }
     return Tokenizer.from_str(json.dumps({**bare, **parts}))
 
 
