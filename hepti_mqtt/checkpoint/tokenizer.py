@@ -94,6 +94,7 @@ def open_tokenizer(
     if str(side).lower() not in ("left", "right"):
         raise options.bad_value("truncation_side", "left or right", side)
     _check_added(data, options)
+    _check_named(data, options, tokens, known)
     tokenizer = _built(path, data, parts, tokens["mask"] if masks else None, options)
     if known is not None and known.around is not None:
         _put_around(tokenizer, known, [tokens[role] for role in known.around])
@@ -239,6 +240,19 @@ def _check_added(data: Mapping[str, Any], options: JsonConfig) -> None:
         raise options.bad_value("added_tokens_decoder", "an object of numbers and tokens", named) from error
     if stated != found:
         raise differs("added_tokens", f"{sorted(stated ^ found)[:4]} are in one of both files alone")
+
+
+def _check_named(
+    data: Mapping[str, Any], options: JsonConfig, tokens: Mapping[str, str], known: TokenizerClass | None
+) -> None:
+    """Raise UnsupportedModelError for a control token that is a word like any other in tokenizer.json."""
+    added = [*(data.get("added_tokens") or ()), *(options.get("added_tokens_decoder", None) or {}).values()]
+    special = {token["content"] for token in added if token.get("special")}
+    usual = {*known.tokens.values()} if known is not None else set()
+    for role, token in tokens.items():
+        other = token not in special and token not in usual and role != "mask"  # masks are found in texts in any case
+        if token and other and _number(data["model"].get("vocab") or {}, token) is not None:
+            raise differs("added_tokens", f"{role}_token {token!r} is a word like any other")
 
 
 def _lowered(normalizer: Part) -> Part:

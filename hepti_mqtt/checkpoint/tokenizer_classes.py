@@ -74,6 +74,8 @@ def _option(options: JsonConfig, key: str, default: Any, found: Part, name: str)
 def _bert_normalizer(options: JsonConfig, found: Part) -> Part:
     if found is not None and (found["type"] != "BertNormalizer" or not found["clean_text"]):
         raise differs("normalizer", "a BertNormalizer that cleans texts")
+    if found is not None and found["strip_accents"] == found["lowercase"]:
+        found = {**found, "strip_accents": None}  # which means the same
     return {
         "type": "BertNormalizer",
         "clean_text": True,

@@ -169,9 +169,9 @@ def _unigram_tokenizer(files, albert):
     pieces = {**dict.fromkeys(special, 0.0), "\u2581": -4.0}
     pieces |= {letter: -6.0 - i / 50 for i, letter in enumerate(string.printable[:94] + "\u00e9\u00c9")}
     pieces |= {word: -3.0 - i / 10 for i, word in enumerate(words)}
-    start, end = (2, 3) if albert else (0, 2)
-    single = [{"SpecialToken": {"id": special[start], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
-              {"SpecialToken": {"id": special[end], "type_id": 0}}]  # fmt: skip
+    around = ("[CLS]", "[SEP]") if albert else ("<s>", "</s>")
+    start, end = ({"SpecialToken": {"id": token, "type_id": 0}} for token in around)
+    single = [start, {"Sequence": {"id": "A", "type_id": 0}}, end]
     replaced = [{"type": "Replace", "pattern": {"String": q}, "content": '"'} for q in ("``", "''")]
     folded = [{"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"}]
     metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
@@ -186,7 +186,7 @@ def _unigram_tokenizer(files, albert):
             "type": "TemplateProcessing",
             "single": single,
             "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {special[i]: {"id": special[i], "ids": [i], "tokens": [special[i]]} for i in (start, end)},
+            "special_tokens": {t: {"id": t, "ids": [special.index(t)], "tokens": [t]} for t in around},
         },
         "decoder": metaspace,
         "model": {"type": "Unigram", "unk_id": 1 if albert else 3, "vocab": [*map(list, pieces.items())],
@@ -210,8 +210,7 @@ SQUARE = ("tiny-vit", "tiny-vit-classifier")
 XLM = tuple(kind for kind in UNIGRAM if "xlm" in kind)
 ALBERT = tuple(kind for kind in UNIGRAM if "albert" in kind)
 ROBERTA = BYTES[:3]
-WORD = [{"id": 60, "content": "light", "single_word": True, "lstrip": False, "rstrip": False, "normalized": True,
-         "special": False}]  # fmt: skip
+WORD = {"content": "light", "single_word": True, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
 TEMPLATE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}],
             "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {}}  # fmt: skip
@@ -289,6 +288,12 @@ def _changes():
         "pad_token": "[PAD]"}))  # fmt: skip
     yield one("tokenizer: cased", WORDPIECE, parts(normalizer={**NORMALIZER, "lowercase": False}))
     yield one("tokenizer: accents", WORDPIECE, parts(normalizer={**NORMALIZER, "strip_accents": False}))
+    yield one("tokenizer: accents of a cased one", WORDPIECE, both(
+        put(OPTIONS, do_lower_case=False),
+        parts(normalizer={**NORMALIZER, "strip_accents": False, "lowercase": False})))  # fmt: skip
+    yield one("tokenizer: a model without a type", TEXT, lambda files: files[TOKENIZER]["model"].pop("type"))
+    yield one("tokenizer: merges as strings", BYTES, lambda files: files[TOKENIZER]["model"].update(
+        merges=[" ".join(pair) for pair in files[TOKENIZER]["model"]["merges"]]))  # fmt: skip
     yield one("tokenizer: no CJK", WORDPIECE, parts(normalizer={**NORMALIZER, "handle_chinese_chars": False}))
     yield one("tokenizer: not cleaned", WORDPIECE, parts(normalizer={**NORMALIZER, "clean_text": False}))
     yield one("tokenizer: lower case alone", TEXT, parts(normalizer={"type": "Lowercase"}))
@@ -305,8 +310,7 @@ def _changes():
     yield one("tokenizer: bytes for unknown pieces", UNIGRAM, parts(model__byte_fallback=True))
     yield one("tokenizer: marks alone", UNIGRAM, parts(pre_tokenizer={
         "type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}))  # fmt: skip
-    yield one("tokenizer: a word of its own", TEXT, lambda files: files[TOKENIZER]["added_tokens"].extend(
-        {**WORD[0], "id": _next_id(files)} for _ in "1"))  # fmt: skip
+    yield one("tokenizer: a word of its own", TEXT, _own_word)
     yield one("tokenizer: no added tokens", TEXT, parts(added_tokens=[]))
     # tokenizer_config.json
     yield one("options: none", TEXT, drop(OPTIONS))
@@ -332,8 +336,7 @@ def _changes():
     yield one("options: special tokens split", TEXT, put(OPTIONS, split_special_tokens=True))
     yield one("options: cleaned text", TEXT, put(OPTIONS, clean_up_tokenization_spaces=True))
     yield one("options: the added tokens again", TEXT, _decoder_of)
-    yield one("options: another word", TEXT, both(_decoder_of, lambda files: files[OPTIONS]["added_tokens_decoder"].update(
-        {str(_next_id(files)): {k: v for k, v in WORD[0].items() if k != "id"}})))  # fmt: skip
+    yield one("options: another word", TEXT, both(_decoder_of, _stated_word))
     yield one("options: [MASK] begins", WORDPIECE, put(OPTIONS, cls_token="[MASK]"))
     yield one("map: </s> of another name", TEXT, put(SPECIALS, sep_token="t", unk_token="h"))
     yield one("map: as usual", WORDPIECE, put(SPECIALS, cls_token="[CLS]", sep_token={"content": "[SEP]"}))
@@ -368,8 +371,8 @@ def _changes():
     yield one("sentences: cls", SENTENCES, put(POOLING, pooling_mode_cls_token=True, pooling_mode_mean_tokens=False))
     yield one("sentences: max", SENTENCES, put(POOLING, pooling_mode_max_tokens=True, pooling_mode_mean_tokens=False))
     yield one("sentences: last token", SENTENCES, put(POOLING, pooling_mode="lasttoken"))
-    yield one("sentences: prompt left out", SENTENCES, both(
-        put(SENTENCE, prompts={"q": "query: "}, default_prompt_name="q"), put(POOLING, include_prompt=False)))  # fmt: skip
+    prompt = put(SENTENCE, prompts={"q": "query: "}, default_prompt_name="q")
+    yield one("sentences: prompt left out", SENTENCES, both(prompt, put(POOLING, include_prompt=False)))
     yield one("sentences: normalizes something else", SENTENCES, put(
         "2_Normalize/config.json", module_output_name="other"))  # fmt: skip
     # generation
@@ -436,11 +439,16 @@ def _changes():
 
 
 def _next_id(files):
-    model, vocab = files[TOKENIZER]["model"], files[TOKENIZER]["model"]["vocab"]
-    used = [*vocab.values()] if isinstance(vocab, dict) else range(len(vocab))
-    del model
-    word = "light"
-    return vocab[word] if isinstance(vocab, dict) and word in vocab else max(used) + 1
+    vocab = files[TOKENIZER]["model"]["vocab"]
+    return vocab.get("light", max(vocab.values()) + 1) if isinstance(vocab, dict) else len(vocab)
+
+
+def _own_word(files):
+    files[TOKENIZER]["added_tokens"].append({"id": _next_id(files), **WORD})
+
+
+def _stated_word(files):
+    files[OPTIONS]["added_tokens_decoder"][str(_next_id(files))] = WORD
 
 
 CHANGES = tuple(_changes())

@@ -38,12 +38,16 @@ from hepti_mqtt.errors import ModelError
 transformers.logging.set_verbosity(50)
 transformers.logging.disable_progress_bar()
 torch.manual_seed(0)
+torch.set_num_threads(1)
 
 
-def main(*kinds):
-    """Add the answers that are missing; those of directories that are refused here are not asked for."""
-    found = stored()
-    for kind in kinds or KINDS:
+def main(*again):
+    """Add the answers that are missing, and those of changes `again`; of directories that are refused here none.
+
+    again: ends of their names.
+    """
+    found = {name: value for name, value in stored().items() if not (again and name.endswith(again))}
+    for kind in KINDS:
         began, before = time.monotonic(), len(found)
         with tempfile.TemporaryDirectory() as root:
             files = base(kind, Path(root) / "base")
@@ -108,6 +112,28 @@ def answer_or_error(path, kind):
         return np.array(f"{type(error).__name__}: {error}"[:100])
 
 
+def generation_of(path):
+    file = path / "generation_config.json"
+    return file.read_bytes() if file.is_file() else b""
+
+
+KEPT = {}
+
+
+def loaded(path, architecture, *content):
+    """Return the model; the last one again, if its files have the same content."""
+    if content not in KEPT:
+        KEPT.clear()
+        model, info = getattr(transformers, architecture).from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+        )
+        missing = info["missing_keys"]
+        missing = {name for name in missing if not name.endswith("num_batches_tracked") and "pooler" not in name}
+        assert not missing, missing
+        KEPT[content] = model.eval()
+    return KEPT[content]
+
+
 @torch.no_grad()
 def answers(path, kind):
     """Return the numbers of all answers, or the tokens and the text of a decoder's."""
@@ -117,17 +143,10 @@ def answers(path, kind):
         model = SentenceTransformer(str(path), device="cpu", local_files_only=True)
         model[0].tokenizer.split_special_tokens = True
         return np.concatenate([model.encode(r["text"], convert_to_numpy=True) for r in requests_of(kind, "")])
-    loaded, info = getattr(transformers, architecture).from_pretrained(
-        path, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
-    )
-    missing = {
-        name for name in info["missing_keys"] if not name.endswith("num_batches_tracked") and "pooler" not in name
-    }
-    assert not missing, missing
-    model = loaded.eval()
+    model = loaded(path, architecture, (path / "config.json").read_bytes(), generation_of(path))
     if kind in IMAGE:
         pixels = transformers.AutoImageProcessor.from_pretrained(path)(picture(), return_tensors="pt")
-        return numbers(model, model(**pixels), kind)
+        return numbers(model, model(**pixels, return_dict=True), kind)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     limit = min(tokenizer.model_max_length, positions(model.config))
     found = []
@@ -145,7 +164,7 @@ def answers(path, kind):
             tokens = out[0][given["input_ids"].shape[1] :].tolist()
             found.append(json.dumps([tokens, tokenizer.decode(tokens)]))
             continue
-        result = model(**given)
+        result = model(**given, return_dict=True)
         found.append(numbers(model, result, kind, given["input_ids"][0] == tokenizer.mask_token_id))
     return np.array(found) if kind in DECODERS else np.concatenate(found)
 

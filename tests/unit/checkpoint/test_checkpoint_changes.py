@@ -30,7 +30,15 @@ def golden():
     return {name: arrays[str(i)] for name, i in where.items()}
 
 
-@pytest.mark.parametrize("kind", changes.KINDS)
+# The other heads of a family read the same files.
+QUICK = {"tiny-minilm", "tiny-gpt2", "tiny-distilbert-mlm", "tiny-electra", "tiny-vit-classifier", "tiny-hf-resnet"} | {
+    f"tiny-{family}-classifier" for family in ("albert", "bert", "roberta", "xlm-roberta")
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k in QUICK else [pytest.mark.nightly]) for k in changes.KINDS]
+)
 def test_a_changed_directory_is_answered_as_by_the_reference_or_refused(kind, golden, tmp_path, capsys):
     files, computed, counts, wrong = changes.base(kind, tmp_path / "base"), {}, Counter(), []
     cases = [change for change in changes.CHANGES if kind in change.kinds]
