@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from hepti_mqtt.checkpoint.tokenizer_classes import CLASS_OF
 from hepti_mqtt.errors import ConfigError, ModelError
-from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources
+from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources, tokenizer_class
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.spec import Spec
 
@@ -59,7 +58,7 @@ def write_tokenizer(path: Path, vocab: int, roberta: bool = False) -> None:
 
 def _tokenizer_options(model_type: str, roberta: bool) -> dict[str, Any]:
     """Return tokenizer_config.json: where BERT's class is not the model's own, the file counts as it is."""
-    own = CLASS_OF.get(model_type) == "BertTokenizer"
+    own = tokenizer_class(model_type) == "BertTokenizer"
     start, pad, end, unknown, mask = _ROBERTA if roberta else (_BERT[i] for i in (2, 0, 3, 1, 4))
     return {
         "tokenizer_class": "BertTokenizer" if own else "PreTrainedTokenizerFast",

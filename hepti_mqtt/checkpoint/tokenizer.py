@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, pre_tokenizers
 from hepti_mqtt.checkpoint.safetensors_file import read_json
 from hepti_mqtt.checkpoint.tokenizer_classes import (
     AS_IT_IS,
-    CLASS_OF,
     CLASSES,
     CONFIG,
     FILE,
@@ -25,6 +24,7 @@ from hepti_mqtt.checkpoint.tokenizer_classes import (
     differs,
 )
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.models import tokenizer_class
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 
 TOKENS_MAP: Final = "special_tokens_map.json"
@@ -122,7 +122,7 @@ def _options(extras: Mapping[str, Any]) -> Mapping[str, Any]:
 def _class(options: JsonConfig, config: Mapping[str, Any]) -> TokenizerClass | None:
     """Return the class that the files name, else the one of the model's type; None: tokenizer.json counts as it is."""
     named = options.get("tokenizer_class", config.get("tokenizer_class"))
-    kind = str(CLASS_OF.get(str(config.get("model_type"))) if named is None else named).removesuffix("Fast")
+    kind = str(tokenizer_class(str(config.get("model_type"))) if named is None else named).removesuffix("Fast")
     if kind in AS_IT_IS or kind == "None":
         return None
     if kind not in CLASSES:

@@ -195,12 +195,3 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
 }
 # tokenizer.json counts as it is.
 AS_IT_IS: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})
-CLASS_OF: Final[Mapping[str, str]] = {
-    "albert": "AlbertTokenizer",
-    "bert": "BertTokenizer",
-    "distilbert": "BertTokenizer",
-    "electra": "BertTokenizer",
-    "gpt2": "GPT2Tokenizer",
-    "roberta": "RobertaTokenizer",
-    "xlm-roberta": "XLMRobertaTokenizer",
-}  # by model_type

@@ -18,6 +18,7 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "DistilBertForSequenceClassification": "classification",
     "DistilBertForMaskedLM": "masked_token",
 }
+TOKENIZER_CLASSES: Final = {"distilbert": "BertTokenizer"}
 LAYER: Final = {
     "query": "attention.q_lin", "key": "attention.k_lin", "value": "attention.v_lin",
     "attention_out": "attention.out_lin", "attention_norm": "sa_layer_norm",
@@ -61,4 +62,4 @@ KINDS: Final = {
     "tiny-distilbert-mlm": make_kind("DistilBertForMaskedLM", "distilbert", _TINY, depth="n_layers"),
 }
 
-__all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -17,6 +17,7 @@ from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.kinds import Kind
+from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
@@ -32,6 +33,8 @@ class Family(Protocol):
 
     It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
     by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
+    And, by model_type, the classes of transformers that make ids and pixels, `TOKENIZER_CLASSES` and
+    `PICTURE_CLASSES`, where the model's files name none.
     """
 
     @property
@@ -200,6 +203,21 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
         )
     spec: Spec = _FAMILY_OF[architecture].spec(architecture, checked, extras)
     return spec
+
+
+def tokenizer_class(model_type: str) -> str | None:
+    """Return the class of transformers that makes the ids of models of a type, where their files name none."""
+    return _usual("TOKENIZER_CLASSES").get(model_type)
+
+
+def preprocessor(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Preprocessor:
+    """Return how the pictures of a model are read; raises ModelError, UnsupportedModelError."""
+    return Preprocessor(_usual("PICTURE_CLASSES").get(str(config.get("model_type", ""))), extras)
+
+
+@lru_cache
+def _usual(table: str) -> Mapping[str, str]:
+    return {kind: name for family in FAMILIES.values() for kind, name in getattr(family, table, {}).items()}
 
 
 @lru_cache(maxsize=64)

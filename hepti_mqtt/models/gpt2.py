@@ -24,6 +24,7 @@ from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import TaskHead
 
 ARCHITECTURES: Final = {"GPT2LMHeadModel": "generation"}
+TOKENIZER_CLASSES: Final = {"gpt2": "GPT2Tokenizer"}
 _NAMES: Final = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",

@@ -21,7 +21,6 @@ _WARPED: Final = 384  # from this side on it makes pictures square and crops not
 _BILINEAR: Final = 2
 _BICUBIC: Final = 3
 _FILTERS: Final = 5  # the last of Pillow's resampling filters
-_TYPES_OF: Final = {"vit": "ViT", "resnet": "ConvNext", "mobilenet_v2": "MobileNetV2"}  # by model_type
 
 KEYS: Final = KeyTable(
     read=frozenset({
@@ -72,8 +71,8 @@ _CLASSES: Final[Mapping[str, _Class]] = {
 class Preprocessor:
     """The file that describes a model's pictures, and the class of transformers that it is for, if any."""
 
-    def __init__(self, model: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
-        """Read and check the file of a model with config.json `model`.
+    def __init__(self, usual: str | None, extras: Mapping[str, Any]) -> None:
+        """Read and check the file; usual: the class of models of this type, if they have one.
 
         Raises ModelError if there is none, UnsupportedModelError for what it asks for.
         """
@@ -91,15 +90,14 @@ class Preprocessor:
             )
         on = {k: v for k, v in self.config.data.items() if not (k.startswith("do_") and v is False)}
         JsonConfig(self.config.file, on).check_keys(KEYS)
-        self._class = self._known_class(str(model.get("model_type")))
+        self._class = self._known_class(usual)
         self.resample = self._resample()
 
-    def _known_class(self, model_type: str) -> _Class | None:
-        """Return the class that the file names, else the one of the model's type, None where that has none."""
+    def _known_class(self, usual: str | None) -> _Class | None:
+        """Return the class that the file names, else the usual one, if there is one."""
         named = self.config.get("image_processor_type", self.config.get("feature_extractor_type", None))
         if named is None:
-            kind = _TYPES_OF.get(model_type)
-            return _CLASSES[kind] if kind is not None else None
+            return _CLASSES[usual] if usual is not None else None
         kind = str(named)
         for end in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
             kind = kind.removesuffix(end)

@@ -28,6 +28,7 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ViTForImageClassification": "image_classification",
 }
 BASE_NAMES: Final = ("vit.", "")
+PICTURE_CLASSES: Final = {"vit": "ViT"}
 
 
 LAYER: Final = {
@@ -85,7 +86,7 @@ def _image_stem(config: JsonConfig, extras: Mapping[str, Any]) -> ImageStem:
         raise UnsupportedModelError(f"config.json: num_channels {channels} is not supported; supported: 3 (RGB)")
     if size % patch:
         raise ModelError(f"config.json: patch_size {patch} does not divide image_size {size}")
-    pre = pictures.Preprocessor(config.data, extras)
+    pre = pictures.Preprocessor(PICTURE_CLASSES.get(str(config.get("model_type", ""))), extras)
     mean, std = pre.pixel_scale()
     return ImageStem(size, patch, channels, mean, std, pre.crop(size).shortest)
 

@@ -20,8 +20,7 @@ from tokenizers import Encoding, Tokenizer
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import BadNameError, ModelError, OverloadedError, RequestError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.models import single_sequence
-from hepti_mqtt.models.pictures import Preprocessor
+from hepti_mqtt.models import preprocessor, single_sequence
 from hepti_mqtt.models.sentences import TextRules
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
 from hepti_mqtt.models.transformer import ModelSpec
@@ -435,7 +434,7 @@ def _pictures(
     from hepti_mqtt.service.pictures import decode  # here: most planners read no pictures
 
     key = "images" if several else "image"
-    resample = Preprocessor(checkpoint.config, checkpoint.extras).resample
+    resample = preprocessor(checkpoint.config, checkpoint.extras).resample
     return decode(_items(key, request[key], several), reads, resample)
 
 

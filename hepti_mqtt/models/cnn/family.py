@@ -102,8 +102,9 @@ KINDS: Final[Mapping[str, Kind]] = {
 # [Y, X, C]; a convolution's matrix has rows in the order (ky, kx, c).
 
 
-__all__ = ["ARCHITECTURES", "KINDS", "SPEC", "STORAGES", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "KINDS", "PICTURE_CLASSES", "SPEC", "STORAGES", "graph", "reference", "spec", "tensors"]
 
+PICTURE_CLASSES: Final = {"resnet": "ConvNext", "mobilenet_v2": "MobileNetV2"}
 LISTED: Final = "ConvNet"  # its nodes stand in config.json
 LISTED_CLASSIFIER: Final = "ConvNetForImageClassification"
 ARCHITECTURES: Final = {
@@ -119,7 +120,7 @@ reference = plain.reference
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> CnnSpec:
     """Return the spec of a config.json; raises ModelError, UnsupportedModelError."""
-    pre = pictures.Preprocessor(config.data, extras)
+    pre = pictures.Preprocessor(PICTURE_CLASSES.get(str(config.get("model_type", ""))), extras)
     frame = pre.crop(None if architecture in hugging_face.ARCHITECTURES else config.square("image_size"))
     mean, std = pre.pixel_scale()
     labels = () if architecture == LISTED else config.labels()
