@@ -33,7 +33,8 @@ _SENTENCEPIECE: Final = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.m
 _ROLES: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _FLAGS: Final = ("lstrip", "normalized", "rstrip", "single_word", "special")
 # The others of its keys have no effect on ids: the classes read these alone.
-_KEYS: Final = KeyTable(read=frozenset(), only={"auto_map": ()}, closed=False)
+_CLEANED: Final = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+_KEYS: Final = KeyTable(read=frozenset(), only={"auto_map": (), _CLEANED: (False,)}, closed=False)
 _NOTHING: Final = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
 
 
@@ -67,8 +68,6 @@ def open_tokenizer(
     """
     options = JsonConfig(CONFIG, _options(extras))
     options.check_keys(_KEYS)
-    if generates and options.flag("clean_up_tokenization_spaces", False):
-        raise UnsupportedModelError(f"{CONFIG}: clean_up_tokenization_spaces true is not supported; remove it")
     known = _class(options, config)
     tokens = {role: _named(options, role, known) for role in _ROLES}
     data = _data(path, extras, known, tokens["unk"])
@@ -78,6 +77,8 @@ def open_tokenizer(
         raise ModelError(f"{path / FILE} is not a valid tokenizer ({error}); copy it again") from error
     if data["model"].get("dropout"):
         raise UnsupportedModelError(f"{path / FILE}: dropout is not supported: the same text would give other tokens")
+    if generates and data["model"].get("type") != "BPE" and options.flag("clean_up_tokenization_spaces", False):
+        raise UnsupportedModelError(f"{CONFIG}: clean_up_tokenization_spaces true is not supported; remove it")
     if known is None:
         _check_as_it_is(options, parts)
     else:
