@@ -19,7 +19,14 @@ from typing import Any, Final, Union
 
 from PIL import Image
 
-from hepti_mqtt.client.session import Answer, ClientSession, PartialAnswer, RequestEnded, RequestPublish
+from hepti_mqtt.client.session import (
+    Answer,
+    ClientSession,
+    PartialAnswer,
+    RequestEnded,
+    RequestPublish,
+    odd_clocks,
+)
 from hepti_mqtt.config import Settings
 from hepti_mqtt.errors import (
     BadNameError,
@@ -420,6 +427,12 @@ class Hepti:
         """Return why the planner leaves online devices out of all plans, by name; empty without a planner."""
         with self._changed:
             return self._session.unused()
+
+    def odd_clocks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return in words which clocks of the site differ from most others; found: by `devices`, just now."""
+        now_s = time.time()
+        with self._changed:
+            return odd_clocks(found, self._session.clocks(), now_s)
 
     def _all_heard(self) -> bool:
         online = [d for d in self._session.devices.values() if d.status is not None and d.status.state == "online"]

@@ -124,8 +124,9 @@ class PahoTransport:
     """A connection to one broker over MQTT 3.1.1 or 5, with its own network thread.
 
     client_id: made such that no other user can know it (`BrokerUrl.client_id`). protocol: 4 (3.1.1), 5, or None to try
-    5 and fall back where the broker refuses the version. clean: forget the session of the last connection.
-    on_message(topic, payload), on_state: called on the network thread; they must only hand over. name: for the log.
+    5 and fall back where the broker refuses the version. will: may be set until `connect`. clean: forget the session of
+    the last connection. on_message(topic, payload), on_state: called on the network thread; they must only hand over.
+    name: for the log.
     on_delivery: takes messages instead of on_message, and the broker keeps each of QoS 1 until it is acknowledged; how
     many may wait for that is the broker's limit (`max_inflight_messages` of Mosquitto).
     max_queued_bytes: bound of what waits for the network or, at QoS 1, for its acknowledgement; one message larger than
@@ -152,7 +153,7 @@ class PahoTransport:
     ) -> None:
         self.url, self.client_id, self.name = url, url.client_id(client_id), name
         self.on_message, self._on_state, self.on_delivery = on_message, on_state, on_delivery
-        self.clean, self._will, self._max_queued_bytes = clean, will, max_queued_bytes
+        self.clean, self.will, self._max_queued_bytes = clean, will, max_queued_bytes
         # The network thread must not take it while it holds paho's lock of messages: publishers do so the other way.
         self._changed = threading.Condition(threading.RLock())  # guards all that follows
         self._client: _Client | None = None
@@ -368,8 +369,8 @@ class PahoTransport:
         context = self.url.ssl_context()
         if context is not None:
             client.tls_set_context(context)
-        if self._will is not None:
-            client.will_set(self._will.topic, self._will.payload, self._will.qos, self._will.retain)
+        if self.will is not None:
+            client.will_set(self.will.topic, self.will.payload, self.will.qos, self.will.retain)
         return client
 
     def is_client(self, client: _Client) -> bool:

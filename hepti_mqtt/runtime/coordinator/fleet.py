@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from hepti_mqtt import __version__
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, default_frame_cost
 from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster, usual_slowdown
+from hepti_mqtt.ids import Start
 from hepti_mqtt.plan import DevicePair, Plan
 from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, Peer, Status, is_compatible
 from hepti_mqtt.runtime.coordinator.interface import (
@@ -46,6 +47,7 @@ SILENT_S: Final = 15.0  # a device that is starting says so every other second; 
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 TYPICAL_FRAME_BYTES: Final = 1 << 16  # of a frame whose cost drift is watched on
 RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
+NO_START: Final = Start(0, 0)
 MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
 
@@ -57,15 +59,16 @@ class Member:
     processors and links. refused: why plans do not use it until it restarts. starting_s: since when it is starting.
     left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
     hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
-    boot_before: of the start that plans used, when a new start appeared before the end of the old one.
-    unreachable_until_s: peers that it could not connect to.
+    boot_before: of the start that plans used, when a new start appeared before the end of the old one. other_caps: the
+    last ones of a start whose status has not come yet. unreachable_until_s: peers that it could not connect to.
     """
 
     name: str
-    boot: int = 0
+    start: Start = NO_START
     boot_before: int = 0
     online: bool = False
     caps: Caps | None = None
+    other_caps: Caps | None = None
     idle_heartbeat: Heartbeat | None = None
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWDOWNS))
     heartbeat: Heartbeat | None = None
@@ -81,8 +84,17 @@ class Member:
     implausible_reported: bool = False
 
     @property
+    def boot(self) -> int:
+        """Return the boot of the device's start, 0 before it has said one."""
+        return self.start.boot
+
+    def is_there(self, now: float) -> bool:
+        """Return whether the known start is heard; while it is, none of a lower term follows it."""
+        return (self.online or self.starting_s is not None) and now - self.last_heartbeat_s <= HEARTBEAT_TIMEOUT_S
+
+    @property
     def usable(self) -> bool:
-        """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
+        """Return whether plans may use the device: online, not refused, and described by caps of the same start."""
         there = self.online and not self.refused and self.quarantined_until_s is None
         return there and self.caps is not None and self.caps.boot == self.boot
 
@@ -130,7 +142,7 @@ class Member:
 
 
 class Fleet:
-    """All devices of the site; a boot counter orders what was retained against what is new.
+    """All devices of the site; `ids.Start` orders what was retained against what is new.
 
     broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
     introduced to each other.
@@ -159,50 +171,63 @@ class Fleet:
     def record_status(self, name: str, status: Status, now: float) -> str | None:
         """Take a status; return "joined", "left", "starting" or None.
 
-        A late will of an earlier boot changes nothing.
+        A late will of an earlier start changes nothing.
         """
         member = self.member(name)
-        if status.boot < member.boot:
+        again = status.boot != member.boot
+        if again and status.start < member.start and (status.state == "offline" or member.is_there(now)):
             return None
-        was, again = member.usable, status.boot > member.boot
-        if was and again:
-            member.boot_before = member.boot
-        member.boot, member.online, member.last_heartbeat_s = status.boot, status.state == "online", now
-        if again or not member.online:
+        was = member.usable
+        if again:
+            self._begin(member, status.start)
+        member.start, member.online, member.last_heartbeat_s = status.start, status.state == "online", now
+        if not member.online:
             member.quarantined_until_s = None
-        since = None if again else member.starting_s
+        since = member.starting_s
         member.starting_s = None if status.state != "starting" else now if since is None else since
-        if again:  # it may have another endpoint, and another way to those of others
-            self._forget_unreachable(member)
         if was and (again or not member.online):
             return "left"
         if member.starting_s is not None and since is None:
             return "starting"
         return "joined" if member.usable and not was else None
 
-    def record_caps(self, name: str, caps: Caps) -> str | None:
-        """Take caps; return "joined" if they make the device usable, "left" if they are those of a new start.
+    def _begin(self, member: Member, start: Start) -> None:
+        """Take a new start of a device, with its caps if they came first."""
+        if member.usable:
+            member.boot_before = member.boot
+        member.start, member.starting_s, member.quarantined_until_s = start, None, None
+        self._forget_unreachable(member)  # it may have another endpoint, and another way to those of others
+        caps, member.other_caps = member.other_caps, None
+        if caps is not None:
+            self.record_caps(member.name, caps)
 
-        A device of an incompatible version is refused.
+    def record_caps(self, name: str, caps: Caps) -> str | None:
+        """Take caps; return "joined" if they make the device usable.
+
+        Those of another start wait for its status. A device of an incompatible version is refused.
         """
         member = self.member(name)
-        if caps.boot < member.boot:
+        if caps.boot != member.boot:
+            member.other_caps = caps
             return None
         if member.caps is not None and member.caps.boot != caps.boot:
             member.refused = ""
         was, member.caps = member.usable, caps
         if not is_compatible(caps.version):
             self.refuse(name)
-        if was and not member.usable:
-            member.online = False  # its status of the same boot follows
-            return "left"
         return "joined" if member.usable and not was else None
 
     def record_heartbeat(self, name: str, heartbeat: Heartbeat, now: float) -> str | None:
-        """Take a heartbeat; a device that was only believed lost is back."""
+        """Take a heartbeat; a device that was only believed lost is back.
+
+        One of another start counts if the known one is not there: it shows that this one is, whatever its term.
+        """
         member = self.member(name)
-        if heartbeat.boot < member.boot:
-            return None
+        if heartbeat.boot != member.boot:
+            if member.usable or member.is_there(now):
+                return None
+            self._begin(member, Start(0, heartbeat.boot))
+            member.online = False
         if member.heartbeat is not None and member.heartbeat.boot != heartbeat.boot:
             member.idle_heartbeat = None
             member.slowdowns.clear()
@@ -214,7 +239,7 @@ class Fleet:
         if member.quarantined_until_s is not None and now > member.quarantined_until_s:
             member.quarantined_until_s = None
             return "joined" if member.usable else None
-        if heartbeat.boot == member.boot and not member.online and member.caps is not None:
+        if not member.online and member.caps is not None:
             member.online = True
             return "joined" if member.usable else None
         return None
@@ -240,7 +265,7 @@ class Fleet:
         member.quarantines += 1
 
     def record_loss(self, name: str, now: float) -> int | None:
-        """A device that plans used is lost; return the boot counter that it had, None if it was put aside."""
+        """A device that plans used is lost; return the boot that it had, None if it was put aside."""
         member = self.members[name]
         member.left_s = now
         boot, member.boot_before = member.boot_before or member.boot, 0
@@ -382,8 +407,8 @@ def peers_of(plan: Plan, device: str, fleet: Fleet, secret: bytes | None) -> tup
 # Crash backoff: each repeated crash soon after a Prepare lowers the memory that plans may use on a device.
 #
 # A control group with less memory than the device reports kills the agent each time the same plan comes. One crash is
-# no sign: a single device that is restarted must serve again at once. A device that returns with the same boot counter
-# was only disconnected.
+# no sign: a single device that is restarted must serve again at once. A device that returns with the same boot was
+# only disconnected.
 
 
 CRASH_WINDOW_S: Final = 30.0  # a crash within this time of a Prepare may be due to the plan
@@ -420,7 +445,7 @@ class CrashBackoff:
             self._gone[device] = _Departure(boot, needed_bytes)
 
     def record_return(self, device: str, boot: int, now: float) -> None:
-        """Record that a device is back; with a new boot counter it had crashed."""
+        """Record that a device is back; with a new boot it had crashed."""
         gone = self._gone.pop(device, None)
         if gone is not None and gone.boot != boot:
             self._record_crash(device, gone.needed_bytes, now)

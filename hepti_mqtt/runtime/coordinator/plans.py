@@ -101,7 +101,7 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
 
 
 class Ids:
-    """The numbers that a planner gives out: plan versions under its boot counter, and transaction ids."""
+    """The numbers that a planner gives out: plan versions under its boot, and transaction ids."""
 
     def __init__(self, boot: int) -> None:
         self._boot, self._plans, self._transactions = boot, count(1), count(1)

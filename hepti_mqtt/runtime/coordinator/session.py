@@ -46,7 +46,7 @@ RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan wh
 
 
 class CoordinatorSession:
-    """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
+    """The state machine of the planner; boot: of its start, in_flight the runs at once per model.
 
     broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's. secret: random bytes from
     which the tokens follow that peers let each other in with; without it nobody is asked to.
@@ -130,7 +130,9 @@ class CoordinatorSession:
     def _handle_status(self, event: DeviceStatus, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
             return []
-        return self._handle_change(event.device, self.fleet.record_status(event.device, event.status, now), now)
+        before = self.fleet.member(event.device).refused
+        out = self._handle_change(event.device, self.fleet.record_status(event.device, event.status, now), now)
+        return self._tell_refused(event.device, before) + out
 
     def _handle_caps(self, event: DeviceCaps, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
@@ -141,10 +143,14 @@ class CoordinatorSession:
             return self._warn_implausible(
                 event.device, f"Refused the caps of {event.device} ({wrong}). Update its agent."
             )
-        member = self.fleet.member(event.device)
-        before = member.refused
+        before = self.fleet.member(event.device).refused
         out = self._handle_change(event.device, self.fleet.record_caps(event.device, event.caps), now)
-        return [LogEvent("refused", member.refused), *out] if member.refused not in ("", before) else out
+        return self._tell_refused(event.device, before) + out
+
+    def _tell_refused(self, device: str, before: str) -> list[CoordinatorCommand]:
+        """Tell of a device that is refused now, and was not before."""
+        refused = self.fleet.member(device).refused
+        return [LogEvent("refused", refused)] if refused not in ("", before) else []
 
     def _handle_heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
         device = event.device
@@ -189,7 +195,7 @@ class CoordinatorSession:
             return [LogEvent("starting", f"{device} is starting")]
         if change == "left":
             out = self._handle_lost(device, "went offline", now)
-            if device in self.fleet.usable():  # it came back under a new boot counter at once
+            if device in self.fleet.usable():  # a new start of it is here already
                 out += self._handle_change(device, "joined", now)
             return out
         return []
