@@ -26,7 +26,7 @@ from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.starts import NameHolder
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator import interface, session
-from hepti_mqtt.runtime.coordinator.fleet import LastWillDebounce
+from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.machinery import Publish
@@ -134,7 +134,7 @@ TICK_S: Final = 0.1
 ODD_CLOCK_S: Final = 60.0
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
-MAX_UNREAD: Final = 256  # requests that wait to be parsed
+MAX_UNREAD: Final = 512  # requests that wait to be parsed
 MAX_UNREAD_BYTES: Final = 64 << 20
 MAX_UNREFUSED: Final = 4096  # further requests, which wait to be refused
 MAX_UNREFUSED_BYTES: Final = 32 << 20
@@ -192,7 +192,7 @@ class _Planner:
         self.session = session.CoordinatorSession(
             config.site, start.boot, served, config.in_flight, broker, token_bytes(32)
         )
-        self.will_debounce = LastWillDebounce(self.session)
+        self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.accuracy = {n: WireAccuracy.of(m.checkpoint) for n, m in models.items()}
@@ -375,15 +375,26 @@ class _Planner:
         while not stop.is_set() and self.failure is None:
             left = min(tick_at, self.session.due_s) - time.monotonic()
             try:
-                item = self.inbox.get(left) if left > 0 else interface.Tick(has_backlog=not self.inbox.empty())
+                item = self.inbox.get(left) if left > 0 else self._tick()
             except queue.Empty:
-                item = interface.Tick()
+                item = self._tick()
             if isinstance(item, interface.Tick):
                 tick_at = time.monotonic() + TICK_S
                 self.channel.resend_due(time.monotonic())
             self.throttle.run_before_searches(
                 partial(self._run_guarded, item if callable(item) else partial(self._handle, item))
             )
+
+    def _tick(self) -> interface.Tick:
+        heard_s = self.control.heard_s
+        if "control" not in self.away and self.session.fleet.usable():
+            found = self.watch.look(heard_s, time.monotonic())
+            if found == "ask":
+                self._publish_event("alive", "is the broker there?")  # which it acknowledges
+            elif found is not None:
+                self.log.warning("the broker %s", "is silent" if found == "away" else "is heard again")
+                self._handle(interface.BrokerConnection(online=found == "back", is_new=False))
+        return interface.Tick(has_backlog=not self.inbox.empty(), heard_s=heard_s)
 
     def _run_guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -435,8 +446,11 @@ class _Planner:
             self._publish_plan(command)
         else:
             self.log.info("%s: %s", command.kind, command.text)
-            said = json.dumps({"kind": command.kind, "text": command.text, "time": time.time()})
-            self._publish(self.topics.event(command.kind), said.encode())
+            self._publish_event(command.kind, command.text)
+
+    def _publish_event(self, kind: str, text: str) -> None:
+        said = json.dumps({"kind": kind, "text": text, "time": time.time()})
+        self._publish(self.topics.event(kind), said.encode())
 
     def _queue_answer(self, command: Answering) -> None:
         client, answer = command.request.key.client, partial(self._answer, command)

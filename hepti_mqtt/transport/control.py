@@ -280,6 +280,11 @@ class PahoTransport:
             return replace(self._counts)
 
     @property
+    def heard_s(self) -> float:
+        """Return when bytes last came on this connection, by `time.monotonic`."""
+        return max(self._attempt.heard_at, self._attempt.up_at)
+
+    @property
     def connected(self) -> bool:
         """Return whether the connection is up at this moment."""
         return self._attempt.up

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from hepti_mqtt import __version__
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, default_frame_cost
@@ -280,6 +280,7 @@ class Fleet:
         self._silent, self._met_s = set(self.members), now
         for member in self.members.values():
             member.last_heartbeat_s = now
+            member.last_message_s = max(member.last_message_s, now)
 
     def all_back(self, names: Collection[str]) -> bool:
         """Return whether a heartbeat of each of these devices has come since the broker was met again."""
@@ -486,7 +487,7 @@ PROBE_TIMEOUT_S: Final = 0.5  # for an answer to a probe, or as long as the run 
 PROBE_TIMEOUT_MAX_S: Final = 5.0
 PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
 PROGRESS_S: Final = 20.0  # with words, and without progress
-STALLED_S: Final = 0.5  # a tick that comes so late says that this process was held up, not others
+STALLED_S: Final = 0.5  # a tick that comes so late says that this process, or the broker, was held up, not others
 
 
 class HungDevice(NamedTuple):
@@ -502,11 +503,15 @@ class HangDetector:
 
     def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout) -> None:
         self._groups, self._fleet, self._rollout = groups, fleet, rollout
-        self._ticked_s = float("inf")
+        self._ticked_s = self._heard_s = float("inf")
 
-    def tick(self, now: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
-        """Return probes recently devices, and the devices that did not answer while others can serve."""
-        stalled, self._ticked_s = now - self._ticked_s > STALLED_S, now
+    def tick(self, now: float, heard_s: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
+        """Return probes of late devices, and the devices that did not answer while others can serve.
+
+        heard_s: when the broker was last heard. Devices are not silent while it is.
+        """
+        stalled = now - self._ticked_s > STALLED_S or heard_s - self._heard_s > STALLED_S
+        self._ticked_s, self._heard_s = now, heard_s
         out: list[CoordinatorCommand] = []
         silent: dict[str, HungDevice] = {}
         for group in self._groups:
@@ -516,12 +521,12 @@ class HangDetector:
                     continue
                 if run.probed_s is None or stalled:
                     out += self._probe_run(group, run, now)
-                elif now > run.probed_s + min(max(run.expected_s, PROBE_TIMEOUT_S), PROBE_TIMEOUT_MAX_S):
+                elif heard_s > run.probed_s < now - min(max(run.expected_s, PROBE_TIMEOUT_S), PROBE_TIMEOUT_MAX_S):
                     how = "does not answer while a run is overdue"
                     late |= {device: HungDevice(device, how) for device in self._silent_devices(run)}
             record = group.plans.preparing
             if record is not None and record.state == "preparing":
-                late |= self._unprepared(record, now)
+                late |= self._unprepared(record, heard_s)
             # Nobody else can serve where pins name the devices.
             named = group.plans.pins.devices or ()
             silent |= {device: word for device, word in late.items() if device not in named}
@@ -557,7 +562,8 @@ class HangDetector:
 
 
 DEBOUNCE_S: Final = 0.2  # between a broker's last words and the end of our own connection, at the most
-WILL_RECONNECT_S: Final = 3.0  # in which devices meet a broker again that has retained that they are gone
+WILL_RECONNECT_S: Final = 3.0  # in which devices meet a broker again that has retained that they are gone ...
+WILL_RECONNECT_MAX_S: Final = 6.0  # ... and if it was away for longer: they try again every 5 s
 
 
 class LastWillDebounce:
@@ -570,7 +576,7 @@ class LastWillDebounce:
     def __init__(self, session: CoordinatorSession) -> None:
         self._session = session
         self._held: dict[str, tuple[float, DeviceStatus]] = {}
-        self._back_by_s = float("-inf")
+        self._back_by_s, self._away_s = -inf, inf
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Take one event and return the commands that follow from it, and from wills whose delay is over."""
@@ -581,10 +587,42 @@ class LastWillDebounce:
                 self._held[event.device] = (max(now + DEBOUNCE_S, self._back_by_s), event)
                 return []
         elif isinstance(event, BrokerConnection):
-            self._held.clear()
-            self._back_by_s = now + WILL_RECONNECT_S if event.online else self._back_by_s
+            if event.is_new:
+                self._held.clear()
+            if event.online:
+                self._back_by_s = now + min(max(now - self._away_s, WILL_RECONNECT_S), WILL_RECONNECT_MAX_S)
+            self._away_s = inf if event.online else min(self._away_s, now)
         elif isinstance(event, Tick):
             for will in [will for due_s, will in self._held.values() if due_s <= now]:
                 del self._held[will.device]
                 out += self._session.handle(will, now)
         return out + self._session.handle(event, now)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A broker that is silent: frozen, or cut off. Its devices cannot be heard then, and nobody is to blame for it.
+
+
+QUIET_S: Final = 1.5  # without a byte of the broker: then it is asked
+FROZEN_S: Final = 1.5  # without an answer: then it counts as away
+
+
+class BrokerWatch:
+    """Finds out that a connected broker is silent, long before the connection is given up; time is an argument."""
+
+    def __init__(self) -> None:
+        self._asked_s = inf
+        self._silent = False
+
+    def look(self, heard_s: float, now: float) -> Literal["ask", "away", "back"] | None:
+        """Return what to do: ask the broker for a sign of life, or take it that it is away, or back again."""
+        if now - heard_s < QUIET_S:
+            was, self._asked_s, self._silent = self._silent, inf, False
+            return "back" if was else None
+        if self._asked_s == inf:
+            self._asked_s = now
+            return "ask"
+        if not self._silent and now - self._asked_s >= FROZEN_S:
+            self._silent = True
+            return "away"
+        return None

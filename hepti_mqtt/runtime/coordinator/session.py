@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
@@ -236,7 +237,7 @@ class CoordinatorSession:
 
     def _handle_request(self, event: RequestArrived, now: float) -> list[CoordinatorCommand]:
         request = event.request
-        turned_away = self._scheduler.refuse_or_none(request)
+        turned_away = self._scheduler.refuse_or_none(request, now)
         if turned_away is not None:
             return turned_away
         group, out = self._rollout.group_for(request, now)
@@ -364,12 +365,13 @@ class CoordinatorSession:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
-        out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now)
+        heard_s = min(event.heard_s, now) if self._online else -inf
+        out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now, heard_s)
         out += self._scheduler.lease_overdue(now)
         for group in self.groups:
-            out += self._rollout.tick(group, now)
+            out += self._rollout.tick(group, heard_s)
             for run in list(group.runs.values()):
-                if self._online and now > run.deadline_s:
+                if heard_s > run.deadline_s and not run.broker_was_lost:
                     out.append(LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it"))
                     out += [*self._rollout.mark_suspect(group, run.plan, now), *self._scheduler.retry(group, run)]
             out += self._scheduler.refuse_expired(group, now)
@@ -388,10 +390,11 @@ class CoordinatorSession:
             out.append(LogEvent("illegal_step", text))
         return out
 
-    def _drop_silent(self, now: float) -> list[CoordinatorCommand]:
+    def _drop_silent(self, now: float, heard_s: float) -> list[CoordinatorCommand]:
         """Drop devices without heartbeats; probe those that others wait for, quarantine the silent."""
-        lost = [self._handle_lost(device, "sends no heartbeats", now) for device in self.fleet.mark_silent_offline(now)]
-        out, silent = self._hang_detector.tick(now)
+        gone = self.fleet.mark_silent_offline(heard_s)
+        lost = [self._handle_lost(device, "sends no heartbeats", now) for device in gone]
+        out, silent = self._hang_detector.tick(now, heard_s)
         out = [command for commands in lost for command in commands] + out
         for device, how, mute in silent:
             self.fleet.quarantine(device, now, mute)
@@ -403,4 +406,8 @@ class CoordinatorSession:
         self._scheduler.mark_broker_lost()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.fleet.reset_silence(now)
+            self._scheduler.expect_burst(now)
+            for group in self.groups:
+                if (record := group.plans.preparing) is not None:
+                    record.progress_s, record.device_progress_s, record.prepare_sent_s = now, {}, -inf
         return [self._rollout.publish_plan(group) for group in self.groups.defaults()] if event.online else []
