@@ -171,8 +171,17 @@ class VersionRefused(NetworkError):
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
+_CLOCK_FAULTS: Final = {9: "not valid yet", 10: "expired"}  # X509_V_ERR_CERT_NOT_YET_VALID, ..._HAS_EXPIRED
+
+
 def absent(url: BrokerUrl, error: Exception) -> NetworkError:
     """Return the error for a broker to which there is no connection."""
+    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _CLOCK_FAULTS:
+        return NetworkError(
+            f"the certificate of the broker at {url.place} is {_CLOCK_FAULTS[error.verify_code]} by the clock of this "
+            f"machine, which says {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC; set the clock (timedatectl), "
+            "or renew the certificate if the clock is right"
+        )
     if isinstance(error, ssl.SSLError):
         return NetworkError(
             f"TLS with the broker at {url.place} failed: {error}; name its authority with ?ca=FILE, or use mqtt:// if "

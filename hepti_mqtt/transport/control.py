@@ -5,6 +5,7 @@ What paho 2.2 does not do, and is done here:
   takes a broker for silent whose answer waits behind a message that takes long to send: `_Client`.
 - It sends everything again at once after a reconnection, whatever the broker's Receive Maximum or Maximum Packet Size:
   unacknowledged messages are handed to it again on every connection, within the window.
+- It tries the addresses of a name one after the other, each for the whole time.
 - It falls back to MQTT 3.1 but not from 5 to 3.1.1: the version is chosen before each attempt.
 - It bounds its queue by messages, not bytes, and forgets subscriptions.
 - It would repeat a message on which a broker hangs up for ever: `_HangUps`.
@@ -64,7 +65,7 @@ from hepti_mqtt.transport.base import (
     unavailable,
     wrong_version,
 )
-from hepti_mqtt.transport.sockets import buffered, linger, local, no_delay, unacknowledged
+from hepti_mqtt.transport.sockets import buffered, connect_any, linger, local, no_delay, unacknowledged
 from hepti_mqtt.transport.url import BrokerUrl
 
 STALLED_S: Final = 2 * KEEPALIVE_S  # as long as paho takes to find out
@@ -580,8 +581,8 @@ class PahoTransport:
 class _Client(Client):
     """paho's client on its own thread; see the top of this file for what is different.
 
-    Of paho's private parts it uses the loop and its wake-up, its end of a connection, and the version to speak, which
-    paho itself changes when it falls back to 3.1.
+    Of paho's private parts it uses the loop and its wake-up, the beginning and the end of a connection, and the version
+    to speak, which paho itself changes when it falls back to 3.1.
     """
 
     def __init__(self, owner: PahoTransport) -> None:
@@ -627,6 +628,9 @@ class _Client(Client):
             self.thread.join(max(deadline - time.monotonic(), 0.0))
             if not self.thread.is_alive():
                 self._reset_sockets(sockpair_only=True)  # paho leaves its wake-up to the garbage collector
+
+    def _create_socket_connection(self) -> socket.socket:
+        return connect_any(self.host, self.port, self.connect_timeout)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
