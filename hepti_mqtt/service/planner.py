@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from secrets import token_bytes
@@ -42,7 +43,7 @@ from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.solver import WireAccuracy, solve, start_preloading
-from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle
+from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, run_into
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.transport import (
@@ -157,8 +158,12 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
     start_preloading()
     with contextlib.ExitStack() as stack:
+        claiming: Future[Start] = Future()
+        threading.Thread(
+            target=run_into, args=(claiming, partial(claim_site, config.url, config.site)), name="claim", daemon=True
+        ).start()
         models = open_models(config, stack)
-        start = claim_site(config.url, config.site)
+        start = claiming.result()
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
         _Planner(config, start, models).run(stop or threading.Event())

@@ -464,7 +464,9 @@ def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unco
     monkeypatch.setattr(type(unconnected.session), "due_s", 0.0)
     monkeypatch.setattr(unconnected, "_handle", lambda event: (handled.append(event), stop.set()))
     unconnected._serve(stop)
-    assert handled == [Tick(has_backlog=True)], "what is in the inbox may be a heartbeat"
+    assert handled == [Tick(has_backlog=True, heard_s=unconnected.control.heard_s)], (
+        "what is in the inbox may be a heartbeat"
+    )
 
 
 def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkeypatch):
