@@ -47,9 +47,8 @@ def infer(args: argparse.Namespace) -> int:
         if tokens and not args.json and args.repeat == 1:
             answers = [stream(hepti, args, body)]
         else:
-            answers = send_repeatedly(
-                hepti, args.model, body, pin_arguments(args), args.repeat, args.timeout, args.deadline_ms
-            )
+            asked = {**pin_arguments(args), "wait_for_plan": patient}
+            answers = send_repeatedly(hepti, args.model, body, asked, args.repeat, args.timeout, args.deadline_ms)
         if args.want != "hidden":
             answers[-1] = hepti.foretold(answers[-1], **body, **pin_arguments(args), timeout_s=args.timeout)
         error = None

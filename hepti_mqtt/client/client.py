@@ -224,6 +224,7 @@ class Hepti:
         objective: str | None = None,
         report: bool | None = None,
         timeout_s: float | None = None,
+        wait_for_plan: bool | None = None,
     ) -> Answer:
         """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
 
@@ -231,8 +232,9 @@ class Hepti:
         result; want="plan": computes nothing; the answer comes when the plan is active and has the predicted cost.
         empty="zero": zeros instead of an error for empty texts. strategy ("auto" to free it), options, devices, wire,
         accuracy, weights, route, objective pin the planner's choice for this request alone. report: the answer waits
-        for the devices' counters. timeout_s: 60 by default; if given, a model without any plan is waited for as well.
-        If the broker is lost, the request is sent again after reconnection.
+        for the devices' counters. timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has
+        none is waited for, too; by default if timeout_s is given. If the broker is lost, the request is sent again after
+        reconnection.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or without an answer within timeout_s, NetworkError if broker or planner are away all that time.
@@ -269,7 +271,8 @@ class Hepti:
                 future.cancel()
                 raise self._timeout_error(wait_s) from None
             except PlanError:
-                if timeout_s is None or not self._gets_plan(model, until):
+                waits = timeout_s is not None if wait_for_plan is None else wait_for_plan
+                if not waits or not self._gets_plan(model, until):
                     raise
 
     def _gets_plan(self, model: str, until: float) -> bool:
