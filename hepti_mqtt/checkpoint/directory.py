@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -14,24 +13,36 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import onnx_file, storage
-from hepti_mqtt.checkpoint.safetensors_file import close_all, open_weights, read_json
+from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
+from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm
-from hepti_mqtt.errors import ModelError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
+from hepti_mqtt.checkpoint.torch_file import TorchFile
+from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
+from hepti_mqtt.ids import check_name, valid_name
 from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, without_missing_pooler
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.generation import end_tokens
+from hepti_mqtt.models.sentences import TextRules, text_rules
+from hepti_mqtt.models.shapes import TextInput
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
 from hepti_mqtt.spec import Spec
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
 _EXTRAS: Final = (
     "preprocessor_config.json",
+    "processor_config.json",
     "modules.json",
     "config_sentence_transformers.json",
-    "sentence_bert_config.json",
+    "sentence_*_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "tokenizer_config.json",
+    "generation_config.json",
     "*/config.json",
 )
+_ADAPTER: Final = "adapter_config.json"
 _LISTED: Final = 8
 
 
@@ -65,6 +76,8 @@ class Checkpoint:
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(spec_from_config(config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
+        if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
+            self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
     @classmethod
@@ -74,12 +87,13 @@ class Checkpoint:
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
         """
-        path = Path(path)
+        path = model_directory(Path(path))
         onnx = onnx_file.find_onnx(path)
         if onnx is None and not path.is_dir():
             raise ModelError(f"{path} is not a directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
+        refuse_pointers([root / "tokenizer.json"])
         extras = {
             file.relative_to(root).as_posix(): read_json(file)
             for pattern in _EXTRAS
@@ -89,10 +103,21 @@ class Checkpoint:
             beside = root / "config.json"
             opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
             return cls(path, name, opened.config, extras, [opened])
-        config = read_json(path / "config.json")
+        if (path / _ADAPTER).is_file():
+            raise UnsupportedModelError(
+                f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
+                "model.merge_and_unload().save_pretrained(directory)"
+            )
+        described = path / "config.json"
+        opening = _opening(path)
+        config = read_json(described) if described.is_file() or opening is not None else {}
+        if "architectures" not in config and opening is None:
+            raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
         spec_from_config(config, extras)
-        files = open_weights(path)
+        if opening is None:
+            raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
+        files = opening()
         try:
             return cls(path, name, config, extras, files)
         except BaseException:
@@ -118,13 +143,17 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> Manifest:
         """Return the tiles of all tensors; hashes every weight unless the user's cache knows these files."""
-        sources = tuple(self._tensors)
-        kept = storage.manifest_cache_path((stamp for file in self._files for stamp in file.stamps), sources)
+        sources, kept = tuple(self._tensors), self._manifest_cache
         manifest = storage.load_cached_manifest(kept, self.model)
         if manifest is None:
             manifest = Manifest(self.model, tuple(self._entry(source) for source in sources))
             storage.store_cached_manifest(kept, manifest)
         return manifest
+
+    @cached_property
+    def _manifest_cache(self) -> Path:
+        stamps = (stamp for file in self._files for stamp in file.stamps)
+        return storage.manifest_cache_path(stamps, self._stored, self._tensors)
 
     def tile(self, digest: bytes) -> bytes:
         """Return the bytes of the tile named `digest`.
@@ -135,7 +164,10 @@ class Checkpoint:
         tile = self._tiles[digest]
         data = self._tile_bytes(tile.source, tile.rows, tile.columns)
         if tile_hash(data) != digest:
-            raise ModelError(f"the weights in {self.path} changed while they were served; restart the planner")
+            self._manifest_cache.unlink(missing_ok=True)  # a disk that decays changes no time: hash it again next time
+            raise WeightsChangedError(
+                f"the weights in {self.path} changed while model {self.model} was served; start the planner again"
+            )
         return data
 
     @cached_property
@@ -169,35 +201,53 @@ class Checkpoint:
     @property
     def has_tokenizer(self) -> bool:
         """Return whether there is a tokenizer, good or bad."""
-        return (self.path / "tokenizer.json").is_file()
+        return has_tokenizer(self.path)
 
     @cached_property
+    def texts(self) -> TextTokenizer:
+        """Return how texts become ids; raises ModelError if there is no tokenizer, or a bad one."""
+        task = self.spec.head.task
+        return open_tokenizer(
+            self.path,
+            self.config,
+            self.extras,
+            masks=task == "masked_token",
+            lower=self.text_rules.lower == "normalizer",
+            generates=task == "generation",
+        )
+
+    def _check_padding(self) -> None:
+        """Raise ModelError if texts have the padding id, which a model whose positions begin behind it skips."""
+        stem = self.spec.text if isinstance(self.spec, ModelSpec) else None
+        used = {*self.texts.tokenizer.encode("a").ids, self.texts.mask}
+        if stem is not None and stem.position_offset and stem.position_offset - 1 in used:
+            raise ModelError(
+                f"config.json: pad_token_id {stem.position_offset - 1} is a token that texts have; restore the file"
+            )
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer without padding and truncation; raises ModelError if there is none, or a bad one."""
-        path = self.path / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{path} is missing, so texts cannot be read or written; copy it from where the model is")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
-            raise ModelError(f"{path} is not a valid tokenizer ({error}); copy it again") from error
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
+        return self.texts.tokenizer
 
     @cached_property
+    def text_rules(self) -> TextRules:
+        """Return what is done with a text before the tokenizer: nothing, but for sentence embeddings."""
+        return text_rules(self.extras) if self.spec.head.task == "embedding" else TextRules()
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens after which a decoder's text ends."""
+        reads = self.spec.input_spec
+        vocab = reads.vocab if isinstance(reads, TextInput) else 0
+        return end_tokens(JsonConfig("config.json", self.config), self.extras, vocab)
+
+    @property
     def mask_id(self) -> int:
         """Return the id of the mask token; raises ModelError if the tokenizer has none."""
-        for file in ("special_tokens_map.json", "tokenizer_config.json"):
-            options = self.extras.get(file)
-            token = options.get("mask_token") if isinstance(options, Mapping) else None
-            token = token.get("content") if isinstance(token, Mapping) else token
-            if isinstance(token, str) and (found := self.tokenizer.token_to_id(token)) is not None:
-                return int(found)
-        for token in ("[MASK]", "<mask>"):
-            if (found := self.tokenizer.token_to_id(token)) is not None:
-                return int(found)
-        raise ModelError(f"{self.path / 'tokenizer.json'} has no mask token; masked-token requests need one")
+        if self.texts.mask is None:
+            raise ModelError(f"{self.path / 'tokenizer.json'} has no mask token; masked-token requests need one")
+        return self.texts.mask
 
 
 class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
@@ -221,8 +271,17 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
-    name = re.sub(r"[^a-z0-9_-]+", "-", path.resolve().name.lower().removesuffix(".onnx")).strip("-_")[:64]
-    return name or "model"
+    return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
+
+
+def _opening(directory: Path) -> Callable[[], Sequence[WeightsReader]] | None:
+    """Return what opens the weights of a directory, one file or shards, safetensors first; None without any."""
+    for name, file in (("model.safetensors", WeightsFile), ("pytorch_model.bin", TorchFile)):
+        if (directory / name).is_file():
+            return lambda file=file, name=name: [file(directory / name)]  # type: ignore[misc]
+        if (directory / f"{name}.index.json").is_file():
+            return partial(open_shards, directory / f"{name}.index.json", file)
+    return None
 
 
 def _stored_matrix(source: TensorSource) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from small_cnns import cnn, conv, dense, pool
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
-from hepti_mqtt.checkpoint.safetensors_file import open_weights
+from hepti_mqtt.checkpoint.safetensors_file import WeightsFile
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn import nodes
@@ -39,7 +39,8 @@ PRE = "preprocessor_config.json"
 
 
 def spec_of(kind, pre=None, **changes):
-    extras = KINDS[kind].extras if pre is None else {PRE: pre}
+    known = {"image_mean": 0.5, "image_std": 0.5, "resample": 2}
+    extras = KINDS[kind].extras if pre is None else {PRE: known | pre}
     return models.spec_from_config({**KINDS[kind].config, **changes}, extras)
 
 
@@ -62,7 +63,7 @@ def test_a_norm_is_folded_and_channels_come_last(tmp_path):
     path = make_model("tiny-resnet", tmp_path / "m", seed=2)
     with Checkpoint.open(path) as checkpoint:
         tensors = dict(checkpoint.tensors())
-    (file,) = open_weights(path)
+    file = WeightsFile(path / "model.safetensors")
 
     def stored(name):
         tensor = file.tensors[name]
@@ -100,10 +101,10 @@ def test_layers_are_parted_where_one_map_alone_is_read():
 @pytest.mark.parametrize(
     ("pre", "size", "shortest"),
     [
-        ({}, 61, 70),
+        ({"size": {"shortest_edge": 70}, "image_processor_type": "CLIPImageProcessor", "crop_size": 61}, 61, 70),
         ({"size": {"shortest_edge": 70}, "do_center_crop": True, "crop_size": {"height": 61, "width": 61}}, 61, 70),
-        ({"size": {"shortest_edge": 61}, "crop_pct": 0.875}, 61, 69),
-        ({"size": 61, "image_processor_type": "ConvNextImageProcessor"}, 61, 69),
+        ({"size": {"shortest_edge": 61}, "feature_extractor_type": "ConvNextFeatureExtractor"}, 61, 69),
+        ({"size": 61, "image_processor_type": "ConvNextImageProcessorFast", "crop_pct": 0.8}, 61, 76),
         ({"size": {"height": 61, "width": 61}}, 61, 0),
     ],
 )
