@@ -228,7 +228,7 @@ def test_wait_ready_tells_the_planners_reason(hepti, planner):
         hepti.wait_ready("m", timeout=1000, patience_s=0.0)
 
 
-NO_PLAN = {"code": "no_plan", "message": "no device is online"}
+NO_PLAN = {"code": "no_plan", "message": "no device is online", "detail": ""}
 
 
 def serving(planner, *steps):
