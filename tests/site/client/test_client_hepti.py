@@ -221,7 +221,7 @@ def test_wait_ready_waits_for_a_plan_of_the_planner_that_is_there(hepti, planner
 
 
 def test_wait_ready_tells_the_planners_reason(hepti, planner):
-    planner.record(error={"code": "no_plan", "message": "a lacks 5 MiB"})
+    planner.record(error={"code": "no_plan", "message": "a lacks 5 MiB", "detail": ""})
     with pytest.raises(PlanError):
         hepti.wait_ready("m", timeout=0.05)
     with pytest.raises(PlanError):
