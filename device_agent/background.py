@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil, inf
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +19,7 @@ from device_agent.machine import free_memory, usable_cores
 from device_agent.measure import has_narrow_curves, load_or_measure
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.ids import Start
 from hepti_mqtt.kernels import Workers, isa, precompile
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.jit import cache_directory, release_compiler, return_memory
@@ -37,12 +39,12 @@ class StartupStatus:
     def __init__(
         self,
         publish: Callable[[Status], None],
-        boot: int,
+        start: Start,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._publish, self._log, self._clock = publish, log, clock
-        self._status = Status("starting", boot, version=__version__)
+        self._status = Status("starting", start.boot, version=__version__, term=start.term)
         self._logged_s = float("-inf")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="hepti-starting", daemon=True)
@@ -60,7 +62,7 @@ class StartupStatus:
 
     def update(self, doing: str, done: int = 0, total: int = 0) -> None:
         """Say what is done now, and how much of it is done already."""
-        status = Status("starting", self._status.boot, doing, done, total, __version__)
+        status = replace(self._status, doing=doing, done=done, total=total)
         if status == self._status:
             return
         now, other = self._clock(), doing != self._status.doing

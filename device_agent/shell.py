@@ -34,13 +34,14 @@ from device_agent.network import (
 from device_agent.probes import BUSY_S
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.ids import PlanVersion, Start
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import TensorArrival
 from hepti_mqtt.protocol.keys import Channel, agree
 from hepti_mqtt.protocol.messages import is_compatible
-from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES, max_plausible_boot
+from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
+from hepti_mqtt.protocol.starts import NameHolder
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane, Publish
 from hepti_mqtt.runtime.worker.executor import Step
@@ -131,7 +132,7 @@ class SessionLoop:
     def __init__(
         self,
         session: WorkerSession,
-        boot: int,
+        start: Start,
         inbox: Inbox[AgentEvent],
         network: Network,
         loader: LoaderThread,
@@ -144,7 +145,7 @@ class SessionLoop:
         private_key: bytes = b"",
     ) -> None:
         self._links, self._private_key = links, private_key
-        self._session, self._boot, self._inbox, self._network = session, boot, inbox, network
+        self._session, self._inbox, self._network = session, inbox, network
         self._loader, self._meter, self._complaints, self._announce, self._log = (
             loader,
             meter,
@@ -157,7 +158,9 @@ class SessionLoop:
         self._told = 0  # how much of the session's story is in the log
         self._up: dict[Plane, LinkUp] = {}
         self._announced = False
-        self._planner_boot: int | None = None
+        self._name = NameHolder(start)
+        self._planner: Start | None = None
+        self._agreed_boot: int | None = None  # of the planner whose key is agreed on
         self._planner_key, self._numbers = "", count(1)  # numbers: of messages to planners
         self._planner_version: str | None = None  # None: no planner has shown itself yet
         self.announce_offline = True
@@ -414,17 +417,18 @@ class SessionLoop:
     # -- statuses ------------------------------------------------------------------------------------------------
 
     def _planner_status(self, event: PlannerStatus) -> None:
-        if event.status.state == "offline" or not self._is_plausible_boot("the planner", event.status.boot):
+        status = event.status
+        if status.state == "offline":
             return
-        if self._planner_boot is not None and event.status.boot < self._planner_boot:
-            return  # of an earlier start: a broker that lost its last save retains it
-        self._planner_version = event.status.version
-        is_new = event.status.boot != self._planner_boot
-        self._agree(event.status.public_key, is_new)
-        if is_new:
-            self._planner_boot = event.status.boot
-            self._feed_session(PlannerLost(event.status.boot))
-        if event.status.state == "online":
+        self._agree(status.public_key, status.boot != self._agreed_boot)
+        self._agreed_boot = status.boot
+        # One of a lower term is late: a broker that lost its last save retained it. If the broker lost all, the term of
+        # a planner that serves may be lower, too; it releases our plans itself when it meets us.
+        if self._planner is None or status.start > self._planner:
+            self._planner = status.start
+            self._feed_session(PlannerLost(status.boot))
+        self._planner_version = status.version
+        if status.state == "online":
             self._loader.post(RequestAgain())
 
     def _agree(self, public_key: str, is_new: bool) -> None:
@@ -470,27 +474,19 @@ class SessionLoop:
 
         The network has corrected what was retained already, unless it names a later start.
         """
-        status = event.status
-        believed = self._is_plausible_boot(f"another {self._session.device}", status.boot)
-        if believed and status.boot > self._boot:
+        verdict = self._name.handle(event.status, time.monotonic())
+        if verdict == "taken":
             error = ConfigError(
-                f"another agent with the name {self._session.device} has started on this site (boot {status.boot} "
-                f"after {self._boot}); give one of them another --id"
+                f"another agent with the name {self._session.device} has started on this site; give one of them "
+                "another --id"
             )
             self._inbox.post(Stop(error, announce_offline=False))
+        if verdict != "contradict":
             return
-        if (status.boot, status.state) == (self._boot, "offline"):
+        if event.status.boot == self._name.start.boot:
             self._feed_session(MayHaveMissedCommands("the broker has published our will"))
-        if status.boot > self._boot and self._announced:
+        if event.status.start > self._name.start and self._announced:
             self.packet_limit_bytes = self._announce(self._up["control"])
-
-    def _is_plausible_boot(self, who: str, boot: int) -> bool:
-        """Return whether a boot counter is plausible; log one that is in the future."""
-        if boot <= max_plausible_boot(self._boot, time.time()):
-            return True
-        text = f"ignored boot counter {boot} of {who}: it is in the future. Set its clock, or clear its retained status"
-        self._complaints.record("implausible_boot", text)
-        return False
 
 
 def _unexpected(error: Exception) -> Exception | None:

@@ -211,7 +211,7 @@ class ProgramBuilt:
 
 @dataclass(frozen=True, slots=True)
 class PlannerLost:
-    """The planner restarted: everything of an earlier boot counter is void."""
+    """The planner restarted: everything of an earlier start is void."""
 
     boot: int
 
