@@ -21,12 +21,12 @@ from typing import Final, Literal, NamedTuple
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes
+from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes, part
 from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
+from hepti_mqtt.runtime.worker.residents import Place
 
 RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
 _SMALL: Final = 20
@@ -246,7 +246,7 @@ class LoadJob:
                 f"the manifest is that of model {manifest.model}, not {self.load.model}; restart the planner"
             )
         self.manifest = manifest
-        for ref in self.load.refs:
+        for ref in dict.fromkeys(self.load.matrices.values()):
             if ref in held:
                 self.weights[ref] = held[ref]
                 continue
@@ -288,17 +288,8 @@ MAX_REMEMBERED: Final = 1 << 16  # hashes once asked for: a late answer to them 
 LoadEvent = Loaded | LoadFailed | LoadProgress
 
 
-@dataclass(slots=True)
-class _ResidentWeight:
-    weight: Weight
-    nbytes: int
-    users: set[tuple[str, PlanVersion]]
-
-
 class WeightLoader:
-    """Makes weights resident and shares them between plan versions.
-
-    Those that no epoch uses any more stay as long as there is room, so that a plan that comes back is there at once.
+    """Makes matrices resident, of which the weights of plan versions are views; the session says which of them stay.
 
     emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. counters: `tiles_asked`,
     `tiles_reasked`, `tiles_received`, `tile_bytes_received`, `tiles_cached`, `tiles_mismatched`, `tiles_unneeded`.
@@ -316,7 +307,7 @@ class WeightLoader:
         self._ask = request_tiles
         self._counters = counters
         self._jobs: deque[LoadJob] = deque()
-        self._held: dict[tuple[bytes, WeightRef], _ResidentWeight] = {}  # last used, last in order
+        self._held: dict[Place, Weight] = {}
         self._requested_before: set[bytes] = set()
         self._last_arrival_s = 0.0
         self._last_report_s = float("-inf")
@@ -325,34 +316,26 @@ class WeightLoader:
 
     def load(self, load: Load, now: float) -> None:
         """Begin, or queue, a load, and say so."""
-        self._jobs.append(job := LoadJob(load, total_bytes=max(weights_bytes(load.refs), 1)))
-        wanted = {(load.manifest, ref) for ref in load.refs}
-        self._make_room(load.spare_bytes, wanted)
+        self._keep(load.keep)
+        new = {m for m in load.matrices.values() if (load.manifest, m) not in self._held}
+        self._jobs.append(job := LoadJob(load, total_bytes=max(weights_bytes(new), 1)))
         if len(self._jobs) == 1:
             self._begin(now)
         if any(other is job for other in self._jobs):
             self._emit_progress(job)
 
     def unload(self, unload: Unload, now: float) -> None:
-        """Cancel the load of a plan version, or give up its weights if no other uses them."""
+        """Cancel the load of a plan version, or give up what of its weights is not to be kept."""
         key = (unload.model, unload.plan_version)
         active = self._jobs[0] if self._jobs else None
         self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.plan_version) != key)
-        for held in self._held.values():
-            held.users.discard(key)
-        self._make_room(unload.spare_bytes)
+        self._keep(unload.keep)
         if self._jobs and self._jobs[0] is not active:
             self._begin(now)
         return_memory()
 
-    def _make_room(self, spare_bytes: float, wanted: Collection[tuple[bytes, WeightRef]] = ()) -> None:
-        """Give up weights that nobody uses or wants, oldest first, until the others take at most `spare_bytes`."""
-        spare = [ref for ref, held in self._held.items() if not held.users and ref not in wanted]
-        left = sum(self._held[ref].nbytes for ref in spare)
-        for ref in spare:
-            if left <= spare_bytes:
-                break
-            left -= self._held.pop(ref).nbytes
+    def _keep(self, places: Collection[Place]) -> None:
+        self._held = {place: weight for place, weight in self._held.items() if place in places}
 
     # -- what the network says -----------------------------------------------------------------------------------
 
@@ -466,8 +449,8 @@ class WeightLoader:
 
     def _plan(self, job: LoadJob, manifest: Manifest) -> None:
         """Find out which tiles are needed and where each of them goes."""
-        held = ((ref, self._held.get((job.load.manifest, ref))) for ref in job.load.refs)
-        job.plan_tiles(manifest, {ref: there.weight for ref, there in held if there is not None})
+        own = job.load.manifest
+        job.plan_tiles(manifest, {matrix: weight for (digest, matrix), weight in self._held.items() if digest == own})
         for digest in job.destinations:
             (job.on_disk if digest in self._cache else job.to_request).append(digest)
 
@@ -505,12 +488,9 @@ class WeightLoader:
 
     def _finish(self, job: LoadJob, now: float) -> None:
         load = job.load
-        for ref, weight in job.weights.items():
-            place = (load.manifest, ref)
-            held = self._held.pop(place, None) or _ResidentWeight(weight, weights_bytes([ref]), set())
-            held.users.add((load.model, load.plan_version))
-            self._held[place] = held
-        self._emit(Loaded(load.model, load.plan_version, job.weights))
+        self._held.update(((load.manifest, matrix), weight) for matrix, weight in job.weights.items())
+        views = {ref: part(job.weights[matrix], matrix, ref) for ref, matrix in load.matrices.items()}
+        self._emit(Loaded(load.model, load.plan_version, views))
         self._next(now)
 
     def _fail(self, job: LoadJob, error: HeptiError, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import replace
+from itertools import pairwise
 from queue import SimpleQueue
 
 import numpy as np
@@ -23,13 +24,14 @@ from device_agent.loader import (
     TileIn,
     WeightLoader,
 )
-from hepti_mqtt.cost.memory import loading_overhead_bytes, weights_bytes
+from hepti_mqtt.cost.memory import loading_overhead_bytes
 from hepti_mqtt.errors import ModelError, PlanError, WireError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import loading_bytes
+from hepti_mqtt.kernels.weights import NR
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest
-from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
+from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress, Unload
 
 MODEL = Model()
 BIG = Model(seed=3, rows=1500, columns=1500)
@@ -85,7 +87,7 @@ def test_an_empty_range_needs_no_tile(device):
     assert device.of(Loaded)[0].weights[refs[1]].shape == (0,)
 
 
-def test_epochs_share_weights_and_keep_them_until_the_last_is_gone(device):
+def test_epochs_share_weights_as_long_as_they_are_kept(device):
     device.loader.load(MODEL.load(1), device.now)
     device.serve(MODEL)
     asked = device.counters["tiles_asked"]
@@ -95,32 +97,32 @@ def test_epochs_share_weights_and_keep_them_until_the_last_is_gone(device):
     first, second = device.of(Loaded)
     assert all(first.weights[ref] is second.weights[ref] for ref in MODEL.refs)
     assert device.counters["tiles_asked"] <= asked + 2
-    device.loader.unload(Unload("m", PlanVersion(1, 1)), device.now)
+    device.loader.unload(Unload("m", PlanVersion(1, 1), MODEL.places(more)), device.now)
     device.loader.load(MODEL.load(3), device.now)
     assert device.of(Loaded)[2].weights[MODEL.refs[0]] is first.weights[MODEL.refs[0]]
-    for number in (2, 3):
-        device.loader.unload(Unload("m", PlanVersion(1, number)), device.now)
+    device.loader.unload(Unload("m", PlanVersion(1, 2), MODEL.places()), device.now)
+    device.loader.unload(Unload("m", PlanVersion(1, 3)), device.now)
     device.loader.load(MODEL.load(4), device.now)
     device.serve(MODEL)
     assert device.of(Loaded)[3].weights[MODEL.refs[0]] is not first.weights[MODEL.refs[0]]
 
 
-def test_weights_that_nobody_uses_stay_while_there_is_room_the_last_used_longest(device):
-    old, new = (MODEL.load(number, refs) for number, refs in ((1, MODEL.refs[:1]), (2, MODEL.refs[1:2])))
-    for load in (old, new):
-        device.loader.load(load, device.now)
-        device.serve(MODEL)
-        device.loader.unload(Unload("m", load.plan_version, spare_bytes=1 << 30), device.now)
-    first, second = (loaded.weights for loaded in device.of(Loaded))
-    room = weights_bytes(new.refs)
-    device.loader.load(replace(MODEL.load(3, ()), spare_bytes=room), device.now)
-    device.loader.unload(Unload("m", PlanVersion(1, 3), spare_bytes=room), device.now)
-    device.loader.load(MODEL.load(4, (*old.refs, *new.refs)), device.now)
+def test_another_part_of_a_matrix_that_is_there_needs_no_tile(device):
+    """Parts that touch are loaded as one matrix, in which any other parts are."""
+    cuts = (0, 2 * NR, 5 * NR, 600)
+    parts = tuple(WeightRef("up", (0, 300), ends) for ends in pairwise(cuts))
+    biases = tuple(WeightRef("bias", (0, 1), ends, "plain") for ends in pairwise(cuts))
+    device.loader.load(MODEL.load(1, (*parts, *biases)), device.now)
     device.serve(MODEL)
-    last = device.of(Loaded)[-1].weights
-    assert last[new.refs[0]] is second[new.refs[0]]
-    assert last[old.refs[0]] is not first[old.refs[0]]
-    check_weights(MODEL, last, (*old.refs, *new.refs))
+    check_weights(MODEL, device.of(Loaded)[0].weights, (*parts, *biases))
+    asked, whole = (
+        device.counters["tiles_asked"],
+        (WeightRef("up", (0, 300), (0, 600)), biases[0]._replace(columns=(0, 600))),
+    )
+    other = (WeightRef("up", (0, 300), (NR, 3 * NR)), WeightRef("bias", (0, 1), (7, 9), "plain"))
+    device.loader.load(MODEL.load(2, other, held=whole), device.now)
+    assert device.counters["tiles_asked"] == asked
+    check_weights(MODEL, device.of(Loaded)[1].weights, other)
 
 
 def test_release_while_loading_cancels_and_the_next_load_begins(device):
@@ -297,7 +299,7 @@ def test_a_damaged_cache_is_made_good(tmp_path, damage):
 def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
     from hepti_mqtt.protocol.manifest import tile_hash
 
-    device.loader.load(Load(1, "m", PlanVersion(1, 1), tile_hash(blob), MODEL.refs), device.now)
+    device.loader.load(replace(MODEL.load(), manifest=tile_hash(blob)), device.now)
     device.loader.load(MODEL.load(2), device.now)
     device.loader.on_tile(blob, True, device.now)
     (failed,) = device.of(LoadFailed)
