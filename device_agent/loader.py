@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final, Literal, NamedTuple
 
+from device_agent.budget import Budget, give_way
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
@@ -279,7 +280,7 @@ class LoadJob:
 # int8 blocks of which a part is missing (`cost.memory.loading_overhead_bytes`).
 
 
-WINDOW: Final = 16  # requested tiles that have not come yet
+WINDOW: Final = 16  # requested tiles that have not come yet; one while exchanges share the link
 RETRY_S: Final = 3.0
 PROGRESS_S: Final = 0.5
 MAX_MISMATCHES: Final = 3
@@ -291,8 +292,9 @@ LoadEvent = Loaded | LoadFailed | LoadProgress
 class WeightLoader:
     """Makes matrices resident, of which the weights of plan versions are views; the session says which of them stay.
 
-    emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. counters: `tiles_asked`,
-    `tiles_reasked`, `tiles_received`, `tile_bytes_received`, `tiles_cached`, `tiles_mismatched`, `tiles_unneeded`.
+    emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. window: returns how many
+    tiles may be requested now. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`,
+    `tiles_cached`, `tiles_mismatched`, `tiles_unneeded`.
     """
 
     def __init__(
@@ -301,10 +303,11 @@ class WeightLoader:
         emit: Callable[[LoadEvent], None],
         request_tiles: Callable[[str, tuple[bytes, ...]], None],
         counters: Counter[str],
+        window: Callable[[], int] = lambda: WINDOW,
     ) -> None:
         self._cache = cache
         self._emit = emit
-        self._ask = request_tiles
+        self._ask, self._window = request_tiles, window
         self._counters = counters
         self._jobs: deque[LoadJob] = deque()
         self._held: dict[Place, Weight] = {}
@@ -455,10 +458,11 @@ class WeightLoader:
             (job.on_disk if digest in self._cache else job.to_request).append(digest)
 
     def _ask_more(self, job: LoadJob, now: float) -> None:
-        if len(job.requested) > WINDOW // 2 or not job.to_request:
+        window = self._window()
+        if len(job.requested) > window // 2 or not job.to_request:
             return
         new: list[bytes] = []
-        while job.to_request and len(job.requested) + len(new) < WINDOW and job.may_accept(job.to_request[0]):
+        while job.to_request and len(job.requested) + len(new) < window and job.may_accept(job.to_request[0]):
             digest = job.to_request.popleft()
             if digest in job.missing and digest not in job.deferred:
                 new.append(digest)
@@ -550,12 +554,17 @@ Input = Load | Unload | TileIn | RequestAgain
 
 
 class LoaderThread:
-    """Runs a `WeightLoader` in a thread of its own; `post` is safe from any thread."""
+    """Runs a `WeightLoader` in its own thread, tile by tile as the budget allows; `post` is safe from any thread."""
 
-    def __init__(self, loader: WeightLoader, counters: Counter[str], log: logging.Logger) -> None:
+    def __init__(
+        self, loader: WeightLoader, counters: Counter[str], log: logging.Logger, budget: Budget | None = None
+    ) -> None:
         self._loader = loader
         self._counters = counters
         self._log = log
+        self._budget = budget or Budget()
+        self._arrived: deque[TileIn] = deque()
+        self._has_more = False  # perhaps a tile on disk
         self._inputs: SimpleQueue[Input | Literal["stop"]] = SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
@@ -582,21 +591,25 @@ class LoaderThread:
         self._inputs.put(item)
 
     def _run(self) -> None:
-        busy = False
-        while True:
-            deadline = self._loader.deadline()
-            timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        give_way()
+        while (item := self._next()) != "stop":
             try:
-                item = self._inputs.get(block=not busy, timeout=timeout)
-            except Empty:
-                item = None
-            if item == "stop":
-                return
-            try:
-                busy = self._turn(item)
+                self._turn(item)
             except Exception as exc:
                 self._abandon(exc)
-                busy = True  # the next load may be on disk, and then nothing else wakes this thread
+                self._has_more = True  # the next load may be on disk, and then nothing else wakes this thread
+
+    def _next(self) -> Input | Literal["stop"] | None:
+        """Return what was posted, None once there is work to go on with."""
+        if self._arrived or self._has_more:
+            timeout_s: float | None = self._budget.pause_s(time.perf_counter())
+        else:
+            deadline = self._loader.deadline()
+            timeout_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        try:
+            return self._inputs.get(block=timeout_s != 0, timeout=timeout_s)
+        except Empty:
+            return None
 
     def _abandon(self, cause: Exception) -> None:
         """Fail the current load; never raises, because this thread must go on."""
@@ -607,19 +620,31 @@ class LoaderThread:
         except Exception:
             self._log.exception("the load that failed could not be given up")
 
-    def _turn(self, item: Input | None) -> bool:
+    def _turn(self, item: Input | None) -> None:
         now = time.monotonic()
         match item:
             case Load():
                 self._loader.load(item, now)
             case Unload():
                 self._loader.unload(item, now)
-            case TileIn(body, mine):
-                with self._lock:
-                    self._queued_bytes -= len(body)
-                self._loader.on_tile(body, mine, now)
+            case TileIn():
+                self._arrived.append(item)
             case RequestAgain():
                 self._loader.request_again(now)
             case None:
-                self._loader.retry_if_due(now)
-        return self._loader.step(now)
+                if not self._arrived:  # else what was asked for has come
+                    self._loader.retry_if_due(now)
+        self._has_more = self._has_more or item is not None
+        if self._budget.pause_s(time.perf_counter()) == 0:
+            begun_s = time.thread_time()
+            self._step(now)
+            self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
+
+    def _step(self, now: float) -> None:
+        """Take one tile, one that has come before one on disk."""
+        if self._arrived:
+            tile = self._arrived.popleft()
+            with self._lock:
+                self._queued_bytes -= len(tile.body)
+            self._loader.on_tile(tile.body, tile.addressed_here, now)
+        self._has_more = self._loader.step(now)

@@ -13,6 +13,7 @@ from device_agent_support import LOG, Device, Model, check_weights
 from hypothesis import given
 from hypothesis import strategies as st
 
+from device_agent.budget import Budget
 from device_agent.loader import (
     MAX_MISMATCHES,
     PROGRESS_S,
@@ -389,11 +390,11 @@ def test_a_lack_of_memory_ends_the_load_with_a_reason(device, monkeypatch):
 class Served:
     """A loader thread with a planner that answers at once."""
 
-    def __init__(self, directory, model):
+    def __init__(self, directory, model, budget=None):
         self.events, self.ends = [], SimpleQueue()
         self.counters = Counter()
         loader = WeightLoader(TileCache(directory, 1 << 30, self.counters), self.emit, self.ask, self.counters)
-        self.thread = LoaderThread(loader, self.counters, LOG)
+        self.thread = LoaderThread(loader, self.counters, LOG, budget)
         self.model = model
         self.thread.start()
 
@@ -468,6 +469,57 @@ def test_a_load_that_cannot_be_given_up_does_not_end_the_thread(tmp_path, monkey
     served.thread.post(MODEL.load(2))
     check_weights(MODEL, served.wait().weights)
     served.thread.close()
+
+
+class Gate(Budget):
+    """A budget that allows nothing before it is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.is_open = SimpleQueue(), False
+
+    def pause_s(self, now):
+        self.asked.put(now)
+        return 0.0 if self.is_open else 0.001
+
+
+def test_no_tile_is_taken_from_disk_or_from_the_planner_before_the_budget_allows_it(tmp_path):
+    first = Device(tmp_path)
+    first.loader.load(MODEL.load(refs=MODEL.refs[:2]), first.now)
+    first.serve(MODEL)
+    gate = Gate()
+    served = Served(tmp_path, MODEL, gate)
+    served.thread.post(MODEL.load())
+    for _ in range(50):
+        gate.asked.get(timeout=30)
+    assert served.ends.empty()
+    assert served.counters["tiles_cached"] == served.counters["tiles_received"] == 0
+    gate.is_open = True
+    check_weights(MODEL, served.wait().weights)
+    served.thread.close()
+
+
+def test_one_tile_is_outstanding_while_exchanges_share_the_link(tmp_path):
+    """Those that were asked for before come, and no more."""
+    device = Device(tmp_path)
+    window = WINDOW
+    device.loader = WeightLoader(
+        device.cache,
+        device.events.append,
+        lambda _, hashes: device.asks.extend(hashes),
+        device.counters,
+        lambda: window,
+    )
+    refs = (WeightRef("up", (0, 1500), (0, 1500)),)
+    device.loader.load(BIG.load(refs=refs), device.now)
+    device.serve(BIG, most=3)
+    window, outstanding = 1, []
+    while device.asks:
+        device.loader.on_tile(BIG.blobs[device.asks.popleft()], True, device.now)
+        outstanding.append(len(device.asks))
+    assert max(outstanding) < WINDOW
+    assert set(outstanding[WINDOW:]) == {0, 1}
+    check_weights(BIG, device.of(Loaded)[0].weights, refs)
 
 
 def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):
