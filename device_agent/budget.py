@@ -17,12 +17,13 @@ NICE: Final = 10
 
 
 class _State(NamedTuple):
-    """What the session thread does since `since_s`; served_s: of runs before."""
+    """What the session thread does since `since_s`; served_s: of runs before. gap_s: between the last two of them."""
 
     running: bool = False
     waiting: bool = True
     since_s: float = -inf
     served_s: float = 0.0
+    gap_s: float = inf
 
 
 class Budget:
@@ -30,7 +31,7 @@ class Budget:
 
     While runs are under way, work goes on when the device has nothing to do for them, and otherwise with `PART` of the
     time that they take. Else it goes on as it likes. throttled: a quota of the processor is used up by work in pauses
-    too, which is missing in the next op: pauses are not free then, nor is the time between two requests.
+    too, which is missing in the next op: pauses are not free then, nor is the time in which the next run is expected.
 
     `note` is for the thread that runs ops, all else for any thread.
     """
@@ -45,7 +46,8 @@ class Budget:
         """Note whether runs are under way, and whether all of them wait for somebody else."""
         state = self._state
         if running != state.running:
-            self._state = _State(running, waiting, now, self._served_s(state, now))
+            gap_s = now - state.since_s if running else state.gap_s
+            self._state = _State(running, waiting, now, self._served_s(state, now), gap_s)
         elif waiting != state.waiting:
             self._state = state._replace(waiting=waiting)
 
@@ -78,9 +80,9 @@ class Budget:
         return now - self.last_run_s(now) > IN_USE_S
 
     def _is_free(self, now: float) -> bool:
-        if self._throttled:
-            return self.is_unused(now)
         state = self._state
+        if self._throttled:
+            return not state.running and now - state.since_s > _expected_s(state)
         return not state.running or state.waiting
 
     def _refill(self, now: float) -> float:
@@ -93,8 +95,13 @@ class Budget:
         """Return the time of runs so far; with a quota that between two of them counts too."""
         if state.running:
             return state.served_s + now - state.since_s
-        between_s = min(now - state.since_s, IN_USE_S) if self._throttled and state.since_s > -inf else 0.0
+        between_s = min(now - state.since_s, _expected_s(state)) if self._throttled and state.since_s > -inf else 0.0
         return state.served_s + between_s
+
+
+def _expected_s(state: _State) -> float:
+    """Return for how long after a run the next one is expected: twice as long as the last one let wait."""
+    return min(2 * state.gap_s, IN_USE_S)
 
 
 def give_way() -> None:

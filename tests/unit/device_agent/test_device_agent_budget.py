@@ -69,8 +69,8 @@ def test_under_a_quota_neither_waits_nor_the_time_between_requests_are_free() ->
     assert sum(device.taken.values()) <= PART * 120 + KEPT_S + STEP_S
     assert sum(device.taken.values()) >= PART * 100
     before = device.taken["between"]
-    device.phase("between", False, True, end_s, end_s + IN_USE_S + 10)
-    assert device.taken["between"] - before >= 9, "nobody asks any more"
+    device.phase("between", False, True, end_s, end_s + 10)
+    assert device.taken["between"] - before >= 8, "no run came when one was expected: requests may wait for this load"
 
 
 def test_long_work_is_paid_for_afterwards() -> None:
