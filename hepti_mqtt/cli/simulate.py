@@ -16,7 +16,7 @@ from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.cost.explain import plan_work_factor
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, wire_errors
@@ -27,7 +27,11 @@ def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
     cluster = load_site(settings.find_bundled_config("sites", args.devices_file))
     question = _question(args, cluster, _spec(args.model))
-    decision, spec = _decide(args.model, question), question.spec
+    try:
+        decision, spec = _decide(args.model, question), question.spec
+    except PlanError as error:
+        output.print_lines(error.detail if args.explain and not args.json else ())
+        raise
     chosen = decision.chosen.plan
     played = simulate_plan(args.site, spec, chosen, question.shape, cluster) if needs_simulation(args) else None
     if played is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.planner.accuracy import decide_within_accuracy, wire_errors
+from hepti_mqtt.planner.accuracy import decide_within_accuracy, weight_error, wire_errors
 from hepti_mqtt.planner.candidates import Candidate, Decision
 from hepti_mqtt.planner.decisions import (
     KNOWN,
@@ -35,6 +35,7 @@ __all__ = [
     "price",
     "ranked_with_previous",
     "revalidate",
+    "weight_error",
     "wire_errors",
     "with_exploration",
 ]

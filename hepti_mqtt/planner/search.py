@@ -28,8 +28,8 @@ from hepti_mqtt.planner.candidates import (
     check_question,
     device_costs,
     explain_choice,
-    explain_no_fit,
     interchangeable,
+    no_fit,
     subsets,
     wire_error_key,
     with_route,
@@ -514,7 +514,7 @@ def decide(question: Question) -> Decision:
         best.setdefault(draft.name, price_draft(question, draft))
     top = _prefer_single(question, _simulate_in_full(question, best.values()))
     if not top or not top[0].price.feasible:
-        raise PlanError(explain_no_fit(question, top))
+        raise no_fit(question, top)
     return _decision(question, top, behind)
 
 
@@ -772,5 +772,6 @@ def _simulate_draft(question: Question, draft: Draft) -> Candidate:
         predicted_bytes=full.nbytes,
         predicted_tokens=question.shape.size,
         wire_error=max(errors, default=None),
+        weight_error=question.weight_error,
     )
     return Candidate(plan, full, draft.shares)

@@ -581,7 +581,7 @@ CANDIDATE: Final = (
     "name", "devices", "route", "wire", "wire_error", "predicted_ms", "expected_ms", "bytes", "feasible", "missing",
 )  # fmt: skip
 STEP: Final = ("time", "plan", "from", "to", "cause")
-ERROR: Final = ("code", "message")
+ERROR: Final = ("code", "message", "detail")
 PLAN: Final = tuple(KEYS.get(f.name, f.name) for f in fields(Plan) if f.name != "replicas")
 ANSWER: Final = (
     "id", "model", "result", "plan", "tokens", "compute_ms", "wait_ms", "bytes_on_wire", "predicted_bytes",
