@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import KEPT_RESIDENTS, PlanKey, lowered_for_longest, resident_weights, run_passes
+from hepti_mqtt.plan_programs import lowered_for_longest, run_passes
 from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, slots_written
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
 from hepti_mqtt.schedule import make_template
@@ -53,20 +52,6 @@ def weights_bytes(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> 
 
     there = set(held)
     return sum(weight_bytes(matrix) for matrix in set(matrices(refs, there).values()) - there)
-
-
-def bytes_to_load(spec: Spec, plan: Plan, device: str, held: Iterable[Plan]) -> int:
-    """Return the bytes that a device must load for a plan where it holds those of others, the one loaded last first."""
-    there = tuple(PlanKey(other.for_device(device)) for other in held if device in other.devices)
-    return weights_bytes(resident_weights(spec, plan, device), _held_matrices(spec, there, device))
-
-
-@lru_cache(maxsize=KEPT_RESIDENTS)
-def _held_matrices(spec: Spec, plans: tuple[PlanKey, ...], device: str) -> frozenset[WeightRef]:
-    held = frozenset[WeightRef]()
-    for key in reversed(plans):
-        held |= frozenset(matrices(resident_weights(spec, key.plan, device), held).values())
-    return held
 
 
 def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
