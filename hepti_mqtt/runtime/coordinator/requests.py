@@ -99,7 +99,7 @@ class Generation:
     prompt: tuple[int, ...]
     max_new_tokens: int
     shape: RequestShape
-    end_token: int | None = None
+    end_tokens: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
     session: int = 0
     plan_version: PlanVersion | None = None
@@ -109,7 +109,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """Return whether the last token is there."""
-        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] == self.end_token)
+        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] in self.end_tokens)
 
     def start_session(self, plan_version: PlanVersion, session: int) -> None:
         """Start over under a plan version: the next run computes the prompt and all tokens so far."""
