@@ -621,7 +621,7 @@ class LoaderThread:
             self._log.exception("the load that failed could not be given up")
 
     def _turn(self, item: Input | None) -> None:
-        now = time.monotonic()
+        now, begun_s = time.monotonic(), time.thread_time()
         match item:
             case Load():
                 self._loader.load(item, now)
@@ -636,9 +636,8 @@ class LoaderThread:
                     self._loader.retry_if_due(now)
         self._has_more = self._has_more or item is not None
         if self._budget.pause_s(time.perf_counter()) == 0:
-            begun_s = time.thread_time()
             self._step(now)
-            self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
+        self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
 
     def _step(self, now: float) -> None:
         """Take one tile, one that has come before one on disk."""
