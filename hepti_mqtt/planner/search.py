@@ -40,6 +40,7 @@ from hepti_mqtt.planner.price import (
     fits_packet_limit,
     memory_needs,
     needed_bytes,
+    packet_limit,
     plan_packet,
     price,
     tile_packet,
@@ -583,17 +584,15 @@ def _has_weights(question: Question, last: Plan, plan: Plan) -> bool:
 
 def _within_packet_limit(question: Question, guesses: Sequence[Draft]) -> Sequence[Draft]:
     """Return the guesses whose largest packets get through; raises PacketLimitError if not even one does."""
-    limit = question.packet_bytes
-    if limit is None or not guesses:
-        return guesses
-    tiles = tile_packet(question)
-    if tiles > limit:
+    through = [guess for guess in guesses if fits_packet_limit(question, guess.plan)]
+    if through or not guesses:
+        return through
+    limit = max(packet_limit(question, guess.plan) or 0 for guess in guesses)
+    if (tiles := tile_packet(question)) > limit:
         what = f"bringing the weights of {question.naming.model}"
         raise PacketLimitError.of(what, tiles, _BROKER, limit, narrows=False)
-    sizes = [plan_packet(question, g.plan) for g in guesses]
-    if min(sizes) > limit:
-        raise PacketLimitError.of(f"every plan of {question.naming.model}", min(sizes), _BROKER, limit)
-    return [g for g, size in zip(guesses, sizes, strict=True) if size <= limit]
+    smallest = min(plan_packet(question, guess.plan) for guess in guesses)
+    raise PacketLimitError.of(f"every plan of {question.naming.model}", smallest, _BROKER, limit)
 
 
 def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:

@@ -21,6 +21,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
+from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.task_queue import TaskQueue
 
@@ -242,7 +243,8 @@ class Run:
     expected_end_s: predicted end, after earlier runs on its devices. probe_at_s: when its devices are probed; probed_s:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
     output before all reports, and token_index of the token taken then. task_queue: of leased tasks. lost_devices:
-    devices without which it continues. beside_loads: one of its devices loaded weights meanwhile.
+    devices without which it continues. beside_loads: one of its devices loaded weights meanwhile. frame_key: of its
+    frames.
     """
 
     run_id: int
@@ -267,6 +269,7 @@ class Run:
     task_queue: TaskQueue | None = None
     lost_devices: set[str] = field(default_factory=set)
     beside_loads: bool = False
+    frame_key: FrameKey = UNKEYED
 
     @property
     def plan_version(self) -> PlanVersion:
