@@ -9,6 +9,7 @@ from typing import Final
 
 from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.lowering import PLANNER_INDEX, Graph, Lowered, Table, on_device, roles
+from hepti_mqtt.lowering.lower import KEPT_PARTS
 from hepti_mqtt.lowering.passes import (
     fuse_conversions,
     merge_copies,
@@ -33,7 +34,7 @@ KEPT_RESIDENTS: Final = 64  # weight ranges of a device under a plan that are ke
 class PlanKey:
     """A plan as a key of what it divides: only what its Programs depend on."""
 
-    __slots__ = ("key", "plan")
+    __slots__ = ("hash", "key", "plan")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -46,9 +47,10 @@ class PlanKey:
             tuple(plan.ranges.items()),
             plan.weight_dtype,
         )
+        self.hash = hash(self.key)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self.hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlanKey) and self.key == other.key
@@ -129,6 +131,34 @@ def run_passes(program: Program, plan: Plan) -> Program:
     if plan.wire != "f32":
         whole = fuse_conversions(whole)
     return set_routes(whole, plan.route, plan.relayed_pairs)
+
+
+class _Passes:
+    """What the passes over a Program depend on, as a key."""
+
+    __slots__ = ("key", "plan", "program")
+
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self.program, self.plan = program, plan
+        self.key = (id(program), plan.wire, plan.weight_dtype, plan.route, plan.relayed_pairs)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Passes) and self.key == other.key
+
+
+@lru_cache(maxsize=KEPT_PARTS)
+def _passed(asked: _Passes) -> Program:
+    return run_passes(asked.program, asked.plan)
+
+
+def searched_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
+    """Return the Program of one device of a run with equal layers once; plans with equal parts have the same one."""
+    lowered = lower_plan(spec, plan, shape)
+    lowered.share_part(device)
+    return _passed(_Passes(lowered.compact_program(device), plan.executables[0]))
 
 
 def device_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:

@@ -14,7 +14,7 @@ from hepti_mqtt.planner.decisions import (
 )
 from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
 from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price
-from hepti_mqtt.planner.search import decide, decide_hurried
+from hepti_mqtt.planner.search import candidates, decide, decide_hurried
 
 __all__ = [
     "KNOWN",
@@ -26,6 +26,7 @@ __all__ = [
     "Question",
     "SimulatedRequest",
     "SiteEstimates",
+    "candidates",
     "decide",
     "decide_hurried",
     "decide_within_accuracy",

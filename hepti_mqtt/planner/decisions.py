@@ -16,7 +16,7 @@ from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.candidates import Candidate, Decision, explain_choice
 from hepti_mqtt.planner.estimates import EXPLORATION_BONUS, Corrections, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question, price
-from hepti_mqtt.planner.search import balance_shares
+from hepti_mqtt.planner.refine import balance_shares
 from hepti_mqtt.spec import Spec
 
 KNOWN: Final = 0.96  # of the running plan's measured time: what a trial must promise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from hepti_mqtt.cost.memory import loading_overhead_bytes, max_live_bytes, programs_bytes, weights_bytes
@@ -23,7 +23,7 @@ from hepti_mqtt.cost.simulator import (
 from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
 from hepti_mqtt.models import largest_shape, tensor_sources
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
-from hepti_mqtt.plan_programs import compact_program, compact_programs, device_program, lower_plan, resident_weights
+from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
 from hepti_mqtt.planner.candidates import WireErrorKey
 from hepti_mqtt.planner.estimates import Corrections
 from hepti_mqtt.program import DTYPE_BYTES
@@ -37,6 +37,24 @@ def _no_pause() -> None:
     """Pause not at all."""
 
 
+class Budget:
+    """What a search may take, in seconds of its processor from when it first asks; clock: says how many it has had.
+
+    What is worth knowing first is worked out whatever the budget says.
+    """
+
+    def __init__(self, seconds: float = inf, clock: Callable[[], float] = float) -> None:
+        self.seconds, self._clock = seconds, clock
+        self._began_s: float | None = None
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether nothing is left."""
+        if self._began_s is None:
+            self._began_s = self._clock()
+        return self._clock() - self._began_s >= self.seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is to be planned.
@@ -48,8 +66,10 @@ class Question:
     requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
     accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
     then. errors: how far they do; weight_error: how far narrow weights do. is_exhaustive: work out the best of every
-    strategy and variant, also where it cannot be chosen any more. pause: called some ten times for each price: a search
-    can leave the processor to others there.
+    strategy and variant, also where it cannot be chosen any more. active: the plan that serves now: its order of
+    devices and its head stay where the devices do. residents: other plans of which devices still hold the weights, the
+    last one first. budget: of the search. pause: called some ten times for each price: a search can leave the processor
+    to others there.
     """
 
     naming: TopicNames
@@ -73,6 +93,9 @@ class Question:
     errors: Mapping[WireErrorKey, float] = field(default_factory=dict)
     weight_error: float | None = None
     is_exhaustive: bool = True
+    active: Plan | None = None
+    residents: tuple[Plan, ...] = ()
+    budget: Budget = field(default_factory=Budget, compare=False)
     pause: Callable[[], None] = field(default=_no_pause, compare=False)
 
     @property
@@ -258,7 +281,7 @@ def _simulate_one(question: Question, plan: Plan, full: bool) -> Simulation:
     """Return one request under a plan without replicas; not full: with equal layers once."""
     spec, shape = question.spec, question.shape
     repeated = None if full else lower_plan(spec, plan, shape).repeated_layer
-    made = device_program if repeated is None else compact_program
+    made = device_program if full else searched_program
     parts = {}
     for device in plan.devices:
         question.pause()

@@ -91,6 +91,8 @@ class Rollout:
             packet_bytes=self._fleet.packet_limits(),
             learned=group.methods.corrections(now),
             is_exhaustive=False,
+            active=group.active,
+            residents=tuple(record.plan for record in group.plans.retiring),
         )
 
     def command_device(self, device: str, message: messages.Message) -> Publish:
