@@ -20,11 +20,12 @@ import platformdirs
 import psutil
 
 from device_agent.background import BackgroundTuning, StartupStatus, prepare_kernels
+from device_agent.budget import Budget
 from device_agent.config import AgentConfig, mesh_address
 from device_agent.heartbeat import HeartbeatThread, Meter
 from device_agent.links import MeshLinks, open_links
-from device_agent.loader import LoaderThread, LoadEvent, TileCache, WeightLoader
-from device_agent.machine import HealthMonitor, free_memory, memory_budget
+from device_agent.loader import WINDOW, LoaderThread, LoadEvent, TileCache, WeightLoader
+from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memory_budget
 from device_agent.measure import Curves, load_or_measure, measurement_file
 from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, Stop
 from device_agent.probes import Prober
@@ -164,8 +165,15 @@ class _Agent:
         self._loader_counters: Counter[str] = Counter()
         self._prober = Prober(config.device_id, boot)
         cache = TileCache(places.tiles, config.cache_bytes, self._loader_counters)
-        weights = WeightLoader(cache, self._loading, self._request_tiles, self._loader_counters)
-        self._loader = LoaderThread(weights, self._loader_counters, self._log)
+        self._budget = budget = Budget(throttled=has_cpu_quota())
+        weights = WeightLoader(
+            cache,
+            self._loading,
+            self._request_tiles,
+            self._loader_counters,
+            lambda: 1 if budget.running else WINDOW,
+        )
+        self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget)
         self._network = Network(
             self._topics,
             config.device_id,
@@ -229,7 +237,7 @@ class _Agent:
             mqtt=0,
             public_key=public_key(self._private_key),
         )
-        self._builder = BuilderThread(config.device_id, self._topics, workers, self.inbox.post)
+        self._builder = BuilderThread(config.device_id, self._topics, workers, self.inbox.post, self._budget)
         self._shell = shell = SessionLoop(
             session,
             self._start,
@@ -243,6 +251,7 @@ class _Agent:
             self._log,
             self._links,
             self._private_key,
+            self._budget,
         )
         self._heartbeat = HeartbeatThread(
             self._topics,
@@ -262,7 +271,7 @@ class _Agent:
             config.threads,
             config.memory_bytes or free_memory(),
             meter,
-            lambda: shell.last_op_s,
+            self._budget,
             self._publish_caps,
             self._log,
         )

@@ -13,6 +13,7 @@ from math import inf
 from queue import SimpleQueue
 from typing import Any, Final
 
+from device_agent.budget import Budget, give_way
 from device_agent.heartbeat import METERED, Meter
 from device_agent.links import IdleProbes, MeshLinks
 from device_agent.loader import LoaderThread, RequestAgain
@@ -76,13 +77,20 @@ from hepti_mqtt.transport import Inbox
 class BuilderThread:
     """Builds Programs, and studies plans, of `device`; `post` is safe from any thread, `emit` is called on its own.
 
-    The session orders one Program at a time and each plan once, so that nothing piles up here.
+    The session orders one Program at a time and each plan once, so that nothing piles up here. A plan or a request
+    waits for each, so that other background work waits for them: they are taken off its budget.
     """
 
     def __init__(
-        self, device: str, topics: Topics, workers: Workers, emit: Callable[[ProgramBuilt | PrepareAnalysed], None]
+        self,
+        device: str,
+        topics: Topics,
+        workers: Workers,
+        emit: Callable[[ProgramBuilt | PrepareAnalysed], None],
+        budget: Budget,
     ) -> None:
         self._device, self._topics, self._workers, self._emit = device, topics, workers, emit
+        self._budget = budget
         self._orders: SimpleQueue[BuildProgram | AnalysePrepare | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hepti-builder", daemon=True)
 
@@ -101,11 +109,14 @@ class BuilderThread:
         self._orders.put(order)
 
     def _run(self) -> None:
+        give_way()
         while (order := self._orders.get()) is not None:
+            begun_s = time.thread_time()
             if isinstance(order, AnalysePrepare):
                 self._emit(analyse(order, self._device, self._topics))
             else:
                 self._emit(build(order, self._device, self._workers))
+            self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -124,7 +135,8 @@ class SessionLoop:
     announce: publishes caps and status for what the broker said to the control connection; returns the largest packet
     that the broker takes, in bytes, None without a limit. links: to peers, None without mesh; then the thread waits for
     them and for the inbox in one place. private_key: from which this device and the planner agree on a secret; empty
-    for none. announce_offline: whether `offline` must still be published after `run`.
+    for none. budget: of background work, which hears when runs are under way and when they wait. announce_offline:
+    whether `offline` must still be published after `run`.
     An error in one event, op or command is counted, logged and, if its transaction or request is known, reported; the
     session continues.
     """
@@ -143,8 +155,9 @@ class SessionLoop:
         log: logging.Logger,
         links: MeshLinks | None = None,
         private_key: bytes = b"",
+        budget: Budget | None = None,
     ) -> None:
-        self._links, self._private_key = links, private_key
+        self._links, self._private_key, self._budget = links, private_key, budget or Budget()
         self._session, self._inbox, self._network = session, inbox, network
         self._loader, self._meter, self._complaints, self._announce, self._log = (
             loader,
@@ -215,6 +228,8 @@ class SessionLoop:
         while True:
             step = None if not inbox.empty() else session.next_step()
             if step is None:
+                if inbox.empty():
+                    self._budget.note(session.runs.has_any, True, clock())
                 if links is not None and inbox.empty():
                     self._poll_peers(links, session.deadline)
                     heard = clock()
@@ -225,6 +240,7 @@ class SessionLoop:
                 self.handle_event(event)
                 continue
             self.last_op_s = clock()
+            self._budget.note(True, False, self.last_op_s)
             self._compute(step)
             if links is not None and links.has_peers and (now := clock()) - heard > PEER_POLL_S:
                 self._poll_peers(links, 0.0)

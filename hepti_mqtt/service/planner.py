@@ -248,7 +248,6 @@ class _Planner:
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
             lambda error: self.inbox.post(partial(self._fail, error)),
         )
-
         self.home = self._home_assistant(config.home_assistant)
 
     def _home_assistant(self, prefix: str | None) -> HomeAssistant | None:
@@ -442,6 +441,7 @@ class _Planner:
             self._compare_clock(event.device, event.heartbeat.clock_s)
         self.forecasts.set_busy_models(computing := self.session.groups.models_in_use())
         self.throttle.set_serving(bool(computing))
+        self.tiles.set_serving(bool(computing))
         if (standing := self.session.snapshot()) != self.standing:
             self.standing = standing
             self.forecasts.set_plans(standing)
@@ -468,7 +468,8 @@ class _Planner:
         elif isinstance(command, interface.Solve):
             (self.hurried if command.hurried else self.searching).submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
-            self.tiles.ask(command.model, command.device, command.hashes)
+            rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
+            self.tiles.ask(command.model, command.device, command.hashes, rate)
         elif isinstance(command, interface.PublishPlan):
             self._publish_plan(command)
         else:
