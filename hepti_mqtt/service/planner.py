@@ -185,6 +185,18 @@ def claim_site(url: BrokerUrl, site: str) -> Start:
     return found.start
 
 
+def _weights_connection(url: BrokerUrl, name: str) -> PahoTransport:
+    """Return a connection for weights alone, so that requests do not queue behind them."""
+    return PahoTransport(
+        url,
+        f"{name}-weights",
+        on_message=lambda _topic, _payload: None,
+        on_state=lambda _state: None,
+        name="planner-weights",
+        max_queued_bytes=TILES_QUEUED_BYTES,
+    )
+
+
 class _Planner:
     def __init__(self, config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> None:
         self.config, self.start, self.models = config, start, models
@@ -232,14 +244,7 @@ class _Planner:
         self.said: Will | None = None  # the status that is retained
         self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # statuses that have not come back to us
         self.away = {"control", "requests"}  # lost connections; the session thread's
-        self.bulk = PahoTransport(  # so that requests do not queue behind weights
-            config.url,
-            f"{name}-weights",
-            on_message=lambda _topic, _payload: None,
-            on_state=lambda _state: None,
-            name="planner-weights",
-            max_queued_bytes=TILES_QUEUED_BYTES,
-        )
+        self.bulk = _weights_connection(config.url, name)
         self.tiles = TileServer(
             config.site,
             start.boot,
