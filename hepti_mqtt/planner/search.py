@@ -125,6 +125,15 @@ def _if_better(question: Question, best: Candidate, plan: Plan, weights: tuple[f
     return None if memory.missing else replace(found, price=replace(found.price, needs=memory.needs))
 
 
+def plan_shares(plan: Plan) -> tuple[float, ...]:
+    """Return share weights that a plan of one kind of shares comes from; of several kinds, of the first."""
+    for weights in plan.shares.values():
+        return tuple(weights)
+    for ranges in plan.ranges.values():
+        return tuple(float(stop - start) for start, stop in ranges)
+    return (1.0,) * len(plan.devices)
+
+
 def with_shares(question: Question, plan: Plan, weights: Sequence[float]) -> Plan:
     """Return a plan with other shares."""
     return make_plan(question.spec, plan, plan.strategy, plan.options, weights, device_costs(question, plan.devices))
@@ -549,6 +558,23 @@ def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
     if left is None:
         return alone
     return _decision(question, _prefer_single(question, sorted((left, alone.chosen), key=_order)))
+
+
+def simulate_plan(question: Question, plan: Plan) -> Candidate:
+    """Return a plan that is known with its price by the question, all layers simulated."""
+    return _simulate_draft(question, Draft(plan, plan_shares(plan)))
+
+
+def price_plans(question: Question, plans: Sequence[Plan]) -> Decision:
+    """Return the decision between plans that are known, with prices by the question and under its plan version.
+
+    Raises PlanError if none is feasible.
+    """
+    found = (simulate_plan(question, replace(plan, version=question.plan_version)) for plan in plans)
+    ranking = sorted(found, key=_order)
+    if not ranking[0].price.feasible:
+        raise PlanError(explain_no_fit(question, ranking))
+    return _decision(question, ranking)
 
 
 def _on_remaining_devices(question: Question, last: Plan, *, may_load: bool) -> Candidate | None:

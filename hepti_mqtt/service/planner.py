@@ -74,7 +74,8 @@ def encode_record(
     have taught. reason: why the first one was chosen. error: {code, message} of a search that found no plan. progress:
     [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
     oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
-    why devices that are online are used for no plan, by name. `protocol/messages.py` names all keys, for who reads it.
+    why devices that are online are used for no plan, by name. considered: what the rule said last of other plans, the
+    best first, as `Assessment.to_dict`. `protocol/messages.py` names all keys, for who reads it.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
@@ -110,6 +111,7 @@ def encode_record(
             {"time": zero_s + t.now, "plan": t.subject, "from": t.before, "to": t.after, "cause": t.cause}
             for t in shown.story
         ],
+        "considered": [assessment.to_dict() for assessment in shown.considered],
         "error": None if error is None else {"code": error.code, "message": str(error)},
     }
     payload: bytes = msgpack.packb(record)

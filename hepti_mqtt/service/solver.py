@@ -27,10 +27,10 @@ from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WireDtype
 from hepti_mqtt.planner import (
     decide_hurried,
     decide_within_accuracy,
-    price,
-    ranked_with_previous,
-    revalidate,
+    price_plans,
+    simulate_plan,
     wire_errors,
+    with_loads,
 )
 from hepti_mqtt.planner.candidates import WireErrorKey, wire_error_key
 from hepti_mqtt.runtime.coordinator.interface import Solve, Solved
@@ -100,28 +100,24 @@ def _write(path: Path, known: Mapping[WireErrorKey, float]) -> None:
 
 
 def solve(command: Solve, accuracy: WireAccuracy | None = None) -> Solved:
-    """Return the decision with the running plan's price under the same measurements, or the error that prevents one."""
-    question, running = command.question, command.running
+    """Return what a search finds, with the active plan's price under the same measurements, or why it finds nothing."""
+    question = command.question
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
-            return Solved(
-                command.model, command.ticket, decide_hurried(question, command.last_plan), None, hurried=True
-            )
-    if command.active_decision is not None and not command.trial:
-        with suppress(Exception):
-            if (kept := revalidate(question, command.active_decision)) is not None:
-                return Solved(command.model, command.ticket, kept, kept.chosen.price.cost[0])
+            return Solved(command.model, command.ticket, decide_hurried(question, command.last_plan), hurried=True)
     try:
-        accuracy = accuracy or WireAccuracy(question.spec, {})
-        decision = decide_within_accuracy(question, accuracy.known, accuracy.measure)
-        if command.trial and command.active_decision is not None:
-            decision = ranked_with_previous(question, decision, command.active_decision)
-        running_s = None
-        if running is not None and set(running.devices) <= set(question.cluster.devices):
-            running_s = price(question, running, full=True).cost[0]
+        if command.plans:
+            decision = price_plans(question, command.plans)
+        else:
+            accuracy = accuracy or WireAccuracy(question.spec, {})
+            decision = decide_within_accuracy(question, accuracy.known, accuracy.measure)
+        active = None
+        if command.active is not None and set(command.active.devices) <= set(question.cluster.devices):
+            active = simulate_plan(question, command.active)
+        decision = with_loads(question, decision, command.held, active)
     except HeptiError as error:
-        return Solved(command.model, command.ticket, None, None, error)
+        return Solved(command.model, command.ticket, None, error=error)
     except Exception as error:  # a mistake in a strategy must not leave requests without an end
         _log.exception("the search for a plan of %s failed", command.model)
-        return Solved(command.model, command.ticket, None, None, PlanError(f"the search failed: {error!r}"))
-    return Solved(command.model, command.ticket, decision, running_s)
+        return Solved(command.model, command.ticket, None, error=PlanError(f"the search failed: {error!r}"))
+    return Solved(command.model, command.ticket, decision, active)

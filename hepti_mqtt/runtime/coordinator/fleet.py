@@ -6,7 +6,7 @@ import hmac
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import inf
+from math import exp, inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hepti_mqtt import __version__
@@ -46,6 +46,7 @@ SILENT_S: Final = 15.0  # a device that is starting says so every other second; 
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 TYPICAL_FRAME_BYTES: Final = 1 << 16  # of a frame whose cost drift is watched on
 RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
+LOSS_S: Final = 86400.0  # a device is taken to be lost once in so long, until losses are seen
 MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
 
@@ -140,6 +141,7 @@ class Fleet:
         self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
         self.members: dict[str, Member] = {}
         self._calm_from_s = -inf
+        self._losses, self._watched_from_s = 0, inf
         self._met_s = -inf
         self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
 
@@ -243,8 +245,15 @@ class Fleet:
         """A device that plans used is lost; return the boot counter that it had, None if it was put aside."""
         member = self.members[name]
         member.left_s = now
+        self._losses += 1
         boot, member.boot_before = member.boot_before or member.boot, 0
         return boot if member.quarantined_until_s is None else None
+
+    def loss_probability(self, seconds: float, now: float) -> float:
+        """Return the probability that one device is lost within so many seconds, by the losses that were seen."""
+        self._watched_from_s = min(self._watched_from_s, now)
+        watched_s = (now - self._watched_from_s) * len(self.members)
+        return 1 - exp(-seconds * (self._losses + 1) / (watched_s + LOSS_S))
 
     def record_loading(self, now: float) -> None:
         """Record that devices load weights: heartbeats until `LOAD_SETTLE_S` later are not representative."""

@@ -7,31 +7,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
-from typing import Final, Literal
+from typing import Any, Final
+
+import numpy as np
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import (
-    KNOWN,
-    Candidate,
-    Corrections,
-    Decision,
-    DriftRule,
-    Question,
-    RunHistory,
-    fits_beside,
-    next_trial,
-    with_exploration,
-)
-from hepti_mqtt.planner.estimates import StrategyKey, strategy_key
+from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Verdict
+from hepti_mqtt.planner.estimates import StrategyKey
+from hepti_mqtt.planner.surface import Outlook, Priced
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
-from hepti_mqtt.runtime.coordinator.interface import WORTH
-from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, Search, ServedModel, is_same_division
+from hepti_mqtt.runtime.coordinator.moves import RequestPace
+from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
+    Expectation,
     FairQueue,
     Pins,
     Request,
@@ -45,10 +38,8 @@ from hepti_mqtt.spec import RequestShape
 
 MAX_PREBUILT_SHAPES: Final = 8  # shapes of which devices build the Programs ahead
 MAX_URGENT_SHAPES: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
+MAX_LEFT: Final = 3  # plans that were left whose weights are looked for
 MAX_SHAPE_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
-IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
-CLOSE_FACTOR: Final = 1.05  # a plan whose runs take longer by less is not held against the next best
-DETECTION_DELAY_S: Final = 20.0  # so long a link or a processor may have been another before it is seen
 
 
 @dataclass(slots=True)
@@ -56,32 +47,37 @@ class PlanGroup:
     """One model under one set of pins.
 
     pinned: by requests rather than by the planner's user. made_room: its plan made room for another group's, and its
-    next search has not begun. tried: trials per active plan; trial_candidate: the next trial, and since when; trial:
-    the last one. mispredicted: version of the plan whose prediction rests on outdated measurements. last_decision: of
-    the last search whose plan is in use or on its way. search_inputs: measurements and corrections of the last search.
-    failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the
-    story, in the published record.
+    next search has not begun. methods: what runs have taught. last_decision: of the last search. known: the plans that
+    the last searches found, each as it was priced. made_with: measurements of the last search. verdict: the rule's last
+    word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried. run_s: what a
+    request takes; expectation: of runs under a version. left: plans that were left, whose weights devices may have.
+    failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
+    in the published record.
     """
 
     served: ServedModel
     plans: PlanLifecycle
     pinned: bool = False
     made_room: bool = False
-    drift: DriftRule = field(default_factory=DriftRule)
-    experience: RunHistory = field(default_factory=RunHistory)
-    tried: tuple[PlanVersion | None, frozenset[StrategyKey]] = (None, frozenset())
-    trial_candidate: tuple[StrategyKey, float] | None = None
-    trial: Candidate | None = None
-    mispredicted: PlanVersion | None = None
+    methods: MethodEstimates = field(default_factory=MethodEstimates)
     last_decision: Decision | None = None
-    search_inputs: tuple[Mapping[str, float], Corrections] = ({}, Corrections())
+    known: tuple[Priced, ...] = ()
+    made_with: Mapping[Any, float] = field(default_factory=dict)
+    verdict: Verdict = field(default_factory=lambda: Verdict(None))
+    judged_s: float = -inf
+    is_fresh: bool = False
+    tried: dict[StrategyKey, float] = field(default_factory=dict)
+    run_s: float = 0.0
+    spread: float = 0.0
+    expectation: tuple[PlanVersion, Expectation] | None = None
+    left: tuple[Plan, ...] = ()
+    pace: RequestPace = field(default_factory=RequestPace)
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)
     error: HeptiError | None = None
     failed_preparations: int = 0
     missing_bytes: dict[str, int] = field(default_factory=dict)
     crash_backoff: CrashBackoff = field(default_factory=CrashBackoff)
-    last_request_s: float = -inf
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
     recent_shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # the last one last
     published_transitions: int = 0
@@ -131,87 +127,14 @@ class PlanGroup:
         """Return whether requests wait and no plan serves them."""
         return bool(self.queue) and self.plans.in_use is None
 
-    def record_run(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
-        """Learn from a run that was alone on its devices, unless its prediction is known to be wrong.
-
-        A slow link is no property of the strategy, so it must not teach corrections for it.
-        """
-        whole = self.plans.parent_of(plan)
-        if whole.version != self.mispredicted:
-            self.experience.record_run(plan, tokens, seconds, now, whole)
-
-    def detect_drift(self, measured: Mapping[str, float], now: float) -> str | None:
-        """Return in words what has drifted from the measurements of the active plan, or None.
-
-        An unused model is left alone: moving its weights would slow the others down.
-        """
-        if self.active is None or not self.in_use(now):
-            return None
-        found = self.drift.observe(measured, now)
-        if found is None:
-            times = _times(self.experience.corrections(now), self.active)
-            return self.drift.observe(times, now, self._lead_over_next_best())
-        self.mispredicted = self.active.version
-        self.experience.forget_since(now - DETECTION_DELAY_S)
-        return found
-
-    def _lead_over_next_best(self) -> float:
-        """Return how many times its predicted time the active plan may take until the next best one may be faster."""
-        record = self.plans.active
-        if record is None or record.decision.chosen.price.objective != "latency":
-            return self.drift.factor
-        chosen, ranking = record.decision.chosen, record.decision.ranking
-        others = (c.price.expected_s for c in ranking if c.name != chosen.name and c.price.feasible)
-        return min(max(min(others, default=inf) / max(chosen.price.expected_s, 1e-9), CLOSE_FACTOR), self.drift.factor)
-
-    def reason_to_search(
-        self, measured: Mapping[str, float], now: float
-    ) -> tuple[Literal["drift", "trial"], str] | None:
-        """Return why another plan should be looked for, in words: what has drifted, or what is to be tried."""
-        drifted = self.detect_drift(measured, now)
-        if self.plans.in_transition():
-            return None
-        if drifted is not None:
-            return "drift", drifted
-        tried = self._next_trial(now)
-        return None if tried is None else ("trial", tried)
-
-    def _next_trial(self, now: float) -> str | None:
-        """Return in words what to try in place of the active plan, or None; each strategy once per active plan."""
-        record = self.plans.active
-        free = self.plans.pins.strategy is None and not self.has_suspect_replica
-        if record is None or not free or not self.in_use(now) or self.drift.is_too_recent(record.begun_s, now):
-            return None
-        before = self.tried[1] if self.tried[0] == record.version else frozenset[StrategyKey]()
-        learned = self.experience.corrections(now)
-        found = next_trial(record.decision, learned, before)
-        if found is None or self.trial_candidate is None or self.trial_candidate[0] != strategy_key(found.plan):
-            self.trial_candidate = None if found is None else (strategy_key(found.plan), now)
-            return None
-        if now - self.trial_candidate[1] < self.drift.hold_s:
-            return None
-        self.tried, self.trial = (record.version, before | {strategy_key(found.plan)}), found
-        if not fits_beside(self.served.spec, record.decision, found):
-            return None
-        why = "by earlier runs it is faster" if learned.knows(found.plan) else "it was not tried yet and may be faster"
-        return f"{found.name} on {', '.join(found.plan.devices)}: {why} than {record.plan.method}"
-
-    def trial_question(self, question: Question) -> Question:
-        """Return the question for a trial: for that one way on its devices, not for all that there are."""
-        assert self.trial is not None
-        tried = self.trial.plan
-        learned = with_exploration(question.learned)
-        return replace(question, learned=learned, strategy=tried.strategy, options=tried.options, devices=tried.devices)
-
-    def required_gain(self, chosen: Plan, now: float) -> float:
-        """Return what part of the active plan's cost another may have: where runs tell it, less of a gain is enough."""
-        running = self.active
-        known = running is not None and self.experience.corrections(now).knows(running)
-        return KNOWN if known and running is not None and strategy_key(chosen) != strategy_key(running) else WORTH
+    @property
+    def last_request_s(self) -> float:
+        """Return when a request came last."""
+        return self.pace.last_s
 
     def in_use(self, now: float) -> bool:
         """Return whether somebody asked recently."""
-        return now - self.last_request_s < IN_USE_S
+        return self.pace.is_in_use(now)
 
     def requests(self) -> list[Request]:
         """Return the requests that wait or run; one of several runs comes several times."""
@@ -253,18 +176,59 @@ class PlanGroup:
             elif items[0].request.wants_result:
                 yield from items[0].request.upcoming_shapes(items[0].index)
 
-    def correction(self, now: float, run: Plan) -> float:
-        """Return how many times as long as predicted runs take under a plan, or under that of which it is a replica."""
-        return self.experience.corrections(now).factor(self.plans.parent_of(run))
+    # -- what is known of plans -----------------------------------------------------------------------------------
 
-    def record_search_start(self, observed: Mapping[str, float], now: float) -> None:
-        """A search begins, with what is measured and learned now."""
-        self.made_room, self.search_inputs = False, (observed, self.experience.corrections(now))
+    def expect(self, record: PlanRecord, seen: Outlook) -> None:
+        """Take what runs under the active plan are expected to take."""
+        whole = record.plan
+        self.run_s, self.spread = seen.mean_s, seen.spread
+        predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
+        p10, p90 = self.methods.interval(whole, seen.seconds / predicted_s)
+        self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, p10, p90))
 
-    def record_plan(self, chosen: Plan, now: float) -> None:
-        """A search has chosen a plan. What has changed since it began is no part of what that was made for."""
-        observed, learned = self.search_inputs
-        self.drift.set_planned({**observed, **_times(learned, self.active, chosen)}, now)
+    def expected(self, run: Plan) -> Expectation:
+        """Return what runs under a plan take over its prediction, or under that of which it is a replica."""
+        whole = self.plans.parent_of(run)
+        if self.expectation is not None and self.expectation[0] == whole.version:
+            return self.expectation[1]
+        factor = self.methods.factor(whole)
+        return Expectation(factor, *self.methods.interval(whole, np.array([factor])))
+
+    def record_run(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
+        """Learn from a run that was alone on its devices."""
+        whole = self.plans.parent_of(plan)
+        record = self.plans.active
+        if record is not None and whole.version == record.version:
+            record.run_count += 1
+        # What devices and links have become since the price is no property of the method.
+        since = self.expected(plan).mean / self.methods.factor(whole)
+        self.methods.record_run(plan, tokens, seconds / since, now, self.spread, whole=whole)
+        self.is_fresh = True
+
+    def learn_search(self, decision: Decision, active: Candidate | None, *, is_whole: bool) -> Decision:
+        """Take the plans that a search has found, and the active one's new price; return the decision with all known.
+
+        is_whole: else it has priced some that were known again.
+        """
+        found = tuple(Priced(c, decision.cluster) for c in decision.ranking if c.price.feasible)
+        others: tuple[Priced, ...] = ()
+        if not is_whole:
+            fresh = [k.candidate.plan for k in found]
+            others = tuple(k for k in self.known if not any(is_same_division(k.candidate.plan, p) for p in fresh))
+            decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in others)))
+        self.known, self.last_decision = (*found, *others), decision
+        record = self.plans.active
+        if record is not None and active is not None and is_same_division(record.plan, active.plan):
+            record.reprice(active, decision.cluster)
+        return decision
+
+    def held(self) -> tuple[Plan, ...]:
+        """Return the plans whose weights devices may have: of those in use, on their way, and left last."""
+        return (*(record.plan for record in self.plans.records()), *self.left)
+
+    def note_left(self, plan: Plan) -> None:
+        """Remember a plan that was released: devices keep its weights while they have room."""
+        self.left = (plan, *(p for p in self.left if not is_same_division(p, plan)))[:MAX_LEFT]
 
     def shapes_to_build(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the predicted shapes of runs under a new plan, and how many of them it must build before it is ready.
@@ -283,29 +247,6 @@ class PlanGroup:
             return tuple(first), len(first)
         urgent = set(islice(waiting, MAX_URGENT_SHAPES))
         return tuple(first), max(sum(s in urgent for s in first), 1)
-
-    def keep_active(self, decision: Decision, is_better: bool) -> PlanVersion | None:
-        """Return the version of the active plan if it stays, because the found one is the same or no better.
-
-        The same plan takes over the new price.
-        """
-        record = None if self.has_suspect_replica else self.plans.active
-        same = record is not None and is_same_division(record.plan, decision.chosen.plan)
-        if record is not None:
-            self.mispredicted = None
-            if not same and not is_better:
-                return record.version
-        self.last_decision = decision
-        if record is None or not same:
-            return None
-        record.reprice(decision)
-        return record.version
-
-    def decision_to_revalidate(self, search: Search) -> Decision | None:
-        """Return the decision for the active plan if that may stay: in a search for measurements, or for a trial."""
-        record = self.plans.active
-        may_stay = search.cause != "change" and not (search.forced or self.has_suspect_replica)
-        return record.decision if record and may_stay else None
 
     def resident_decision(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""
@@ -327,11 +268,6 @@ class PlanGroup:
         assert len(set(items)) == len(items), "a chunk runs twice"
         assert not self.queue or self.plans.may_serve(), "requests wait for nothing"
         assert not self.made_room or self.plans.wanted is not None
-
-
-def _times(learned: Corrections, *plans: Plan | None) -> dict[str, float]:
-    """Return how far off the predictions of plans were."""
-    return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans if p is not None}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -395,7 +331,7 @@ class PlanGroups:
         """Return a new group for pins."""
         own = self._own[model]
         plans = PlanLifecycle(model, pins, self._counters, own.plans.story, f"{model} ({pins})")
-        group = PlanGroup(own.served, plans, experience=own.experience, pinned=True)
+        group = PlanGroup(own.served, plans, methods=own.methods, pinned=True)
         self._pinned.append(group)
         return group
 

@@ -9,7 +9,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,12 +213,20 @@ class WorkItem:
         return request.wants_result and request.generation is None and self.index not in request.unbatchable
 
 
+class Expectation(NamedTuple):
+    """What a run is expected to take, as factors on its prediction: on average, and 10 and 90 of 100 such runs."""
+
+    mean: float = 1.0
+    p10: float = 1.0
+    p90: float = 1.0
+
+
 @dataclass(slots=True)
 class RunStats:
     """One run as its devices reported it: microseconds and bytes by device, and the planner's own bytes.
 
     cluster: as it was when the plan was chosen. requests: that it computed. reported: by every device. dispatched_s:
-    None if it never was. correction: actual over predicted time of earlier such runs.
+    None if it never was. expectation: of its time, when it was dispatched.
     """
 
     plan: Plan
@@ -231,7 +239,7 @@ class RunStats:
     requests: int = 1
     reported: bool = True
     dispatched_s: float | None = None
-    correction: float = 1.0
+    expectation: Expectation = Expectation()
 
 
 @dataclass(slots=True)
@@ -256,7 +264,7 @@ class Run:
     ran_alone: bool  # no other run at any time
     parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)
     reports: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    correction: float = 1.0
+    expectation: Expectation = Expectation()
     expected_s: float = 0.0
     probe_at_s: float = inf
     probed_s: float | None = None
@@ -343,7 +351,7 @@ class Run:
             len(self.items),
             reported=self.reports.keys() | self.lost_devices >= set(self.plan.devices),
             dispatched_s=self.dispatched_s,
-            correction=self.correction,
+            expectation=self.expectation,
         )
 
 

@@ -168,7 +168,7 @@ class Scheduler:
 
     def enqueue(self, group: PlanGroup, request: Request, now: float) -> list[CoordinatorCommand]:
         """Queue a request in its group, or refuse it if there is no plan and none to come."""
-        group.last_request_s = now
+        group.pace.record_request(now)
         if group.error is not None and not group.plans.may_serve():
             return [RefuseRequest(request, group.error)]
         self._number += 1
@@ -227,7 +227,7 @@ class Scheduler:
     def _replica_loads(self, group: PlanGroup, now: float) -> list[ReplicaLoad]:
         """Return the replicas of the active plan, or the plan itself."""
         assert group.active is not None
-        learned, out = group.correction(now, group.active), list[ReplicaLoad]()
+        learned, out = group.expected(group.active).mean, list[ReplicaLoad]()
         for plan in group.usable_executables:
             beside = self._concurrent_runs(group.name, plan)
             # What runs longer than predicted still keeps it busier than one where nothing runs.
@@ -393,7 +393,8 @@ class Scheduler:
         payload = encode_work(plan.model, plan.version, self._run_id, part.shape, part.inputs, session)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._concurrent_runs(group.name, plan)
-        learned = group.correction(now, plan)
+        expectation = group.expected(plan)
+        learned = expectation.mean
         expected_s = plan.predicted_s * learned * length_factor(plan, part.shape.size) * max(len(beside), 1)
         until_s = max([now, *(run.expected_end_s for run in beside)]) + learned * estimate_run_s(plan, part.shape.size)
         doubt = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
@@ -414,7 +415,7 @@ class Scheduler:
             overdue,
             sent,
             ran_alone=not others,
-            correction=learned,
+            expectation=expectation,
             expected_s=expected_s,
             probe_at_s=doubt,
             expected_end_s=until_s,
@@ -425,8 +426,8 @@ class Scheduler:
     def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request, now: float) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
         request.finished = True
-        learned, cluster = group.correction(now, plan), group.cluster()
-        runs = (RunStats(plan, cluster, shape, {}, {}, {}, 0, correction=learned) for shape in request.run_shapes())
+        expected, cluster = group.expected(plan), group.cluster()
+        runs = (RunStats(plan, cluster, shape, {}, {}, {}, 0, expectation=expected) for shape in request.run_shapes())
         return [AnswerRequest(request, plan, tuple(runs))]
 
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:

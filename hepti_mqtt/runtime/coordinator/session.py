@@ -1,7 +1,7 @@
 """CoordinatorSession: the planner's part in the protocol, without sockets, threads or clocks.
 
-Membership changes and drift lead to a search (`Solve`, done by the shell), the search to a prepared plan, and requests
-are dispatched under the active plan. A request ends with the right answer or an error, whatever is lost meanwhile.
+Membership changes and changed measurements lead to a search (`Solve`, done by the shell), what it finds and what runs
+say to a judgement by the rule (`moves.py`), that to a prepared plan, and requests are dispatched under the active plan. A request ends with the right answer or an error, whatever is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Final
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Decision
+from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.fleet import Fleet, HangDetector
@@ -37,7 +39,8 @@ from hepti_mqtt.runtime.coordinator.interface import (
     devices_first,
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
-from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
+from hepti_mqtt.runtime.coordinator.moves import Moves
+from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import TransitionLog
@@ -72,7 +75,8 @@ class CoordinatorSession:
         self._scheduler = Scheduler(self.topics, self.groups, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, Ids(boot), in_flight, secret)
         self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout)
-        self._standby = Standby(self.groups, self.fleet, self._rollout)
+        self._moves = Moves(self.groups, self.fleet)
+        self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._handle_status,
             DeviceCaps: self._handle_caps,
@@ -243,7 +247,7 @@ class CoordinatorSession:
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
-        hurried = plans.pins.is_unpinned and group.unserved
+        hurried = plans.pins.is_unpinned and group.unserved and not wanted.plans
         # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(slot.plans.searching is None for slot in self.groups)
         awaited = self.fleet.must_wait_for(plans.pins.devices or (), now)
@@ -251,13 +255,14 @@ class CoordinatorSession:
             return []
         if plans.searching is not None:
             plans.step(plans.searching, "outdated", now, "requests wait")
-        group.record_search_start(self.fleet.observed(), now)
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
-        if trial := wanted.cause == "trial":
-            question = group.trial_question(question)
+        group.made_room = False
+        if not wanted.plans:
+            group.made_with = self.fleet.estimates.means()
         plans.start_search(ticket, question.plan_version, now)
-        known = group.decision_to_revalidate(wanted)
-        return [Solve(group.name, ticket, question, group.active, hurried, group.last_plan, known, trial)]
+        return [
+            Solve(group.name, ticket, question, group.active, hurried, group.last_plan, group.held(), wanted.plans)
+        ]
 
     def _handle_solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         group = self.groups.group_of_search(event.model, event.ticket)
@@ -280,25 +285,55 @@ class CoordinatorSession:
                 error = PlanError("; ".join([str(error), *refused]))
             plans.step(search, "no plan", now, str(error))
             return self._rollout.refuse_waiting(group, error, now)
-        chosen = event.decision.chosen.plan
-        if not set(chosen.devices) <= set(self.fleet.usable()):
+        if not set(event.decision.chosen.plan.devices) <= set(self.fleet.usable()):
             plans.request_search(now, now, "a device has left while the search ran")
             plans.step(search, "outdated", now)
             return []
         group.error = None
-        group.record_plan(chosen, now)
-        is_better = search.forced or event.is_worth_it(group.required_gain(chosen, now))
-        if kept := group.keep_active(event.decision, is_better):
-            plans.step(search, "kept", now, f"plan {kept} is as good")
+        return self._handle_found(group, search, event, event.decision, now)
+
+    def _handle_found(
+        self, group: PlanGroup, search: Search, event: Solved, decision: Decision, now: float
+    ) -> list[CoordinatorCommand]:
+        """Move to a plan that a search has found, if the rule says so."""
+        plans = group.plans
+        decision = group.learn_search(decision, event.active, is_whole=not search.plans)
+        # Where requests wait the first plan of the search is prepared at once: it has worked out its Programs.
+        only = decision.chosen.plan if search.forced or group.unserved else None
+        verdict = self._moves.judge(group, now, forced=search.forced, only=only)
+        record = None if group.has_suspect_replica else plans.active
+        if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
+            plans.step(search, "kept", now, str(verdict))
             return [self._rollout.publish_plan(group)]
+        plan, why = verdict.move.option.plan, str(verdict)
+        if plan != decision.chosen.plan:
+            plans.step(search, "kept", now, f"another plan than the first one: {why}")
+            plans.request_search(now, now, why, plans=(plan,))
+            return []
+        if verdict.move.kind == "try":
+            group.tried[strategy_key(plan)] = now
         # Replicas are plans of their own to their devices, so each has its own plan version.
-        numbered = replace(
-            event.decision.chosen, plan=chosen.with_version(chosen.version, self._rollout.ids.next_version)
-        )
-        plans.prepare_found(search, replace(event.decision, chosen=numbered), self._rollout.ids.next_transaction(), now)
+        reason = plan.reason if verdict.move.kind == "must" else f"{plan.reason}; {verdict.move}"
+        numbered = replace(plan, reason=reason).with_version(plan.version, self._rollout.ids.next_version)
+        found = replace(decision, chosen=replace(decision.chosen, plan=numbered))
+        plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
         if event.hurried:
             plans.request_search(now + SETTLE_S, now, "the search was hurried")
-        return [LogEvent("replanned", chosen.reason), self._rollout.publish_plan(group)]
+        return [LogEvent("replanned", numbered.reason), self._rollout.publish_plan(group)]
+
+    def _judge(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Judge the active plan by what is believed now; ask for a search where a better one may exist."""
+        if not self._moves.is_due(group, now):
+            return []
+        verdict = self._moves.judge(group, now)
+        if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
+            group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
+            return [LogEvent("judged", str(verdict))]
+        moved = self.fleet.estimates.moved(group.made_with, group.active_devices, now)
+        if moved is None or not group.in_use(now):
+            return []
+        group.plans.request_search(now, now, moved)
+        return [LogEvent("changed", moved)]
 
     # -- messages of devices --------------------------------------------------------------------------------------
 
@@ -369,12 +404,7 @@ class CoordinatorSession:
             out += self._scheduler.refuse_expired(group, now)
             if rested := group.crash_backoff.lift_expired(now):
                 group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
-            if self._loading():
-                group.drift.record_disturbance(now)
-            measured = self.fleet.drift_values(group.active_devices, group.drift.planned)
-            if (found := group.reason_to_search(measured, now)) is not None:
-                out.append(LogEvent(*found))
-                group.plans.request_search(now, now, found[1], cause=found[0])
+            out += self._judge(group, now)
         for group in self.groups.defaults():
             if group.published_transitions != group.plans.story.count:
                 out.append(self._rollout.publish_plan(group))
