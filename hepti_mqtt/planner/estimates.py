@@ -350,7 +350,6 @@ MOVED: Final[Mapping[What, float]] = {
     "slowdown": log(1.3),
     "rate": log(1.3),
     "frame": log(1.6),
-    "round trip": log(2.5),
 }
 DRAWS: Final = 48
 # Equally probable numbers of a normal distribution: draws are these in another order for each quantity.
@@ -373,10 +372,10 @@ class _Device:
     overdue_s: float = -inf
     seen: dict[str, float | None] = field(default_factory=dict)
 
-    def has_news(self, name: str, value: float | None) -> bool:
-        """Return whether a reading is another than the last: meters repeat what they have until there is more."""
+    def news(self, name: str, value: float | None) -> float | None:
+        """Return a reading if it is another than the last: meters repeat what they have until there is more."""
         before, self.seen[name] = self.seen.get(name), value
-        return value is not None and value > 0 and value != before
+        return value if value is not None and value > 0 and value != before else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,22 +431,27 @@ class SiteEstimates:
         if device is None:
             return
         weight = BESIDE_LOADS if loading else 1.0
-        if device.has_news("slowdown", heartbeat.slowdown):
+        if (slowdown := device.news("slowdown", heartbeat.slowdown)) is not None:
             judged = busy or now - device.last_run_s < CONTRADICTED_S
             alone = not judged or now - device.overdue_s < OVERDUE_S
-            device.meters.append(log(heartbeat.slowdown))
-            self._observe("slowdown", (name,), log(heartbeat.slowdown), "meter", weight, now, alone)
-        cost = (heartbeat.peer_frame_s, heartbeat.peer_byte_s)
-        if cost[0] is not None and cost[1] is not None and device.has_news("frame", _typical_s(FrameCost(*cost))):
-            device.frame_cost = FrameCost(*cost)
-            self._observe("frame", (name,), log(_typical_s(device.frame_cost)), "fit", weight, now)
-        links = {(name,): (heartbeat.round_trip_s, heartbeat.bandwidth_bytes_per_s)}
-        links |= {(name, p): tuple(report) for p, report in heartbeat.peers.items() if p in self._devices and p != name}
-        for key, (round_trip_s, bytes_per_s) in links.items():
-            if device.has_news(f"round trip {key[-1]}", round_trip_s):
-                self._probe("round trip", key, log(round_trip_s), now, shared=busy or loading, loading=loading)
-            if device.has_news(f"rate {key[-1]}", bytes_per_s):
-                self._probe("rate", key, _log_rate(bytes_per_s), now, shared=busy or loading, loading=loading)
+            device.meters.append(log(slowdown))
+            self._observe("slowdown", (name,), log(slowdown), "meter", weight, now, alone)
+        if heartbeat.peer_frame_s is not None and heartbeat.peer_byte_s is not None:
+            cost = FrameCost(heartbeat.peer_frame_s, heartbeat.peer_byte_s)
+            if (seconds := device.news("frame", _typical_s(cost))) is not None:
+                device.frame_cost = cost
+                self._observe("frame", (name,), log(seconds), "fit", weight, now)
+        probed: dict[Key, tuple[float | None, float | None]] = {
+            (name,): (heartbeat.round_trip_s, heartbeat.bandwidth_bytes_per_s)
+        }
+        probed |= {(name, peer): report for peer, report in heartbeat.peers.items() if peer != name}
+        for key, (round_trip_s, bytes_per_s) in probed.items():
+            if not self._devices.keys() >= set(key):
+                continue
+            if (seconds := device.news(f"round trip {key[-1]}", round_trip_s)) is not None:
+                self._probe("round trip", key, log(seconds), now, shared=busy or loading, loading=loading)
+            if (rate := device.news(f"rate {key[-1]}", bytes_per_s)) is not None:
+                self._probe("rate", key, _log_rate(rate), now, shared=busy or loading, loading=loading)
 
     def _probe(self, what: What, key: Key, value: float, now: float, *, shared: bool, loading: bool) -> None:
         """Take a probe of a link. One beside exchanges or loads that found it worse than believed has shared it."""
@@ -597,6 +601,8 @@ class SiteEstimates:
         against the defaults of a link and of a slowdown.
         """
         for what, key in self._quantities:
+            if what not in MOVED:  # round trips beside runs are those of a busy device
+                continue
             mean, variance = self._posterior(what, key, now)
             then = made_with.get((what, key), _DEFAULTS.get((what, len(key)), mean))
             off = mean - then
