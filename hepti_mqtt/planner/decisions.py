@@ -155,8 +155,6 @@ def _without_plan(situation: Situation, option: Option) -> Assessment:
     waiting_s = _waiting_s(option.load_s, situation.period_s)
     requests = UNSERVED_S / situation.period_s
     value_s = -(requests * float(option.cost.mean()) + waiting_s)
-    if option.candidate.price.missing:
-        return Assessment(option, 0.0, 0.0, requests, waiting_s, value_s, None, "it lacks memory")
     return Assessment(option, 0.0, 1.0, requests, waiting_s, value_s, "must", "nothing serves")
 
 

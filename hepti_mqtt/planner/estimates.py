@@ -808,6 +808,11 @@ class MethodEstimates:
         """Return how far the logarithm of that factor may be off."""
         return self.corrections(now).sd(plan)
 
+    def run_sd(self, plan: Plan) -> float:
+        """Return by how much the logarithm of one run's time differs from that of another."""
+        known = self._ways.get(strategy_key(plan))
+        return RUN["run"].sd if known is None else sqrt(known.streams["run"].variance)
+
     def runs(self, plan: Plan) -> int:
         """Return how many runs have taught a plan's way."""
         known = self._ways.get(strategy_key(plan))

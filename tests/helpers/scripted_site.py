@@ -16,7 +16,7 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
-from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, ranked_with_previous
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, price_plans, simulate_plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode, decode_work
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
@@ -124,7 +124,6 @@ class Site:
         self.solves: list[interface.Solve] = []
         self.mute: set[str] = set()  # devices that do not answer when they are asked for a word
         self.probes: list[tuple[str, messages.Prepare]] = []
-        self.ranked: Callable[[Question, Decision, Decision], Decision] = ranked_with_previous
 
     def event(self, event: interface.CoordinatorEvent) -> list[interface.CoordinatorCommand]:
         out = self.session.handle(event, self.now)
@@ -172,15 +171,14 @@ class Site:
                 self.errors[name] = command.error
 
     def solve(self, command: interface.Solve) -> None:
+        asked = command.question
         try:
-            decision = self.decider(command.question)
+            decision = price_plans(asked, command.plans) if command.plans else self.decider(asked)
         except HeptiError as error:
-            self.event(interface.Solved(command.model, command.ticket, None, None, error))
+            self.event(interface.Solved(command.model, command.ticket, None, error=error))
             return
-        if command.trial and command.active_decision is not None:
-            decision = self.ranked(command.question, decision, command.active_decision)
-        running = command.running and price(command.question, command.running, full=True).cost[0]
-        self.event(interface.Solved(command.model, command.ticket, decision, running))
+        active = command.active and simulate_plan(asked, command.active)
+        self.event(interface.Solved(command.model, command.ticket, decision, active))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:
         for device in devices:

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import inf
+from math import hypot, inf
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Verdict
 from hepti_mqtt.planner.estimates import StrategyKey
-from hepti_mqtt.planner.surface import Outlook, Priced
+from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.moves import RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, ServedModel, is_same_division
@@ -183,16 +183,16 @@ class PlanGroup:
         whole = record.plan
         self.run_s, self.spread = seen.mean_s, seen.spread
         predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
-        p10, p90 = self.methods.interval(whole, seen.seconds / predicted_s)
-        self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, p10, p90))
+        between = interval(seen.seconds / predicted_s, self.methods.run_sd(whole))
+        self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, *between))
 
     def expected(self, run: Plan) -> Expectation:
         """Return what runs under a plan take over its prediction, or under that of which it is a replica."""
         whole = self.plans.parent_of(run)
         if self.expectation is not None and self.expectation[0] == whole.version:
             return self.expectation[1]
-        factor = self.methods.factor(whole)
-        return Expectation(factor, *self.methods.interval(whole, np.array([factor])))
+        factor, doubt = self.methods.factor(whole), hypot(self.methods.sd(whole), self.methods.run_sd(whole))
+        return Expectation(factor, *interval(np.array([factor]), doubt))
 
     def record_run(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
         """Learn from a run that was alone on its devices."""
@@ -210,7 +210,8 @@ class PlanGroup:
 
         is_whole: else it has priced some that were known again.
         """
-        found = tuple(Priced(c, decision.cluster) for c in decision.ranking if c.price.feasible)
+        ranking = (decision.chosen, *decision.ranking[1:])
+        found = tuple(Priced(c, decision.cluster) for c in ranking if c.price.feasible or c is decision.chosen)
         others: tuple[Priced, ...] = ()
         if not is_whole:
             fresh = [k.candidate.plan for k in found]

@@ -154,16 +154,17 @@ class CoordinatorSession:
         device = event.device
         if not self._admit_device(device):
             return []
-        if self._loading():
-            self.fleet.record_loading(now)
         heartbeat, wrong = sanitize_heartbeat(event.heartbeat)
-        changed = self._handle_change(device, self.fleet.record_heartbeat(device, heartbeat, now), now)
+        changed = self._handle_change(device, self.fleet.record_heartbeat(device, heartbeat, now, busy=self._is_busy(device), loading=self._loading()), now)
         changed += self._scheduler.retry_after_broker_loss(self.fleet) if self._online else []
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
         text = f"Implausible heartbeat from {device}: {wrong}. Restart its agent."
         return changed + self._warn_implausible(device, text)
+
+    def _is_busy(self, device: str) -> bool:
+        return any(device in run.plan.devices for group in self.groups for run in group.runs.values())
 
     def _warn_implausible(self, device: str, text: str) -> list[CoordinatorCommand]:
         """Tell once of a device that says what cannot be."""
