@@ -28,6 +28,7 @@ from hepti_mqtt.protocol.plausible import MAX_CURVES, MAX_POINTS, Plain, check, 
 # Numbers of a heartbeat that plans are made with.
 PLANNED: Final = ("slowdown", "peer_frame_s", "peer_byte_s", "round_trip_s", "bandwidth_bytes_per_s")
 
+
 @dataclass(frozen=True, slots=True)
 class ReportedDevice:
     """One device as it describes itself, and what is believed of what it measures.
@@ -40,7 +41,7 @@ class ReportedDevice:
     curves: Plain
     memory_bytes: float
     slowdown: float = 1.0
-    link: Link = Link()
+    link: Link = field(default_factory=Link)
     peer_links: Mapping[str, PeerLink] = field(default_factory=dict)
     frame_cost: FrameCost | None = None
     endpoint: Endpoint | None = None

@@ -250,9 +250,12 @@ class Quantity:
         self._recent.append(seen)
         if max(self._up, self._down) <= LIMIT:
             return False
-        # One stall is no change: two runs have said so alike, or two of what may speak alone.
-        judge = None if alone else self._prior.judge
-        return sum(one.score * self._sign >= LOUD and judge in (None, one.stream) for one in self._alike()) > 1
+        # One stall is no change, nor one now and then: two runs have said so alike, or two of what may speak alone, and
+        # with them most of what came since.
+        judge, alike = None if alone else self._prior.judge, self._alike()
+        since = [one for one in self._recent if one.at_s >= alike[0].at_s]
+        loud = sum(one.score * self._sign >= LOUD and judge in (None, one.stream) for one in alike)
+        return loud > 1 and 2 * len(alike) > len(since)
 
     @property
     def _sign(self) -> int:
@@ -318,8 +321,8 @@ def with_kin(kin: Sequence[Quantity], now: float | None = None) -> list[Posterio
 
 
 def _belongs(apart: float, variance: float) -> float:
-    """Return how far one belongs to its kind, 0 to 1: a Student weight."""
-    return min((TAIL + 1) / (TAIL + apart * apart / variance), 1.0)
+    """Return how far one belongs to its kind: 1 within two standard deviations, less and less beyond."""
+    return min(4 * variance / max(apart * apart, 1e-12), 1.0) ** 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -327,6 +330,7 @@ def _belongs(apart: float, variance: float) -> float:
 
 What = Literal["slowdown", "rate", "round trip", "frame"]
 Key = tuple[str, ...]  # a device, or a pair (source, target)
+Means = Mapping[tuple[What, Key], float]  # logarithms
 
 _PROBED: Final = {"idle": Noise(0.12), "busy": Noise(0.35)}
 PRIORS: Final[Mapping[What, Prior]] = {
@@ -338,7 +342,7 @@ PRIORS: Final[Mapping[What, Prior]] = {
 
 TYPICAL_FRAME_BYTES: Final = 1 << 16  # of a frame whose cost is estimated
 CONTRADICTED_S: Final = 10.0  # after a run the next ones may contradict a device's meter for so long
-OVERDUE_S: Final = 3.0  # an overdue run lets meters speak alone for so long
+SPEAKS_S: Final = 3.0  # an overdue run lets meters speak alone for so long
 BESIDE_LOADS: Final = 0.15  # weight of a meter while a device loads weights
 SHARED_LINK: Final = 0.2  # weight of a probe beside exchanges that says less: it shared the link
 LOADED_LINK: Final = 0.3  # of one beside loads that says more
@@ -407,6 +411,7 @@ class SiteEstimates:
         self._read: tuple[float | None, dict[tuple[What, Key], Posterior]] | None = None  # until there is more
         self._ages = ChangeAges()
         self.last_change_s = -inf  # when the last change was found, or found to have ended
+        self.last_change_began_s = -inf  # when the last one that was found began
 
     def add_device(self, name: str, kind: str = "") -> None:
         """Know a device and its kind: devices of one kind are taken to be equal until they show otherwise."""
@@ -433,7 +438,7 @@ class SiteEstimates:
         weight = BESIDE_LOADS if loading else 1.0
         if (slowdown := device.news("slowdown", heartbeat.slowdown)) is not None:
             judged = busy or now - device.last_run_s < CONTRADICTED_S
-            alone = not judged or now - device.overdue_s < OVERDUE_S
+            alone = not judged or now - device.overdue_s < SPEAKS_S
             device.meters.append(log(slowdown))
             self._observe("slowdown", (name,), log(slowdown), "meter", weight, now, alone)
         if heartbeat.peer_frame_s is not None and heartbeat.peer_byte_s is not None:
@@ -519,6 +524,8 @@ class SiteEstimates:
         found = quantity.observe(value, stream, weight, now, alone=alone)
         if found is not None:
             self.last_change_s = now
+        if found == "changed":
+            self.last_change_began_s = quantity.changes[-1].began_s
         return found
 
     # -- means ----------------------------------------------------------------------------------------------------
@@ -594,7 +601,11 @@ class SiteEstimates:
         """Return the mean logarithm of every quantity: what a plan is made with that is made now."""
         return {found: self._posterior(*found)[0] for found in self._quantities}
 
-    def moved(self, made_with: Mapping[tuple[What, Key], float], used: Collection[str], now: float) -> str | None:
+    def in_doubt(self, names: Collection[str]) -> bool:
+        """Return whether something of these devices, or of the links between them, may have changed just now."""
+        return any(self._quantities[found].is_in_doubt for found in self._among(names))
+
+    def moved(self, made_with: Means, used: Collection[str], now: float) -> str | None:
         """Return in words what is no longer as a plan was made with, or None.
 
         used: the devices of the plan; of others only what has become better counts. What was not measured then is held
@@ -690,8 +701,7 @@ SINGLE_SD: Final = 0.06  # of one device, which exchanges nothing
 FIRST_SD: Final = 0.2  # of the first method of several devices
 METHOD_SD: Final = 0.10  # by which methods differ beyond what they share
 SURPRISED: Final = 0.15  # weight of a run while something else may have changed
-ENOUGH: Final = 3  # runs after which a way was tried
-TRIED_S: Final = 3600.0  # so long a way that ran is not tried again for its own sake
+ENOUGH: Final = 3  # runs of a way before its time is a reason to search
 EXPLORATION_BONUS: Final = (
     0.88  # a way that was never tried may take so much of its price: predictions are off by that much
 )
@@ -710,13 +720,12 @@ def _exchanges(key: StrategyKey) -> bool:
 class Corrections:
     """Measured over predicted time by way of dividing a model, as `price` reads it; sds: of the logarithms.
 
-    tried: ways that have run recently. exploration_bonus: what part of its price an untried way is taken to cost, 1
+    exploration_bonus: what part of its price an untried way is taken to cost, 1
     where a search is not for trying any.
     """
 
     factors: Mapping[StrategyKey, float] = field(default_factory=dict)
     sds: Mapping[StrategyKey, float] = field(default_factory=dict)
-    tried: frozenset[StrategyKey] = frozenset()
     exploration_bonus: float = 1.0
 
     def factor(self, plan: Plan) -> float:
@@ -755,9 +764,9 @@ class Corrections:
 
         The first plan of several devices may promise twice as much: exchanges were not measured here yet.
         """
-        if strategy_key(plan) in self.tried:
+        if self.knows(plan):
             return 1.0
-        split = any(_exchanges(key) for key in self.tried)
+        split = any(_exchanges(key) for key in self.factors)
         return self.exploration_bonus if split or len(plan.devices) == 1 or plan.replicas else self.exploration_bonus**2
 
 
@@ -821,5 +830,4 @@ class MethodEstimates:
     def corrections(self, now: float | None = None) -> Corrections:
         """Return what is believed now, as `price` reads it."""
         ways = self._ways.items()
-        tried = frozenset(key for key, x in ways if x.count >= ENOUGH and (now is None or now - x.at_s < TRIED_S))
-        return Corrections({k: exp(x.mean) for k, x in ways}, {k: x.sd(now) for k, x in ways}, tried)
+        return Corrections({k: exp(x.mean) for k, x in ways}, {k: x.sd(now) for k, x in ways})

@@ -6,8 +6,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import hypot, inf
-from typing import Any, Final
+from math import hypot, inf, log
+from typing import Final
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Verdict
-from hepti_mqtt.planner.estimates import StrategyKey
+from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, SiteEstimates, Verdict
+from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.moves import RequestPace
@@ -38,6 +38,8 @@ from hepti_mqtt.spec import RequestShape
 
 MAX_PREBUILT_SHAPES: Final = 8  # shapes of which devices build the Programs ahead
 MAX_URGENT_SHAPES: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
+LEAST_COMPUTE_S: Final = 1e-4  # shorter compute times of runs say little of a device
+PLAUSIBLE_SLOWDOWN: Final = 64.0  # what reports say beyond it, or below its inverse, is not believed
 MAX_LEFT: Final = 3  # plans that were left whose weights are looked for
 MAX_SHAPE_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
 
@@ -47,7 +49,7 @@ class PlanGroup:
     """One model under one set of pins.
 
     pinned: by requests rather than by the planner's user. made_room: its plan made room for another group's, and its
-    next search has not begun. methods: what runs have taught. last_decision: of the last search. known: the plans that
+    next search has not begun. site: what is believed of devices and links; methods: of what runs take. last_decision: of the last search. known: the plans that
     the last searches found, each as it was priced. made_with: measurements of the last search. verdict: the rule's last
     word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried. run_s: what a
     request takes; expectation: of runs under a version. left: plans that were left, whose weights devices may have.
@@ -59,10 +61,11 @@ class PlanGroup:
     plans: PlanLifecycle
     pinned: bool = False
     made_room: bool = False
+    site: SiteEstimates = field(default_factory=SiteEstimates)
     methods: MethodEstimates = field(default_factory=MethodEstimates)
     last_decision: Decision | None = None
     known: tuple[Priced, ...] = ()
-    made_with: Mapping[Any, float] = field(default_factory=dict)
+    made_with: Means = field(default_factory=dict)
     verdict: Verdict = field(default_factory=lambda: Verdict(None))
     judged_s: float = -inf
     is_fresh: bool = False
@@ -202,8 +205,26 @@ class PlanGroup:
             record.run_count += 1
         # What devices and links have become since the price is no property of the method.
         since = self.expected(plan).mean / self.methods.factor(whole)
-        self.methods.record_run(plan, tokens, seconds / since, now, self.spread, whole=whole)
+        weight = SURPRISED if self.site.in_doubt(plan.devices) else 1.0
+        self.methods.record_run(plan, tokens, seconds / since, now, self.spread, weight, whole)
         self.is_fresh = True
+
+    def record_reports(self, run: Run, now: float) -> None:
+        """Learn how slow devices are from what they computed in a run; not from one beside loads."""
+        record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
+        plan, shape = run.plan, run.shape
+        if record is None or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
+            return
+        length = shape.size / max(plan.predicted_tokens, 1)
+        if not 0.8 < length < 1.25 or (shape.session_rows and shape.size > 1):
+            return
+        for device, report in run.reports.items():
+            use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)
+            if use is None or profile is None or min(use.compute_s, 1e-6 * report[0]) < LEAST_COMPUTE_S:
+                continue
+            slowdown = 1e-6 * report[0] / (use.compute_s * length) * profile.slowdown
+            if 1 / PLAUSIBLE_SLOWDOWN < slowdown < PLAUSIBLE_SLOWDOWN:
+                self.site.record_compute(device, log(slowdown), now)
 
     def learn_search(self, decision: Decision, active: Candidate | None, *, is_whole: bool) -> Decision:
         """Take the plans that a search has found, and the active one's new price; return the decision with all known.
@@ -288,12 +309,17 @@ RESTORE_AFTER_S: Final = 5.0  # without requests for the pins in its place, the 
 
 
 class PlanGroups:
-    """All groups: the planner's own ones first, then those of pins. counters: of steps that no table has."""
+    """All groups: the planner's own ones first, then those of pins.
 
-    def __init__(self, served: Iterable[ServedModel], counters: Counter[str]) -> None:
+    counters: of steps that no table has. site: what is believed of devices and links.
+    """
+
+    def __init__(self, served: Iterable[ServedModel], counters: Counter[str], site: SiteEstimates) -> None:
         self._counters = counters
         self._own: Mapping[str, PlanGroup] = {
-            s.name: PlanGroup(s, PlanLifecycle(s.name, s.pins, counters, TransitionLog(f"plans of {s.name}")))
+            s.name: PlanGroup(
+                s, PlanLifecycle(s.name, s.pins, counters, TransitionLog(f"plans of {s.name}")), site=site
+            )
             for s in served
         }
         self._pinned: list[PlanGroup] = []
@@ -332,7 +358,7 @@ class PlanGroups:
         """Return a new group for pins."""
         own = self._own[model]
         plans = PlanLifecycle(model, pins, self._counters, own.plans.story, f"{model} ({pins})")
-        group = PlanGroup(own.served, plans, methods=own.methods, pinned=True)
+        group = PlanGroup(own.served, plans, site=own.site, methods=own.methods, pinned=True)
         self._pinned.append(group)
         return group
 

@@ -468,9 +468,9 @@ class Standby:
         self._ahead: dict[str, _StandbyPlan] = {}
 
     @property
-    def loading(self) -> bool:
-        """Return whether a device loads ahead."""
-        return any(ahead.loading for ahead in self._ahead.values())
+    def loading_devices(self) -> frozenset[str]:
+        """Return the devices that load ahead."""
+        return frozenset(ahead.plan.root for ahead in self._loads() if ahead.plan is not None)
 
     def question(self, group: PlanGroup, hurried: bool, now: float) -> Question:
         """Return the question for a group's next plan; hurried: of the device that has the weights, if one does."""

@@ -45,6 +45,8 @@ from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, 
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import TransitionLog
 
+BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
+LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
 
 
@@ -70,7 +72,7 @@ class CoordinatorSession:
         self.in_flight = in_flight
         self.fleet = Fleet(broker_bytes_per_s, mesh=secret is not None)
         self.counters: Counter[str] = Counter()
-        self.groups = PlanGroups(served, self.counters)
+        self.groups = PlanGroups(served, self.counters, self.fleet.estimates)
         self._online, self._begun = True, False
         self._scheduler = Scheduler(self.topics, self.groups, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, Ids(boot), in_flight, secret)
@@ -97,7 +99,12 @@ class CoordinatorSession:
             self._begun = True
             for group in self.groups:
                 group.plans.request_search(now + SETTLE_S, now, "the planner has started")
+        self._mark_runs_beside_loads()
+        changed_s = self.fleet.estimates.last_change_s
         out = self._handlers[type(event)](event, now)
+        if self.fleet.estimates.last_change_s != changed_s:  # what methods seemed to take since then was its doing
+            for group in self.groups:
+                group.methods.undo_since(self.fleet.estimates.last_change_began_s - BEFORE_S)
         return devices_first(out + self._advance(now) + self._standby.handle(event, now))
 
     @property
@@ -155,7 +162,10 @@ class CoordinatorSession:
         if not self._admit_device(device):
             return []
         heartbeat, wrong = sanitize_heartbeat(event.heartbeat)
-        changed = self._handle_change(device, self.fleet.record_heartbeat(device, heartbeat, now, busy=self._is_busy(device), loading=self._loading()), now)
+        runs = [run for group in self.groups for run in group.runs.values() if device in run.plan.devices]
+        busy, loading = any(run.is_computing for run in runs), bool(self._loading_devices())
+        change = self.fleet.record_heartbeat(device, heartbeat, now, busy=busy, loading=loading)
+        changed = self._handle_change(device, change, now)
         changed += self._scheduler.retry_after_broker_loss(self.fleet) if self._online else []
         if wrong is None:
             return changed
@@ -163,17 +173,23 @@ class CoordinatorSession:
         text = f"Implausible heartbeat from {device}: {wrong}. Restart its agent."
         return changed + self._warn_implausible(device, text)
 
-    def _is_busy(self, device: str) -> bool:
-        return any(device in run.plan.devices for group in self.groups for run in group.runs.values())
-
     def _warn_implausible(self, device: str, text: str) -> list[CoordinatorCommand]:
         """Tell once of a device that says what cannot be."""
         member = self.fleet.member(device)
         told, member.implausible_reported = member.implausible_reported, True
         return [] if told else [LogEvent("refused", text)]
 
-    def _loading(self) -> bool:
-        return self._standby.loading or any(group.plans.preparing is not None for group in self.groups)
+    def _loading_devices(self) -> frozenset[str]:
+        """Return the devices that load weights."""
+        coming = (group.plans.preparing for group in self.groups)
+        loading = (record.unready_devices for record in coming if record is not None)
+        return self._standby.loading_devices.union(*loading)
+
+    def _mark_runs_beside_loads(self) -> None:
+        if loading := self._loading_devices():
+            for group in self.groups:
+                for run in group.runs.values():
+                    run.beside_loads |= not loading.isdisjoint(run.plan.devices)
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -399,6 +415,8 @@ class CoordinatorSession:
         for group in self.groups:
             out += self._rollout.tick(group, now)
             for run in list(group.runs.values()):
+                if now - run.dispatched_s > LATE_FACTOR * run.expected_s:
+                    self.fleet.estimates.record_overdue(run.plan.devices, now)
                 if self._online and now > run.deadline_s:
                     out.append(LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it"))
                     out += [*self._rollout.mark_suspect(group, run.plan, now), *self._scheduler.retry(group, run)]

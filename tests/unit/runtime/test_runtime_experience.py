@@ -142,7 +142,7 @@ def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None
         site.now += 3 * part.predicted_s
         answer_alone(site, part, number)
     model = site.session.groups.default("m")
-    learned = model.experience.corrections(site.now)
+    learned = model.methods.corrections(site.now)
     assert learned.factors == {strategy_key(whole): pytest.approx(3.0)}
     assert learned.factor(replace(whole.replicas[0])) == 1.0
     assert model.correction(site.now, whole) == pytest.approx(3.0)
@@ -163,7 +163,7 @@ def test_a_plan_that_takes_longer_than_the_next_best_was_to_take_is_looked_at(
     (model,) = site.session.groups.defaults()
     other = model.last_decision.ranking[1].plan
     for _ in range(8):  # it was tried, so hope has no part in this
-        model.experience.record_run(other, other.predicted_tokens, other.predicted_s, site.now)
+        model.methods.record_run(other, other.predicted_tokens, other.predicted_s, site.now)
     site.submit("first")
     site.answer(1)
     site.drift({}, 20)  # whatever the first heartbeats said is planned for then

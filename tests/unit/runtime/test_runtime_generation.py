@@ -161,7 +161,7 @@ def test_what_steps_take_is_learned_though_the_next_one_has_begun():
         assert max(site.work) == min(number + 1, 6)
         site.now += 0.05
         site.report(number)
-    learned = site.session.groups.default("m").experience.corrections(site.now)
+    learned = site.session.groups.default("m").methods.corrections(site.now)
     assert learned.factor(site.plan) == pytest.approx(3.0), "from its dispatch to its last report"
 
 
@@ -175,7 +175,7 @@ def test_steps_beside_other_requests_teach_nothing():
             site.now += 0.2
             site.output(number)
             site.report(number)
-    assert not site.session.groups.default("m").experience.corrections(site.now).factors
+    assert not site.session.groups.default("m").methods.corrections(site.now).factors
 
 
 @pytest.mark.parametrize("what", ["numbers", "row", "parts sent", "failure"])
