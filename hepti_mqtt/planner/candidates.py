@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Candidate:
     """A plan with its price and the share weights that it came from.
 
-    load_bytes: by device, of weights that it would load; empty where nobody asked. fits_beside: whether every device has
-    room for it beside the active plan.
+    load_bytes: by device, of weights that it would load; empty where nobody asked. fits_beside: whether every device
+    has room for it beside the active plan.
     """
 
     plan: Plan

@@ -195,7 +195,7 @@ def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
 
 
 def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float) -> float:
-    """Return the seconds of requests that a move costs: the activation, its load, and being wrong when a change ends."""
+    """Return the seconds of requests that a move costs: activation, load, and being wrong when a change ends."""
     cost_s = situation.busy * (MOVE_S + option.load_s * (situation.load_factor - 1))
     if not option.beside:
         cost_s += _waiting_s(option.load_s, situation.period_s)
@@ -223,9 +223,7 @@ def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: 
     return won_s - lost_s - TWICE * (cost_s + back_s) - TRIAL_SHARE * requests * typical_s
 
 
-def pays_to_hold(
-    loss_probability: float, load_s: float, *, period_s: float, busy: float, load_factor: float
-) -> bool:
+def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, busy: float, load_factor: float) -> bool:
     """Return whether a second device should load the weights of the only one that serves, ahead of its loss.
 
     loss_probability: of that one, as long as the weights are held. load_s: of the second one.

@@ -24,7 +24,9 @@ from hepti_mqtt.planner.candidates import Candidate
 from hepti_mqtt.planner.estimates import Draws, Floats, strategy_key
 from hepti_mqtt.planner.price import Price
 
-HIDDEN: Final = 0.5  # of the bytes that compute hides, those that show when links get slower: methods differ from 0 to 1
+HIDDEN: Final = (
+    0.5  # of the bytes that compute hides, those that show when links get slower: methods differ from 0 to 1
+)
 MOST_SHOWN: Final = 1.5  # a byte may take its time on several links, one after the other
 
 
@@ -69,7 +71,6 @@ class Surface:
         more = _most(s * factors.link[name] for name, s in self.link_s.items()) - before
         shown = min(waiting_s / before, MOST_SHOWN)
         return more * np.where(more > 0, (1 - HIDDEN) * shown + HIDDEN * max(shown, 1.0), shown)
-
 
     def period(self, factors: Factors) -> Floats:
         """Return the seconds [draws] that the busiest device, or its link, has to do with one request."""
@@ -146,15 +147,15 @@ def outlook(priced: Priced, beliefs: Beliefs) -> Outlook:
     if beliefs.before is not None:
         before = float(_under(priced, beliefs.cluster, beliefs.before)[1].mean())
         before *= 1.0 if price.objective == "memory" else beliefs.factor(plan)
-    if price.objective == "memory":
-        off_cost = np.full(_count(beliefs.draws), float(cost.mean()))
-    else:
-        off_cost = cost * off
+    off_cost = np.full(len(off), float(cost.mean())) if price.objective == "memory" else cost * off
     return Outlook(seconds * off, off_cost, mean_s, float(np.log(np.maximum(seconds, 1e-12)).std()), before)
 
 
 def interval(seconds: Floats, noise_sd: float) -> tuple[float, float]:
-    """Return what 10 and 90 of 100 runs take; seconds: [draws] of what is believed; noise_sd: of the logarithm of a run."""
+    """Return what 10 and 90 of 100 runs take at the most.
+
+    seconds: [draws] of what is believed. noise_sd: of the logarithm of a run.
+    """
     logs = np.log(np.maximum(seconds, 1e-12))
     off = P90 * float(np.hypot(logs.std(), noise_sd))
     return float(np.exp(logs.mean() - off)), float(np.exp(logs.mean() + off))
@@ -179,7 +180,9 @@ def _under(priced: Priced, now: Cluster, draws: Draws) -> tuple[Floats, Floats]:
     if price.objective == "memory":
         return seconds, np.full(len(seconds), price.memory_share)
     same = {device: np.ones(1) for device in plan.devices}
-    before, after = (1 / sum(1 / np.maximum(s.period(f), 1e-9) for s in of_runs) for f in (Factors(*[same] * 3), factors))
+    before, after = (
+        1 / sum(1 / np.maximum(s.period(f), 1e-9) for s in of_runs) for f in (Factors(*[same] * 3), factors)
+    )
     return seconds, np.asarray(price.expected_period_s / price.correction * after / before)
 
 

@@ -15,6 +15,7 @@ from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RunStats
 from hepti_mqtt.runtime.machinery import Publish, Transition
 
+
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
     """A device's retained status, or its will."""

@@ -49,8 +49,8 @@ class PlanGroup:
     """One model under one set of pins.
 
     pinned: by requests rather than by the planner's user. made_room: its plan made room for another group's, and its
-    next search has not begun. site: what is believed of devices and links; methods: of what runs take. last_decision: of the last search. known: the plans that
-    the last searches found, each as it was priced. made_with: measurements of the last search. verdict: the rule's last
+    next search has not begun. site: what is believed of devices and links; methods: of what runs take. last_decision:
+    of the last search. known: the plans that the last searches found, each as it was priced. made_with: measurements of the last search. verdict: the rule's last
     word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried. run_s: what a
     request takes; expectation: of runs under a version. left: plans that were left, whose weights devices may have.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,

@@ -1,4 +1,4 @@
-"""When the plan of a group is judged by the rule, on which evidence, and what the rule is told of requests and loads."""
+"""When the plan of a group is judged by the rule, and what the rule is told of requests and loads."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Moves:
         )
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
-        """Return whether a device should load a group's weights, so many bytes, ahead of the loss of the one that serves."""
+        """Return whether a device should load so many bytes of weights ahead of the loss of the one that serves."""
         load_s = nbytes / min(self._fleet.estimates.link(device).down_bytes_per_s, self.loads.bytes_per_s)
         lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)
         return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now), load_factor=self.loads.factor)
@@ -144,9 +144,7 @@ class Moves:
     @staticmethod
     def _is_trying(group: PlanGroup) -> bool:
         record = group.plans.active
-        return (
-            record is not None and record.run_count < TRIAL_RUNS and group.methods.sd(record.plan) > KNOWN_SD
-        )
+        return record is not None and record.run_count < TRIAL_RUNS and group.methods.sd(record.plan) > KNOWN_SD
 
     @staticmethod
     def _is_there(plan: Plan, beliefs: Beliefs) -> bool:
@@ -164,7 +162,9 @@ class Moves:
     ) -> Option:
         candidate = priced.candidate
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
-        rates = {d: min(beliefs.cluster.links[d].down_bytes_per_s, self.loads.bytes_per_s) for d in candidate.plan.devices}
+        rates = {
+            d: min(beliefs.cluster.links[d].down_bytes_per_s, self.loads.bytes_per_s) for d in candidate.plan.devices
+        }
         option = Option(
             candidate,
             seen.cost,

@@ -375,7 +375,9 @@ class PlanLifecycle:
         wanted, running = self.wanted, self.searching
         if wanted is None:
             state = self._machine.begin(self._label, now, why)
-            wanted = Search(due_s, soon_s, running is not None and running.forced, state, plans if running is None else ())
+            wanted = Search(
+                due_s, soon_s, running is not None and running.forced, state, plans if running is None else ()
+            )
             self._searches.append(wanted)
         else:
             self.step(wanted, "want", now, why)

@@ -221,6 +221,9 @@ class Expectation(NamedTuple):
     p90: float = 1.0
 
 
+AS_PREDICTED: Final = Expectation()
+
+
 @dataclass(slots=True)
 class RunStats:
     """One run as its devices reported it: microseconds and bytes by device, and the planner's own bytes.
@@ -239,7 +242,7 @@ class RunStats:
     requests: int = 1
     reported: bool = True
     dispatched_s: float | None = None
-    expectation: Expectation = Expectation()
+    expectation: Expectation = AS_PREDICTED
 
 
 @dataclass(slots=True)
@@ -264,7 +267,7 @@ class Run:
     ran_alone: bool  # no other run at any time
     parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)
     reports: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    expectation: Expectation = Expectation()
+    expectation: Expectation = AS_PREDICTED
     expected_s: float = 0.0
     probe_at_s: float = inf
     probed_s: float | None = None

@@ -207,7 +207,7 @@ class Scheduler:
             if items[0].request.wants_result:
                 out += self._dispatch(group, plan, items, now)
             else:
-                out += self._answer_forecast(group, group.active, items[0].request, now)
+                out += self._answer_forecast(group, group.active, items[0].request)
         self._held[name] = min(held.values(), default=inf)
         return out
 
@@ -423,7 +423,7 @@ class Scheduler:
         )
         return [Publish(topic, payload, 1)]
 
-    def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request, now: float) -> list[CoordinatorCommand]:
+    def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
         request.finished = True
         expected, cluster = group.expected(plan), group.cluster()

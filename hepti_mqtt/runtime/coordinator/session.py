@@ -1,7 +1,8 @@
 """CoordinatorSession: the planner's part in the protocol, without sockets, threads or clocks.
 
-Membership changes and changed measurements lead to a search (`Solve`, done by the shell), what it finds and what runs
-say to a judgement by the rule (`moves.py`), that to a prepared plan, and requests are dispatched under the active plan. A request ends with the right answer or an error, whatever is lost meanwhile.
+Membership changes and changed measurements lead to a search (`Solve`, done by the shell). What it finds, and what runs
+say, is judged by the rule (`moves.py`); a move leads to a prepared plan, and requests are dispatched under the active
+one. A request ends with the right answer or an error, whatever is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -277,9 +278,7 @@ class CoordinatorSession:
         if not wanted.plans:
             group.made_with = self.fleet.estimates.means()
         plans.start_search(ticket, question.plan_version, now)
-        return [
-            Solve(group.name, ticket, question, group.active, hurried, group.last_plan, group.held(), wanted.plans)
-        ]
+        return [Solve(group.name, ticket, question, group.active, hurried, group.last_plan, group.held(), wanted.plans)]
 
     def _handle_solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         group = self.groups.group_of_search(event.model, event.ticket)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -27,10 +26,9 @@ from hepti_mqtt.planner.decisions import (
     decide,
     pays_to_hold,
 )
-from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
+from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.planner.search import _initial_plans
-from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Priced, factors_of, outlook, surfaces
-from hepti_mqtt.protocol.messages import Heartbeat
+from hepti_mqtt.planner.surface import NO_DRAWS, factors_of, surfaces
 
 DRAWS = 48
 NOISE = np.random.default_rng(3).standard_normal(DRAWS)
