@@ -20,9 +20,8 @@ from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.candidates import Candidate, Decision
-from hepti_mqtt.planner.estimates import StrategyKey, strategy_key
+from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.planner.surface import Floats
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Spec
 

@@ -609,8 +609,13 @@ def missing_record_key(record: Mapping[str, Any]) -> str | None:
     own = (record["active"], record["preparing"])
     plans = [plan for plan in (*own, *record["pinned"], *record["pinned_preparing"]) if plan is not None]
     errors = [] if record["error"] is None else [record["error"]]
-    parts = ((plans, PLAN), (record["candidates"], CANDIDATE), (record["story"], STEP), (errors, ERROR))
-    parts += ((record["considered"], ASSESSMENT),)
+    parts = (
+        (plans, PLAN),
+        (record["candidates"], CANDIDATE),
+        (record["story"], STEP),
+        (record["considered"], ASSESSMENT),
+        (errors, ERROR),
+    )
     return next((missing for told, keys in parts for part in told if (missing := _missing(part, keys))), None)
 
 
