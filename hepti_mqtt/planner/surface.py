@@ -17,11 +17,11 @@ from zlib import crc32
 
 import numpy as np
 
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.profiles import Cluster, FrameCost
 from hepti_mqtt.cost.simulator import DeviceUse
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.candidates import Candidate
-from hepti_mqtt.planner.estimates import Draws, Floats, strategy_key
+from hepti_mqtt.planner.estimates import TYPICAL_FRAME_BYTES, Draws, Floats, strategy_key
 from hepti_mqtt.planner.price import Price
 
 HIDDEN: Final = (
@@ -125,13 +125,14 @@ class Beliefs:
 class Outlook:
     """What a plan takes by what is believed: seconds of a request and cost by the objective, [draws] and before.
 
-    mean_s: the seconds at the means. spread: standard deviation of the logarithm of the seconds that devices and links
+    mean_s: the seconds at the means; now_s: of these what devices and links make, whatever the method. spread: standard deviation of the logarithm of the seconds that devices and links
     make, whatever the method.
     """
 
     seconds: Floats
     cost: Floats
     mean_s: float
+    now_s: float
     spread: float
     before: float | None
 
@@ -142,13 +143,14 @@ def outlook(priced: Priced, beliefs: Beliefs) -> Outlook:
     seconds, cost = _under(priced, beliefs.cluster, beliefs.draws)
     rng = np.random.default_rng(crc32(repr(strategy_key(plan)).encode()))  # the same numbers each time
     off = beliefs.factor(plan) * np.exp(beliefs.sd(plan) * rng.standard_normal(_count(beliefs.draws)))
-    mean_s = float(_under(priced, beliefs.cluster, NO_DRAWS)[0].mean()) * beliefs.factor(plan)
+    now_s = float(_under(priced, beliefs.cluster, NO_DRAWS)[0].mean())
     before = None
     if beliefs.before is not None:
         before = float(_under(priced, beliefs.cluster, beliefs.before)[1].mean())
         before *= 1.0 if price.objective == "memory" else beliefs.factor(plan)
     off_cost = np.full(len(off), float(cost.mean())) if price.objective == "memory" else cost * off
-    return Outlook(seconds * off, off_cost, mean_s, float(np.log(np.maximum(seconds, 1e-12)).std()), before)
+    spread = float(np.log(np.maximum(seconds, 1e-12)).std())
+    return Outlook(seconds * off, off_cost, now_s * beliefs.factor(plan), now_s, spread, before)
 
 
 def interval(seconds: Floats, noise_sd: float) -> tuple[float, float]:
@@ -195,12 +197,16 @@ def factors_of(plan: Plan, then: Cluster, now: Cluster, draws: Draws) -> Factors
         costs = [c.devices[device].mesh_frame_cost for c in (then, now)]
         frame[device] = compute[device]
         if plan.route == "mesh" and costs[0] is not None and costs[1] is not None:
-            frame[device] = costs[1].frame_s / costs[0].frame_s * np.exp(draws.frames.get(device, _NOTHING))
+            frame[device] = _typical_s(costs[1]) / _typical_s(costs[0]) * np.exp(draws.frames.get(device, _NOTHING))
         link[device] = _link_factor(plan, device, then, now, draws)
     return Factors(compute, frame, link)
 
 
 _NOTHING: Final = np.zeros(1)
+
+
+def _typical_s(cost: FrameCost) -> float:
+    return max(cost.frame_s + TYPICAL_FRAME_BYTES * cost.byte_s, 1e-12)
 
 
 def _link_factor(plan: Plan, device: str, then: Cluster, now: Cluster, draws: Draws) -> Floats:

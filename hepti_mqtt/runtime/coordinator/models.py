@@ -52,7 +52,8 @@ class PlanGroup:
     next search has not begun. site: what is believed of devices and links; methods: of what runs take. last_decision:
     of the last search. known: the plans that the last searches found, each as it was priced. made_with: measurements of the last search. verdict: the rule's last
     word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried. run_s: what a
-    request takes; expectation: of runs under a version. left: plans that were left, whose weights devices may have.
+    request takes; expectation: of runs under a version. price_now: seconds of the active plan by what devices
+    and links are now, and the doubt in that. left: plans that were left, whose weights devices may have.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
     in the published record.
     """
@@ -71,7 +72,7 @@ class PlanGroup:
     is_fresh: bool = False
     tried: dict[StrategyKey, float] = field(default_factory=dict)
     run_s: float = 0.0
-    spread: float = 0.0
+    price_now: tuple[float, float] = (0.0, 0.0)
     expectation: tuple[PlanVersion, Expectation] | None = None
     left: tuple[Plan, ...] = ()
     pace: RequestPace = field(default_factory=RequestPace)
@@ -184,7 +185,7 @@ class PlanGroup:
     def expect(self, record: PlanRecord, seen: Outlook) -> None:
         """Take what runs under the active plan are expected to take."""
         whole = record.plan
-        self.run_s, self.spread = seen.mean_s, seen.spread
+        self.run_s, self.price_now = seen.mean_s, (seen.now_s, seen.spread)
         predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
         between = interval(seen.seconds / predicted_s, self.methods.run_sd(whole))
         self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, *between))
@@ -204,9 +205,10 @@ class PlanGroup:
         if record is not None and whole.version == record.version:
             record.run_count += 1
         # What devices and links have become since the price is no property of the method.
-        since = self.expected(plan).mean / self.methods.factor(whole)
+        known = self.expectation is not None and self.expectation[0] == whole.version and whole.predicted_s > 0
+        shift, spread = (self.price_now[0] / whole.predicted_s, self.price_now[1]) if known else (1.0, 0.0)
         weight = SURPRISED if self.site.in_doubt(plan.devices) else 1.0
-        self.methods.record_run(plan, tokens, seconds / since, now, self.spread, weight, whole)
+        self.methods.record_run(plan, tokens, seconds / shift, now, spread, weight, whole)
         self.is_fresh = True
 
     def record_reports(self, run: Run, now: float) -> None:

@@ -111,11 +111,10 @@ class Moves:
         return verdict
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the active plan is to be judged: there is evidence since the last time."""
+        """Return whether the active plan is to be judged: now and then, and after a change at once."""
         if group.active is None or group.plans.in_transition() or group.has_suspect_replica:
             return False
-        changed = self._fleet.estimates.last_change_s > group.judged_s
-        return changed or (group.is_fresh and now - group.judged_s >= JUDGED_S)
+        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= JUDGED_S
 
     def _situation(self, group: PlanGroup, active: Option | None, options: Sequence[Option], now: float) -> Situation:
         pins = group.plans.pins

@@ -182,11 +182,6 @@ def with_price_of(plan: Plan, other: Plan) -> Plan:
     return replace(plan, **{name: getattr(other, name) for name in told}, replicas=replicas)
 
 
-def has_same_shares(a: Plan, b: Plan) -> bool:
-    """Return whether two plans of the same division have the same shares and ranges, to the last bit."""
-    return (a.devices, a.shares, a.ranges) == (b.devices, b.shares, b.ranges)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The plans of one group; their states change here only, by the table above.
 
@@ -255,12 +250,9 @@ class PlanRecord:
         )
 
     def reprice(self, found: Candidate, cluster: Cluster) -> None:
-        """Take the price of this plan by other measurements; what was found may differ by rounding."""
+        """Take the price of this plan by other measurements."""
         self.plan = with_price_of(self.plan, found.plan)
-        played = (
-            found.price.simulated if all(map(has_same_shares, self.plan.executables, found.plan.executables)) else ()
-        )
-        chosen = replace(found, plan=self.plan, price=replace(found.price, simulated=played))
+        chosen = replace(found, plan=self.plan)
         self.decision = replace(self.decision, chosen=chosen, cluster=cluster)
 
     def has_same_programs(self, device: str, ready: Ready) -> bool:

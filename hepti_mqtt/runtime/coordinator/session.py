@@ -15,7 +15,7 @@ from typing import Final
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision
+from hepti_mqtt.planner import Decision, Verdict
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
@@ -341,7 +341,9 @@ class CoordinatorSession:
         """Judge the active plan by what is believed now; ask for a search where a better one may exist."""
         if not self._moves.is_due(group, now):
             return []
-        verdict = self._moves.judge(group, now)
+        changed = self.fleet.estimates.last_change_s > group.judged_s
+        verdict = self._moves.judge(group, now) if changed or group.is_fresh else Verdict(None)
+        group.judged_s = now
         if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
@@ -349,7 +351,7 @@ class CoordinatorSession:
         if moved is None or not group.in_use(now):
             return []
         group.plans.request_search(now, now, moved)
-        return [LogEvent("changed", moved)]
+        return [LogEvent("drift", moved)]
 
     # -- messages of devices --------------------------------------------------------------------------------------
 
