@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, FrameCost, Link, PeerLink
 from hepti_mqtt.plan import DevicePair, Plan
-from hepti_mqtt.protocol.messages import Heartbeat
+from hepti_mqtt.protocol.messages import Heartbeat, PeerStats
 
 Floats = npt.NDArray[np.float64]
 
@@ -346,6 +346,8 @@ SPEAKS_S: Final = 3.0  # an overdue run lets meters speak alone for so long
 BESIDE_LOADS: Final = 0.15  # weight of a meter while a device loads weights
 SHARED_LINK: Final = 0.2  # weight of a probe beside exchanges that says less: it shared the link
 LOADED_LINK: Final = 0.3  # of one beside loads that says more
+LEAST_TIMED_BYTES: Final = 1 << 15  # of exchanges whose rate says something ...
+LEAST_TIMED_US: Final = 2000  # ... and their time
 SHARING: Final = 2.0  # links that exchanges share carry each of them at least at a rate that is so many times less
 REBASED: Final = 4  # exchanges of a plan that say how it shares links
 LIE: Final = log(1.5)  # a meter or a probe that is further off is named
@@ -364,14 +366,19 @@ _QUANTILES: Final = np.array([NormalDist().inv_cdf((i + 0.5) / DRAWS) for i in r
 class _Device:
     """What is remembered of a device beside its quantities.
 
-    kind: what devices share that are taken to be equal. frame_cost: the last one that it reported; its ratio of bytes
-    to frames counts. meters: readings since its last run. last_run_s, overdue_s: of its last run, and of the last sign
-    of an overdue one. seen: the last readings.
+    kind: what devices share that are taken to be equal. assumed: the cost of frames before it has met some. frame_cost:
+    the last one that it reported; its ratio of bytes to frames counts. meters: readings since its last run. sharers:
+    exchanges of its plan that may share its link at a time. timed: bytes and microseconds of exchanges, by peer, when
+    they last said enough. last_run_s, overdue_s: of its last run, and of the last sign of an overdue one. seen: the
+    last readings.
     """
 
     kind: str
+    assumed: FrameCost | None = None
     frame_cost: FrameCost | None = None
     meters: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    sharers: int = 1
+    timed: dict[str, tuple[int, int]] = field(default_factory=dict)
     last_run_s: float = -inf
     overdue_s: float = -inf
     seen: dict[str, float | None] = field(default_factory=dict)
@@ -413,10 +420,13 @@ class SiteEstimates:
         self.last_change_s = -inf  # when the last change was found, or found to have ended
         self.last_change_began_s = -inf  # when the last one that was found began
 
-    def add_device(self, name: str, kind: str = "") -> None:
-        """Know a device and its kind: devices of one kind are taken to be equal until they show otherwise."""
-        self._devices.setdefault(name, _Device(kind)).kind = kind
-        self._read = None
+    def add_device(self, name: str, kind: str = "", assumed: FrameCost | None = None) -> None:
+        """Know a device and its kind: devices of one kind are taken to be equal until they show otherwise.
+
+        assumed: what plans are made with before it has met frames off loopback; None: it has no such peers.
+        """
+        device = self._devices.setdefault(name, _Device(kind))
+        device.kind, device.assumed, self._read = kind, assumed, None
 
     def forget_device(self, name: str) -> None:
         """Forget a device: it has started anew, or its place is needed."""
@@ -446,6 +456,7 @@ class SiteEstimates:
             if (seconds := device.news("frame", _typical_s(cost))) is not None:
                 device.frame_cost = cost
                 self._observe("frame", (name,), log(seconds), "fit", weight, now)
+        self._record_edges(name, device, heartbeat.edges, now)
         probed: dict[Key, tuple[float | None, float | None]] = {
             (name,): (heartbeat.round_trip_s, heartbeat.bandwidth_bytes_per_s)
         }
@@ -480,29 +491,45 @@ class SiteEstimates:
         device.meters.clear()
         device.last_run_s = now
 
-    def record_edge(self, source: str, target: str, bytes_per_s: float, now: float, sharers: int = 1) -> None:
+    def record_edge(self, source: str, target: str, bytes_per_s: float, now: float) -> None:
         """Take the rate at which exchanges came straight from one device to another, while nothing else held them up.
 
-        sharers: exchanges of the plan that may go over the same links at a time. How they do is learned from the first
-        ones since `begin_plan`; from then on only what differs from these counts, and what no sharing explains.
+        Nothing is learned of a pair that was not probed: there is no link between what sits on one machine. Exchanges
+        share links. How they do is learned from the first ones since `begin_plan`; from then on only what differs from
+        these counts, and what no sharing explains.
         """
-        if source == target or not {source, target} <= self._devices.keys() or bytes_per_s <= 0:
+        key = (source, target)
+        known = self._quantities.get(("rate", key))
+        if known is None or bytes_per_s <= 0:
             return
-        key, value = (source, target), _log_rate(bytes_per_s)
-        if (known := self._quantities.get(("rate", key))) is not None:
-            stream = known.streams["exchange"]
-            if stream.offset_count < REBASED:
-                gap = min(max(value - known.mean, -log(SHARING * max(sharers, 1))), 0.0)
-                stream.offset += (gap - stream.offset) / (stream.offset_count + 1)
-                stream.offset_count += 1
-            if (probed := known.last_value(*_PROBED)) is not None:  # a probe that no sharing explains is wrong
-                beyond = max(probed - value - log(SHARING * max(sharers, 1)), 0.0)
-                for name in _PROBED:
-                    known.streams[name].learn_offset(beyond)
+        value, stream = _log_rate(bytes_per_s), known.streams["exchange"]
+        most_shared = log(SHARING * max(self._devices[source].sharers, self._devices[target].sharers))
+        if stream.offset_count < REBASED:
+            gap = min(max(value - known.mean, -most_shared), 0.0)
+            stream.offset += (gap - stream.offset) / (stream.offset_count + 1)
+            stream.offset_count += 1
+        if (probed := known.last_value(*_PROBED)) is not None:  # a probe that no sharing explains is wrong
+            for name in _PROBED:
+                known.streams[name].learn_offset(max(probed - value - most_shared, 0.0))
         self._observe("rate", key, value, "exchange", 1.0, now)
+
+    def _record_edges(self, name: str, device: _Device, edges: Mapping[str, PeerStats], now: float) -> None:
+        """Take what came from peers since the last heartbeat, where that says enough."""
+        for peer, told in edges.items():
+            nbytes, us = device.timed.get(peer, (told.timed_bytes, told.timed_us))
+            more, more_us = told.timed_bytes - nbytes, told.timed_us - us
+            if 0 <= more < LEAST_TIMED_BYTES or 0 <= more_us < LEAST_TIMED_US:
+                device.timed.setdefault(peer, (nbytes, us))
+                continue
+            device.timed[peer] = (told.timed_bytes, told.timed_us)
+            if more > 0 and more_us > 0:
+                self.record_edge(peer, name, 1e6 * more / more_us, now)
 
     def begin_plan(self, names: Collection[str]) -> None:
         """Know that devices serve another plan now, whose exchanges share links in another way."""
+        for name in names:
+            if (device := self._devices.get(name)) is not None:
+                device.sharers = max(len(names) - 1, 1)
         for (what, key), quantity in self._quantities.items():
             if what == "rate" and len(key) == 2 and set(key) <= set(names):
                 stream = quantity.streams["exchange"]
@@ -599,11 +626,15 @@ class SiteEstimates:
 
     def means(self) -> dict[tuple[What, Key], float]:
         """Return the mean logarithm of every quantity: what a plan is made with that is made now."""
-        return {found: self._posterior(*found)[0] for found in self._quantities}
+        met = {found: self._posterior(*found)[0] for found in self._quantities}
+        assumed = {name: device.assumed for name, device in self._devices.items() if device.assumed is not None}
+        unmet: dict[tuple[What, Key], float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
+        return {**unmet, **met}
 
-    def in_doubt(self, names: Collection[str]) -> bool:
-        """Return whether something of these devices, or of the links between them, may have changed just now."""
-        return any(self._quantities[found].is_in_doubt for found in self._among(names))
+    def in_doubt(self, names: Collection[str], since_s: float) -> bool:
+        """Return whether something of these devices, or of links between them, has changed since, or may do so now."""
+        known = [self._quantities[found] for found in self._among(names)]
+        return any(x.is_in_doubt or (x.changes and x.changes[-1].began_s > since_s) for x in known)
 
     def moved(self, made_with: Means, used: Collection[str], now: float) -> str | None:
         """Return in words what is no longer as a plan was made with, or None.
@@ -625,9 +656,10 @@ class SiteEstimates:
 
     def describe(self, now: float) -> dict[str, tuple[str, ...]]:
         """Return the evidence on each device in sentences; whose meter or probe is contradicted is named first."""
-        return {name: (*self._contradicted(name), *self._evidence(name, now)) for name in self._devices}
+        return {name: (*self.contradicted(name), *self._evidence(name, now)) for name in self._devices}
 
-    def _contradicted(self, name: str) -> Iterator[str]:
+    def contradicted(self, name: str) -> Iterator[str]:
+        """Yield in words what a device says that its runs, or exchanges with it, contradict."""
         for (_, key), quantity in self._quantities.items():
             if key[0] != name:
                 continue

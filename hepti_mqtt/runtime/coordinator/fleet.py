@@ -9,7 +9,7 @@ from math import exp, inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.profiles import Cluster, default_frame_cost
 from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster
 from hepti_mqtt.plan import DevicePair, Plan
 from hepti_mqtt.planner.estimates import SiteEstimates
@@ -74,6 +74,7 @@ class Member:
     mute: bool = False
     unreachable_until_s: dict[str, float] = field(default_factory=dict)
     implausible_reported: bool = False
+    contradiction_reported: bool = False
 
     @property
     def usable(self) -> bool:
@@ -174,7 +175,8 @@ class Fleet:
         if member.caps is None or member.caps.boot != caps.boot:  # it has measured itself again
             self.estimates.forget_device(name)
         was, member.caps = member.usable, caps
-        self.estimates.add_device(name, member.kind)
+        at, profile = caps.endpoint, self._reported(member, 0).profile()
+        self.estimates.add_device(name, member.kind, None if at is None or at.loopback else default_frame_cost(profile))
         if not is_compatible(caps.version):
             self.refuse(name)
         if was and not member.usable:

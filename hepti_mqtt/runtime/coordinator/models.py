@@ -38,7 +38,7 @@ from hepti_mqtt.spec import RequestShape
 
 MAX_PREBUILT_SHAPES: Final = 8  # shapes of which devices build the Programs ahead
 MAX_URGENT_SHAPES: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
-LEAST_COMPUTE_S: Final = 1e-4  # shorter compute times of runs say little of a device
+LEAST_COMPUTE_S: Final = 1e-3  # shorter compute times of runs say little of a device
 PLAUSIBLE_SLOWDOWN: Final = 64.0  # what reports say beyond it, or below its inverse, is not believed
 MAX_LEFT: Final = 3  # plans that were left whose weights are looked for
 MAX_SHAPE_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
@@ -50,10 +50,11 @@ class PlanGroup:
 
     pinned: by requests rather than by the planner's user. made_room: its plan made room for another group's, and its
     next search has not begun. site: what is believed of devices and links; methods: of what runs take. last_decision:
-    of the last search. known: the plans that the last searches found, each as it was priced. made_with: measurements of the last search. verdict: the rule's last
-    word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried. run_s: what a
-    request takes; expectation: of runs under a version. price_now: seconds of the active plan by what devices
-    and links are now, and the doubt in that. left: plans that were left, whose weights devices may have.
+    of the last search. known: the plans that the last searches found, each as it was priced. made_with: what was
+    believed when the last search began that has ended; search_inputs: the same of the last one that began. verdict: the
+    rule's last word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried.
+    run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
+    devices and links are now, and the doubt in that. left: plans that were left, whose weights devices may have.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
     in the published record.
     """
@@ -67,6 +68,7 @@ class PlanGroup:
     last_decision: Decision | None = None
     known: tuple[Priced, ...] = ()
     made_with: Means = field(default_factory=dict)
+    search_inputs: Means = field(default_factory=dict)
     verdict: Verdict = field(default_factory=lambda: Verdict(None))
     judged_s: float = -inf
     is_fresh: bool = False
@@ -207,7 +209,8 @@ class PlanGroup:
         # What devices and links have become since the price is no property of the method.
         known = self.expectation is not None and self.expectation[0] == whole.version and whole.predicted_s > 0
         shift, spread = (self.price_now[0] / whole.predicted_s, self.price_now[1]) if known else (1.0, 0.0)
-        weight = SURPRISED if self.site.in_doubt(plan.devices) else 1.0
+        changed = self.site.last_change_s > self.judged_s or self.site.in_doubt(plan.devices, self.judged_s)
+        weight = SURPRISED if changed else 1.0
         self.methods.record_run(plan, tokens, seconds / shift, now, spread, weight, whole)
         self.is_fresh = True
 
@@ -240,6 +243,8 @@ class PlanGroup:
             fresh = [k.candidate.plan for k in found]
             others = tuple(k for k in self.known if not any(is_same_division(k.candidate.plan, p) for p in fresh))
             decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in others)))
+        else:  # what has changed since the search began is no part of what it was made for
+            self.made_with = self.search_inputs
         self.known, self.last_decision = (*found, *others), decision
         record = self.plans.active
         if record is not None and active is not None and is_same_division(record.plan, active.plan):

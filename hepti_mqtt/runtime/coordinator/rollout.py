@@ -267,6 +267,7 @@ class Rollout:
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan
+        self._fleet.estimates.begin_plan(plan.devices)
         out = self._reactivate_older(group, plan)
         number = self.ids.next_transaction()
         activate = ((d, messages.Activate(number, plan.model, plan.for_device(d).version)) for d in plan.devices)

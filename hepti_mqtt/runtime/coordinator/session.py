@@ -180,6 +180,14 @@ class CoordinatorSession:
         told, member.implausible_reported = member.implausible_reported, True
         return [] if told else [LogEvent("refused", text)]
 
+    def _warn_contradicted(self) -> list[CoordinatorCommand]:
+        """Tell once of each device whose measurements runs contradict."""
+        new = [m for m in self.fleet.usable().values() if not m.contradiction_reported]
+        found = {member.name: next(self.fleet.estimates.contradicted(member.name), "") for member in new}
+        for member in new:
+            member.contradiction_reported = bool(found[member.name])
+        return [LogEvent("doubt", text) for text in found.values() if text]
+
     def _loading_devices(self) -> frozenset[str]:
         """Return the devices that load weights."""
         coming = (group.plans.preparing for group in self.groups)
@@ -276,7 +284,7 @@ class CoordinatorSession:
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
         group.made_room = False
         if not wanted.plans:
-            group.made_with = self.fleet.estimates.means()
+            group.search_inputs = self.fleet.estimates.means()
         plans.start_search(ticket, question.plan_version, now)
         return [Solve(group.name, ticket, question, group.active, hurried, group.last_plan, group.held(), wanted.plans)]
 
@@ -412,7 +420,7 @@ class CoordinatorSession:
 
     def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now)
-        out += self._scheduler.lease_overdue(now)
+        out += [*self._scheduler.lease_overdue(now), *self._warn_contradicted()]
         for group in self.groups:
             out += self._rollout.tick(group, now)
             for run in list(group.runs.values()):
