@@ -125,8 +125,8 @@ class Beliefs:
 class Outlook:
     """What a plan takes by what is believed: seconds of a request and cost by the objective, [draws] and before.
 
-    mean_s: the seconds at the means; now_s: of these what devices and links make, whatever the method. spread: standard deviation of the logarithm of the seconds that devices and links
-    make, whatever the method.
+    mean_s: the seconds at the means; now_s: of these what devices and links make, whatever the method; spread: standard
+    deviation of the logarithm of that.
     """
 
     seconds: Floats

@@ -95,6 +95,7 @@ def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -
         site.now += 1
         beat = replace(heartbeat(1), bandwidth_bytes_per_s=1e6 + second)
         site.event(interface.DeviceHeartbeat(plan.devices[0], beat))
+        site.event(interface.Tick())
         model.record_run(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
     assert model.methods.factor(plan) == pytest.approx(1.0, rel=0.15)
 
