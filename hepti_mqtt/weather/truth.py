@@ -1,0 +1,254 @@
+"""What devices and links of a site really do over time, and what their meters say of it.
+
+Truth: jitter of 5 % over 5 s; stalls of a CPU quota, heavy-tailed and seconds long, in all kinds of weather but `still`
+and recorded ones; a slow random walk; or a script of changes. Noise: meters of speed are off by 20 % over 8 s and now
+and then by 2.8 times for some seconds, frame costs by 22 %, link rates are halved beside exchanges, and every method
+takes other times than its price. That is harsher than what was recorded on an emulated site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import exp, log
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.cost.profiles import Cluster, FrameCost, PeerLink
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.protocol.messages import Heartbeat, LinkReport
+
+Array = NDArray[Any]
+KINDS: Final = ("still", "stalls", "walk", "changes")
+STEP_S: Final = 0.5  # truth is constant for so long
+WARM_S: Final = 120.0  # the first minutes are no part of a verdict: nobody knows the site yet
+SCRIPT_S: Final = 1800.0  # length of the script of changes; a shorter site plays it faster
+# Of the script: from, until, and what it is called while it lasts and afterwards.
+SCRIPT: Final = (
+    (300, 480, "CPU at 25 %", "CPU back"),
+    (600, 780, "link at 100", "link back"),
+    (900, 1080, "device lost", "device back"),
+    (1200, 1380, "all at 0.62", "all back"),
+)
+SLOW_LINK: Final = 100e6 / 8  # bytes per second of the link that falls, or a quarter of one that is no faster
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A site over time; arrays are [steps, devices] in the order of `names`, all factors on the site file's numbers.
+
+    slowdown: real over measured time of an op. rate: of a device's link. frame: of what a frame costs. up: whether the
+    device is there. said_slowdown, said_rate, said_frame: the same as meters see it. halved: whether a probe beside
+    exchanges finds half the rate. run_tail [steps]: log factor of a whole run; part_tail: of a device's compute time in
+    it. phases: (start in seconds, name), the first one to warm up. methods: real over predicted time, by method.
+    recorded: (seconds, device, heartbeat) to be told instead of what meters say.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    slowdown: Array
+    rate: Array
+    frame: Array
+    up: Array
+    said_slowdown: Array
+    said_rate: Array
+    said_frame: Array
+    halved: Array
+    run_tail: Array
+    part_tail: Array
+    phases: tuple[tuple[float, str], ...]
+    methods: Callable[[Plan], float] = lambda _plan: 1.0
+    recorded: Sequence[tuple[float, str, Heartbeat]] = field(default=())
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the site is played."""
+        return STEP_S * len(self.slowdown)
+
+    def step(self, now: float) -> int:
+        """Return the step of a time."""
+        return min(int(now / STEP_S), len(self.slowdown) - 1)
+
+    def cluster(self, file: Cluster, step: int) -> Cluster:
+        """Return the real devices and links of a step; file: those of the site file."""
+        return self._cluster(file, self.slowdown[step], self.rate[step], self.frame[step])
+
+    def usual_cluster(self, file: Cluster, start: int, stop: int) -> Cluster:
+        """Return the devices that are there in the middle of some steps, as they are on average."""
+        averages = (np.exp(np.log(x[start:stop]).mean(0)) for x in (self.slowdown, self.rate, self.frame))
+        usual = self._cluster(file, *averages)
+        there = {name for name, up in zip(self.names, self.up[(start + stop) // 2], strict=True) if up}
+        pairs = {pair: link for pair, link in usual.peer_links.items() if there.issuperset(pair)}
+        devices = {name: usual.devices[name] for name in self.names if name in there}
+        links = {name: usual.links[name] for name in devices}
+        return replace(usual, devices=devices, links=links, peer_links=pairs, endpoints=usual.endpoints & there)
+
+    def _cluster(self, file: Cluster, slowdown: Array, rate: Array, frame: Array) -> Cluster:
+        factors = {
+            n: (float(s), float(r), float(f)) for n, s, r, f in zip(self.names, slowdown, rate, frame, strict=True)
+        }
+        devices, links = {}, {}
+        for name, (s, r, f) in factors.items():
+            profile, link = file.devices[name], file.links[name]
+            cost = FrameCost(profile.mesh_frame_s * s * f, s * f / profile.mesh_copy_bytes_per_s)
+            devices[name] = replace(profile, slowdown=s, mesh_frame_cost=cost)
+            links[name] = replace(
+                link, up_bytes_per_s=link.up_bytes_per_s * r, down_bytes_per_s=link.down_bytes_per_s * r
+            )
+        peers = {
+            (a, b): PeerLink(link.latency_s, link.bytes_per_s and link.bytes_per_s * min(factors[a][1], factors[b][1]))
+            for (a, b), link in file.peer_links.items()
+        }
+        return replace(file, devices=devices, links=links, peer_links=peers)
+
+    def heartbeat(
+        self, file: Cluster, name: str, now: float, boot: int, seq: int, load: float, busy: bool
+    ) -> Heartbeat:
+        """Return what a device says of itself; load: factor on its ops for what it does beside; busy: in a run."""
+        k, i = self.step(now), self.names.index(name)
+        half = 0.5 if busy and self.halved[k, i] else 1.0
+        said = self._cluster(file, self.said_slowdown[k], self.said_rate[k], self.said_frame[k])
+        own, cost = said.links[name], said.devices[name].mesh_frame_cost
+        assert cost is not None
+        peers = {}
+        for j, other in enumerate(self.names):
+            if other != name and self.up[k, j] and {name, other} <= file.endpoints:
+                link = said.peer_links.get((name, other))
+                rate = min(own.up_bytes_per_s, said.links[other].down_bytes_per_s)
+                latency_s = own.latency_s + said.links[other].latency_s if link is None else link.latency_s
+                peers[other] = LinkReport(
+                    2 * latency_s, half * (link.bytes_per_s if link and link.bytes_per_s else rate)
+                )
+        memory = file.devices[name].memory_bytes
+        return Heartbeat(
+            boot,
+            seq,
+            cpu_other=0.0,
+            free_bytes=int(min(memory, 1 << 40)),
+            temperature_c=None,
+            round_trip_s=2 * own.latency_s,
+            bandwidth_bytes_per_s=half * own.up_bytes_per_s,
+            slowdown=said.devices[name].slowdown * load,
+            rss_bytes=0,
+            peers=peers,
+            peer_frame_s=cost.frame_s,
+            peer_byte_s=cost.byte_s,
+        )
+
+
+def make_truth(kind: str, file: Cluster, minutes: float, seed: int) -> Truth:
+    """Return a site of `KINDS` of weather; the same seed gives the same site."""
+    g = np.random.default_rng([seed, KINDS.index(kind)])
+    names, steps = tuple(file.devices), int(60 * minutes / STEP_S)
+    n, shape = len(names), (steps, len(names))
+    slow, rate = np.tile(g.normal(0, 0.02, n), (steps, 1)), np.tile(g.normal(0, 0.03, n), (steps, 1))
+    frame, up = np.full(shape, g.normal(0, 0.4)), np.ones(shape, bool)
+    phases: list[tuple[float, str]] = [(0.0, "warm"), (WARM_S, kind)]
+    if kind == "changes":
+        phases = _script(g, [file.links[d].up_bytes_per_s for d in names], slow, rate, up)
+    if kind == "walk":
+        slow += np.cumsum(g.normal(0, 0.05 * np.sqrt(STEP_S / 60), shape), 0)
+        rate += np.cumsum(g.normal(0, 0.05 * np.sqrt(STEP_S / 60), shape), 0)
+        phases[1:] = [(float(at), "walk") for at in np.arange(WARM_S, 60 * minutes, WARM_S)]
+    jitter = _wander(g, shape, 0.05, 5.0)
+    if kind != "still":
+        for device in range(n):
+            for k in _moments(g, steps, 120.0, 2.5):
+                jitter[k, device] += min(abs(g.standard_t(3)) * 0.35, 1.4)
+    slow, rate = slow + jitter, rate + _wander(g, shape, 0.03, 10.0)
+    said_slow = slow + _wander(g, shape, 0.20, 8.0) + 0.08 * g.standard_t(3, shape)
+    for device in range(n):
+        for k in _moments(g, steps, 150.0, 6.0):
+            said_slow[k, device] += g.choice([1.05, -1.0])
+    frame += _wander(g, shape, 0.1, 10.0)
+    return Truth(
+        kind,
+        names,
+        np.exp(slow),
+        np.exp(rate),
+        np.exp(frame),
+        up,
+        np.exp(said_slow),
+        np.exp(rate + _wander(g, shape, 0.08, 6.0) + 0.05 * g.standard_t(4, shape)),
+        np.exp(frame + _wander(g, shape, 0.22, 12.0)),
+        g.random(shape) < 0.6,
+        0.03 * g.standard_t(3, steps),
+        0.05 * g.standard_t(3, shape),
+        tuple(phases),
+        _method_factors(seed, g.normal(0, 0.15)),
+    )
+
+
+def recorded_truth(
+    file: Cluster, heartbeats: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]]
+) -> Truth:
+    """Return a site in which nothing changes and devices tell what was recorded on another one.
+
+    heartbeats, requests: as decoded from their JSON lines. Runs take as much longer than predicted as recorded ones
+    did. Raises ValueError where the recording has another number of devices than the file.
+    """
+    names, told = tuple(file.devices), sorted({str(line["device"]) for line in heartbeats})
+    if len(told) != len(names):
+        raise ValueError(f"the recording is of {len(told)} devices, the site file of {len(names)}")
+    ours, zero_s = dict(zip(told, names, strict=True)), min(float(line["t"]) for line in heartbeats)
+    beats = []
+    for line in heartbeats:
+        peers = {ours[peer]: LinkReport(*link) for peer, link in line["peers"].items()}
+        fields = {key: value for key, value in line.items() if key not in ("t", "device", "peers")}
+        beats.append((float(line["t"]) - zero_s, ours[line["device"]], Heartbeat(**fields, peers=peers)))
+    steps = int(beats[-1][0] / STEP_S) + 1
+    calm, there = np.ones((steps, len(names))), np.ones((steps, len(names)), bool)
+    tail, late = np.zeros(steps), [line for line in requests if line["ms"] < 5 * line["predicted_ms"]]
+    for line in late:
+        tail[max(int((line["t"] - zero_s) / STEP_S), 0) :] = log(line["ms"] / line["predicted_ms"])
+    return Truth(
+        "recorded", names, calm, calm, calm, there, calm, calm, calm, ~there, tail, tail[:, None] + 0 * calm,
+        ((0.0, "warm"), (60.0, "recorded")), recorded=beats,
+    )  # fmt: skip
+
+
+def _script(
+    g: np.random.Generator, rates: Sequence[float], slow: Array, rate: Array, up: Array
+) -> list[tuple[float, str]]:
+    """Write the changes into the logs of slowdown and rate, and into `up`; return the phases."""
+    scale = STEP_S * len(slow) / SCRIPT_S
+    (cpu, link, lost), (a, b, c, d) = (
+        g.integers(0, len(rates), 3),
+        (slice(int(start * scale / STEP_S), int(stop * scale / STEP_S)) for start, stop, _, _ in SCRIPT),
+    )
+    slow[a, cpu] += log(4)
+    rate[b, link] += log(SLOW_LINK / rates[link]) if rates[link] > 1.2 * SLOW_LINK else log(0.25)
+    up[c, lost] = False
+    slow[d] -= log(0.62)
+    ends = [(at * scale, name) for start, stop, name, over in SCRIPT for at, name in ((start, name), (stop, over))]
+    return [(0.0, "warm"), (min(WARM_S, 0.5 * ends[0][0]), "steady"), *ends]
+
+
+def _method_factors(seed: int, site: float) -> Callable[[Plan], float]:
+    """Return by how much methods take longer than their price on a site: all of them alike, and each by itself."""
+
+    def factor(plan: Plan) -> float:
+        g = np.random.default_rng([seed, *plan.method.encode()])
+        return exp(g.normal(0, 0.05)) if len(plan.devices) == 1 else exp(site + g.normal(0, 0.08))
+
+    return factor
+
+
+def _wander(g: np.random.Generator, shape: tuple[int, int], sd: float, tau_s: float) -> Array:
+    """Return noise [steps, devices] that is correlated over `tau_s` (Ornstein and Uhlenbeck's process)."""
+    keep = exp(-STEP_S / tau_s)
+    errors, out = g.normal(0, sd * np.sqrt(1 - keep * keep), shape), np.zeros(shape)
+    x = g.normal(0, sd, shape[1])
+    for k in range(shape[0]):
+        x = out[k] = keep * x + errors[k]
+    return out
+
+
+def _moments(g: np.random.Generator, steps: int, between_s: float, last_s: float) -> list[slice]:
+    """Return the steps of things that happen now and then for a while."""
+    found, at = [], 0.0
+    while (at := at + g.exponential(between_s)) < STEP_S * steps:
+        found.append(slice(int(at / STEP_S), int((at + g.exponential(last_s)) / STEP_S) + 1))
+    return found
