@@ -47,7 +47,8 @@ class _Load:
 class SimulatedDevice:
     """One device. Loads run one after the other; weights stay until their memory is needed.
 
-    plans: that are ready here. held: weight ranges with their bytes, last used last. loaded_bytes: in all.
+    plans: that are ready here. held: weight ranges with their bytes, last used last. loaded_bytes: in all. resident:
+    all weights are here, whatever a plan needs.
     """
 
     name: str
@@ -59,6 +60,7 @@ class SimulatedDevice:
     held: OrderedDict[WeightRef, int] = field(default_factory=OrderedDict)
     loads: deque[_Load] = field(default_factory=deque)
     loaded_bytes: float = 0.0
+    resident: bool = False
 
     @property
     def is_loading(self) -> bool:
@@ -116,7 +118,7 @@ class SimulatedDevice:
             return []
         load = self.loads[0]
         if load.missing_bytes < 0:
-            missing = set(load.refs) - self.held.keys()
+            missing = set() if self.resident else set(load.refs) - self.held.keys()
             load.missing_bytes = load.total_bytes = weights_bytes(missing)
             self.loaded_bytes += load.total_bytes
             load.ready_s = now + PREPARE_S * slowdown

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from math import exp
+from math import exp, inf
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.errors import ConfigError, HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import random_inputs, representative_shape
 from hepti_mqtt.plan import Plan
@@ -28,7 +28,7 @@ from hepti_mqtt.protocol.frames import Frame, decode
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Pins, Request, RequestKey
+from hepti_mqtt.runtime.coordinator.requests import Batch, Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.spec import Spec
@@ -114,37 +114,44 @@ def play(
     *,
     tokens: int = 128,
     pins: Pins | None = None,
+    in_flight: int = 1,
     load_cost: LoadCost = MEASURED_LOAD,
+    resident: bool = False,
 ) -> History:
     """Return what a planner makes of a site in the whole time of its truth.
 
-    file: devices and links as the site file has them. solve: `service.solver.solve`. Raises AssertionError if an
-    invariant of the coordinator is broken.
+    file: devices and links as the site file has them. solve: `service.solver.solve`. resident: every device holds all
+    weights from the start. Raises AssertionError if an invariant of the coordinator is broken, ConfigError for a model
+    that generates tokens.
     """
-    return _Site(file, spec, truth, solve, tokens, pins or Pins(), load_cost).play()
+    shape = representative_shape(spec, tokens)
+    if shape.session_rows:
+        raise ConfigError(f"weather is for models that answer in one run, and {spec.architecture} generates tokens")
+    naming, served = TopicNames("home", "model"), ServedModel("model", spec, bytes(32), tokens, pins or Pins())
+    version = PlanVersion(1, 1)
+    question = served.pins.question(naming, spec, file, shape, version, in_flight=in_flight, is_exhaustive=False)
+    site = _Site(History(file, question, truth), served, solve, load_cost)
+    for device in site.devices.values():
+        device.resident = resident
+    return site.play()
 
 
 class _Site:
     def __init__(
         self,
-        file: Cluster,
-        spec: Spec,
-        truth: Truth,
+        history: History,
+        served: ServedModel,
         solve: Callable[[interface.Solve], interface.Solved],
-        tokens: int,
-        pins: Pins,
         load_cost: LoadCost,
     ) -> None:
-        self.file, self.spec, self.truth, self.solver, self.load_cost = file, spec, truth, solve, load_cost
-        naming, shape = TopicNames("home", "model"), representative_shape(spec, tokens)
-        question = pins.question(naming, spec, file, shape, PlanVersion(1, 1), in_flight=1, is_exhaustive=False)
-        self.history = History(file, question, truth)
-        served = ServedModel("model", spec, bytes(32), tokens, pins, Batching(1))
-        broker = file.broker_bytes_per_s if file.broker_bytes_per_s < 1e12 else None
-        self.session = CoordinatorSession("home", 1, (served,), 1, broker, SECRET)
-        self.devices = {name: SimulatedDevice(name, file.devices[name]) for name in truth.names}
-        self.batch = Batch(shape, random_inputs(spec, shape, np.random.default_rng(0)))
-        self.output = np.zeros(spec.output_shape(shape), np.float32)
+        self.history, self.solver, self.load_cost = history, solve, load_cost
+        self.file, self.truth, question = history.file, history.truth, history.question
+        self.spec, shape = question.spec, question.shape
+        broker = self.file.broker_bytes_per_s if self.file.broker_bytes_per_s < inf else None
+        self.session = CoordinatorSession("home", 1, (served,), question.in_flight, broker, SECRET)
+        self.devices = {name: SimulatedDevice(name, self.file.devices[name]) for name in self.truth.names}
+        self.batch = Batch(shape, random_inputs(self.spec, shape, np.random.default_rng(0)))
+        self.output = np.zeros(self.spec.output_shape(shape), np.float32)
         self.now, self.number, self.searching = 0.0, 0, 0
         self.busy: frozenset[str] = frozenset()  # devices of the run under way
         self.runs: dict[int, tuple[float, int, Plan]] = {}  # seconds alone, step and plan of the run, by its number
@@ -196,7 +203,7 @@ class _Site:
             self.answered(command)
         elif isinstance(command, interface.RefuseRequest):
             self.history.refused[command.error.code] += 1
-            self.at(max(command.request.arrived_s + PERIOD_S, self.now + STEP_S), self.ask)
+            self.at(self.now + PERIOD_S, self.ask)
         elif isinstance(command, interface.PublishPlan):
             self.note_plan(command)
         elif isinstance(command, interface.LogEvent):
@@ -216,7 +223,7 @@ class _Site:
         if device.up:
             device.seq += 1
             load, busy = self.load_cost.slower if device.is_loading else 1.0, name in self.busy
-            heartbeat = self.truth.heartbeat(self.file, name, self.now, device.boot, device.seq, load, busy)
+            heartbeat = self.truth.heartbeat(self.file, name, self.now, (device.boot, device.seq), load, busy)
             self.tell(interface.DeviceHeartbeat(name, heartbeat))
 
     def join(self, device: SimulatedDevice) -> None:
@@ -238,8 +245,8 @@ class _Site:
             elif not device.up and self.truth.up[k, i]:
                 device.up = True
                 self.join(device)
-            rate = self.file.links[device.name].down_bytes_per_s * self.truth.rate[k, i]
-            for said in device.advance(self.now, STEP_S, self.truth.slowdown[k, i], rate, self.load_cost):
+            rate = self.file.links[device.name].down_bytes_per_s * self.truth.real.rate[k, i]
+            for said in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], rate, self.load_cost):
                 self.tell(interface.DeviceMessage(device.name, said))
 
     # -- requests and their runs ----------------------------------------------------------------------------------
@@ -272,10 +279,9 @@ class _Site:
         out = replace(work, kind="output", source=plan.root, dtype="f32", shape=self.output.shape, numbers=())
         self.tell(interface.DeviceFrame(plan.root, replace(out, body=self.output)))
         alone_s, k, _ = self.last_run
-        longer = alone_s / real.seconds * beside  # than its price; a device's own error comes on top
         for device in plan.devices:
             use, error = real.use[device], exp(self.truth.part_tail[k, self.truth.names.index(device)])
-            compute_s = use.compute_s * (beside * error if not self.truth.recorded else longer)
+            compute_s = use.compute_s * beside * error
             wait_s = max(alone_s * beside - compute_s, 0.0)
             numbers = (int(compute_s * 1e6), int(wait_s * 1e6), use.sent_bytes, int(device == plan.root))
             done = replace(work, kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers, body=b"")

@@ -9,14 +9,16 @@ takes other times than its price. That is harsher than what was recorded on an e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import exp, log
-from typing import Any, Final
+from statistics import median
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.cost.profiles import Cluster, FrameCost, PeerLink
+from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import Heartbeat, LinkReport
 
@@ -24,6 +26,7 @@ Array = NDArray[Any]
 KINDS: Final = ("still", "stalls", "walk", "changes")
 STEP_S: Final = 0.5  # truth is constant for so long
 WARM_S: Final = 120.0  # the first minutes are no part of a verdict: nobody knows the site yet
+HALVED: Final = 0.6  # of the probes beside exchanges find half the rate
 SCRIPT_S: Final = 1800.0  # length of the script of changes; a shorter site plays it faster
 # Of the script: from, until, and what it is called while it lasts and afterwards.
 SCRIPT: Final = (
@@ -32,109 +35,112 @@ SCRIPT: Final = (
     (900, 1080, "device lost", "device back"),
     (1200, 1380, "all at 0.62", "all back"),
 )
+WAITED: Final = 10  # a recorded request that took so many times as long as usual waited for weights
 SLOW_LINK: Final = 100e6 / 8  # bytes per second of the link that falls, or a quarter of one that is no faster
+
+
+class Factors(NamedTuple):
+    """Factors on the numbers of a site file: of slowdown, link rate and what a frame costs; [steps, devices] each."""
+
+    slowdown: Array
+    rate: Array
+    frame: Array
 
 
 @dataclass(frozen=True)
 class Truth:
-    """A site over time; arrays are [steps, devices] in the order of `names`, all factors on the site file's numbers.
+    """A site over time; arrays are [steps, devices] in the order of `names`.
 
-    slowdown: real over measured time of an op. rate: of a device's link. frame: of what a frame costs. up: whether the
-    device is there. said_slowdown, said_rate, said_frame: the same as meters see it. halved: whether a probe beside
-    exchanges finds half the rate. run_tail [steps]: log factor of a whole run; part_tail: of a device's compute time in
-    it. phases: (start in seconds, name), the first one to warm up. methods: real over predicted time, by method.
-    recorded: (seconds, device, heartbeat) to be told instead of what meters say.
+    real: what devices and links are; said: the same as meters see it. up: whether a device is there. halved: whether a
+    probe beside exchanges finds half the rate. run_tail [steps]: log factor of a whole run; part_tail: of a device's
+    compute time in it. phases: (start in seconds, name), the first one to warm up. methods: real over predicted time of
+    a plan's method. recorded: (seconds, device, heartbeat) to be told instead of what meters say.
     """
 
     kind: str
     names: tuple[str, ...]
-    slowdown: Array
-    rate: Array
-    frame: Array
+    real: Factors
+    said: Factors
     up: Array
-    said_slowdown: Array
-    said_rate: Array
-    said_frame: Array
     halved: Array
     run_tail: Array
     part_tail: Array
     phases: tuple[tuple[float, str], ...]
     methods: Callable[[Plan], float] = lambda _plan: 1.0
-    recorded: Sequence[tuple[float, str, Heartbeat]] = field(default=())
+    recorded: Sequence[tuple[float, str, Heartbeat]] = ()
 
     @property
     def seconds(self) -> float:
         """Return how long the site is played."""
-        return STEP_S * len(self.slowdown)
+        return STEP_S * len(self.up)
 
     def step(self, now: float) -> int:
         """Return the step of a time."""
-        return min(int(now / STEP_S), len(self.slowdown) - 1)
+        return min(int(now / STEP_S), len(self.up) - 1)
 
     def cluster(self, file: Cluster, step: int) -> Cluster:
         """Return the real devices and links of a step; file: those of the site file."""
-        return self._cluster(file, self.slowdown[step], self.rate[step], self.frame[step])
+        return self._cluster(file, [x[step] for x in self.real])
 
     def usual_cluster(self, file: Cluster, start: int, stop: int) -> Cluster:
         """Return the devices that are there in the middle of some steps, as they are on average."""
-        averages = (np.exp(np.log(x[start:stop]).mean(0)) for x in (self.slowdown, self.rate, self.frame))
-        usual = self._cluster(file, *averages)
+        usual = self._cluster(file, [np.exp(np.log(x[start:stop]).mean(0)) for x in self.real])
         there = {name for name, up in zip(self.names, self.up[(start + stop) // 2], strict=True) if up}
-        pairs = {pair: link for pair, link in usual.peer_links.items() if there.issuperset(pair)}
-        devices = {name: usual.devices[name] for name in self.names if name in there}
-        links = {name: usual.links[name] for name in devices}
-        return replace(usual, devices=devices, links=links, peer_links=pairs, endpoints=usual.endpoints & there)
+        return replace(
+            usual,
+            devices={name: device for name, device in usual.devices.items() if name in there},
+            links={name: link for name, link in usual.links.items() if name in there},
+            peer_links={pair: link for pair, link in usual.peer_links.items() if there.issuperset(pair)},
+            endpoints=usual.endpoints & there,
+        )
 
-    def _cluster(self, file: Cluster, slowdown: Array, rate: Array, frame: Array) -> Cluster:
-        factors = {
-            n: (float(s), float(r), float(f)) for n, s, r, f in zip(self.names, slowdown, rate, frame, strict=True)
-        }
-        devices, links = {}, {}
-        for name, (s, r, f) in factors.items():
+    def _cluster(self, file: Cluster, factors: Sequence[Array]) -> Cluster:
+        devices, links, rates = {}, {}, dict(zip(self.names, factors[1].tolist(), strict=True))
+        for name, s, r, f in zip(self.names, *(x.tolist() for x in factors), strict=True):
             profile, link = file.devices[name], file.links[name]
             cost = FrameCost(profile.mesh_frame_s * s * f, s * f / profile.mesh_copy_bytes_per_s)
             devices[name] = replace(profile, slowdown=s, mesh_frame_cost=cost)
-            links[name] = replace(
-                link, up_bytes_per_s=link.up_bytes_per_s * r, down_bytes_per_s=link.down_bytes_per_s * r
-            )
+            up, down = link.up_bytes_per_s * r, link.down_bytes_per_s * r
+            links[name] = replace(link, up_bytes_per_s=up, down_bytes_per_s=down)
         peers = {
-            (a, b): PeerLink(link.latency_s, link.bytes_per_s and link.bytes_per_s * min(factors[a][1], factors[b][1]))
+            (a, b): PeerLink(link.latency_s, link.bytes_per_s and link.bytes_per_s * min(rates[a], rates[b]))
             for (a, b), link in file.peer_links.items()
         }
         return replace(file, devices=devices, links=links, peer_links=peers)
 
     def heartbeat(
-        self, file: Cluster, name: str, now: float, boot: int, seq: int, load: float, busy: bool
+        self, file: Cluster, name: str, now: float, start: tuple[int, int], load: float, busy: bool
     ) -> Heartbeat:
-        """Return what a device says of itself; load: factor on its ops for what it does beside; busy: in a run."""
+        """Return what a device says of itself.
+
+        start: its boot and the heartbeat's number. load: factor on its ops for what it does beside. busy: in a run.
+        """
         k, i = self.step(now), self.names.index(name)
         half = 0.5 if busy and self.halved[k, i] else 1.0
-        said = self._cluster(file, self.said_slowdown[k], self.said_rate[k], self.said_frame[k])
-        own, cost = said.links[name], said.devices[name].mesh_frame_cost
-        assert cost is not None
+        said = self._cluster(file, [x[k] for x in self.said])
+        own, device = said.links[name], said.devices[name]
         peers = {}
-        for j, other in enumerate(self.names):
-            if other != name and self.up[k, j] and {name, other} <= file.endpoints:
-                link = said.peer_links.get((name, other))
-                rate = min(own.up_bytes_per_s, said.links[other].down_bytes_per_s)
-                latency_s = own.latency_s + said.links[other].latency_s if link is None else link.latency_s
-                peers[other] = LinkReport(
-                    2 * latency_s, half * (link.bytes_per_s if link and link.bytes_per_s else rate)
-                )
-        memory = file.devices[name].memory_bytes
+        for other, up in zip(self.names, self.up[k], strict=True):
+            if up and other != name and {name, other} <= file.endpoints:
+                far, rate = said.links[other], min(own.up_bytes_per_s, said.links[other].down_bytes_per_s)
+                link = said.peer_links.get((name, other), PeerLink(own.latency_s + far.latency_s, rate))
+                peers[other] = LinkReport(2 * link.latency_s, half * (link.bytes_per_s or rate))
+        frame_s, byte_s = device.mesh_frame_cost or (None, None)
+        free, slowdown, rate = int(min(device.memory_bytes, 1 << 40)), device.slowdown * load, half * own.up_bytes_per_s
+        round_trip_s = 2 * own.latency_s
         return Heartbeat(
-            boot,
-            seq,
-            cpu_other=0.0,
-            free_bytes=int(min(memory, 1 << 40)),
-            temperature_c=None,
-            round_trip_s=2 * own.latency_s,
-            bandwidth_bytes_per_s=half * own.up_bytes_per_s,
-            slowdown=said.devices[name].slowdown * load,
-            rss_bytes=0,
-            peers=peers,
-            peer_frame_s=cost.frame_s,
-            peer_byte_s=cost.byte_s,
+            *start,
+            0.0,
+            free,
+            None,
+            round_trip_s,
+            rate,
+            slowdown,
+            0,
+            {},
+            peers,
+            peer_frame_s=frame_s,
+            peer_byte_s=byte_s,
         )
 
 
@@ -163,17 +169,15 @@ def make_truth(kind: str, file: Cluster, minutes: float, seed: int) -> Truth:
         for k in _moments(g, steps, 150.0, 6.0):
             said_slow[k, device] += g.choice([1.05, -1.0])
     frame += _wander(g, shape, 0.1, 10.0)
+    said_rate = rate + _wander(g, shape, 0.08, 6.0) + 0.05 * g.standard_t(4, shape)
+    said_frame = frame + _wander(g, shape, 0.22, 12.0)
     return Truth(
         kind,
         names,
-        np.exp(slow),
-        np.exp(rate),
-        np.exp(frame),
+        Factors(np.exp(slow), np.exp(rate), np.exp(frame)),
+        Factors(np.exp(said_slow), np.exp(said_rate), np.exp(said_frame)),
         up,
-        np.exp(said_slow),
-        np.exp(rate + _wander(g, shape, 0.08, 6.0) + 0.05 * g.standard_t(4, shape)),
-        np.exp(frame + _wander(g, shape, 0.22, 12.0)),
-        g.random(shape) < 0.6,
+        g.random(shape) < HALVED,
         0.03 * g.standard_t(3, steps),
         0.05 * g.standard_t(3, shape),
         tuple(phases),
@@ -181,32 +185,33 @@ def make_truth(kind: str, file: Cluster, minutes: float, seed: int) -> Truth:
     )
 
 
-def recorded_truth(
-    file: Cluster, heartbeats: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]]
-) -> Truth:
+def recorded_truth(file: Cluster, lines: Sequence[Mapping[str, Any]]) -> Truth:
     """Return a site in which nothing changes and devices tell what was recorded on another one.
 
-    heartbeats, requests: as decoded from their JSON lines. Runs take as much longer than predicted as recorded ones
-    did. Raises ValueError where the recording has another number of devices than the file.
+    lines: one mapping per heartbeat, `t` in seconds, `device` and the fields of `Heartbeat` but for counters and edges,
+    and one per request, `t` and `ms`. Runs take as much longer than usual as the recorded ones did, but for those that
+    waited for weights.
+    Raises ConfigError for another number of devices than in the file.
     """
-    names, told = tuple(file.devices), sorted({str(line["device"]) for line in heartbeats})
+    heartbeats, requests = [x for x in lines if "device" in x], [x for x in lines if "ms" in x]
+    names, told = tuple(file.devices), sorted({x["device"] for x in heartbeats})
     if len(told) != len(names):
-        raise ValueError(f"the recording is of {len(told)} devices, the site file of {len(names)}")
-    ours, zero_s = dict(zip(told, names, strict=True)), min(float(line["t"]) for line in heartbeats)
+        raise ConfigError(f"the recording is of {len(told)} devices, the site file of {len(names)}")
+    ours, zero_s = dict(zip(told, names, strict=True)), min(x["t"] for x in heartbeats)
     beats = []
-    for line in heartbeats:
-        peers = {ours[peer]: LinkReport(*link) for peer, link in line["peers"].items()}
-        fields = {key: value for key, value in line.items() if key not in ("t", "device", "peers")}
-        beats.append((float(line["t"]) - zero_s, ours[line["device"]], Heartbeat(**fields, peers=peers)))
+    for x in heartbeats:
+        peers = {ours[peer]: LinkReport(*link) for peer, link in x["peers"].items()}
+        fields = {key: value for key, value in x.items() if key not in ("t", "device", "peers")}
+        beats.append((x["t"] - zero_s, ours[x["device"]], Heartbeat(**fields, peers=peers)))
     steps = int(beats[-1][0] / STEP_S) + 1
-    calm, there = np.ones((steps, len(names))), np.ones((steps, len(names)), bool)
-    tail, late = np.zeros(steps), [line for line in requests if line["ms"] < 5 * line["predicted_ms"]]
-    for line in late:
-        tail[max(int((line["t"] - zero_s) / STEP_S), 0) :] = log(line["ms"] / line["predicted_ms"])
-    return Truth(
-        "recorded", names, calm, calm, calm, there, calm, calm, calm, ~there, tail, tail[:, None] + 0 * calm,
-        ((0.0, "warm"), (60.0, "recorded")), recorded=beats,
-    )  # fmt: skip
+    calm = np.ones((steps, len(names)))
+    tail, usual_ms = np.zeros(steps), median([x["ms"] for x in requests] or [1.0])
+    for x in requests:
+        if x["ms"] < WAITED * usual_ms:
+            tail[max(int((x["t"] - zero_s) / STEP_S), 0) :] = log(x["ms"] / usual_ms)
+    same, there, phases = Factors(calm, calm, calm), calm > 0, ((0.0, "warm"), (60.0, "recorded"))
+    part_tail = np.tile(tail[:, None], len(names))
+    return Truth("recorded", names, same, same, there, ~there, tail, part_tail, phases, recorded=beats)
 
 
 def _script(

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import decide
 from hepti_mqtt.runtime.coordinator.plans import is_same_division
@@ -25,10 +26,11 @@ AS_GOOD: Final = 1.1  # a plan that takes no more of the best plan's time is the
 
 @dataclass(frozen=True, slots=True)
 class PhaseVerdict:
-    """One phase of a site, in which the truth has one mean.
+    """One phase of a site.
 
-    changes, loads: of plans, and those that loaded bytes. mean_s, best_s: of a request, and of one under the best plan.
-    right_s: from the phase's begin until a plan was active that is as good, None if never. worst_s: longest request.
+    changes, loads: of plans, and those that loaded bytes. mean_s, best_s: of a request, and of one under the best plan;
+    regret: by what part the first is longer. right_s: from the phase's begin until a plan was active that is as good,
+    None if never. worst_s: longest request.
     """
 
     name: str
@@ -38,65 +40,49 @@ class PhaseVerdict:
     loads: int
     mean_s: float
     best_s: float
+    regret: float
     best: str
     right_s: float | None
     worst_s: float
 
-    @property
-    def regret(self) -> float:
-        """Return by what part requests took longer than under the best plan."""
-        return self.mean_s / self.best_s - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All phases but the first one, in which a planner gets to know the site. searches: after it."""
+    """All phases but the first one, in which a planner gets to know the site; numbers of all of them together."""
 
     kind: str
-    phases: tuple[PhaseVerdict, ...]
     hours: float
-    searches: int
+    changes_per_hour: float
+    loads_per_hour: float
+    searches_per_hour: float
+    regret: float
+    worst_s: float
     refused: int
-
-    @property
-    def changes_per_hour(self) -> float:
-        """Return changes of plan per hour."""
-        return sum(p.changes for p in self.phases) / self.hours
-
-    @property
-    def loads_per_hour(self) -> float:
-        """Return changes of plan per hour for which a device loaded weights."""
-        return sum(p.loads for p in self.phases) / self.hours
-
-    @property
-    def regret(self) -> float:
-        """Return by what part all requests together took longer than under the best plan of each phase."""
-        return sum(p.mean_s * p.requests for p in self.phases) / sum(p.best_s * p.requests for p in self.phases) - 1
-
-    @property
-    def worst_s(self) -> float:
-        """Return the longest request."""
-        return max(p.worst_s for p in self.phases)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        told = {"kind": self.kind, "hours": self.hours, "searches": self.searches, "refused": self.refused}
-        told |= {k: getattr(self, k) for k in ("changes_per_hour", "loads_per_hour", "regret", "worst_s")}
-        fields = [f for f in PhaseVerdict.__dataclass_fields__ if f != "name"]
-        phases = [{"name": p.name, "regret": p.regret} | {f: getattr(p, f) for f in fields} for p in self.phases]
-        return told | {"phases": phases}
+    phases: tuple[PhaseVerdict, ...]
 
 
 def judge(history: History) -> Verdict:
-    """Return what a planner was worth; raises ValueError if no request was answered after the first phase."""
-    starts = [*(start for start, _ in history.truth.phases), history.truth.seconds]
-    phases = (_judge_phase(history, i, starts[i], starts[i + 1]) for i in range(1, len(starts) - 1))
-    found = tuple(phase for phase in phases if phase is not None)
-    if not found:
-        raise ValueError("no request was answered after the first phase; simulate more minutes")
-    searches = sum(at >= starts[1] for at, _ in history.searches)
-    hours = (history.truth.seconds - starts[1]) / 3600
-    return Verdict(history.truth.kind, found, hours, searches, sum(history.refused.values()))
+    """Return what a planner was worth; raises ConfigError if no request was answered after the first phase."""
+    truth = history.truth
+    starts = [*(start for start, _ in truth.phases), truth.seconds]
+    found = (_judge_phase(history, i, starts[i], starts[i + 1]) for i in range(1, len(starts) - 1))
+    phases = tuple(phase for phase in found if phase is not None)
+    if not phases:
+        raise ConfigError("no request was answered after the first phase; simulate more minutes")
+    hours, ours, best = (truth.seconds - starts[1]) / 3600, 0.0, 0.0
+    for p in phases:
+        ours, best = ours + p.mean_s * p.requests, best + p.best_s * p.requests
+    return Verdict(
+        truth.kind,
+        hours,
+        sum(p.changes for p in phases) / hours,
+        sum(p.loads for p in phases) / hours,
+        sum(at >= starts[1] for at, _ in history.searches) / hours,
+        ours / best - 1,
+        max(p.worst_s for p in phases),
+        sum(history.refused.values()),
+        phases,
+    )
 
 
 def _judge_phase(history: History, number: int, start_s: float, stop_s: float) -> PhaseVerdict | None:
@@ -104,36 +90,37 @@ def _judge_phase(history: History, number: int, start_s: float, stop_s: float) -
     if not answers:
         return None
     start, stop = int(start_s / STEP_S), int(stop_s / STEP_S)
-    best = _best_plan(history, start, stop)
-    standing = [c for c in history.changes if c.now < start_s][-1:] + _within(history.changes, start_s, stop_s)
-    few = _spread(range(start, stop), MANY)
-    enough_s, right_s, seen = AS_GOOD * _mean_s(history, best, few), None, list[tuple[Plan, float]]()
-    for change in standing:
-        seconds = next((s for plan, s in seen if _same(plan, change.plan)), None)
-        if seconds is None:
-            there = {n for n, up in zip(history.truth.names, history.truth.up[(start + stop) // 2], strict=True) if up}
-            seconds = _mean_s(history, change.plan, few) if there.issuperset(change.plan.devices) else inf
-            seen.append((change.plan, seconds))
-        if seconds <= enough_s:
-            right_s = max(change.now - start_s, 0.0)
-            break
-    changes = _within(history.changes, start_s, stop_s)
+    best, mean_s = _best_plan(history, start, stop), fmean(a.seconds for a in answers)
+    changes, best_s = [c for c in history.changes if start_s <= c.now < stop_s], _best_s(history, best, answers)
     return PhaseVerdict(
         history.truth.phases[number][1],
         start_s,
         len(answers),
         len(changes),
         sum(c.loads for c in changes),
-        fmean(a.seconds for a in answers),
-        _best_s(history, best, answers),
+        mean_s,
+        best_s,
+        mean_s / best_s - 1,
         f"{best.method} on {', '.join(best.devices)}",
-        right_s,
+        _right_s(history, best, start_s, stop_s),
         max(a.seconds for a in answers),
     )
 
 
-def _within(changes: Sequence[Any], start_s: float, stop_s: float) -> list[Any]:
-    return [c for c in changes if start_s <= c.now < stop_s]
+def _right_s(history: History, best: Plan, start_s: float, stop_s: float) -> float | None:
+    steps = _spread(range(int(start_s / STEP_S), int(stop_s / STEP_S)), MANY)
+    enough_s = AS_GOOD * _mean_s(history, best, steps)
+    there = _there(history, steps[len(steps) // 2])
+    before = [c for c in history.changes if c.now < start_s][-1:]
+    for change in [*before, *(c for c in history.changes if start_s <= c.now < stop_s)]:
+        able = there.issuperset(change.plan.devices)
+        if (_mean_s(history, change.plan, steps) if able else inf) <= enough_s:
+            return max(change.now - start_s, 0.0)
+    return None
+
+
+def _there(history: History, step: int) -> set[str]:
+    return {name for name, up in zip(history.truth.names, history.truth.up[step], strict=True) if up}
 
 
 def _same(one: Plan, other: Plan) -> bool:
@@ -142,15 +129,15 @@ def _same(one: Plan, other: Plan) -> bool:
 
 def _best_plan(history: History, start: int, stop: int) -> Plan:
     """Return the plan that is the fastest in the steps of a phase, of those that a search finds or that were active."""
-    usual = history.truth.usual_cluster(history.file, start, stop)
-    question = replace(history.question, cluster=usual)
-    plans = [c.plan for c in decide(question).ranking if c.price.feasible and not c.plan.replicas]
-    used = [c.plan for c in history.changes if set(c.plan.devices) <= usual.devices.keys() and not c.plan.replicas]
-    for plan in used:
+    usual, there = history.truth.usual_cluster(history.file, start, stop), _there(history, (start + stop) // 2)
+    ranking = decide(replace(history.question, cluster=usual)).ranking
+    plans = [c.plan for c in ranking if c.price.feasible and not c.plan.replicas]
+    for plan in (c.plan for c in history.changes if there.issuperset(c.plan.devices) and not c.plan.replicas):
         if not any(_same(plan, other) for other in plans):
             plans.append(plan)
-    first = sorted(plans, key=lambda plan: _mean_s(history, plan, _spread(range(start, stop), FEW)))[:FINALISTS]
-    return min(first, key=lambda plan: _mean_s(history, plan, _spread(range(start, stop), MANY)))
+    steps = range(start, stop)
+    first = sorted(plans, key=lambda plan: _mean_s(history, plan, _spread(steps, FEW)))[:FINALISTS]
+    return min(first, key=lambda plan: _mean_s(history, plan, _spread(steps, MANY)))
 
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:

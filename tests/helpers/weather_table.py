@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ def rows(verdicts: Sequence[Verdict]) -> list[str]:
     for kind in dict.fromkeys(v.kind for v in verdicts):
         of = [v for v in verdicts if v.kind == kind]
         changes, loads = [v.changes_per_hour for v in of], [v.loads_per_hour for v in of]
-        regrets, searches = [v.regret for v in of], [v.searches / v.hours for v in of]
+        regrets, searches = [v.regret for v in of], [v.searches_per_hour for v in of]
         out.append(
             f"{kind:8} {len(of):3} sites  changes/h {spread(changes, '5.1f')}  with loads/h {spread(loads, '5.1f')}  "
             f"regret {spread(regrets, '6.1%')}  searches/h {np.mean(searches):5.1f}  "
@@ -62,7 +63,7 @@ def rows(verdicts: Sequence[Verdict]) -> list[str]:
 def main() -> None:
     """Play the sites that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kinds", nargs="*", default=KINDS, choices=KINDS)
+    parser.add_argument("kinds", nargs="*", default=[], choices=KINDS)
     parser.add_argument("--sites", type=int, default=5)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30)
@@ -74,7 +75,7 @@ def main() -> None:
         for seed in range(args.first, args.first + args.sites):
             begun = time.monotonic()
             found.append(run_site(kind, seed, args.minutes, args.model))
-            line = json.dumps({"seed": seed, "took_s": round(time.monotonic() - begun, 1), **found[-1].to_dict()})
+            line = json.dumps({"seed": seed, "took_s": round(time.monotonic() - begun, 1), **asdict(found[-1])})
             if args.jsonl is not None:
                 with args.jsonl.open("a") as out:
                     out.write(line + "\n")
