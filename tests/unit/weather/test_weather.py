@@ -67,8 +67,9 @@ def test_a_planner_without_a_choice_has_no_regret_but_for_its_method() -> None:
 
 
 def test_weights_come_at_the_rate_of_a_link_and_runs_beside_them_are_slow() -> None:
-    there, loaded = pinned("still"), pinned("still", resident=False)
+    there, loaded = pinned("still", 0.2), pinned("still", 1.5, resident=False)
     assert loaded.changes[0].loads
+    assert loaded.answers[0].seconds > loaded.changes[0].now - 1
     assert not there.changes[0].loads
     rate = max(link.down_bytes_per_s for link in FILE.links.values())
     assert loaded.changes[0].now > loaded.changes[0].loaded_bytes / 2 / (1.2 * rate)
@@ -96,8 +97,8 @@ def test_what_was_recorded_is_told_and_taken() -> None:
 # The rule of decision that these two are the bars of has not come yet.
 @pytest.mark.xfail(strict=True, reason="measurements are compared point against point")
 def test_where_nothing_changes_the_plan_stays() -> None:
-    ways = Pins(strategy="row")  # shares, order and devices are the planner's choice; others cost searches
-    verdict = judge(play(FILE, SPEC, make_truth("still", FILE, 4, 1), solve, pins=ways, resident=True))
+    some = Pins(strategy="row", devices=("pi1", "pi2", "pi3"))  # its variants, shares and order are to be chosen
+    verdict = judge(play(FILE, SPEC, make_truth("still", FILE, 3, 1), solve, pins=some, resident=True))
     assert verdict.changes_per_hour == 0
     assert verdict.regret < 0.05
 
