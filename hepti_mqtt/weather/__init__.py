@@ -9,7 +9,7 @@
 `truth` says what devices and links really do and what their meters say of it; `site` and `devices` let that meet a
 `CoordinatorSession` through its events and commands alone; `verdict` compares with the best plan in hindsight and
 `picture` draws. On the command line: `hepti simulate MODEL --devices-file FILE --weather still`; many sites at once:
-`python tests/helpers/weather_table.py --sites 5 --minutes 30 still stalls walk changes`.
+`make test-weather MINUTES=30 SITES=5 WEATHER="still walk"`.
 """
 
 from __future__ import annotations
