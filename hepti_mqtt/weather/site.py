@@ -16,13 +16,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.cost.simulator import TopicNames
+from hepti_mqtt.cost.simulator import Simulation, TopicNames, simulate
 from hepti_mqtt.errors import ConfigError, HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import random_inputs, representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Price, Question, price
-from hepti_mqtt.planner.price import Memory
+from hepti_mqtt.plan_programs import compact_programs, device_programs, lower_plan
+from hepti_mqtt.planner import Question
+from hepti_mqtt.program import Program
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode
 from hepti_mqtt.protocol.messages import Endpoint, Status
@@ -91,19 +92,27 @@ class History:
     searches: list[tuple[float, float]] = field(default_factory=list)
     log: list[tuple[float, str, str]] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
-    _last: tuple[Plan, int, Price] | None = None
+    _programs: dict[int, tuple[Plan, int | None, dict[str, Program]]] = field(default_factory=dict)
+    _last: tuple[Plan, int, Simulation] | None = None
 
-    def price_at(self, plan: Plan, step: int) -> Price:
+    def simulated(self, plan: Plan, step: int) -> Simulation:
         """Return what the simulator says of a request under a plan and the truth of a step."""
         if self._last is None or self._last[0] is not plan or self._last[1] != step:
-            question = replace(self.question, cluster=self.truth.cluster(self.file, step))
-            self._last = plan, step, price(question, plan, memory=Memory({}, {}))
+            asked = self.question
+            if id(plan) not in self._programs:  # equal layers once, as the search does it
+                repeated = lower_plan(asked.spec, plan, asked.shape).repeated_layer
+                make = device_programs if repeated is None else compact_programs
+                self._programs[id(plan)] = plan, repeated, make(asked.spec, plan, asked.shape)
+            _, repeated, programs = self._programs[id(plan)]
+            cluster = self.truth.cluster(self.file, step)
+            found = simulate(asked.naming, asked.spec, asked.shape, programs, cluster, repeated=repeated)
+            self._last = plan, step, found
         return self._last[2]
 
     def run_s(self, plan: Plan, step: int) -> float:
         """Return how long a run really takes that begins in a step, where nobody loads or searches."""
         tail = float(self.truth.run_tail[step])
-        return self.price_at(plan, step).seconds * self.truth.methods(plan) * exp(tail)
+        return self.simulated(plan, step).seconds * self.truth.methods(plan) * exp(tail)
 
 
 def play(
@@ -264,14 +273,14 @@ class _Site:
         if plan is None or found.count(plan) < len(plan.devices):
             return  # a device is gone; the coordinator will hear of it
         k = self.truth.step(self.now)
-        real, alone_s = self.history.price_at(plan, k), self.history.run_s(plan, k)
+        real, alone_s = self.history.simulated(plan, k), self.history.run_s(plan, k)
         beside = self.load_cost.slower if any(self.devices[d].is_loading for d in plan.devices) else 1.0
         beside *= BESIDE_SEARCH if self.searching else 1.0
         self.busy, self.runs[work.run_id] = frozenset(plan.devices), (alone_s, k, plan)
         boots = {device: self.devices[device].boot for device in plan.devices}
         self.at(self.now + alone_s * beside, self.end_run, work, plan, real, beside, boots)
 
-    def end_run(self, work: Frame, plan: Plan, real: Price, beside: float, boots: dict[str, int]) -> None:
+    def end_run(self, work: Frame, plan: Plan, real: Simulation, beside: float, boots: dict[str, int]) -> None:
         """Let the devices of a run report, unless one of them has gone meanwhile."""
         self.busy, self.last_run = frozenset(), self.runs.pop(work.run_id)
         if any(not self.devices[d].up or self.devices[d].boot != boot for d, boot in boots.items()):
@@ -280,7 +289,7 @@ class _Site:
         self.tell(interface.DeviceFrame(plan.root, replace(out, body=self.output)))
         alone_s, k, _ = self.last_run
         for device in plan.devices:
-            use, error = real.use[device], exp(self.truth.part_tail[k, self.truth.names.index(device)])
+            use, error = real.devices[device], exp(self.truth.part_tail[k, self.truth.names.index(device)])
             compute_s = use.compute_s * beside * error
             wait_s = max(alone_s * beside - compute_s, 0.0)
             numbers = (int(compute_s * 1e6), int(wait_s * 1e6), use.sent_bytes, int(device == plan.root))
