@@ -92,7 +92,7 @@ class History:
     searches: list[tuple[float, float]] = field(default_factory=list)
     log: list[tuple[float, str, str]] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
-    _programs: dict[int, tuple[Plan, int | None, dict[str, Program]]] = field(default_factory=dict)
+    _programs: dict[int, tuple[Plan, tuple[int, int] | None, dict[str, Program]]] = field(default_factory=dict)
     _last: tuple[Plan, int, Simulation] | None = None
 
     def simulated(self, plan: Plan, step: int) -> Simulation:
