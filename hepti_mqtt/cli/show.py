@@ -400,7 +400,7 @@ def write_pictures(args: argparse.Namespace, played: SimulatedPlan) -> None:
     plan, result = played.plan, played.result
     if args.svg:
         title = f"{played.title()}, simulated"
-        _write("--svg", args.svg, timeline_svg(result.events, plan.devices, result.seconds, title))
+        write_picture("--svg", args.svg, timeline_svg(result.events, plan.devices, result.seconds, title))
     if args.layout_svg:
         made = lower_plan(played.spec, plan, played.shape)
         layers = [min(layer, made.full_graph.layer_count() - 1) for layer in args.layer]
@@ -411,10 +411,11 @@ def write_pictures(args: argparse.Namespace, played: SimulatedPlan) -> None:
             else task_owners(result.events, made.names, plan.root)
         )
         title = f"{played.title()}, {which}"
-        _write("--layout-svg", args.layout_svg, layout_svg(made, layers, title, plan.wire, names))
+        write_picture("--layout-svg", args.layout_svg, layout_svg(made, layers, title, plan.wire, names))
 
 
-def _write(option: str, file: Path, picture: str) -> None:
+def write_picture(option: str, file: Path, picture: str) -> None:
+    """Write a picture to the file that an option names; raises ConfigError if that cannot be."""
     try:
         file.write_text(picture, "utf-8")
     except OSError as error:
