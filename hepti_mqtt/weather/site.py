@@ -315,7 +315,7 @@ class _Site:
         try:
             solved = self.solver(replace(command, question=replace(command.question, pause=pause)))
         except HeptiError as error:
-            solved = interface.Solved(command.model, command.ticket, None, None, error)
+            solved = interface.Solved(command.model, command.ticket, None, error=error)
         took_s = PAUSE_S * pauses["search"]
         self.history.searches.append((self.now, took_s))
         self.searching += 1
