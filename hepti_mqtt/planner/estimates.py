@@ -733,10 +733,6 @@ SINGLE_SD: Final = 0.06  # of one device, which exchanges nothing
 FIRST_SD: Final = 0.2  # of the first method of several devices
 METHOD_SD: Final = 0.10  # by which methods differ beyond what they share
 SURPRISED: Final = 0.15  # weight of a run while something else may have changed
-ENOUGH: Final = 3  # runs of a way before its time is a reason to search
-EXPLORATION_BONUS: Final = (
-    0.88  # a way that was never tried may take so much of its price: predictions are off by that much
-)
 
 
 def strategy_key(plan: Plan) -> StrategyKey:
@@ -750,15 +746,10 @@ def _exchanges(key: StrategyKey) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """Measured over predicted time by way of dividing a model, as `price` reads it; sds: of the logarithms.
-
-    exploration_bonus: what part of its price an untried way is taken to cost, 1
-    where a search is not for trying any.
-    """
+    """Measured over predicted time by way of dividing a model, as `price` reads it; sds: of the logarithms."""
 
     factors: Mapping[StrategyKey, float] = field(default_factory=dict)
     sds: Mapping[StrategyKey, float] = field(default_factory=dict)
-    exploration_bonus: float = 1.0
 
     def factor(self, plan: Plan) -> float:
         """Return what to multiply a plan's predicted time by.
@@ -786,20 +777,6 @@ class Corrections:
             return SINGLE_SD
         others = [sd**2 for key, sd in self.sds.items() if _exchanges(key)]
         return sqrt(METHOD_SD**2 + fmean(others)) if others else FIRST_SD
-
-    def knows(self, plan: Plan) -> bool:
-        """Return whether a plan's way was measured."""
-        return strategy_key(plan) in self.factors
-
-    def bonus_for(self, plan: Plan) -> float:
-        """Return what to multiply a plan's cost by so that ways which were never tried get their turn.
-
-        The first plan of several devices may promise twice as much: exchanges were not measured here yet.
-        """
-        if self.knows(plan):
-            return 1.0
-        split = any(_exchanges(key) for key in self.factors)
-        return self.exploration_bonus if split or len(plan.devices) == 1 or plan.replicas else self.exploration_bonus**2
 
 
 class MethodEstimates:

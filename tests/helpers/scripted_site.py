@@ -79,23 +79,6 @@ def everyone(question: Question) -> Decision:
     return Decision(candidate, (candidate,), "", question.cluster, programs_digest(question.spec, plan))
 
 
-def beside(times: float) -> Callable[[Question], Decision]:
-    """Return what decides between one device and two, where two cost so many times as much by the simulator."""
-
-    def decider(asked: Question) -> Decision:
-        free = replace(asked, devices=None, options={})
-        alone, two = (decide(replace(free, strategy=s)).chosen for s in ("single", "block"))
-        seconds = times * alone.price.seconds
-        two = replace(two, price=replace(two.price, seconds=seconds), plan=replace(two.plan, predicted_s=seconds))
-        ranking = tuple(sorted((alone, two), key=lambda c: c.price.cost))
-        if asked.strategy is not None:
-            ranking = tuple(c for c in ranking if c.plan.strategy == asked.strategy)
-        digest = programs_digest(asked.spec, ranking[0].plan)
-        return Decision(ranking[0], ranking, "", asked.cluster, digest)
-
-    return decider
-
-
 class Site:
     """A coordinator with scripted devices; `searches` = False leaves Solve commands to the test.
 

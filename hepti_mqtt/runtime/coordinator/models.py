@@ -207,8 +207,9 @@ class PlanGroup:
         if record is not None and whole.version == record.version:
             record.run_count += 1
         # What devices and links have become since the price is no property of the method.
-        known = self.expectation is not None and self.expectation[0] == whole.version and whole.predicted_s > 0
-        shift, spread = (self.price_now[0] / whole.predicted_s, self.price_now[1]) if known else (1.0, 0.0)
+        then_s = (plan if plan.version == whole.version else whole).predicted_s  # it may have been priced again since
+        known = self.expectation is not None and self.expectation[0] == whole.version and then_s > 0
+        shift, spread = (self.price_now[0] / then_s, self.price_now[1]) if known else (1.0, 0.0)
         changed = self.site.last_change_s > self.judged_s or self.site.in_doubt(plan.devices, self.judged_s)
         weight = SURPRISED if changed else 1.0
         self.methods.record_run(plan, tokens, seconds / shift, now, spread, weight, whole)

@@ -90,11 +90,13 @@ def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -
         site.now += 1
         beat = replace(heartbeat(1), bandwidth_bytes_per_s=1e8 + second)
         site.event(interface.DeviceHeartbeat(plan.devices[0], beat))
+        site.event(interface.DeviceHeartbeat(plan.devices[1], heartbeat(1)))
         model.record_run(plan, plan.predicted_tokens, plan.predicted_s, site.now)
     for second in range(8):
         site.now += 1
         beat = replace(heartbeat(1), bandwidth_bytes_per_s=1e6 + second)
         site.event(interface.DeviceHeartbeat(plan.devices[0], beat))
+        site.event(interface.DeviceHeartbeat(plan.devices[1], heartbeat(1)))
         site.event(interface.Tick())
         model.record_run(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
     assert model.methods.factor(plan) == pytest.approx(1.0, rel=0.15)
@@ -292,7 +294,8 @@ def priced(question: Question) -> Decision:
     decision = everyone(question)
     chosen, seconds = decision.chosen, price(question, decision.chosen.plan).seconds
     plan = replace(chosen.plan, predicted_s=seconds, predicted_tokens=question.shape.size)
-    return replace(decision, chosen=replace(chosen, plan=plan))
+    chosen = replace(chosen, plan=plan, price=replace(chosen.price, seconds=seconds))
+    return replace(decision, chosen=chosen, ranking=(chosen,))
 
 
 def test_a_plan_that_is_found_again_has_its_price_by_the_measurements_of_now() -> None:
