@@ -431,3 +431,49 @@ def test_plans_are_made_again_when_frames_cost_other_than_was_foreseen(endpoint,
             site.event(interface.DeviceHeartbeat(name, beat))
         site.event(interface.Tick())
     assert bool(site.notes()["drift"]) is again
+
+
+# -- what runs say of devices -----------------------------------------------------------------------------------------
+
+
+def computing(question: Question) -> Decision:
+    """Decide for a plan in which each device computes for 10 ms."""
+    decision = priced(question)
+    chosen = decision.chosen
+    use = {device: replace(used, compute_s=0.01) for device, used in chosen.price.use.items()}
+    return replace(decision, chosen=replace(chosen, price=replace(chosen.price, use=use)))
+
+
+def served(site: Site, compute_us: int, times: int) -> None:
+    plan, site.compute_us = site.plan, compute_us
+    for _ in range(times):
+        site.submit(f"r{len(site.work) + 1}", plan.predicted_tokens)
+        site.now += 0.1
+        site.answer(len(site.work))
+
+
+def test_runs_say_how_slow_devices_are_and_their_meters_are_held_against_that() -> None:
+    site = settled("a", "b", decider=computing)
+    for _ in range(30):
+        site.drift({"a": 0.2}, 1)
+        served(site, 10_000, 1)
+    estimates = site.session.fleet.estimates
+    assert estimates.slowdown("a") == pytest.approx(estimates.slowdown("b"), rel=0.1)
+    assert any("a contradicts itself" in c.text for c in site.seen if isinstance(c, interface.LogEvent))
+    served(site, 30_000, 3)
+    assert estimates.slowdown("a") == pytest.approx(3.0, rel=0.2)
+    assert site.session.fleet.cluster({}).devices["b"].slowdown == pytest.approx(3.0, rel=0.2)
+
+
+def test_runs_beside_loads_say_nothing() -> None:
+    site = settled("a", "b", decider=computing)
+    served(site, 10_000, 10)
+    pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
+    site.submit("pinned", pins=pinned)
+    plan, site.compute_us = site.plan, 40_000
+    for _ in range(4):
+        job = site.submit(f"late{len(site.seen)}", plan.predicted_tokens)
+        site.now += 0.1
+        if job.key.id not in site.answers:
+            site.answer(max(site.work))
+    assert site.session.fleet.estimates.slowdown("a") == pytest.approx(1.0, rel=0.1)
