@@ -9,6 +9,7 @@ from typing import Final
 
 from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.lowering import PLANNER_INDEX, Graph, Lowered, Table, on_device, roles
+from hepti_mqtt.lowering.lower import KEPT_PARTS
 from hepti_mqtt.lowering.passes import (
     fuse_conversions,
     merge_copies,
@@ -19,8 +20,8 @@ from hepti_mqtt.lowering.passes import (
     widen_in_assemble,
 )
 from hepti_mqtt.models import graph, largest_shape, representative_shape, weight_dtypes
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import Program, WeightRef
+from hepti_mqtt.plan import DevicePair, Plan, Route, WeightDtype, WireDtype
+from hepti_mqtt.program import Program, SameProgram, WeightRef
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
@@ -119,15 +120,22 @@ def device_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> 
 
 
 def run_passes(program: Program, plan: Plan) -> Program:
-    """Return a Program with copies of copies joined, and the plan's wire, storage and route."""
-    whole = merge_copies(program)
-    if plan.wire != "f32":
-        whole = widen_in_assemble(narrow_wire(whole, plan.wire))
-    if plan.weight_dtype != "f32":
-        whole = narrow_weights(whole, plan.weight_dtype)
-    if plan.wire != "f32":
+    """Return a Program with copies of copies joined, and the plan's wire, storage and route; the last ones are kept."""
+    return _passed(SameProgram(program), plan.wire, plan.weight_dtype, plan.route, plan.relayed_pairs)
+
+
+@lru_cache(maxsize=KEPT_PARTS)
+def _passed(
+    same: SameProgram, wire: WireDtype, dtype: WeightDtype, route: Route, relayed_pairs: tuple[DevicePair, ...]
+) -> Program:
+    whole = merge_copies(same.program)
+    if wire != "f32":
+        whole = widen_in_assemble(narrow_wire(whole, wire))
+    if dtype != "f32":
+        whole = narrow_weights(whole, dtype)
+    if wire != "f32":
         whole = fuse_conversions(whole)
-    return set_routes(whole, plan.route, plan.relayed_pairs)
+    return set_routes(whole, route, relayed_pairs)
 
 
 def device_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import Final
 
 from hepti_mqtt.lowering import Lowered
@@ -12,7 +13,6 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered_for_longest, run_passes
 from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, slots_written
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
-from hepti_mqtt.schedule import make_template
 from hepti_mqtt.spec import Spec
 
 # Sessions of a model that may stay open on a device beside those of the runs in flight: their user has left, or what
@@ -60,10 +60,11 @@ def live_bytes(program: Program) -> int:
     The executor keeps freed buffers by shape for the next op of the same shape, so the bound is the sum over shapes of
     the most that are alive at once.
     """
-    left = list(make_template(program).reader_counts)
+    reads = [program.reads(op) for op in program.ops]
+    left = Counter(chain.from_iterable(reads))
     alive: Counter[SlotSpec] = Counter()
     most: Counter[SlotSpec] = Counter()
-    for op in program.ops:
+    for op, slots in zip(program.ops, reads, strict=True):
         for slot in slots_written(op):
             spec = program.slots[slot]
             if spec.state:
@@ -72,7 +73,7 @@ def live_bytes(program: Program) -> int:
             most[spec] = max(most[spec], alive[spec])
             if not left[slot]:
                 alive[spec] -= 1
-        for slot in program.reads(op):
+        for slot in slots:
             left[slot] -= 1
             if not left[slot] and not program.slots[slot].state:
                 alive[program.slots[slot]] -= 1

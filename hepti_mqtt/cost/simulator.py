@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import repeat
 from math import inf
@@ -22,14 +23,15 @@ from hepti_mqtt.cost.profiles import (
     Queue,
 )
 from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
+from hepti_mqtt.lowering.lower import KEPT_PARTS
 from hepti_mqtt.models import input_bytes
 from hepti_mqtt.plan import Plan, Route
 from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import Compute, ExchangeKey, Program, Send, SlotSpec, publish_targets
+from hepti_mqtt.program import Compute, ExchangeKey, Program, SameProgram, Send, SlotSpec, Work, publish_targets
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import frame_bytes, work_bytes
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
-from hepti_mqtt.schedule import ProgramRun, RunMachine, make_template, route_to_replicas
+from hepti_mqtt.schedule import ProgramRun, RunMachine, RunTemplate, make_template, route_to_replicas
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.task_queue import TaskQueue, initial_task
 
@@ -289,18 +291,16 @@ class CostedProgram:
     def __init__(
         self, naming: TopicNames, device: str, profile: DeviceProfile, program: Program, layer: int | None
     ) -> None:
-        from hepti_mqtt.kernels import works  # here, since Numba takes longer to import than the rest of a planner
-
-        self.program, self.template = program, make_template(program)
+        self.program = program
+        self.template, work = _prepared(SameProgram(program))
         self.costs: list[float] = []
         self.sizes: list[tuple[int, ...]] = []
         self.flops, self.inner = 0.0, DeviceUse()
-        for op in program.ops:
+        for op, parts in zip(program.ops, work, strict=True):
             cost = 0.0
             sizes: tuple[int, ...] = ()
             if isinstance(op, Compute):
-                work = works(op, program.slots)
-                cost, flops = profile.seconds(*work), sum(part.flops for part in work)
+                cost, flops = profile.seconds(*parts), sum(part.flops for part in parts)
                 self.flops += flops
                 if op.layer == layer:
                     self.inner.compute_s += cost
@@ -311,6 +311,16 @@ class CostedProgram:
                 self.inner.sent_bytes += sum(sizes) if op.layer == layer else 0
             self.costs.append(cost)
             self.sizes.append(sizes)
+
+
+@lru_cache(maxsize=KEPT_PARTS)
+def _prepared(same: SameProgram) -> tuple[RunTemplate, tuple[tuple[Work, ...], ...]]:
+    """Return what runs of a Program follow, and how much work each op is; many plans have it in common."""
+    from hepti_mqtt.kernels import works  # here, since Numba takes longer to import than the rest of a planner
+
+    program = same.program
+    work = tuple(works(op, program.slots) if isinstance(op, Compute) else () for op in program.ops)
+    return make_template(program), work
 
 
 class DeviceRun(ProgramRun):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -47,6 +47,7 @@ class ProgramBuilder:
     ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)
     first_buffers: list[Slot] = field(default_factory=list)
     first_ops: list[int] = field(default_factory=list)
+    program: Program | None = None  # once it was built
 
     def begin_block(self) -> None:
         """Begin a block."""
@@ -58,9 +59,11 @@ class ProgramBuilder:
         return [op for _, _, op in self.ops[self.first_ops[number] : self.first_ops[number + 1]]]
 
     def build(self, device: str, nodes: tuple[str, ...]) -> Program:
-        """Return the Program, ops of a lower turn first."""
-        ordered = sorted(self.ops, key=lambda entry: entry[0])
-        return Program(device, tuple(self.slots), tuple(op for _, _, op in ordered), nodes)
+        """Return the Program, ops of a lower turn first; the same one whenever it is asked for."""
+        if self.program is None:
+            ordered = sorted(self.ops, key=lambda entry: entry[0])
+            self.program = Program(device, tuple(self.slots), tuple(op for _, _, op in ordered), nodes)
+        return self.program
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -525,6 +528,52 @@ def _move(graph: Graph, run: Repeat, n: int, first: Slot, by: int) -> Relocation
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# What a device has of one table is often what it has of another: where a border between two devices moves, all others
+# compute, receive and send what they did. A search asks for hundreds of such tables.
+
+
+KEPT_PARTS: Final = 64  # some hundred KB each
+
+
+class DevicePart:
+    """All that the ops of a device follow from, as a key: its own tiles, and of those of others what it receives."""
+
+    __slots__ = ("key", "walk")
+
+    def __init__(self, lowered: Lowered, device: int) -> None:
+        self.walk: Callable[[], ProgramBuilder] | None = lambda: _ForwardWalk(
+            lowered.graph, lowered.tiles, device, lowered.names
+        ).draft()
+        tiles = [_seen_by(device, op, lowered.tiles[op.name]) for op in lowered.graph.ops]
+        ops = tuple([op.name for op in lowered.graph.ops])
+        self.key = (lowered.full_graph, lowered.repeat, ops, lowered.names, device, tuple(tiles))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DevicePart) and self.key == other.key
+
+
+def _seen_by(device: int, op: Op, tiles: Sequence[Tile]) -> tuple[object, ...]:
+    """Return of an op's tiles those of a device, and what others send it."""
+    found: list[object] = []
+    for tile in tiles:
+        if tile.device == device:
+            found.append(tile)
+        elif heard := [(m.region, m.part) for m in tile.messages if device in m.to]:
+            found.append((tile.device, tile.order, op.is_state(tile.region), tuple(heard)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=KEPT_PARTS)
+def _builder(part: DevicePart) -> ProgramBuilder:
+    assert part.walk is not None
+    builder, part.walk = part.walk(), None  # the key is kept, and need not keep the tiles of all devices
+    return builder
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # A graph under a table: the Programs of all devices, equal blocks worked out once.
 
 
@@ -561,8 +610,7 @@ class Lowered:
     def compact_builder(self, device: str) -> ProgramBuilder:
         """Return a device's ops with equal blocks once, by block."""
         if device not in self._drafts:
-            walk = _ForwardWalk(self.graph, self.tiles, self.names.index(device), self.names)
-            self._drafts[device] = walk.draft()
+            self._drafts[device] = _builder(DevicePart(self, self.names.index(device)))
         return self._drafts[device]
 
     @property

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from math import inf, log2
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hepti_mqtt.cost.profiles import Cluster, Paths
+from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.models import weight_dtypes
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES, DevicePair, Plan, Route, WireDtype
@@ -90,6 +90,8 @@ def device_costs(question: Question, devices: Sequence[str]) -> list[DeviceResou
 def relayed(question: Question, devices: Sequence[str]) -> tuple[DevicePair, ...]:
     """Return the (source, target) among devices that only the broker connects."""
     can = question.cluster.endpoints
+    if not question.relayed_pairs and can.issuperset(devices):
+        return ()
     return tuple(
         pair
         for pair in permutations(sorted(devices), 2)
@@ -248,11 +250,17 @@ def subsets(question: Question, by_speed: Sequence[str], pinned: bool) -> Iterat
         return
     alike = interchangeable(question, by_speed)
     seen = set()
-    for subset in _tried(by_speed, _by_link(question, by_speed)):
+    for subset in (*_active_set(question, by_speed), *_tried(by_speed, _by_link(question, by_speed))):
         kind = tuple(alike[device] for device in subset)
         if kind not in seen:
             seen.add(kind)
             yield subset
+
+
+def _active_set(question: Question, by_speed: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the devices of the active plan, which stand for others that are like them; nothing if one is gone."""
+    active = () if question.active is None else question.active.devices
+    return [tuple(d for d in by_speed if d in active)] if active and set(active) <= set(by_speed) else []
 
 
 def _tried(by_speed: Sequence[str], by_link: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -296,24 +304,64 @@ def as_chain(by_speed: Sequence[str]) -> tuple[str, ...]:
     return (*by_speed[1::2][::-1], *by_speed[::2])
 
 
+CLOSE: Final = 1.05  # measurements of equal devices differ by so much
+
+
+def in_order(question: Question, devices: Sequence[str], by_speed: Sequence[str]) -> tuple[str, ...]:
+    """Return devices in the order of a plan: that of the active plan of the same ones, else the fastest kind first.
+
+    Devices of a kind follow each other by name, so that noise in what they measure changes no plan.
+    """
+    if question.active is not None and set(question.active.devices) == set(devices):
+        return question.active.devices
+    alike = interchangeable(question, by_speed)
+    return tuple(sorted(devices, key=lambda d: (by_speed.index(alike[d]), d)))
+
+
 def interchangeable(question: Question, names: Sequence[str]) -> dict[str, str]:
     """Return for each device the first one that can stand in its place."""
+    known = {name: _measured(question, name) for name in names}
     found: dict[str, str] = {}
     for name in names:
-        found[name] = next((kind for kind in dict.fromkeys(found.values()) if _alike(question, kind, name)), name)
+        kinds = dict.fromkeys(found.values())
+        alike = (k for k in kinds if _close(known[k], known[name]) and _see_the_same(question, k, name))
+        found[name] = next(alike, name)
     return found
 
 
-def _alike(question: Question, a: str, b: str) -> bool:
-    """Return whether nothing but names changes where two devices change places."""
-    cluster, other = question.cluster, {a: b, b: a}
-    if cluster.links[a] != cluster.links[b] or replace(cluster.devices[a], name=b) != cluster.devices[b]:
-        return False
-    if any((a in some) != (b in some) for some in (cluster.endpoints, cluster.shared_medium)):
-        return False
-    swapped = {(other.get(s, s), other.get(t, t)): link for (s, t), link in cluster.peer_links.items()}
-    relayed = {(other.get(s, s), other.get(t, t)) for s, t in question.relayed_pairs}
-    return swapped == dict(cluster.peer_links) and relayed == question.relayed_pairs
+def _measured(question: Question, name: str) -> tuple[float, ...]:
+    """Return what a device and its link are."""
+    device, link, cluster = question.cluster.devices[name], question.cluster.links[name], question.cluster
+    work = [device.speed(rows) for rows in (1, 32, 512)]
+    rates = [device.attention_flops_per_s / device.slowdown, device.rowwise_bytes_per_s / device.slowdown]
+    frames = [device.frame_seconds(1, nbytes, route) for nbytes in (0, FRAME_BYTES) for route in ("broker", "mesh")]
+    power = (0.0, 0.0) if device.power is None else device.power
+    can = float(name in cluster.endpoints), float(name in cluster.shared_medium)
+    way = link.latency_s + LEAST_S, link.up_bytes_per_s, link.down_bytes_per_s
+    return (*work, *rates, *frames, device.memory_bytes, *power, *can, *way)
+
+
+def _close(some: Sequence[float], others: Sequence[float]) -> bool:
+    return all(a == b or max(a, b) <= CLOSE * min(a, b) for a, b in zip(some, others, strict=True))
+
+
+def _see_the_same(question: Question, a: str, b: str) -> bool:
+    """Return whether two devices have the same ways to all others, and to each other."""
+    links, apart = question.cluster.peer_links, question.relayed_pairs
+    if not links and not apart:
+        return True
+    others = [name for name in question.cluster.devices if name not in (a, b)]
+    pairs = [((a, b), (b, a)), *(pair for n in others for pair in (((a, n), (b, n)), ((n, a), (n, b))))]
+    return all(
+        (one in apart) == (other in apart) and _alike_links(links.get(one), links.get(other)) for one, other in pairs
+    )
+
+
+def _alike_links(a: PeerLink | None, b: PeerLink | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    rates = (a.bytes_per_s or inf, b.bytes_per_s or inf)
+    return _close((a.latency_s + LEAST_S, rates[0]), (b.latency_s + LEAST_S, rates[1]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -446,7 +494,8 @@ class LowerBound:
     def __init__(self, question: Question, alone: Mapping[str, float]) -> None:
         self._question, self._alone = question, alone
         self._ways = Paths(question.cluster)
-        self._seen: dict[str, list[tuple[int, float, float, float]]] = {}  # by name: devices, seconds more, their way
+        self._seen: dict[str, list[Seen]] = {}  # by name
+        self._paths: dict[tuple[Route, tuple[str, ...]], Slowest] = {}
 
     def ideal_s(self, devices: Sequence[str]) -> float | None:
         """Return the seconds of devices that divide all work by speed and exchange nothing; None if not known."""
@@ -459,7 +508,8 @@ class LowerBound:
         together = self.ideal_s(c.plan.devices)
         if together is not None and len(c.plan.devices) > 1 and not c.plan.replicas:
             more = max(c.price.seconds - together, 0.0)
-            self._seen.setdefault(c.name, []).append((len(c.plan.devices), more, *self._slowest_path(c.plan)))
+            seen = Seen(len(c.plan.devices), more, self._slowest_path(c.plan.devices, c.plan.route))
+            self._seen.setdefault(c.name, []).append(seen)
 
     def is_pruned(self, plan: Plan, priced_s: float | None, best_s: float) -> bool:
         """Return whether a plan is not expected to beat another; priced_s: its price, None if it has none."""
@@ -474,11 +524,11 @@ class LowerBound:
             return 0.0
         # Where a method chooses another graph, more devices may compute less twice than few.
         fewest = 1 if STRATEGIES[plan.strategy].rewrite is None else len(plan.devices)
-        seen = [s for s in self._seen.get(plan.method, ()) if fewest <= s[0] <= len(plan.devices)]
+        seen = [s for s in self._seen.get(plan.method, ()) if fewest <= s.devices <= len(plan.devices)]
         if not seen:
             return SPEEDUP_SLACK * together * self._factor(plan)
         ways = self._paths_by_route(plan)
-        more = min(beside * _better(ways, latency, byte) for _, beside, latency, byte in seen)
+        more = min(s.more_s * _better(ways, s.path) for s in seen)
         return (together + OVERHEAD_SLACK * more) * self._factor(plan)
 
     def bound_refined(self, plan: Plan, priced_s: float) -> float:
@@ -486,15 +536,13 @@ class LowerBound:
         together = self.ideal_s(plan.devices)
         if together is None or len(plan.devices) == 1 or plan.replicas:
             return 0.0
-        more = (priced_s - together) * _better(self._paths_by_route(plan), *self._slowest_path(plan))
+        path = self._slowest_path(plan.devices, plan.route)
+        more = (priced_s - together) * _better(self._paths_by_route(plan), path)
         return (together + REFINEMENT_SLACK * more) * self._factor(plan)
 
-    def _paths_by_route(self, plan: Plan) -> list[tuple[float, float]]:
-        """Return the way of a plan by each of its routes; it looks at every two devices."""
-        return [
-            self._slowest_path(with_route(self._question, plan, r))
-            for r in candidate_routes(self._question, plan.devices)
-        ]
+    def _paths_by_route(self, plan: Plan) -> list[Slowest]:
+        """Return the way of a plan by each of its routes."""
+        return [self._slowest_path(plan.devices, r) for r in candidate_routes(self._question, plan.devices)]
 
     def _factor(self, plan: Plan) -> float:
         """Return what runs have taught of a plan, by the route of which they have taught the best."""
@@ -504,20 +552,46 @@ class LowerBound:
         by_route = (replace(plan, route=r) for r in candidate_routes(self._question, plan.devices))
         return min(map(learned.factor, by_route))
 
-    def _slowest_path(self, plan: Plan) -> tuple[float, float]:
-        """Return (seconds, seconds per byte) of the slowest way between devices of a plan."""
+    def _slowest_path(self, devices: tuple[str, ...], route: Route) -> Slowest:
+        """Return the slowest way between devices; it looks at every two of them, once."""
+        if (route, devices) not in self._paths:
+            self._paths[route, devices] = self._work_out(devices, route)
+        return self._paths[route, devices]
+
+    def _work_out(self, devices: tuple[str, ...], route: Route) -> Slowest:
+        links, cluster = self._question.cluster.links, self._question.cluster
+        apart = set(relayed(self._question, devices)) if route == "mesh" else set()
+        each = [rate for d in devices for rate in (links[d].up_bytes_per_s, links[d].down_bytes_per_s)]
+        if route == "broker" or not (apart or cluster.peer_links or max(each) >= LOCAL_BYTES_PER_S):
+            return Slowest(sum(sorted(links[d].latency_s for d in devices)[-2:]), 1 / min(each))
         latency = byte = 0.0
-        links = self._question.cluster.links
-        for source, target in permutations(plan.devices, 2):
-            rates = [links[source].up_bytes_per_s, links[target].down_bytes_per_s]
+        for source, target in permutations(devices, 2):
+            rates = iter((links[source].up_bytes_per_s, links[target].down_bytes_per_s))
             after = links[source].latency_s + links[target].latency_s
-            if plan.route == "mesh" and (source, target) not in plan.relayed_pairs:
+            if (source, target) not in apart:
                 way = self._ways.between(source, target)
-                rates, after = [way.bytes_per_s, way.up_bytes_per_s, way.down_bytes_per_s], way.latency_s
+                rates = iter((way.bytes_per_s, way.up_bytes_per_s, way.down_bytes_per_s))
+                after = way.latency_s
             latency, byte = max(latency, after), max(byte, 1 / min(*rates, inf))
-        return latency, byte
+        return Slowest(latency, byte)
 
 
-def _better(ways: Sequence[tuple[float, float]], latency_s: float, byte_s: float) -> float:
+class Slowest(NamedTuple):
+    """The slowest way between devices: seconds, and seconds per byte."""
+
+    latency_s: float
+    byte_s: float
+
+
+class Seen(NamedTuple):
+    """What a plan on so many devices took beyond their part of the work, and by what way."""
+
+    devices: int
+    more_s: float
+    path: Slowest
+
+
+def _better(ways: Sequence[Slowest], known: Slowest) -> float:
     """Return what exchanges may take by the best of some ways, as a part (0 to 1) of what a known way takes."""
-    return min(1.0, *(min(a / max(latency_s, 1e-9), b / max(byte_s, 1e-15)) for a, b in ways))
+    latency_s, byte_s = max(known.latency_s, 1e-9), max(known.byte_s, 1e-15)
+    return min(1.0, *(min(way.latency_s / latency_s, way.byte_s / byte_s) for way in ways))

@@ -235,8 +235,12 @@ def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, bus
 # What devices hold already.
 
 
-def with_loads(question: Question, decision: Decision, held: Sequence[Plan], active: Candidate | None) -> Decision:
-    """Return a decision whose feasible candidates say what devices would load; held: plans whose weights they have."""
+def with_loads(question: Question, decision: Decision, active: Candidate | None) -> Decision:
+    """Return a decision whose feasible candidates say what devices would load, and whether they fit beside the active.
+
+    Devices hold the weights of the question's residents, and of the active plan.
+    """
+    held = [*question.residents, *([] if active is None else [active.plan])]
     ranking = tuple(_with_loads(question.spec, c, held, active) for c in decision.ranking)
     return replace(decision, chosen=replace(ranking[0], plan=decision.chosen.plan), ranking=ranking)
 

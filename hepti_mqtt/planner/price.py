@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from hepti_mqtt.cost.memory import loading_overhead_bytes, max_live_bytes, programs_bytes, weights_bytes
@@ -37,6 +37,24 @@ def _no_pause() -> None:
     """Pause not at all."""
 
 
+class Budget:
+    """What a search may take, in seconds of its processor from when it first asks; clock: says how many it has had.
+
+    What is worth knowing first is worked out whatever the budget says.
+    """
+
+    def __init__(self, seconds: float = inf, clock: Callable[[], float] = float) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._began_s: float | None = None
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether nothing is left."""
+        if self._began_s is None:
+            self._began_s = self._clock()
+        return self._clock() - self._began_s >= self._seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is to be planned.
@@ -47,8 +65,9 @@ class Question:
     requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
     accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
     then. errors: how far they do. is_exhaustive: work out the best of every strategy and variant, also where it
-    cannot be chosen any more. pause: called some ten times for each price: a search can leave the processor to others
-    there.
+    cannot be chosen any more. active: the plan that serves now: its order of devices and its head stay where the
+    devices do. residents: other plans of which devices still hold the weights, the last one first. budget: of the
+    search. pause: called some ten times for each price: a search can leave the processor to others there.
     """
 
     naming: TopicNames
@@ -71,6 +90,9 @@ class Question:
     accuracy: float | None = None
     errors: Mapping[WireErrorKey, float] = field(default_factory=dict)
     is_exhaustive: bool = True
+    active: Plan | None = None
+    residents: tuple[Plan, ...] = ()
+    budget: Budget = field(default_factory=Budget, compare=False)
     pause: Callable[[], None] = field(default=_no_pause, compare=False)
 
     @property

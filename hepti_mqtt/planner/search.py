@@ -1,24 +1,19 @@
-"""The fastest plans that memory allows: guesses in the order of their price, made to fit by moving shares."""
+"""The search: candidates one after the other, the best first, from the plan that serves to every set of devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, count, pairwise, permutations
-from typing import Final, NamedTuple
+from typing import Final
 
-from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, Range, WeightDtype
-from hepti_mqtt.plan_programs import make_plan, programs_digest, resident_weights
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs_digest, resident_weights
 from hepti_mqtt.planner.candidates import (
-    EXACT,
+    THOROUGH,
     Candidate,
     Decision,
     LowerBound,
@@ -26,482 +21,360 @@ from hepti_mqtt.planner.candidates import (
     candidate_routes,
     candidate_wires,
     check_question,
-    device_costs,
     explain_choice,
     explain_no_fit,
+    in_order,
     interchangeable,
     subsets,
     wire_error_key,
     with_route,
 )
-from hepti_mqtt.planner.price import (
-    Memory,
-    Question,
-    fits_packet_limit,
-    memory_needs,
-    needed_bytes,
-    plan_packet,
-    price,
-    tile_packet,
+from hepti_mqtt.planner.price import Budget, Question, fits_packet_limit, plan_packet, price, tile_packet
+from hepti_mqtt.planner.refine import (
+    SINGLE,
+    Draft,
+    balance_shares,
+    best_route_and_wire,
+    divided,
+    dividing,
+    fit_memory,
+    fitting,
+    hill_climb,
+    plan_shares,
+    price_draft,
+    rows_moved,
+    step_by_step,
+    whole_bytes,
+    with_memory,
 )
+from hepti_mqtt.planner.replicas import replica_plans
+from hepti_mqtt.program import WeightRef
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import pixels
-from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES, Method
 
-SINGLE: Final = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
-REFINED: Final = 6  # candidates whose shares are balanced
-MEMORY_ROUNDS: Final = 8
-SLIGHT: Final = 1e-3  # of a device's weight: as little as a division may give it
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A plan with share weights that has no price yet; memory: what it needs, where that is known."""
-
-    plan: Plan
-    shares: tuple[float, ...]
-    memory: Memory | None = None
-
-    @property
-    def name(self) -> str:
-        """Return strategy and variant, as people write it."""
-        return self.plan.method
-
-    @property
-    def missing(self) -> Mapping[str, int]:
-        """Return the bytes that each device lacks, as far as is known."""
-        return {} if self.memory is None else self.memory.missing
-
-    @property
-    def missing_bytes(self) -> int:
-        """Return the bytes that are missing, of all devices."""
-        return sum(self.missing.values())
-
-
-@contextmanager
-def dividing(question: Question, strategy: str) -> Iterator[None]:
-    """Leave a plan out if its method cannot divide the model so: the others go on.
-
-    Raises ConfigError if it is the method that was asked for.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if question.strategy == strategy:
-            raise ConfigError(f"{strategy} cannot divide {question.naming.model}: {error}") from error
-
-
-def price_draft(question: Question, draft: Draft) -> Candidate:
-    """Return a draft with its price."""
-    # Memory takes as long to work out as a price: it comes later, unless plans are compared by it.
-    memory = draft.memory or (None if question.objective == "memory" else Memory({}, {}))
-    return Candidate(draft.plan, price(question, draft.plan, memory=memory), draft.shares)
-
-
-Move = tuple[Plan, tuple[float, ...]]  # a plan, and the share weights that it came from
-
-
-def climb(
-    question: Question, c: Candidate, moves: Callable[[Candidate], Iterable[Move]], rounds: int | None = None
-) -> Candidate:
-    """Return the best of a candidate and the first move that beats it, again and again; rounds: at most.
-
-    A move counts if it costs less and memory and broker take it too.
-    """
-    for _ in count() if rounds is None else range(rounds):
-        better = next(filter(None, (_if_better(question, c, *move) for move in moves(c))), None)
-        if better is None:
-            break
-        c = better
-    return c
-
-
-def _if_better(question: Question, best: Candidate, plan: Plan, weights: tuple[float, ...]) -> Candidate | None:
-    found = price_draft(question, Draft(plan, weights))
-    if found.price.cost >= best.price.cost or not fits_packet_limit(question, plan):
-        return None
-    memory = memory_needs(question, plan)
-    return None if memory.missing else replace(found, price=replace(found.price, needs=memory.needs))
-
-
-def plan_shares(plan: Plan) -> tuple[float, ...]:
-    """Return share weights that a plan of one kind of shares comes from; of several kinds, of the first."""
-    for weights in plan.shares.values():
-        return tuple(weights)
-    for ranges in plan.ranges.values():
-        return tuple(float(stop - start) for start, stop in ranges)
-    return (1.0,) * len(plan.devices)
-
-
-def with_shares(question: Question, plan: Plan, weights: Sequence[float]) -> Plan:
-    """Return a plan with other shares."""
-    return make_plan(question.spec, plan, plan.strategy, plan.options, weights, device_costs(question, plan.devices))
-
-
-# -- in the order of time ---------------------------------------------------------------------------------------------
-
-
-class FittingResult(NamedTuple):
-    """Candidates to balance; drafts found on the way that do not fit; of other methods the best price that is known."""
-
-    candidates: list[Candidate]
-    oversized: list[Draft]
-    pruned: list[Candidate]
-
-
-def best_fitting(question: Question, guesses: Sequence[Draft]) -> FittingResult:
-    """Return the fastest candidates, those that do not fit, and those that are too far behind to be looked at.
-
-    Where the question compares, the fastest of every other strategy and variant is among the first, so that the
-    comparison is fair. What a plan costs is worked out no earlier than its turn comes: first what it cannot be faster
-    than, then its price, then the memory that it needs.
-    """
-    able, hopeless = _by_room(question, guesses)
-    queue, floor = _queue(question, able)
-    found: list[Candidate] = []
-    short: list[Draft] = []
-    behind: list[Candidate] = []
-    while queue:
-        cost, n, c, fits = heappop(queue)
-        # Who is behind takes a place too, unless memory is short, where it might not fit: so others get none for it.
-        taken = [*found, *([] if short else behind)]
-        if len(taken) >= REFINED and c.name in {other.name for other in taken}:
-            continue
-        if isinstance(c, Candidate) and fits:
-            found.append(c)
-            continue
-        if not question.is_exhaustive and c.name != SINGLE:
-            priced_s = c.price.seconds if isinstance(c, Candidate) else None
-            if found and floor.is_pruned(c.plan, priced_s, found[0].price.expected_s):
-                if isinstance(c, Candidate):
-                    behind.append(c)
-                continue
-            if isinstance(c, Draft) and (least := floor.bound_unpriced(c.plan)) > cost[0] >= 0:
-                heappush(queue, ((least, least), n, c, False))
-                continue
-        with dividing(question, c.plan.strategy):
-            if isinstance(c, Draft):
-                c = price_draft(question, c)
-                floor.observe(c)
-                heappush(queue, (c.price.cost, n, c, False))
-                continue
-            draft = _fit_memory(question, _draft(question, c))
-            if draft.missing:
-                short.append(draft)
-            elif fits_packet_limit(question, draft.plan):
-                assert draft.memory is not None
-                known = replace(c.price, needs=draft.memory.needs, missing={}) if draft.plan == c.plan else None
-                c = price_draft(question, draft) if known is None else replace(c, price=known)
-                heappush(queue, (c.price.cost, n, c, True))
-    explained = {c.name for c in found} | {draft.name for draft in short}
-    short += [_draft(question, guess) for name, guess in hopeless.items() if name not in explained]
-    first = {c.name: c for c in reversed(behind) if c.name not in explained}
-    return FittingResult(found, short, list(first.values()))
-
-
-# (cost or its bound, number, plan, whether it is known to fit)
-_Step = tuple[tuple[float, float], int, Draft | Candidate, bool]
-
-
-def _queue(question: Question, guesses: Sequence[Draft]) -> tuple[list[_Step], LowerBound]:
-    """Return a heap of the guesses by what they cost at the least: it follows from the prices of devices alone."""
-    queue: list[_Step] = []
-    alone: dict[str, float] = {}
-    if question.objective == "latency":
-        for n, guess in enumerate(guesses):
-            if len(guess.plan.devices) == 1:
-                with dividing(question, guess.plan.strategy):
-                    c = price_draft(question, guess)
-                    queue.append((c.price.cost, n, c, False))
-                    alone[c.plan.root] = c.price.seconds
-    known = {number for _, number, _, _ in queue}
-    like = interchangeable(question, list(dict.fromkeys((*alone, *(d for g in guesses for d in g.plan.devices)))))
-    floor = LowerBound(question, {device: alone[kind] for device, kind in like.items() if kind in alone})
-    first = set() if question.is_exhaustive else _smallest(guesses)
-    for n, guess in enumerate(guesses):
-        if n not in known:
-            least = -1.0 if n in first else floor.bound_unpriced(guess.plan)
-            queue.append(((least, least), n, guess, False))
-    heapify(queue)
-    return queue, floor
-
-
-def _smallest(guesses: Sequence[Draft]) -> set[int]:
-    """Return the number of each method's first guess of the fewest devices: priced first, it bounds others."""
-    best: dict[str, int] = {}
-    for n, guess in enumerate(guesses):
-        devices = len(guess.plan.devices)
-        if devices > 1 and (guess.name not in best or devices < len(guesses[best[guess.name]].plan.devices)):
-            best[guess.name] = n
-    return set(best.values())
-
-
-# -- by memory --------------------------------------------------------------------------------------------------------
-
-
-def _by_room(question: Question, guesses: Sequence[Draft]) -> tuple[list[Draft], dict[str, Draft]]:
-    """Return the guesses whose devices have room for the weights together, and by name the others with the most."""
-    whole = _whole_bytes(question.spec, question.weight_dtype)
-    room = {name: profile.memory_bytes for name, profile in question.cluster.devices.items()}
-    able: list[Draft] = []
-    hopeless: dict[str, tuple[float, Draft]] = {}
-    for guess in guesses:
-        has = sum(room[d] for d in guess.plan.devices)
-        if guess.plan.replicas or has >= whole:
-            able.append(guess)
-        elif guess.name not in hopeless or has > hopeless[guess.name][0]:
-            hopeless[guess.name] = (has, guess)
-    return able, {name: guess for name, (_, guess) in hopeless.items()}
-
-
-@lru_cache(maxsize=8)
-def _whole_bytes(spec: Spec, storage: WeightDtype) -> int:
-    """Return the bytes of all weights: devices that divide them hold no less together."""
-    plan = Plan("", PlanVersion(0, 0), SINGLE, ("",), "", weight_dtype=storage)
-    return weights_bytes(resident_weights(spec, plan, ""))
-
-
-def _draft(question: Question, guess: Draft | Candidate) -> Draft:
-    """Return the draft of a plan, with the next fastest device as its head if only the head's memory is short."""
-    made = []
-    speeds = dict(zip(guess.plan.devices, guess.shares, strict=False))  # replicas have devices of their own
-    for head in sorted(guess.plan.devices, key=lambda d: (d != guess.plan.root, -speeds.get(d, 0.0)))[:2]:
-        plan = replace(guess.plan, root=head)
-        made.append(Draft(plan, guess.shares, memory_needs(question, plan)))
-        if head not in made[-1].missing:
-            break
-    return min(made, key=lambda d: d.missing_bytes)
-
-
-def _fit_memory(question: Question, draft: Draft) -> Draft:
-    """Return the draft with shares that fit if there are any: from those by speed, else from those by memory."""
-    if draft.plan.replicas or _never_fits(question, draft):
-        return draft  # each replica was made to fit
-    fitted = _shift(question, draft)
-    if not fitted.missing or len(draft.plan.devices) == 1:
-        return fitted
-    by_memory = _redrafted(question, draft, [_room(question, device) for device in draft.plan.devices])
-    return min(fitted, _shift(question, by_memory), key=lambda d: d.missing_bytes)
-
-
-def _never_fits(question: Question, draft: Draft) -> bool:
-    """Return whether a device lacks memory even for as little as a division may give it."""
-    devices = draft.plan.devices
-    if len(devices) == 1:
-        return bool(draft.missing)
-    for i, device in enumerate(devices):
-        if device in draft.missing:
-            slight = [w * SLIGHT if i == n else w for n, w in enumerate(draft.shares)]
-            if needed_bytes(question, with_shares(question, draft.plan, slight), device) > _room(question, device):
-                return True
-    return False
-
-
-def _room(question: Question, device: str) -> float:
-    return max(min(question.cluster.devices[device].memory_bytes, 1e15), 1.0)
-
-
-def _redrafted(question: Question, draft: Draft, weights: Sequence[float]) -> Draft:
-    plan = with_shares(question, draft.plan, weights)
-    return Draft(plan, tuple(weights), memory_needs(question, plan))
-
-
-def _shift(question: Question, draft: Draft) -> Draft:
-    """Move shares away from devices whose memory is short, until the plan fits or nothing moves any more."""
-    best = draft
-    for _ in range(MEMORY_ROUNDS):
-        if best.memory is None or not best.missing or len(best.plan.devices) == 1:
-            break
-        weights = list(best.shares)
-        for i, device in enumerate(best.plan.devices):
-            if device in best.missing:
-                weights[i] *= max(min(_room(question, device) / best.memory.needs[device], 0.95), 0.05) ** 1.5
-        moved = _redrafted(question, best, weights)
-        if moved.missing_bytes >= best.missing_bytes:
-            break
-        best = moved
-    return best
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Shares of few units, tried one unit at a time: weights change those of all sizes at once.
-
-
-MOST: Final = 256  # units of a share; more are divided as finely as weights say
-ROUNDS: Final = 2  # over all shares, those of the fewest units first: the others then make up for them
-MOVES: Final = 56  # of one share: of more units, several move at once
-
-
-def hill_climb(question: Question, c: Candidate) -> Candidate:
-    """Move single units of a plan's ranges from device to device, as long as that makes it faster."""
-    if not STRATEGIES[c.plan.strategy].coarse:
-        return c
-    few = sorted((parts[-1][1], kind) for kind, parts in c.plan.ranges.items() if parts[-1][1] <= MOST)
-    looked: dict[str, Candidate] = {}
-    for _, kind in few * ROUNDS:
-        if looked.get(kind) is not c:  # else nothing has moved since
-            looked[kind] = c = climb(question, c, partial(_unit_moves, kind))
-    return c
-
-
-def _unit_moves(kind: str, c: Candidate) -> Iterator[Move]:
-    busy = [c.price.use[device].compute_s for device in c.plan.devices]
-    for ranges in _moved(c.plan.ranges[kind], busy):
-        yield replace(c.plan, ranges={**c.plan.ranges, kind: ranges}), c.shares
-
-
-def _moved(ranges: Sequence[Range], busy: Sequence[float]) -> Iterator[tuple[Range, ...]]:
-    """Yield ranges with a unit, or a few, moved from one device to a less busy one.
-
-    Devices that differ most come first; nobody who had some is left without. busy: seconds of each device, in all.
-    """
-    counts = [stop - start for start, stop in ranges]
-    by = -(-sum(counts) // MOVES)
-    pairs = sorted(permutations(range(len(counts)), 2), key=lambda pair: busy[pair[1]] - busy[pair[0]])
-    for source, target in pairs:
-        if counts[source] > by and busy[source] > busy[target]:
-            moved = [n + by * ((i == target) - (i == source)) for i, n in enumerate(counts)]
-            yield tuple(pairwise(accumulate(moved, initial=0)))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Plans that settle shares by an estimate, so that they keep the site's deadline by the simulator too.
-
-
-DEADLINE_ROUNDS: Final = 6
-MARGIN: Final = 0.98  # beyond what was missed, since shares are whole rows
-
-
-def meet_deadline(question: Question, c: Candidate) -> Candidate:
-    """Return a candidate that is solved again for an earlier deadline as long as the simulator says that it is late.
-
-    What is late all the same is returned as it is best: the reader sees both times.
-    """
-    wanted, best = question.cluster.deadline_s, c
-    asked = wanted
-    for _ in range(DEADLINE_ROUNDS):
-        if best.price.seconds <= wanted:
-            break
-        asked *= MARGIN * wanted / best.price.seconds
-        sooner = replace(question, cluster=replace(question.cluster, deadline_s=asked))
-        with suppress(ValueError):
-            lanes = device_costs(sooner, c.plan.devices)
-            plan = make_plan(question.spec, best.plan, c.plan.strategy, c.plan.options, c.shares, lanes)
-            found = replace(best, plan=plan, price=price(question, plan, memory=memory_needs(question, plan)))
-            faster = not found.price.missing and found.price.seconds < best.price.seconds
-            if faster and fits_packet_limit(question, plan):
-                best = found
-    return best
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Replicas to price: which devices make up each, and which plan each has inside, from a search of its own.
-
-
-FEW: Final = 4  # of more devices only two groups and half as many as devices are tried, unless they are pinned
-
-
-def replica_plans(
-    question: Question, method: Method, by_speed: Sequence[str], decide: Callable[[Question], Decision]
-) -> Iterator[Plan]:
-    """Yield the plans of replicas for devices, fastest first; decide: searches the plan of one of them.
-
-    Where devices are not pinned, groups are left out that have no room for a replica. If none has, the plan of all of
-    them says what is missing. Raises ConfigError for groups that are asked for, where no method divides the model over
-    one of them.
-    """
-    rows = max(question.shape.size, 1)
-    speeds = [question.cluster.devices[d].speed(rows) for d in by_speed]
-    known: dict[tuple[str, ...], Plan | None] = {}
-
-    def inside(group: tuple[str, ...]) -> Plan | None:
-        if group not in known:
-            known[group] = _inside(question, group, decide)
-        return known[group]
-
-    for options in _choices(question, method, len(by_speed)):
-        assert method.groups is not None
-        groups = [tuple(by_speed[i] for i in group) for group in method.groups(options, speeds)]
-        parts = [part for group in groups if (part := inside(group)) is not None]
-        if not parts or (question.devices is not None and len(parts) < len(groups)):
-            if (plan := _of_all(question, method, options, dict(zip(by_speed, speeds, strict=True)))) is not None:
-                yield plan
-        elif len(parts) > 1 or question.strategy == method.name:
-            yield _joined(question, method, options, parts)
-
-
-def _choices(question: Question, method: Method, devices: int) -> list[Options]:
-    if question.options:
-        return [question.options]
-    tried = (devices, 2, devices // 2) if devices > FEW else range(devices + 1)
-    return [o for o in method.variants_for(devices) if int(o.get("groups", devices)) in tried]
-
-
-def _inside(question: Question, group: tuple[str, ...], decide: Callable[[Question], Decision]) -> Plan | None:
-    """Return the fastest plan that uses a whole group, None if none fits."""
-    asked = replace(question, strategy=None, options={}, devices=group, objective="latency", requests=0)
-    try:
-        ranking = decide(asked).ranking
-    except PlanError:
-        return None
-    able = (c.plan for c in ranking if c.price.feasible and len(c.plan.devices) == len(group))
-    return next(able, None)
-
-
-def _of_all(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> Plan | None:
-    """Return the plan of all devices, whether it fits or not; None if no other method divides the model so.
-
-    Raises ConfigError instead, if it is what was asked for.
-    """
-    devices = tuple(speeds)
-    template = Plan(question.naming.model, question.plan_version, method.name, devices, devices[0])
-    template = replace(template, wire=question.wire, weight_dtype=question.weight_dtype)
-    try:
-        return make_plan(question.spec, template, method.name, options, tuple(speeds.values()))
-    except ValueError as error:
-        if question.strategy == method.name and question.options:
-            raise ConfigError(
-                f"{question.naming.model} cannot have such {method.name}: {error}; leave out the groups, and each "
-                "device is one by itself"
-            ) from error
-        return None
-
-
-def _joined(question: Question, method: Method, options: Options, parts: Sequence[Plan]) -> Plan:
-    """Return one plan of several side by side, the fastest first; its wire is the narrowest of theirs."""
-    first = question.plan_version
-    replicas = tuple(
-        replace(part, version=PlanVersion(first.boot, first.number + number))
-        for number, part in enumerate(sorted(parts, key=lambda part: part.predicted_s), 1)
-    )
-    return replace(
-        replicas[0],
-        version=first,
-        strategy=method.name,
-        options=options,
-        devices=tuple(device for part in replicas for device in part.devices),
-        wire=next((wire for wire in NARROW_WIRE_DTYPES if any(part.wire == wire for part in replicas)), EXACT),
-        shares={},
-        ranges={},
-        relayed_pairs=(),
-        replicas=replicas,
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The search: every strategy and variant, over subsets of devices, with shares balanced on the simulator.
-
-
-SEARCH_ROUNDS: Final = 4  # steps of balancing
+REFINED: Final = 3  # candidates that are refined
+COMPARED: Final = 6  # candidates that are fitted into memory, of each method the fastest among them where all compare
 STEPPED: Final = 2  # candidates whose shares are tried step by step
-STEPS: Final = (1.3, 1.15, 1.07)  # of one device's share, where a map has few rows to share out
 # The least speed-up for which several devices are taken: below it, predictions are too inexact.
 MIN_SPEEDUP: Final = 1.04
 # Throughputs that differ by less are alike: a short load ends where it ends, and devices that wait for each other lose
 # more on a busy machine than the simulator says. Of such plans the one that sends least is taken.
 ALIKE: Final = 1.05
 _BROKER: Final = "the site's broker"
+
+# (cost or its bound, number, plan, whether it is known to fit)
+_Step = tuple[tuple[float, float], int, Draft | Candidate, bool]
+
+
+def candidates(question: Question) -> Iterator[Candidate]:
+    """Yield feasible plans, those first that cost least to find, and of these the best; the budget ends them.
+
+    First what stands: the active plan at the prices of now, its rows moved, plans whose weights are there, the best
+    device alone. Then all others in the order of their price, looked at in the order of what they cost at the least.
+    Then the best ones refined. What stands, and one plan that fits, come whatever the budget. Raises as `decide` does,
+    but for PlanError where nothing fits: nothing is yielded then.
+    """
+    return Search(question).candidates()
+
+
+class Search:
+    """One search: what it has found as it goes.
+
+    found: feasible candidates. oversized: drafts that do not fit. pruned: candidates too far behind to be looked at, by
+    a price without memory.
+    """
+
+    def __init__(self, question: Question) -> None:
+        check_question(question)
+        self.question = question
+        self.found: list[Candidate] = []
+        self.standing: list[Candidate] = []
+        self.oversized: list[Draft] = []
+        self.pruned: list[Candidate] = []
+        self._number = 0  # of guesses so far
+        self._large_packets: list[int] = []
+        self._larger: dict[str, list[Draft]] = {}  # by name, what is looked at after the sets that are half as large
+        self._least: dict[tuple[str, int], float] = {}  # the best price by name and number of devices
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield the candidates, as `candidates` says."""
+        _check_tiles(self.question)
+        guesses, hopeless = _by_room(self.question, list(_initial_plans(self.question)))
+        if not self.question.is_exhaustive:
+            guesses, self._larger = _by_size(guesses)
+        queue, floor = self._queue(guesses)
+        for c in self._stand(queue, floor):
+            self.standing.append(c)
+            self.found.append(c)
+            yield c
+        for stage in (self._by_bound(queue, floor), self._refined(floor)):
+            for c in stage:
+                self.found.append(c)
+                yield c
+        self._explain(hopeless)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether there is a plan, and no time to look for a better one."""
+        return bool(self.found) and self.question.budget.is_spent
+
+    # -- what stands ----------------------------------------------------------------------------------------------
+
+    def _stand(self, queue: Sequence[_Step], floor: LowerBound) -> Iterator[Candidate]:
+        question, active = self.question, self.question.active
+        alone = sorted(step for step in queue if isinstance(step[2], Candidate))
+        for plan in self._usable_plans():
+            if (c := self._priced(plan, plan_shares(plan))) is not None:
+                yield c
+                if plan.devices == (active and active.devices) and plan.method == active.method:
+                    yield from rows_moved(question, c)
+        for *_, c, _ in alone:
+            if isinstance(c, Candidate) and (found := fitting(question, c)) is not None:
+                yield found
+                break
+        if active is not None:
+            best = min((c.price.expected_s for c in self.found), default=float("inf"))
+            for draft in self._with_other_devices(active):
+                if not self.found or (floor.bound_unpriced(draft.plan) < best and self._has_weights(draft.plan)):
+                    with dividing(question, active.strategy):
+                        draft = with_memory(question, draft)
+                        if not draft.missing and (c := self._priced(draft.plan, draft.shares)) is not None:
+                            yield c
+
+    def _usable_plans(self) -> Iterator[Plan]:
+        """Yield the active plan and those whose weights are there, as far as the question allows them."""
+        question, seen = self.question, set[tuple[object, ...]]()
+        for plan in (question.active, *question.residents):
+            if plan is None or plan.replicas or not set(plan.devices) <= set(question.cluster.devices):
+                continue
+            pinned = question.devices is None or set(plan.devices) == set(question.devices)
+            method = question.strategy is None or (plan.strategy, {**plan.options}) == (
+                question.strategy,
+                {**(question.options or plan.options)},
+            )
+            able = plan.wire in candidate_wires(question, plan) and plan.weight_dtype == question.weight_dtype
+            if not (pinned and method and able and plan.route in candidate_routes(question, plan.devices)):
+                continue
+            plan = replace(with_route(question, plan, plan.route), version=question.plan_version)
+            key = (plan.method, plan.devices, plan.root, str(plan.shares), str(plan.ranges), plan.wire, plan.route)
+            if key not in seen:
+                seen.add(key)
+                yield plan
+
+    def _with_other_devices(self, active: Plan) -> Iterator[Draft]:
+        """Yield the active plan's method on all of its devices but one, or on those that are left."""
+        question, profiles = self.question, self.question.cluster.devices
+        left = tuple(d for d in active.devices if d in profiles)
+        sets = [left] if len(left) < len(active.devices) else [tuple(e for e in left if e != d) for d in left]
+        if active.replicas or question.devices is not None or len(left) > THOROUGH:
+            return
+        for devices in sets:
+            if len(devices) > 1 and active.method in _variant_names(active.strategy, len(devices)):
+                rows = max(_most_rows(question) // len(devices), 1)
+                speeds = tuple(profiles[d].speed(rows) for d in devices)
+                root = active.root if active.root in devices else devices[speeds.index(max(speeds))]
+                draft = _template(question, active.strategy, active.options, devices, root, speeds)
+                if active.route in candidate_routes(question, devices):
+                    draft = replace(draft, plan=with_route(question, draft.plan, active.route))
+                with dividing(question, active.strategy):
+                    yield divided(question, draft)
+
+    def _priced(self, plan: Plan, shares: tuple[float, ...]) -> Candidate | None:
+        """Return a plan with its price, None if it does not fit or its method cannot divide the model any more."""
+        with dividing(self.question, plan.strategy):
+            return fitting(self.question, price_draft(self.question, Draft(plan, shares)))
+        return None
+
+    def _has_weights(self, plan: Plan) -> bool:
+        """Return whether the devices of a plan have all of its weights."""
+        spec, stand = self.question.spec, (self.question.active, *self.question.residents)
+        for device in plan.devices:
+            held: set[WeightRef] = set()
+            for other in stand:
+                if other is not None and device in other.devices:
+                    held.update(resident_weights(spec, other, device))
+            if not held.issuperset(resident_weights(spec, plan, device)):
+                return False
+        return True
+
+    # -- by lower bound -------------------------------------------------------------------------------------------
+
+    def _queue(self, guesses: Sequence[Draft]) -> tuple[list[_Step], LowerBound]:
+        """Return a heap of the guesses by what they cost at the least: it follows from the prices of devices alone."""
+        question = self.question
+        names = list(dict.fromkeys(d for g in guesses for d in g.plan.devices))
+        queue: list[_Step] = []
+        alone: dict[str, float] = {}
+        if question.objective == "latency":
+            for n, guess in enumerate(guesses):
+                if len(guess.plan.devices) == 1:
+                    with dividing(question, guess.plan.strategy):
+                        c = price_draft(question, guess)
+                        queue.append((c.price.cost, n, c, False))
+                        alone[c.plan.root] = c.price.seconds
+        self._number = len(guesses)
+        known = {number for _, number, _, _ in queue}
+        like = interchangeable(question, list(dict.fromkeys((*alone, *names))))
+        floor = LowerBound(question, {device: alone[kind] for device, kind in like.items() if kind in alone})
+        first = set() if question.is_exhaustive else _smallest(guesses)
+        for n, guess in enumerate(guesses):
+            if n not in known:
+                least = -1.0 if n in first else floor.bound_unpriced(guess.plan)
+                queue.append(((least, least), n, guess, False))
+        heapify(queue)
+        return queue, floor
+
+    def _by_bound(self, queue: list[_Step], floor: LowerBound) -> Iterator[Candidate]:
+        """Yield the fastest candidates that fit, the fastest first, and note those that do not or are far behind.
+
+        Where the question compares, the fastest of every other strategy and variant is among the first, so that the
+        comparison is fair. What a plan costs is worked out no earlier than its turn comes: first what it cannot be
+        faster than, then its price, then the memory that it needs.
+        """
+        question, taken = self.question, list[Candidate]()
+        while queue and not self.is_over:
+            cost, n, c, fits = heappop(queue)
+            # Who is behind takes a place too, unless memory is short, where it might not fit: others get none for it.
+            places = [*taken, *([] if self.oversized else self.pruned)]
+            if len(places) >= COMPARED and c.name in {other.name for other in places}:
+                continue
+            if isinstance(c, Candidate) and fits:
+                taken.append(c)
+                yield c
+                continue
+            if self._is_behind(c, floor):
+                self._grow(queue, c, floor)
+                continue
+            least = floor.bound_unpriced(c.plan) if isinstance(c, Draft) and not question.is_exhaustive else 0.0
+            if least > cost[0] >= 0:  # more is known than when it was put there
+                heappush(queue, ((least, least), n, c, False))
+                continue
+            with dividing(question, c.plan.strategy):
+                if isinstance(c, Draft):
+                    c = price_draft(question, c)
+                    floor.observe(c)
+                    heappush(queue, (c.price.cost, n, c, False))
+                    self._grow(queue, c, floor)
+                elif (found := self._fitted(c)) is not None:
+                    heappush(queue, (found.price.cost, n, found, True))
+
+    def _grow(self, queue: list[_Step], c: Draft | Candidate, floor: LowerBound) -> None:
+        """Let larger sets of a method follow those that were the largest so far, unless these were slower than less.
+
+        What each device does beside its part of the work grows with their number, so larger ones would be slower still.
+        """
+        waiting, devices = self._larger.get(c.name), len(c.plan.devices)
+        if isinstance(c, Candidate):
+            known = self._least.get((c.name, devices), float("inf"))
+            self._least[c.name, devices] = min(known, c.price.seconds)
+            fewer = min(
+                (s for (name, n), s in self._least.items() if name == c.name and n < devices), default=float("inf")
+            )
+            if c.price.seconds > fewer:
+                return
+        if not waiting or devices < min(THOROUGH, len(waiting[0].plan.devices) // 2):
+            return
+        size = len(waiting[0].plan.devices)
+        while waiting and len(waiting[0].plan.devices) == size:
+            guess = waiting.pop(0)
+            least = floor.bound_unpriced(guess.plan)
+            self._number += 1
+            heappush(queue, ((least, least), self._number, guess, False))
+
+    def _is_behind(self, c: Draft | Candidate, floor: LowerBound) -> bool:
+        """Return whether a plan is not expected to beat the best one; note one that has a price."""
+        if self.question.is_exhaustive or c.name == SINGLE or not self.found:
+            return False
+        best_s = min(other.price.expected_s for other in self.found)
+        if not floor.is_pruned(c.plan, c.price.seconds if isinstance(c, Candidate) else None, best_s):
+            return False
+        if isinstance(c, Candidate):
+            self.pruned.append(c)
+        return True
+
+    def _fitted(self, c: Candidate) -> Candidate | None:
+        """Return a candidate with shares that fit; None, and note why, if there are none."""
+        question = self.question
+        draft = fit_memory(question, with_memory(question, c))
+        if draft.missing:
+            self.oversized.append(draft)
+            return None
+        if not fits_packet_limit(question, draft.plan):
+            self._large_packets.append(plan_packet(question, draft.plan))
+            return None
+        assert draft.memory is not None
+        if draft.plan == c.plan:
+            return replace(c, price=replace(c.price, needs=draft.memory.needs, missing={}))
+        return price_draft(question, draft)
+
+    # -- refinement -----------------------------------------------------------------------------------------------
+
+    def _refined(self, floor: LowerBound) -> Iterator[Candidate]:
+        """Yield the best candidates refined: route and wire, shares where devices finish together, single units."""
+        question, done = self.question, list[Candidate]()
+        for c in self._best(None if question.is_exhaustive else REFINED):
+            best_s = min((d.price.expected_s for d in done), default=float("inf"))
+            if self.is_over or (not question.is_exhaustive and floor.bound_refined(c.plan, c.price.seconds) >= best_s):
+                continue
+            with dividing(question, c.plan.strategy):
+                done.append(balance_shares(question, best_route_and_wire(question, c)))
+                yield done[-1]
+        for most, refine in ((1, self._with_other_head), (STEPPED, step_by_step), (1, hill_climb)):
+            done.sort(key=_order)
+            for n, c in enumerate(done[:most]):
+                done[n] = c if self.is_over else refine(question, c)
+                if done[n] is not c:
+                    yield done[n]
+
+    def _best(self, most: int | None) -> list[Candidate]:
+        """Return the candidates to refine, the best first, of each method and set of devices the best one."""
+        best: dict[tuple[str, frozenset[str]], Candidate] = {}
+        for c in sorted(self.found, key=_order):
+            best.setdefault((c.name, frozenset(c.plan.devices)), c)
+        return list(best.values())[:most]
+
+    @staticmethod
+    def _with_other_head(question: Question, c: Candidate) -> Candidate:
+        """Return a plan on the active plan's devices with the fastest as its head, if that pays."""
+        if question.active is None or set(question.active.devices) != set(c.plan.devices) or c.plan.replicas:
+            return c
+        rows = max(_most_rows(question) // len(c.plan.devices), 1)
+        fastest = max(c.plan.devices, key=lambda d: question.cluster.devices[d].speed(rows))
+        if fastest == c.plan.root:
+            return c
+        other = fitting(question, price_draft(question, Draft(replace(c.plan, root=fastest), c.shares)))
+        return other if other is not None and other.price.cost < c.price.cost else c
+
+    # -- what came of it ------------------------------------------------------------------------------------------
+
+    def _explain(self, hopeless: Mapping[str, Draft]) -> None:
+        """Note of each method that nothing of it fits, and raise PacketLimitError if packets alone are in the way."""
+        if not self.found and self._large_packets and not self.oversized:
+            what = f"every plan of {self.question.naming.model}"
+            raise PacketLimitError.of(what, min(self._large_packets), _BROKER, self.question.packet_bytes or 0)
+        explained = {c.name for c in self.found} | {draft.name for draft in self.oversized}
+        for name, guess in hopeless.items():
+            if name not in explained:
+                with dividing(self.question, guess.plan.strategy):
+                    self.oversized.append(with_memory(self.question, divided(self.question, guess)))
+        told = {c.name for c in self.found} | {draft.name for draft in self.oversized}
+        first = {c.name: c for c in reversed(self.pruned) if c.name not in told}
+        self.pruned = list(first.values())
+
+    def decision(self) -> Decision:
+        """Return the best plan among what was found, simulated in full; raises PlanError if there is none."""
+        question, best = self.question, dict[object, Candidate]()
+        standing = {id(c) for c in self.standing}
+        for c in sorted(self.found, key=_order):
+            # What devices load tells plans of a method apart too: those that stand are kept beside the best.
+            best.setdefault((c.name, str(c.plan)) if id(c) in standing and c.name in best else c.name, c)
+        for draft in sorted(self.oversized, key=lambda d: d.missing_bytes):
+            best.setdefault(draft.name, price_draft(question, draft))
+        top = _prefer_single(question, _simulate_in_full(question, list(best.values())))
+        if not top or not top[0].price.feasible:
+            raise PlanError(explain_no_fit(question, top))
+        return _decision(question, top, self.pruned)
 
 
 def decide(question: Question) -> Decision:
@@ -510,54 +383,18 @@ def decide(question: Question) -> Decision:
     Raises ConfigError for an unknown strategy or device, PlanError if nothing is feasible: the text says how much
     memory is missing where; PacketLimitError if the broker takes no packet that any plan, or the weights, need.
     """
-    check_question(question)
-    able, short, behind = best_fitting(question, _within_packet_limit(question, list(_initial_plans(question))))
-    best: dict[str, Candidate] = {}
-    able[:REFINED] = (_best_route_and_wire(question, c) for c in able[:REFINED])
-    refined = sorted((balance_shares(question, c) for c in able), key=_order)
-    refined[:STEPPED] = sorted((_step_by_step(question, c) for c in refined[:STEPPED]), key=_order)
-    refined[:1] = (hill_climb(question, c) for c in refined[:1])
-    for c in sorted(refined, key=_order):
-        best.setdefault(c.name, c)
-    for draft in sorted(short, key=lambda d: d.missing_bytes):
-        best.setdefault(draft.name, price_draft(question, draft))
-    top = _prefer_single(question, _simulate_in_full(question, best.values()))
-    if not top or not top[0].price.feasible:
-        raise PlanError(explain_no_fit(question, top))
-    return _decision(question, top, behind)
-
-
-def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Candidate] = ()) -> Decision:
-    chosen = top[0]
-    reason = explain_choice(top, chosen, behind)
-    plan = replace(chosen.plan, reason=reason)
-    return Decision(
-        replace(chosen, plan=plan),
-        tuple(top),
-        reason,
-        question.cluster,
-        programs_digest(question.spec, plan),
-        tuple(sorted(behind, key=_order)),
-    )
+    search = Search(question)
+    for _ in search.candidates():
+        pass
+    return search.decision()
 
 
 def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
-    """Return a plan in a fraction of the time of `decide`: for requests that wait and have none.
+    """Return the best of what stands, or else the first plan that fits: for requests that wait and have none.
 
-    The best device alone, or the last plan's method on those of its devices that are left: if that is faster and they
-    have all the weights already, or if none can do it alone. Raises as `decide` does, if neither can be.
+    last: the plan before, which may have lost devices. How far a narrow wire moves answers is not worked out here.
     """
-    try:
-        alone = decide(replace(question, strategy=SINGLE, options={}))
-    except PlanError:
-        left = None if last is None else _on_remaining_devices(question, last, may_load=True)
-        if left is None:
-            raise
-        return _decision(question, [left])
-    left = None if last is None else _on_remaining_devices(question, last, may_load=False)
-    if left is None:
-        return alone
-    return _decision(question, _prefer_single(question, sorted((left, alone.chosen), key=_order)))
+    return decide(replace(question, active=last or question.active, accuracy=None, budget=Budget(0.0)))
 
 
 def simulate_plan(question: Question, plan: Plan) -> Candidate:
@@ -577,49 +414,18 @@ def price_plans(question: Question, plans: Sequence[Plan]) -> Decision:
     return _decision(question, ranking)
 
 
-def _on_remaining_devices(question: Question, last: Plan, *, may_load: bool) -> Candidate | None:
-    """Return the method of a plan on several of its devices, with shares by speed; None if it cannot be.
-
-    may_load: weights that they have not loaded for the last plan.
-    """
-    profiles = question.cluster.devices
-    names = [device for device in last.devices if device in profiles]
-    if len(names) < 2 or last.replicas:
-        return None
-    rows = max(question.shape.size // len(names), 1)
-    speeds = {name: profiles[name].speed(rows) for name in sorted(names, key=lambda n: (-profiles[n].speed(rows), n))}
-    with dividing(question, last.strategy):
-        guess = _guess(question, STRATEGIES[last.strategy], last.options, speeds)
-        # How far a narrow wire moves answers is not worked out here.
-        plan = replace(guess.plan, wire=question.wire if question.accuracy is None else EXACT)
-        if last.route in candidate_routes(question, plan.devices):
-            plan = with_route(question, plan, last.route)
-        if may_load or _has_weights(question, last, plan):
-            memory = memory_needs(question, plan)
-            if not memory.missing and fits_packet_limit(question, plan):
-                return _simulate_draft(question, Draft(plan, guess.shares, memory))
-    return None
-
-
-def _has_weights(question: Question, last: Plan, plan: Plan) -> bool:
-    """Return whether the devices of a plan have loaded all of its weights for the last one."""
-    spec = question.spec
-    return all({*resident_weights(spec, last, d)} >= {*resident_weights(spec, plan, d)} for d in plan.devices)
-
-
-def _within_packet_limit(question: Question, guesses: Sequence[Draft]) -> Sequence[Draft]:
-    """Return the guesses whose largest packets get through; raises PacketLimitError if not even one does."""
-    limit = question.packet_bytes
-    if limit is None or not guesses:
-        return guesses
-    tiles = tile_packet(question)
-    if tiles > limit:
-        what = f"bringing the weights of {question.naming.model}"
-        raise PacketLimitError.of(what, tiles, _BROKER, limit, narrows=False)
-    sizes = [plan_packet(question, g.plan) for g in guesses]
-    if min(sizes) > limit:
-        raise PacketLimitError.of(f"every plan of {question.naming.model}", min(sizes), _BROKER, limit)
-    return [g for g, size in zip(guesses, sizes, strict=True) if size <= limit]
+def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Candidate] = ()) -> Decision:
+    chosen = top[0]
+    reason = explain_choice(top, chosen, behind)
+    plan = replace(chosen.plan, reason=reason)
+    return Decision(
+        replace(chosen, plan=plan),
+        tuple(top),
+        reason,
+        question.cluster,
+        programs_digest(question.spec, plan),
+        tuple(sorted(behind, key=_order)),
+    )
 
 
 def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
@@ -628,33 +434,97 @@ def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
     return (missing > 0, missing, c.price.cost)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Guesses: every strategy and variant over sets of devices, with shares by speed.
+
+
+def _check_tiles(question: Question) -> None:
+    """Raise PacketLimitError if the weights do not get through the broker."""
+    if question.packet_bytes is not None and (tiles := tile_packet(question)) > question.packet_bytes:
+        what = f"bringing the weights of {question.naming.model}"
+        raise PacketLimitError.of(what, tiles, _BROKER, question.packet_bytes, narrows=False)
+
+
+def _by_room(question: Question, guesses: Sequence[Draft]) -> tuple[list[Draft], dict[str, Draft]]:
+    """Return the guesses whose devices have room for the weights together, and by name the others with the most."""
+    whole = whole_bytes(question.spec, question.weight_dtype)
+    room = {name: profile.memory_bytes for name, profile in question.cluster.devices.items()}
+    able: list[Draft] = []
+    hopeless: dict[str, tuple[float, Draft]] = {}
+    for guess in guesses:
+        has = sum(room[d] for d in guess.plan.devices)
+        if guess.plan.replicas or has >= whole:
+            able.append(guess)
+        elif guess.name not in hopeless or has > hopeless[guess.name][0]:
+            hopeless[guess.name] = (has, guess)
+    return able, {name: guess for name, (_, guess) in hopeless.items()}
+
+
+def _by_size(guesses: Sequence[Draft]) -> tuple[list[Draft], dict[str, list[Draft]]]:
+    """Return the guesses of few devices, and by name those of more, the fewest first."""
+    few, more = list[Draft](), dict[str, list[Draft]]()
+    for guess in guesses:
+        if len(guess.plan.devices) <= THOROUGH or guess.plan.replicas:
+            few.append(guess)
+        else:
+            more.setdefault(guess.name, []).append(guess)
+    some = {guess.name for guess in few}
+    for name in more.keys() - some:  # nothing smaller says how it grows
+        few += more.pop(name)
+    return few, {name: sorted(larger, key=lambda g: len(g.plan.devices)) for name, larger in more.items()}
+
+
+def _smallest(guesses: Sequence[Draft]) -> set[int]:
+    """Return the number of each method's first guess of the fewest devices: priced first, it bounds others."""
+    best: dict[str, int] = {}
+    for n, guess in enumerate(guesses):
+        devices = len(guess.plan.devices)
+        if devices > 1 and (guess.name not in best or devices < len(guesses[best[guess.name]].plan.devices)):
+            best[guess.name] = n
+    return set(best.values())
+
+
+def _most_rows(question: Question) -> int:
+    return max(question.shape.size, pixels(_graph(question)))
+
+
 def _initial_plans(question: Question) -> Iterator[Draft]:
-    """Yield every candidate with shares proportional to measured speed."""
-    names = question.devices or tuple(question.cluster.devices)
-    most = max(question.shape.size, pixels(_graph(question)))
+    """Yield every candidate with shares proportional to measured speed, not divided yet."""
+    names, profiles = question.devices or tuple(question.cluster.devices), question.cluster.devices
+    most = _most_rows(question)
     rows = max(most // max(len(names), 1), 1)
-    profiles = question.cluster.devices
     by_speed = sorted(names, key=lambda n: (-profiles[n].speed(rows), n))
+    sets = {p: tuple(subsets(question, by_speed, pinned=p)) for p in {False, question.devices is not None}}
+    ordered = {s: in_order(question, s, by_speed) for some in sets.values() for s in some}
     for method in _methods(question):
         if method.groups is not None:
             for plan in replica_plans(question, method, by_speed, decide):
                 yield Draft(plan, ())
             continue
-        for subset in subsets(question, by_speed, pinned=question.devices is not None and method.max_devices is None):
+        for subset in sets[question.devices is not None and method.max_devices is None]:
             if method.max_devices is not None and len(subset) > method.max_devices:
                 continue
             alone = len(subset) == 1 and method.max_devices is None
             if alone and (len(names) > 1 or question.strategy is None):
                 continue  # one device is what `single` is for
             share_rows = max(most // len(subset), 1)
-            weights = tuple(profiles[d].speed(share_rows) for d in subset)
-            for options in method.variants_for(len(subset), None if question.options else _graph(question)):
-                if question.options and dict(question.options) != dict(options):
-                    continue
+            speeds = {d: profiles[d].speed(share_rows) for d in ordered[subset]}
+            for options in _variants(question, method, len(subset)):
                 if method.chooses_devices(options) and len(subset) < len(names):
                     continue  # it leaves out devices by itself
-                with dividing(question, method.name):
-                    yield _guess(question, method, options, dict(zip(subset, weights, strict=True)))
+                yield _guess(question, method, options, speeds)
+
+
+def _variants(question: Question, method: Method, devices: int) -> list[Options]:
+    """Return the variants of a method to try on so many devices."""
+    if question.options:
+        return [o for o in method.variants_for(devices) if dict(question.options) == dict(o)]
+    return list(method.variants_for(devices, _graph(question)))
+
+
+def _variant_names(strategy: str, devices: int) -> set[str]:
+    """Return the names of all variants of a method that there are on so many devices."""
+    return {"/".join([strategy, *o.values()]) for o in STRATEGIES[strategy].variants_for(devices)}
 
 
 def _graph(question: Question) -> Graph:
@@ -678,84 +548,35 @@ def _methods(question: Question) -> Iterator[Method]:
 
 
 def _guess(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> Draft:
-    """Return a plan whose head is the first device, the fastest; raises ValueError if the model cannot be divided."""
-    head, *_ = names = tuple(speeds)
-    devices = as_chain(names) if method.order_matters else names
-    weights = tuple(speeds[device] for device in devices)
-    template = Plan(
-        question.naming.model,
-        question.plan_version,
-        method.name,
-        devices,
-        head,
-        wire=question.wire,
-        weight_dtype=question.weight_dtype,
-    )
-    plan = make_plan(question.spec, template, method.name, options, weights, device_costs(question, devices))
+    """Return a plan whose head is the first device, of the fastest kind, or the active plan's of the same ones."""
+    active, names = question.active, tuple(speeds)
+    stays = active is not None and set(active.devices) == set(names)
+    devices = as_chain(names) if method.order_matters and not stays else names
+    head = active.root if active is not None and stays else names[0]
+    return _template(question, method.name, options, devices, head, tuple(speeds[d] for d in devices))
+
+
+def _template(
+    question: Question, strategy: str, options: Options, devices: tuple[str, ...], root: str, weights: tuple[float, ...]
+) -> Draft:
+    """Return a plan that is not divided yet, by the route and in the wire that are faster nearly always."""
+    model, version, dtype = question.naming.model, question.plan_version, question.weight_dtype
+    plan = Plan(model, version, strategy, devices, root, options, wire=question.wire, weight_dtype=dtype)
     plan = replace(plan, wire=candidate_wires(question, plan)[0])
-    return Draft(with_route(question, plan, candidate_routes(question, devices)[0]), weights)
+    return Draft(with_route(question, plan, candidate_routes(question, devices)[0]), weights, is_divided=False)
 
 
-def _best_route_and_wire(question: Question, c: Candidate) -> Candidate:
-    """Return a candidate by the best route and wire; for all of them the search would take several times as long."""
-    if c.plan.replicas:
-        return c  # each has its own
-    ways = [
-        replace(with_route(question, c.plan, r), wire=w)
-        for r in candidate_routes(question, c.plan.devices)
-        for w in candidate_wires(question, c.plan)
-    ]
-    others = [plan for plan in ways if (plan.route, plan.wire) != (c.plan.route, c.plan.wire)]
-    through = (p for p in others if fits_packet_limit(question, p))
-    priced = (replace(c, plan=p, price=price(question, p, memory=_memory_as(question, c, p))) for p in through)
-    return min((c, *(p for p in priced if p.price.feasible)), key=lambda found: found.price.cost)
+# ----------------------------------------------------------------------------------------------------------------------
+# The choice among what was found.
 
 
-def _memory_as(question: Question, c: Candidate, plan: Plan) -> Memory:
-    """Return the memory of a candidate's plan on another route, which changes nothing of it, or wire, which may."""
-    return c.price.memory if plan.wire == c.plan.wire else memory_needs(question, plan)
-
-
-def balance_shares(question: Question, c: Candidate) -> Candidate:
-    """Return a plan with shares shifted from devices that compute long to those that wait, as long as that helps."""
-    method = STRATEGIES[c.plan.strategy]
-    if method.chooses_devices(c.plan.options):
-        return meet_deadline(question, c)
-    if len(c.plan.devices) == 1 or c.plan.replicas or method.fixed_shares:
-        return c
-
-    def balanced(best: Candidate) -> Iterator[Move]:
-        now, of_memory = best.price, question.objective == "memory"
-        busy = [
-            now.needs[d] / max(now.memory_bytes[d], 1) if of_memory else now.use[d].compute_s for d in c.plan.devices
-        ]
-        mean = sum(busy) / len(busy)
-        factors = [min(max((mean / t) ** 0.7 if t > 0 else 1.5, 0.5), 2.0) for t in busy]
-        weights = tuple(w * factor for w, factor in zip(best.shares, factors, strict=True))
-        yield with_shares(question, best.plan, weights), weights
-
-    return climb(question, c, balanced, SEARCH_ROUNDS)
-
-
-def _step_by_step(question: Question, c: Candidate) -> Candidate:
-    """Give one device after the other more or less, by smaller and smaller steps, as long as that helps."""
-
-    def stepped(i: int, step: float, best: Candidate) -> Iterator[Move]:
-        for factor in (step, 1 / step):
-            weights = tuple(w * factor if j == i else w for j, w in enumerate(best.shares))
-            yield with_shares(question, best.plan, weights), weights
-
-    for step in STEPS if STRATEGIES[c.plan.strategy].coarse else ():
-        for i in range(len(c.plan.devices)):
-            c = climb(question, c, partial(stepped, i, step), rounds=1)
-    return c
-
-
-def _simulate_in_full(question: Question, found: Iterable[Candidate]) -> list[Candidate]:
-    """Return candidates simulated in full, the best first.
+def _simulate_in_full(question: Question, found: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates, the best first, those that are compared in full simulated so: all, or the best ones.
 
     For throughput several requests are played, which takes long: only for those that may be better than the best yet.
     """
+    if not question.is_exhaustive and question.objective != "throughput":
+        return _simulate_best(question, sorted(found, key=_order))
     out: list[Candidate] = []
     for c in sorted(found, key=_order):
         most = question.objective == "throughput" and not question.requests
@@ -764,6 +585,14 @@ def _simulate_in_full(question: Question, found: Iterable[Candidate]) -> list[Ca
         out.append(_final(replace(question, objective="latency") if hopeless else question, c))
     out = [replace(c, price=replace(c.price, objective=question.objective)) for c in out]
     return _least_sent(question, sorted(out, key=_order))
+
+
+def _simulate_best(question: Question, ranking: list[Candidate]) -> list[Candidate]:
+    """Return a ranking with the plan that will be chosen simulated in full, unless that would take too long."""
+    top = _prefer_single(question, ranking)
+    if top and len(top[0].plan.devices) <= THOROUGH:
+        top[0] = _final(question, top[0])
+    return [replace(c, plan=_predicted(question, c)) for c in top]
 
 
 def _least_sent(question: Question, ranking: list[Candidate]) -> list[Candidate]:
@@ -791,12 +620,17 @@ def _final(question: Question, c: Candidate) -> Candidate:
 
 def _simulate_draft(question: Question, draft: Draft) -> Candidate:
     full = price(question, draft.plan, full=True, memory=draft.memory)
-    errors = [question.errors[key] for run in draft.plan.executables if (key := wire_error_key(run)) in question.errors]
-    plan = replace(
-        draft.plan,
-        predicted_s=full.seconds,
-        predicted_bytes=full.nbytes,
+    found = Candidate(draft.plan, full, draft.shares)
+    return replace(found, plan=_predicted(question, found))
+
+
+def _predicted(question: Question, c: Candidate) -> Plan:
+    """Return a candidate's plan with what is predicted of it."""
+    keys = [wire_error_key(run) for run in c.plan.executables]
+    return replace(
+        c.plan,
+        predicted_s=c.price.seconds,
+        predicted_bytes=c.price.nbytes,
         predicted_tokens=question.shape.size,
-        wire_error=max(errors, default=None),
+        wire_error=max((question.errors[key] for key in keys if key in question.errors), default=None),
     )
-    return Candidate(plan, full, draft.shares)

@@ -104,7 +104,7 @@ def solve(command: Solve, accuracy: WireAccuracy | None = None) -> Solved:
     question = command.question
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
-            return Solved(command.model, command.ticket, decide_hurried(question, command.last_plan), hurried=True)
+            return Solved(command.model, command.ticket, decide_hurried(question), hurried=True)
     try:
         if command.plans:
             decision = price_plans(question, command.plans)
@@ -114,7 +114,7 @@ def solve(command: Solve, accuracy: WireAccuracy | None = None) -> Solved:
         active = None
         if command.active is not None and set(command.active.devices) <= set(question.cluster.devices):
             active = simulate_plan(question, command.active)
-        decision = with_loads(question, decision, command.held, active)
+        decision = with_loads(question, decision, active)
     except HeptiError as error:
         return Solved(command.model, command.ticket, None, error=error)
     except Exception as error:  # a mistake in a strategy must not leave requests without an end

@@ -189,9 +189,17 @@ def dense_ranges(graph: Graph, divide: Callable[[int], tuple[Range, ...]]) -> di
     return found
 
 
+_ROWS: Final = "rows "
+
+
 def rows_kind(rows: int) -> str:
     """Return the kind of share of maps that have so many rows."""
-    return f"rows {rows}"
+    return f"{_ROWS}{rows}"
+
+
+def is_rows_kind(kind: str) -> bool:
+    """Return whether ranges of a kind are rows of maps, for which every device has all weights."""
+    return kind.startswith(_ROWS)
 
 
 def ranges_by_size(graph: Graph, _options: Options, weights: Speeds, lanes: Sequence[DeviceResources]) -> Shares:

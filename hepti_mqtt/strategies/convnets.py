@@ -22,6 +22,7 @@ from hepti_mqtt.shares.maps import (
     cut_dimension,
     dense_kind,
     edgeflow_ranges,
+    is_rows_kind,
     map_heights,
     modnn_shares,
     owned_tiles,
@@ -98,6 +99,7 @@ MAP_ROWS: Final = Method(
     solve=ranges_by_size,
     is_distinct=divides_behind_cut,
     coarse=True,
+    is_free_of_weights=is_rows_kind,
 )
 
 

@@ -74,7 +74,8 @@ class Method:
     side by side, which devices make up each of them. task_count: into how many tasks a variant divides its work that
     are leased while a request runs, 0 for none; its table is then made for a place per task and one more, the head's.
     rewrite: of a request, what makes the family's graph the one that is computed: as many tensors, and the same
-    weights. storages: how the weights of a variant may be kept.
+    weights. is_free_of_weights: whether ranges of a kind may change and no device needs other weights. weight_dtypes:
+    how the weights of a variant may be kept.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Method:
     groups: Callable[[Options, Speeds], Sequence[Sequence[int]]] | None = None
     task_count: Callable[[Options], int] = lambda _: 0
     rewrite: Callable[[Division], Rewrite] | None = None
+    is_free_of_weights: Callable[[str], bool] = lambda _: False
     weight_dtypes: Callable[[Options], Sequence[WeightDtype]] = lambda _: get_args(WeightDtype)
 
     def variants_for(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:

@@ -23,7 +23,7 @@ from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Decision, Question, decide
 from hepti_mqtt.planner.candidates import as_chain
 from hepti_mqtt.planner.estimates import Corrections
-from hepti_mqtt.planner.search import Draft, hill_climb, price_draft
+from hepti_mqtt.planner.refine import Draft, hill_climb, price_draft
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 

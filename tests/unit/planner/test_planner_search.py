@@ -28,15 +28,8 @@ from hepti_mqtt.plan_programs import device_program, resident_weights
 from hepti_mqtt.planner import Decision, Question, decide, decide_hurried, price
 from hepti_mqtt.planner.candidates import candidate_routes, explain_choice, relayed, subsets, with_route
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
-from hepti_mqtt.planner.search import (
-    MIN_SPEEDUP,
-    Draft,
-    _initial_plans,
-    _queue,
-    _whole_bytes,
-    best_fitting,
-    price_draft,
-)
+from hepti_mqtt.planner.refine import Draft, divided, price_draft, whole_bytes
+from hepti_mqtt.planner.search import MIN_SPEEDUP, Search, _initial_plans
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -223,7 +216,10 @@ def test_shares_are_not_moved_to_where_packets_do_not_get_through():
     slow = replace(device("b", 18.0), attention_flops_per_s=2e8, rowwise_bytes_per_s=1e8)
     asked = question(spec, cluster(device("a", 20.0), slow), devices=("a", "b"), strategy="row")
     asked = replace(asked, options={"variant": "kv"})
-    sizes = [plan_packet(asked, found) for found in (next(_initial_plans(asked)).plan, decide(asked).chosen.plan)]
+    sizes = [
+        plan_packet(asked, found)
+        for found in (divided(asked, next(_initial_plans(asked))).plan, decide(asked).chosen.plan)
+    ]
     assert sizes[0] < sizes[1]
     limited = decide(replace(asked, packet_bytes=sum(sizes) // 2)).chosen.plan
     assert plan_packet(asked, limited) <= sum(sizes) // 2
@@ -348,28 +344,27 @@ def test_no_plan_takes_less_than_its_bound(family, mbit):
     site = cluster(device("a", 40), device("b", 20), device("c", 4), mbit=mbit)
     spec = EVERY_FAMILY[family]
     asked = question(spec, site, tokens=largest_shape(spec).tokens)
-    steps, _ = _queue(asked, list(_initial_plans(asked)))
+    steps, _ = Search(asked)._queue(list(_initial_plans(asked)))
     bounds = [(least, plan) for least, _, plan, _ in steps if isinstance(plan, Draft)]
     assert len(bounds) > 10
     assert all((0, 0) < least <= price_draft(asked, plan).price.cost for least, plan in bounds)
 
 
 def test_what_has_no_room_for_all_weights_together_is_told_once_for_each_method():
-    asked = question(SMALL, four_pis(100, memory=0.2 * _whole_bytes(SMALL, "f32")))
-    guesses = list(_initial_plans(asked))
-    found, short, _ = best_fitting(asked, guesses)
-    assert not found
+    asked = question(SMALL, four_pis(100, memory=0.2 * whole_bytes(SMALL, "f32")))
+    guesses, search = list(_initial_plans(asked)), Search(asked)
+    assert not [*search.candidates()]
+    short = search.oversized
     assert sorted(draft.name for draft in short) == sorted({guess.name for guess in guesses})
     assert all(len(draft.plan.devices) == 4 or draft.name == "single" for draft in short), "what lacks the least"
 
 
 def test_shares_are_not_moved_where_a_device_has_no_room_for_the_least():
     """`row` holds all weights on every device, whatever its share."""
-    asked = question(SMALL, four_pis(100, memory=0.9 * _whole_bytes(SMALL, "f32")), strategy="row", devices=NAMES)
-    guesses = list(_initial_plans(asked))
-    found, short, _ = best_fitting(asked, guesses)
-    assert not found
-    assert {draft.shares for draft in short} == {guess.shares for guess in guesses}
+    asked = question(SMALL, four_pis(100, memory=0.9 * whole_bytes(SMALL, "f32")), strategy="row", devices=NAMES)
+    guesses, search = list(_initial_plans(asked)), Search(asked)
+    assert not [*search.candidates()]
+    assert {draft.shares for draft in search.oversized} == {guess.shares for guess in guesses}
 
 
 def meshed(site: Cluster) -> Cluster:

@@ -1,0 +1,105 @@
+"""Replicas to price: which devices make up each, and which plan each has inside, from a search of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from hepti_mqtt.errors import ConfigError, PlanError
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan
+from hepti_mqtt.plan_programs import make_plan
+from hepti_mqtt.planner.candidates import EXACT, Decision
+from hepti_mqtt.planner.price import Question
+from hepti_mqtt.shares import Options
+from hepti_mqtt.strategies import Method
+
+FEW: Final = 4  # of more devices only two groups and half as many as devices are tried, unless they are pinned
+
+
+def replica_plans(
+    question: Question, method: Method, by_speed: Sequence[str], decide: Callable[[Question], Decision]
+) -> Iterator[Plan]:
+    """Yield the plans of replicas for devices, fastest first; decide: searches the plan of one of them.
+
+    Where devices are not pinned, groups are left out that have no room for a replica. If none has, the plan of all of
+    them says what is missing. Raises ConfigError for groups that are asked for, where no method divides the model over
+    one of them.
+    """
+    rows = max(question.shape.size, 1)
+    speeds = [question.cluster.devices[d].speed(rows) for d in by_speed]
+    known: dict[tuple[str, ...], Plan | None] = {}
+
+    def inside(group: tuple[str, ...]) -> Plan | None:
+        if group not in known:
+            known[group] = _inside(question, group, decide)
+        return known[group]
+
+    for options in _choices(question, method, len(by_speed)):
+        assert method.groups is not None
+        groups = [tuple(by_speed[i] for i in group) for group in method.groups(options, speeds)]
+        parts = [part for group in groups if (part := inside(group)) is not None]
+        if not parts or (question.devices is not None and len(parts) < len(groups)):
+            if (plan := _of_all(question, method, options, dict(zip(by_speed, speeds, strict=True)))) is not None:
+                yield plan
+        elif len(parts) > 1 or question.strategy == method.name:
+            yield _joined(question, method, options, parts)
+
+
+def _choices(question: Question, method: Method, devices: int) -> list[Options]:
+    if question.options:
+        return [question.options]
+    tried = (devices, 2, devices // 2) if devices > FEW else range(devices + 1)
+    return [o for o in method.variants_for(devices) if int(o.get("groups", devices)) in tried]
+
+
+def _inside(question: Question, group: tuple[str, ...], decide: Callable[[Question], Decision]) -> Plan | None:
+    """Return the fastest plan that uses a whole group, None if none fits."""
+    asked = replace(question, strategy=None, options={}, devices=group, objective="latency", requests=0)
+    try:
+        ranking = decide(asked).ranking
+    except PlanError:
+        return None
+    able = (c.plan for c in ranking if c.price.feasible and len(c.plan.devices) == len(group))
+    return next(able, None)
+
+
+def _of_all(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> Plan | None:
+    """Return the plan of all devices, whether it fits or not; None if no other method divides the model so.
+
+    Raises ConfigError instead, if it is what was asked for.
+    """
+    devices = tuple(speeds)
+    template = Plan(question.naming.model, question.plan_version, method.name, devices, devices[0])
+    template = replace(template, wire=question.wire, weight_dtype=question.weight_dtype)
+    try:
+        return make_plan(question.spec, template, method.name, options, tuple(speeds.values()))
+    except ValueError as error:
+        if question.strategy == method.name and question.options:
+            raise ConfigError(
+                f"{question.naming.model} cannot have such {method.name}: {error}; leave out the groups, and each "
+                "device is one by itself"
+            ) from error
+        return None
+
+
+def _joined(question: Question, method: Method, options: Options, parts: Sequence[Plan]) -> Plan:
+    """Return one plan of several side by side, the fastest first; its wire is the narrowest of theirs."""
+    first = question.plan_version
+    replicas = tuple(
+        replace(part, version=PlanVersion(first.boot, first.number + number))
+        for number, part in enumerate(sorted(parts, key=lambda part: part.predicted_s), 1)
+    )
+    return replace(
+        replicas[0],
+        version=first,
+        strategy=method.name,
+        options=options,
+        devices=tuple(device for part in replicas for device in part.devices),
+        wire=next((wire for wire in NARROW_WIRE_DTYPES if any(part.wire == wire for part in replicas)), EXACT),
+        shares={},
+        ranges={},
+        relayed_pairs=(),
+        replicas=replicas,
+    )
