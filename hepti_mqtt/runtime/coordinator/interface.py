@@ -138,8 +138,8 @@ SMALL_BYTES: Final = 8192  # of an output: some two thousand numbers
 class Solve:
     """Search for plans, and price the active one under the same measurements; report `Solved`.
 
-    hurried: requests wait without a plan, so the first usable plan beats the best. plans: if not empty, these are priced
-    and nothing is searched for.
+    hurried: requests wait without a plan, so the first usable plan beats the best. plans: if not empty, these are
+    priced and nothing is searched for.
     """
 
     model: str

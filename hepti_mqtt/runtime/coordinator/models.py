@@ -96,8 +96,9 @@ class PlanGroup:
 
     @property
     def last_plan(self) -> Plan | None:
-        """Return the plan that was found last; it may have lost devices."""
-        return None if self.last_decision is None else self.last_decision.chosen.plan
+        """Return the plan that serves or served last; it may have lost devices."""
+        serving = self.plans.serving
+        return serving[0].plan if serving else next(iter(self.left), None)
 
     @property
     def usable_executables(self) -> tuple[Plan, ...]:

@@ -93,6 +93,8 @@ class Rollout:
             packet_bytes=self._fleet.max_packet_bytes(),
             learned=group.methods.corrections(now),
             is_exhaustive=False,
+            active=group.last_plan,
+            residents=group.held(),
         )
 
     def command_device(self, device: str, message: messages.Message) -> Publish:

@@ -286,7 +286,7 @@ class CoordinatorSession:
         if not wanted.plans:
             group.search_inputs = self.fleet.estimates.means()
         plans.start_search(ticket, question.plan_version, now)
-        return [Solve(group.name, ticket, question, group.active, hurried, group.last_plan, group.held(), wanted.plans)]
+        return [Solve(group.name, ticket, question, group.active, hurried, wanted.plans)]
 
     def _handle_solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         group = self.groups.group_of_search(event.model, event.ticket)

@@ -126,7 +126,7 @@ def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
     site.submit("r1")
     site.leave(plan.devices[1])
     hurried = site.solves[-1]
-    assert (hurried.hurried, hurried.active, hurried.last_plan.devices) == (True, None, plan.devices)
+    assert (hurried.hurried, hurried.active, hurried.question.active.devices) == (True, None, plan.devices)
     found = solve(hurried).decision
     assert plan.devices[1] not in {d for c in found.ranking for d in c.plan.devices}
     assert plan.method in {c.name for c in found.ranking}
@@ -208,13 +208,13 @@ def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -
     search = site.solves[-1]
     last = solve(replace(search, question=replace(search.question, is_exhaustive=True))).decision
     wanted = next(c.plan for c in last.ranking if c.name != last.chosen.name)
-    asked = replace(search, active=last.chosen.plan, plans=(wanted,), held=(last.chosen.plan,))
+    asked = replace(search, active=last.chosen.plan, plans=(wanted,))
     found = solve(asked)
     assert [c.name for c in found.decision.ranking] == [wanted.method]
     assert found.decision.chosen.plan.version == search.question.plan_version
     assert found.active.plan == last.chosen.plan
     assert set(found.decision.chosen.load_bytes) == set(wanted.devices)
-    held = solve(replace(asked, held=(wanted,))).decision.chosen.load_bytes
+    held = solve(replace(asked, question=replace(search.question, residents=(wanted,)))).decision.chosen.load_bytes
     assert set(held.values()) == {0}, "devices have all of it"
     assert found.decision.chosen.fits_beside
     cluster = search.question.cluster

@@ -27,6 +27,7 @@ from hepti_mqtt.planner.decisions import (
     pays_to_hold,
 )
 from hepti_mqtt.planner.estimates import strategy_key
+from hepti_mqtt.planner.refine import divided
 from hepti_mqtt.planner.search import _initial_plans
 from hepti_mqtt.planner.surface import NO_DRAWS, factors_of, surfaces
 
@@ -168,7 +169,7 @@ def test_a_surface_says_what_a_simulation_would(kind: str) -> None:
     rng, off = Random(5), []
     for site in ("four-pi4-240", "mixed-four"):
         asked = question(kind, site)
-        plans = [d.plan for d in _initial_plans(asked) if not d.plan.replicas]
+        plans = [divided(asked, d).plan for d in _initial_plans(asked) if not d.plan.replicas]
         for plan in rng.sample(plans, 8):
             before = price(asked, plan)
             now = changed(asked.cluster, rng)
