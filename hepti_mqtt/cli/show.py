@@ -263,6 +263,8 @@ def plan(args: argparse.Namespace) -> int:
         print_plan(model, shown)
         if args.story:
             print_plan_history(model, shown)
+        if args.story or args.explain:
+            print_judgement(model, shown)
     if played is not None:
         write_pictures(args, played)
         if load is not None and not args.json:
@@ -354,6 +356,29 @@ def print_plan_history(model: str, shown: Mapping[str, Any]) -> None:
         at = datetime.fromtimestamp(step["time"]).isoformat(" ", "milliseconds")
         rows.append((at, step["plan"], step["from"], step["to"], step["cause"]))
     output.print_table(f"story of the plans for {model}", ("time", "plan", "from", "to", "cause"), rows)
+
+
+def print_judgement(model: str, shown: Mapping[str, Any]) -> None:
+    """Print what the planner's rule said last of other plans than the active one, in numbers, and on which evidence."""
+    rows = [
+        (
+            a["name"],
+            ", ".join(a["devices"]),
+            f"{a['gain']:.0%}",
+            f"{a['probability']:.2f}",
+            f"{a['requests']:.0f}",
+            f"{a['cost_s']:.1f}",
+            f"{a['load_bytes'] / output.MIB:.0f}",
+            f"{a['verdict']}: {a['why']}",
+        )
+        for a in shown.get("considered") or []
+    ]
+    columns = ("strategy", "devices", "gain", "probability", "requests", "cost s", "MiB to load", "verdict")
+    if rows:
+        output.print_table(f"considered beside the active plan for {model}", columns, rows)
+    told = [(device, sentence) for device, said in (shown.get("evidence") or {}).items() for sentence in said]
+    if told:
+        output.print_table("what is believed of devices and links", ("device", "evidence"), told)
 
 
 @dataclass(frozen=True, slots=True)

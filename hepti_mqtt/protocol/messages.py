@@ -571,11 +571,12 @@ def _checked(cls: type[Any], name: str, check: Check, value: Any) -> Any:
 
 RECORD: Final = (
     "boot", "active", "preparing", "pinned", "pinned_preparing", "spec", "directory", "in_flight", "unused",
-    "candidates", "progress", "reason", "story", "considered", "error",
+    "candidates", "progress", "reason", "story", "considered", "evidence",
+    "error",
 )  # fmt: skip
 _KINDS: Final = {
     **dict.fromkeys(("pinned", "pinned_preparing", "candidates", "story", "considered"), list),
-    **dict.fromkeys(("unused", "progress"), Mapping),
+    **dict.fromkeys(("unused", "progress", "evidence"), Mapping),
 }
 CANDIDATE: Final = (
     "name", "devices", "route", "wire", "wire_error", "predicted_ms", "expected_ms", "bytes", "feasible", "missing",

@@ -65,6 +65,7 @@ def encode_record(
     shown: PublishPlan,
     zero_s: float = 0.0,
     unused: Mapping[str, str] = MappingProxyType({}),
+    evidence: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> bytes:
     """Return the msgpack map of a model's plans.
 
@@ -76,7 +77,7 @@ def encode_record(
     [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
     oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
     why devices that are online are used for no plan, by name. considered: what the rule said last of other plans, the
-    best first, as `Assessment.to_dict`. `protocol/messages.py` names all keys, for who reads it.
+    best first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. `protocol/messages.py` names all keys, for who reads it.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
@@ -113,6 +114,7 @@ def encode_record(
             for t in shown.story
         ],
         "considered": [assessment.to_dict() for assessment in shown.considered],
+        "evidence": {device: list(sentences) for device, sentences in evidence.items()},
         "error": None if error is None else {"code": error.code, "message": str(error)},
     }
     payload: bytes = msgpack.packb(record)
@@ -436,7 +438,9 @@ class _Planner:
     def _publish_plan(self, shown: interface.PublishPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
         served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
-        record = encode_record(served, self.boot, shown, time.time() - time.monotonic(), unused)
+        now = time.monotonic()
+        evidence = self.session.fleet.estimates.describe(now)
+        record = encode_record(served, self.boot, shown, time.time() - now, unused, evidence)
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf, log
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -19,6 +21,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Price, Question, price
+from hepti_mqtt.planner import decide as decide_plan
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
     Option,
@@ -26,10 +29,11 @@ from hepti_mqtt.planner.decisions import (
     decide,
     pays_to_hold,
 )
-from hepti_mqtt.planner.estimates import strategy_key
+from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
 from hepti_mqtt.planner.refine import divided
 from hepti_mqtt.planner.search import _initial_plans
-from hepti_mqtt.planner.surface import NO_DRAWS, factors_of, surfaces
+from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Priced, factors_of, outlook, surfaces
+from hepti_mqtt.protocol.messages import Heartbeat
 
 DRAWS = 48
 NOISE = np.random.default_rng(3).standard_normal(DRAWS)
@@ -178,3 +182,96 @@ def test_a_surface_says_what_a_simulation_would(kind: str) -> None:
             off.append(abs(np.log(float(guess.mean()) / true)))
     assert median(off) <= 0.08
     assert np.quantile(off, 0.9) <= 0.3
+
+
+# -- estimates and the rule together ----------------------------------------------------------------------------------
+
+PERIOD_S = 1.5
+
+
+@dataclass
+class Loop:
+    """Requests one after the other on one device, or on two, of which the second has a slowdown of its own.
+
+    real: of the second one at a time, by whether it computes; its meter says the same. late: per request, whether it
+    took longer than one device alone.
+    """
+
+    real: Callable[[float, bool], float]
+    moves: int = 0
+    late: list[bool] = field(default_factory=list)
+    took: float = 0.0
+
+    def play(self, seconds: float) -> Loop:
+        asked = question("minilm", "four-pi4-240")
+        asked = replace(asked, cluster=replace(asked.cluster, devices={n: asked.cluster.devices[n] for n in A_AND_B}))
+        split = decide_plan(replace(asked, strategy="row", options={"variant": "heads"}, devices=A_AND_B))
+        alone = decide_plan(replace(asked, strategy="single", devices=A_AND_B[:1]))
+        known = [Priced(split.chosen, split.cluster), Priced(alone.chosen, alone.cluster)]
+        site, methods, active = SiteEstimates(), MethodEstimates(), 0
+        rng = np.random.default_rng(1)
+        for name in A_AND_B:
+            site.add_device(name, name)
+        for number in range(int(seconds / PERIOD_S)):
+            now = number * PERIOD_S
+            slow = {A_AND_B[0]: 1.0, A_AND_B[1]: self.real(now, active == 0)}
+            for name in A_AND_B:
+                busy = name in known[active].candidate.plan.devices
+                said = slow[name] * float(np.exp(0.05 * rng.standard_normal()))
+                beat = Heartbeat(1, number, now, 1 << 30, None, 1e-3, 3e7, said, 0)
+                site.record_heartbeat(name, beat, now, busy=busy, loading=False)
+                if busy:
+                    site.record_compute(name, log(slow[name] * np.exp(0.03 * rng.standard_normal())), now)
+            took, best = (self.seconds(k, asked.cluster, slow) for k in (known[active], known[1]))
+            self.late.append(took > 1.1 * best)
+            self.took += took
+            believed = with_slowdowns(asked.cluster, {name: site.slowdown(name) for name in A_AND_B})
+            change = site.youngest_change(A_AND_B, now)
+            before, remaining_s = (None, inf) if change is None else (change.before, change.remaining_s)
+            beliefs = Beliefs(believed, site.draws(A_AND_B, now), before, methods.factor, lambda _plan: 0.03)
+            seen = [outlook(k, beliefs) for k in known]
+            options = [
+                Option(k.candidate, o.cost, o.seconds, 0.03, o.before or float("nan"), remaining_s)
+                for k, o in zip(known, seen, strict=True)
+            ]
+            verdict = decide(situation(options[active], options[1 - active], period_s=PERIOD_S))
+            if verdict.move is not None:
+                active, self.moves = 1 - active, self.moves + 1
+        return self
+
+    @staticmethod
+    def seconds(k: Priced, cluster: Cluster, slow: Mapping[str, float]) -> float:
+        now = with_slowdowns(cluster, slow)
+        factors = factors_of(k.candidate.plan, k.cluster, now, NO_DRAWS)
+        return float(surfaces(k.candidate.price, k.candidate.plan, k.cluster)[0].under(factors).mean())
+
+    @property
+    def longest_late_s(self) -> float:
+        """Return the longest time in which requests took longer than one device alone."""
+        runs = "".join("x" if late else " " for late in self.late).split()
+        return PERIOD_S * max(map(len, runs), default=0)
+
+
+A_AND_B = ("pi1", "pi2")
+
+
+def with_slowdowns(cluster: Cluster, slow: Mapping[str, float]) -> Cluster:
+    return replace(cluster, devices={n: replace(d, slowdown=slow[n]) for n, d in cluster.devices.items()})
+
+
+def test_where_nothing_changes_the_plan_stays() -> None:
+    played = Loop(lambda _now, _computes: 1.0).play(600)
+    assert (played.moves, played.longest_late_s) == (0, 0.0)
+
+
+def test_a_device_that_alternates_between_two_speeds_holds_nobody_up_for_long() -> None:
+    played = Loop(lambda now, _computes: 4.0 if int(now / 60) % 2 else 1.0).play(900)
+    assert played.longest_late_s <= 10.0
+    assert 2 <= played.moves <= 15, "at most there or back in each minute"
+
+
+def test_a_device_that_is_fast_only_while_it_idles_is_left() -> None:
+    played = Loop(lambda _now, computes: 4.0 if computes else 1.0).play(900)
+    assert played.longest_late_s <= 10.0
+    assert played.moves
+    assert sum(played.late) / len(played.late) <= 0.1
