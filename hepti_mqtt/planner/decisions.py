@@ -45,9 +45,9 @@ Kind = Literal["go", "try", "must"]
 class Option:
     """A plan that may serve, with its cost [draws] in the unit of the objective, and the seconds [draws] of a request.
 
-    before: its cost before the youngest change among its devices and those of the active plan, nan without one;
-    remaining_s: how much longer that change will last. method_sd: how little is known of its method. load_bytes,
-    load_s: of what its devices lack. beside: whether it fits beside the active plan; else requests wait while it loads.
+    before: its cost before the changes of now, nan without any; remaining_s: how much longer the youngest of those will
+    last that its devices or the active plan's have. method_sd: how little is known of its method. load_bytes, load_s: of
+    what its devices lack. beside: whether it fits beside the active plan; else requests wait while it loads.
     """
 
     candidate: Candidate
@@ -167,11 +167,12 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
     typical = float(active.cost.mean())
     unit_s = float(active.seconds.mean()) / max(typical, 1e-12)  # of a request, for a gain in the objective's unit
     gains = active.cost * (1 + _doubt(active.plan, option.plan, len(active.cost))) - option.cost
-    horizon_s = min(option.remaining_s, MOST_S) - option.load_s - situation.search_s - ACTIVATE_S
-    requests = max(horizon_s, 0.0) / situation.period_s
+    requests, later = _requests(situation, option)
     cost_s = _cost_s(situation, active, option, unit_s)
     gain, better = float(gains.mean()) / max(typical, 1e-12), float((gains > 0).mean())
-    value_s = requests * float(gains.mean()) * unit_s - TWICE * cost_s
+    # When the youngest change ends the better one of the two stays.
+    later_s = later * max(active.before - option.before, 0.0) * unit_s if later else 0.0
+    value_s = requests * float(gains.mean()) * unit_s + later_s - TWICE * cost_s
     kind: Kind | None = None
     if option.candidate.price.missing:
         why = "it lacks memory"
@@ -183,6 +184,13 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
         value_s = _value_of_trial(gains * unit_s, requests, cost_s, typical * unit_s)
         kind, why = ("try", "runs will tell") if value_s > 0 else (None, "it is not surely better")
     return Assessment(option, gain, better, requests, cost_s, value_s, kind, why)
+
+
+def _requests(situation: Situation, option: Option) -> tuple[float, float]:
+    """Return the requests that gain from a move until the youngest change is expected to end, and those after it."""
+    ready_s = option.load_s + situation.search_s + ACTIVATE_S
+    ends_s = min(option.remaining_s, MOST_S)
+    return max(ends_s - ready_s, 0.0) / situation.period_s, max(MOST_S - max(ends_s, ready_s), 0.0) / situation.period_s
 
 
 def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:

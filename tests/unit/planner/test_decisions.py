@@ -203,7 +203,7 @@ class Loop:
     took: float = 0.0
 
     def play(self, seconds: float) -> Loop:
-        asked = question("minilm", "four-pi4-240")
+        asked = question("bert-base", "four-pi4")
         asked = replace(asked, cluster=replace(asked.cluster, devices={n: asked.cluster.devices[n] for n in A_AND_B}))
         split = decide_plan(replace(asked, strategy="row", options={"variant": "heads"}, devices=A_AND_B))
         alone = decide_plan(replace(asked, strategy="single", devices=A_AND_B[:1]))
