@@ -46,8 +46,8 @@ class Option:
     """A plan that may serve, with its cost [draws] in the unit of the objective, and the seconds [draws] of a request.
 
     before: its cost before the changes of now, nan without any; remaining_s: how much longer the youngest of those will
-    last that its devices or the active plan's have. method_sd: how little is known of its method. load_bytes, load_s: of
-    what its devices lack. beside: whether it fits beside the active plan; else requests wait while it loads.
+    last that its devices or the active plan's have. method_sd: how little is known of its method. load_bytes, load_s:
+    of what its devices lack. beside: whether it fits beside the active plan; else requests wait while it loads.
     """
 
     candidate: Candidate

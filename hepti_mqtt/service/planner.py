@@ -77,7 +77,8 @@ def encode_record(
     [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
     oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
     why devices that are online are used for no plan, by name. considered: what the rule said last of other plans, the
-    best first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. `protocol/messages.py` names all keys, for who reads it.
+    best first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. `protocol/messages.py`
+    names all keys, for who reads it.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()

@@ -275,10 +275,10 @@ class _Site:
         k = self.truth.step(self.now)
         real, alone_s = self.history.simulated(plan, k), self.history.run_s(plan, k)
         beside = self.load_cost.slower if any(self.devices[d].is_loading for d in plan.devices) else 1.0
-        beside *= BESIDE_SEARCH if self.searching else 1.0
+        searched = BESIDE_SEARCH if self.searching else 1.0  # by the planner's machine, not by the devices
         self.busy, self.runs[work.run_id] = frozenset(plan.devices), (alone_s, k, plan)
         boots = {device: self.devices[device].boot for device in plan.devices}
-        self.at(self.now + alone_s * beside, self.end_run, work, plan, real, beside, boots)
+        self.at(self.now + alone_s * beside * searched, self.end_run, work, plan, real, beside, boots)
 
     def end_run(self, work: Frame, plan: Plan, real: Simulation, beside: float, boots: dict[str, int]) -> None:
         """Let the devices of a run report, unless one of them has gone meanwhile."""

@@ -54,7 +54,8 @@ class PlanGroup:
     believed when the last search began that has ended; search_inputs: the same of the last one that began. verdict: the
     rule's last word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried.
     run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
-    devices and links are now, and the doubt in that. left: plans that were left, whose weights devices may have.
+    devices and links are now, and the doubt in that; shift: by how much, as a logarithm, one of all plans has moved
+    from its price. left: plans that were left, whose weights devices may have.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
     in the published record.
     """
@@ -75,6 +76,7 @@ class PlanGroup:
     tried: dict[StrategyKey, float] = field(default_factory=dict)
     run_s: float = 0.0
     price_now: tuple[float, float] = (0.0, 0.0)
+    shift: float = 0.0
     expectation: tuple[PlanVersion, Expectation] | None = None
     left: tuple[Plan, ...] = ()
     pace: RequestPace = field(default_factory=RequestPace)
@@ -201,8 +203,8 @@ class PlanGroup:
         factor, doubt = self.methods.factor(whole), hypot(self.methods.sd(whole), self.methods.run_sd(whole))
         return Expectation(factor, *interval(np.array([factor]), doubt))
 
-    def record_run(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
-        """Learn from a run that was alone on its devices."""
+    def record_run(self, plan: Plan, tokens: int, seconds: float, now: float, *, doubtful: bool = False) -> None:
+        """Learn from a run that was alone on its devices; doubtful: but not on the planner's machine."""
         whole = self.plans.parent_of(plan)
         record = self.plans.active
         if record is not None and whole.version == record.version:
@@ -212,7 +214,7 @@ class PlanGroup:
         known = self.expectation is not None and self.expectation[0] == whole.version and then_s > 0
         shift, spread = (self.price_now[0] / then_s, self.price_now[1]) if known else (1.0, 0.0)
         changed = self.site.last_change_s > self.judged_s or self.site.in_doubt(plan.devices, self.judged_s)
-        weight = SURPRISED if changed else 1.0
+        weight = SURPRISED if changed or doubtful else 1.0
         self.methods.record_run(plan, tokens, seconds / shift, now, spread, weight, whole)
         self.is_fresh = True
 

@@ -105,7 +105,12 @@ class Moves:
             active = self._option(group, priced, seen, beliefs, (), now)
             known = [k for k in known if not is_same_division(record.plan, k.candidate.plan)]
         used = () if active is None else active.plan.devices
-        options = [self._option(group, k, outlook(k, beliefs), beliefs, used, now) for k in known]
+        views = [outlook(k, beliefs) for k in known]
+        options = [self._option(group, k, seen, beliefs, used, now) for k, seen in zip(known, views, strict=True)]
+        shifts = [(k.candidate.price.seconds, seen.now_s) for k, seen in zip(known, views, strict=True)]
+        if active is not None:
+            shifts.append((active.candidate.price.seconds, group.price_now[0]))
+        group.shift = max((abs(log(after / before)) for before, after in shifts if min(before, after) > 0), default=0.0)
         verdict = decide(self._situation(group, active, options, now))
         group.judged_s, group.is_fresh, group.verdict = now, False, verdict
         return verdict

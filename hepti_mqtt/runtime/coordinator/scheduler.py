@@ -441,7 +441,7 @@ class Scheduler:
             and len(run.items) == 1
             and (not run.shape.session_rows or run.shape.size == 1)
         ):
-            group.record_run(run.plan, run.shape.size, now - run.dispatched_s, now)
+            group.record_run(run.plan, run.shape.size, now - run.dispatched_s, now, doubtful=run.beside_search)
         if not run.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
             text = "The devices' partial outputs do not form a whole answer. Install one version on all devices."
             return self._retry_or_fail(group, run, RemoteError(text), MAX_ATTEMPTS)

@@ -16,6 +16,7 @@ from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Verdict
+from hepti_mqtt.planner.decisions import LEAST_GAIN
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
@@ -100,7 +101,7 @@ class CoordinatorSession:
             self._begun = True
             for group in self.groups:
                 group.plans.request_search(now + SETTLE_S, now, "the planner has started")
-        self._mark_runs_beside_loads()
+        self._mark_runs_beside_work()
         changed_s = self.fleet.estimates.last_change_s
         out = self._handlers[type(event)](event, now)
         if self.fleet.estimates.last_change_s != changed_s:  # what methods seemed to take since then was its doing
@@ -194,11 +195,12 @@ class CoordinatorSession:
         loading = (record.unready_devices for record in coming if record is not None)
         return self._standby.loading_devices.union(*loading)
 
-    def _mark_runs_beside_loads(self) -> None:
-        if loading := self._loading_devices():
-            for group in self.groups:
-                for run in group.runs.values():
-                    run.beside_loads |= not loading.isdisjoint(run.plan.devices)
+    def _mark_runs_beside_work(self) -> None:
+        loading = self._loading_devices()
+        searching = any(group.plans.searching is not None for group in self.groups)
+        for run in (run for group in self.groups for run in group.runs.values()) if loading or searching else ():
+            run.beside_loads |= not loading.isdisjoint(run.plan.devices)
+            run.beside_search |= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -356,7 +358,7 @@ class CoordinatorSession:
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
         moved = self.fleet.estimates.moved(group.made_with, group.active_devices, now)
-        if moved is None or not group.in_use(now):
+        if moved is None or not group.in_use(now) or group.shift < LEAST_GAIN:
             return []
         group.plans.request_search(now, now, moved)
         return [LogEvent("drift", moved)]
