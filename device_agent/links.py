@@ -154,6 +154,8 @@ class MeshLinks:
                 e.dropped,
                 e.reconnections,
                 int(e.joined),
+                e.timed_bytes,
+                e.timed_us,
                 e.trouble[:MAX_TROUBLE],
             )
             for name, e in ((name, found[name]) for name in told[:MAX_PEERS])

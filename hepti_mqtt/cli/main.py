@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cli import bench, output, site
+from hepti_mqtt.cli import bench, gateway, output, site
 from hepti_mqtt.config.options import (
     IN_FLIGHT,
     PlannerOptions,
@@ -195,6 +195,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("site", "make a closed site and add users: certificate, passwords and access list", site.arguments),
     ("bench", "measure what each method takes on your devices", bench.arguments),
     ("broker", "run a broker here until interrupted", _broker),
+    ("gateway", "answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments),
 )
 
 
@@ -214,6 +215,7 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
     "model": ("hepti_mqtt.cli.model", "model"),
     "demo": ("hepti_mqtt.cli.demo", "demo"),
     "bench": ("hepti_mqtt.cli.bench", "bench"),
+    "gateway": ("hepti_mqtt.cli.gateway", "gateway"),
     "site": ("hepti_mqtt.cli.site", "site"),
     "health": ("hepti_mqtt.cli.health", "health"),
     "doctor": ("hepti_mqtt.cli.doctor", "doctor"),

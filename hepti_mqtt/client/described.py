@@ -80,17 +80,10 @@ def cluster_of_devices(found: Sequence[Mapping[str, Any]], names: Sequence[str])
         )
     reported = []
     for device in map(by_name.__getitem__, names):
-        heartbeats = [_heartbeat(told)] if (told := device.get("heartbeat")) else []
-        reported.append(
-            ReportedDevice(
-                device["device"],
-                device["curves"],
-                device["memory_budget_bytes"],
-                [hb.slowdown for hb in heartbeats],
-                heartbeats,
-                messages.endpoint(device.get("endpoint")),
-            )
-        )
+        heartbeat = _heartbeat(told) if (told := device.get("heartbeat")) else None
+        endpoint = messages.endpoint(device.get("endpoint"))
+        name, curves, memory_bytes = device["device"], device["curves"], device["memory_budget_bytes"]
+        reported.append(ReportedDevice.by_heartbeat(name, curves, memory_bytes, heartbeat, endpoint))
     return reported_cluster(reported)
 
 

@@ -29,14 +29,14 @@ def _rights(read: Iterable[str] = (), write: Iterable[str] = (), readwrite: Iter
 
 # What `hepti devices` and `hepti plan` show, and where a user measures its own way through the broker.
 _EVERYBODY: Final = _rights(
-    read=("dev/+/status", "dev/+/caps", "dev/+/hb", "planner/status", "plan/+", "evt/+"),
+    read=("dev/+/status", "dev/+/caps", "dev/+/hb", "planner/status", "plan/+", "evt/+", "home/+/+"),
     readwrite=("dev/{me}/probe",),
 )
 
 _RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
     "planner": _rights(
         read=("dev/+/status", "dev/+/caps", "dev/+/hb", "dev/+/up", "infer/+/req/+"),
-        write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#"),
+        write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#", "home/+/+"),
         # It reads its own status and plans, to notice another planner and what an earlier one left behind; its name
         # cannot stand in a device's topic.
         readwrite=("planner/status", "plan/+", "evt/+", "dev/doctor/probe"),
@@ -50,6 +50,13 @@ _RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
     ),
     "client": (*_rights(read=("infer/+/res/{me}/#",), write=("infer/+/req/{me}",)), *_EVERYBODY),
     "viewer": _EVERYBODY,
+}
+
+
+# Beside the site's own topics: the planner announces the site to Home Assistant, which reads as a viewer.
+_HOME_ASSISTANT: Final[Mapping[Role, tuple[AclRule, ...]]] = {
+    "planner": _rights(read=("homeassistant/status",), readwrite=("homeassistant/device/+/config",)),
+    "viewer": _rights(read=("homeassistant/device/+/config",), readwrite=("homeassistant/status",)),
 }
 
 
@@ -70,4 +77,5 @@ def acl_text(site: str, users: Mapping[str, Role]) -> str:
     for user, role in users.items():
         lines += ["", f"# {role}", f"user {user}"]
         lines += [f"topic {right.access} {TOPIC_ROOT}/{site}/{right.topic}" for right in acl_rules(role, user)]
+        lines += [f"topic {right.access} {right.topic}" for right in _HOME_ASSISTANT.get(role, ())]
     return "\n".join(lines) + "\n"

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.requests import Pins
 
 
+HOME_ASSISTANT: Final = "homeassistant"
+
+
 def size_text(text: str) -> str:
     """Return the text of a size such as "400MiB", "2GB" or a plain number, which `parse_size` takes."""
     try:
@@ -39,6 +42,13 @@ def named_directory(text: str) -> tuple[str, Path]:
 def comma_separated(text: str) -> tuple[str, ...]:
     """Return the names of a comma-separated list."""
     return tuple(part for part in text.split(",") if part)
+
+
+def discovery_prefix(text: str) -> str | None:
+    """Return a topic prefix of Home Assistant's discovery, None for off."""
+    if not text or set(text) & set("+#\0") or text.startswith("/") or text.endswith("/"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a topic; Home Assistant's own is {HOME_ASSISTANT}")
+    return None if text == "off" else text
 
 
 def index_range(text: str) -> range:
@@ -211,6 +221,7 @@ class PlannerOptions:
     batch_delay_ms: float = 0.0
     broker_mbit: float | None = None
     request_pins: RequestPins = "any"
+    home_assistant: str | None = HOME_ASSISTANT
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -238,6 +249,8 @@ class PlannerOptions:
             "rate of the broker's own link, which carries a copy for each receiver (default: as the fastest device's)"
         )
         add("--broker-mbit", type=positive_mbit, metavar="MBIT", help=rate)
+        home = f"prefix of Home Assistant's MQTT discovery (default {HOME_ASSISTANT}; off: announce nothing)"
+        add("--home-assistant", type=discovery_prefix, default=HOME_ASSISTANT, metavar="PREFIX", help=home)
         add_pin_arguments(parser)
 
     @classmethod
@@ -256,4 +269,5 @@ class PlannerOptions:
             args.batch_delay_ms,
             args.broker_mbit,
             args.request_pins,
+            args.home_assistant,
         )

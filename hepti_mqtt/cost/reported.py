@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import log
-from statistics import median
 from typing import Any, Final, get_args
 
 from hepti_mqtt.cost.profiles import (
@@ -29,78 +27,54 @@ from hepti_mqtt.protocol.plausible import MAX_CURVES, MAX_POINTS, Plain, check, 
 
 # Numbers of a heartbeat that plans are made with.
 PLANNED: Final = ("slowdown", "peer_frame_s", "peer_byte_s", "round_trip_s", "bandwidth_bytes_per_s")
-NOISE: Final = 0.1  # a device that is slower or faster by less is as measured
-# A host that was stopped or cooled down while it waited is faster for a short op, and all wait for it if it then gets a
-# larger share. One that stays faster measures itself again.
-MIN_SLOWDOWN: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedDevice:
-    """One device as it describes itself.
+    """One device as it describes itself, and what is believed of what it measures.
 
-    slowdowns: of its last heartbeats. heartbeats: its last ones, that of a calm time first. endpoint: where peers read
-    from it, None where they cannot.
+    link: to the broker; peer_links: straight to others. frame_cost: of frames off loopback, None before it has met
+    some. endpoint: where peers read from it, None where they cannot.
     """
 
     name: str
     curves: Plain
     memory_bytes: float
-    slowdowns: Sequence[float] = ()
-    heartbeats: Sequence[Heartbeat] = ()
+    slowdown: float = 1.0
+    link: Link = field(default_factory=Link)
+    peer_links: Mapping[str, PeerLink] = field(default_factory=dict)
+    frame_cost: FrameCost | None = None
     endpoint: Endpoint | None = None
 
-    def profile(self, usual: float = 1.0) -> DeviceProfile:
-        """Return its measured profile; usual: slowdown of the site. Raises WireError if the curves are invalid."""
-        costs = (
-            FrameCost(hb.peer_frame_s, hb.peer_byte_s)
-            for hb in self.heartbeats
-            if hb.peer_frame_s is not None and hb.peer_byte_s is not None
-        )
+    @classmethod
+    def by_heartbeat(
+        cls, name: str, curves: Plain, memory_bytes: float, heartbeat: Heartbeat | None, endpoint: Endpoint | None
+    ) -> ReportedDevice:
+        """Return a device of which nothing is known but its last heartbeat, if there is one."""
+        link, hb = Link(), heartbeat
+        if hb is None:
+            return cls(name, curves, memory_bytes, endpoint=endpoint)
+        latency_s = hb.round_trip_s / 2 if hb.round_trip_s else link.latency_s
+        rate = hb.bandwidth_bytes_per_s or link.up_bytes_per_s
+        peers = {peer: PeerLink(told.round_trip_s / 2, told.bytes_per_s) for peer, told in hb.peers.items()}
+        whole = hb.peer_frame_s is not None and hb.peer_byte_s is not None
+        cost = FrameCost(hb.peer_frame_s or 0.0, hb.peer_byte_s or 0.0) if whole else None
+        return cls(name, curves, memory_bytes, hb.slowdown, Link(latency_s, rate, rate), peers, cost, endpoint)
+
+    def profile(self) -> DeviceProfile:
+        """Return its measured profile. Raises WireError if the curves are invalid."""
         try:
-            return profile_from_caps(self.name, self.curves, self.memory_bytes, self.slowdown(usual), next(costs, None))
+            return profile_from_caps(self.name, self.curves, self.memory_bytes, self.slowdown, self.frame_cost)
         except (KeyError, TypeError, ValueError) as exc:
             raise WireError(f"caps of {self.name} cannot be read ({exc!r}); update the agent") from exc
-
-    def slowdown(self, usual: float = 1.0) -> float:
-        """Return the median of the last heartbeats, so that a second of load does not count.
-
-        Little more or less than `usual` is `usual`: otherwise equal devices would get unequal shares.
-        """
-        found = max(median(self.slowdowns), MIN_SLOWDOWN) if self.slowdowns else 1.0
-        return found if abs(log(found / usual)) > NOISE else usual
-
-    def link(self) -> Link:
-        """Return its measured link to the broker, with defaults until it has measured one."""
-        # The best that was measured: load makes a link look slower, and so does a device that has just started.
-        base = Link()
-        round_trip_s = min((hb.round_trip_s for hb in self.heartbeats if hb.round_trip_s), default=2 * base.latency_s)
-        rates = (hb.bandwidth_bytes_per_s for hb in self.heartbeats if hb.bandwidth_bytes_per_s)
-        rate = max(rates, default=base.up_bytes_per_s)
-        return Link(round_trip_s / 2, rate, rate)
-
-    def peer_links(self) -> dict[str, PeerLink]:
-        """Return its measured links straight to others, each the best of its heartbeats."""
-        found = {}
-        for peer in {name for hb in self.heartbeats for name in hb.peers}:
-            reports = [hb.peers[peer] for hb in self.heartbeats if peer in hb.peers]
-            rate = max((r.bytes_per_s for r in reports if r.bytes_per_s), default=None)
-            found[peer] = PeerLink(min(r.round_trip_s for r in reports) / 2, rate)
-        return found
-
-
-def usual_slowdown(devices: Iterable[ReportedDevice]) -> float:
-    """Return the slowdown that is usual on a site."""
-    return median([device.slowdown() for device in devices] or [1.0])
 
 
 def reported_cluster(
     devices: Sequence[ReportedDevice], broker_bytes_per_s: float | None = None, *, mesh: bool = True
 ) -> Cluster:
     """Return the cluster of these devices; broker_bytes_per_s: of the broker's own link, None if unknown."""
-    usual = usual_slowdown(devices)
-    profiles = {device.name: device.profile(usual) for device in devices}
-    cluster = make_cluster(profiles, {device.name: device.link() for device in devices}, broker_bytes_per_s)
+    profiles = {device.name: device.profile() for device in devices}
+    cluster = make_cluster(profiles, {device.name: device.link for device in devices}, broker_bytes_per_s)
     if not mesh:
         return cluster
     endpoints = {device.name: device.endpoint for device in devices if device.endpoint is not None}
@@ -108,7 +82,7 @@ def reported_cluster(
         cluster,
         devices=with_frame_costs(profiles, [name for name, at in endpoints.items() if not at.loopback]),
         endpoints=frozenset(endpoints),
-        peer_links=symmetric_peer_links({device.name: device.peer_links() for device in devices}),
+        peer_links=symmetric_peer_links({device.name: device.peer_links for device in devices}),
     )
 
 

@@ -12,7 +12,7 @@ from hepti_mqtt.planner.decisions import (
     revalidate,
     with_exploration,
 )
-from hepti_mqtt.planner.estimates import Corrections, DriftRule, RunHistory
+from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
 from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price
 from hepti_mqtt.planner.search import decide, decide_hurried
 
@@ -21,11 +21,11 @@ __all__ = [
     "Candidate",
     "Corrections",
     "Decision",
-    "DriftRule",
+    "MethodEstimates",
     "Price",
     "Question",
-    "RunHistory",
     "SimulatedRequest",
+    "SiteEstimates",
     "decide",
     "decide_hurried",
     "decide_within_accuracy",

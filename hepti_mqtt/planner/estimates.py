@@ -1,33 +1,742 @@
-"""What runs have taught: how much longer a way of dividing a model takes than the simulator says.
+"""What measurements and runs say of devices, links and methods: each quantity a posterior, with its uncertainty.
 
-The simulator knows neither stalls of a CPU's quota nor a lossy radio. Without this a plan that is faster on paper alone
-would be kept for ever.
+Every quantity is positive and kept as the normal posterior of its logarithm. Meters err together for seconds, so the
+variance and the correlation of each stream of observations are learned from the stream. A change test says when the
+quantity itself has become another; what was known before is kept, because most changes end.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, log
-from statistics import fmean, median
-from typing import Final
+from math import exp, hypot, inf, log, sqrt
+from statistics import NormalDist, fmean, median_low
+from typing import Final, Literal, NamedTuple
+from zlib import crc32
 
-from hepti_mqtt.plan import Plan
+import numpy as np
+import numpy.typing as npt
 
-KEPT: Final = 8  # late runs of each way
-ENOUGH: Final = 3  # runs before they count: the first ones after a change wait for caches
-FORGET_S: Final = 600.0  # then a way is as good as unknown: what made it slow may be gone
-TRIED_S: Final = 3600.0  # so long a way that ran is not tried again for its own sake
-EXPLORATION_BONUS: Final = (
-    0.88  # a way that was never tried may take so much of its price: predictions are off by that much
-)
-# Bounds of a factor. The simulator leaves things out, so its mistakes are times that are too short. A run that was much
-# faster than predicted says that what its plan was made with was wrong then, which is no reason to prefer its way now.
-LEAST, MOST = 0.8, 8.0
+from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, FrameCost, Link, PeerLink
+from hepti_mqtt.plan import DevicePair, Plan
+from hepti_mqtt.protocol.messages import Heartbeat, PeerStats
+
+Floats = npt.NDArray[np.float64]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One quantity: a normal posterior of its logarithm, streams of observations, a change test.
+
+CUT: Final = 8.0  # of an error in the change test, in standard deviations
+SLACK: Final = 1.0  # standard deviations that an error may have and not count as a change
+LOUD: Final = 2.0  # standard deviations by which an observation speaks for a change
+LIMIT: Final = 6.0  # of the summed errors: beyond it the quantity has changed
+TAIL: Final = 4.0  # degrees of freedom of the noise: an outlier counts less
+LEARNING_RATE: Final = 0.02  # of a stream's variance and correlation
+LEAST_NOISE, MOST_NOISE = 0.03, 0.5  # bounds of a stream's learned standard deviation
+OFFSET_PRIOR: Final = 3.0  # so many observations say beforehand that a stream has no offset
+OFFSET_COUNT: Final = 50  # late ones that it is learned from
+RECENT: Final = 12  # observations of an excursion that are kept
+RESET_SD: Final = 0.12  # at least so little is known right after a change
+RESTORED_SD: Final = 0.02
+SAME: Final = 0.25  # a change that comes back so close to what was known has ended
+KNOWN_SD: Final = 0.15  # a quantity of which less is known has not changed: it is only being learned
+NORMAL_S: Final = 300.0  # what has lasted for so long is how things are
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What the noise of a stream is taken to be at first: standard deviation, and correlation from one to the next."""
+
+    sd: float
+    correlation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What is known of a quantity before it was observed.
+
+    mean, sd: of the logarithm; drift: standard deviation by which it wanders in a second. streams: noise by name.
+    judge: the stream without which weaker ones do not settle that the quantity has changed; None: each may.
+    """
+
+    mean: float
+    sd: float
+    drift: float
+    streams: Mapping[str, Noise]
+    judge: str | None = None
+
+
+@dataclass(slots=True)
+class Stream:
+    """One kind of observation: variance of its noise and covariance from one to the next, both learned.
+
+    offset: what it says beyond the quantity; offset_count: observations that this was learned from. last: its last
+    error; value, at_s: its last observation, and when.
+    """
+
+    variance: float
+    covariance: float
+    last: float = 0.0
+    count: int = 0
+    offset: float = 0.0
+    offset_count: int = 0
+    value: float = 0.0
+    at_s: float = -inf
+
+    @property
+    def repeats(self) -> float:
+        """Return how many observations say as much as one would without correlation."""
+        correlation = min(max(self.covariance / self.variance, 0.0), 0.9)
+        return (1 + correlation) / (1 - correlation)
+
+    def learn_offset(self, gap: float) -> None:
+        """Take how far it was off by better evidence."""
+        self.offset += (gap - self.offset) / (min(self.offset_count, OFFSET_COUNT) + OFFSET_PRIOR + 1)
+        self.offset_count += 1
+
+    def learn_noise(self, error: float) -> None:
+        """Take one error more."""
+        bounded = self.variance + LEARNING_RATE * (error * error - self.variance)
+        self.variance = min(max(bounded, LEAST_NOISE**2), MOST_NOISE**2)
+        self.covariance += LEARNING_RATE * (error * self.last - self.covariance)
+        self.last = error
+
+
+class Change(NamedTuple):
+    """A change that has not ended: since when, what was known before, its age when it was found."""
+
+    began_s: float
+    mean: float
+    variance: float
+    found_age_s: float
+
+
+class EndedChange(NamedTuple):
+    """How far a quantity had gone, the age of the change when it was found, and in the end."""
+
+    size: float
+    found_age_s: float
+    age_s: float
+
+
+class ChangeAges:
+    """How long changes last: ages follow a Pareto law whose exponent those about as large have taught."""
+
+    PRIOR_COUNT: Final = 2.0  # made-up changes ...
+    PRIOR_EXPONENT: Final = 0.75  # ... with this exponent: what has lasted will last 1.5 times as long again
+
+    def __init__(self) -> None:
+        self._ended: deque[EndedChange] = deque(maxlen=40)
+
+    def record(self, ended: EndedChange) -> None:
+        """Take a change that has ended."""
+        self._ended.append(ended)
+
+    def remaining_s(self, change: Change, mean: float, now: float) -> float:
+        """Return the median of how much longer a change will last, by its size and its age."""
+        size, age_s = abs(mean - change.mean), max(now - change.began_s, 1.0)
+        like = [e for e in self._ended if 0.6 * size < e.size < 1.6 * size]
+        total = self.PRIOR_COUNT / self.PRIOR_EXPONENT + sum(log(e.age_s / e.found_age_s) for e in like)
+        total += max(log(age_s / change.found_age_s), 0.0)  # this one counts as not yet ended
+        return age_s * float(2 ** (total / (self.PRIOR_COUNT + len(like))) - 1)
+
+
+class _Excursion(NamedTuple):
+    value: float
+    score: float
+    precision: float
+    sd: float
+    stream: str
+    at_s: float
+
+
+Found = Literal["changed", "ended"]
+
+
+class Quantity:
+    """The posterior of one logarithm; `now` by any one clock, in seconds.
+
+    changes: those that have not ended, the oldest first. count: of observations; at_s: when the last one came.
+    """
+
+    def __init__(self, prior: Prior, now: float, ages: ChangeAges | None = None) -> None:
+        self._prior, self._ages, self.at_s = prior, ages or ChangeAges(), now
+        self.mean, self.variance = prior.mean, prior.sd**2
+        self.streams = {
+            name: Stream(noise.sd**2, noise.correlation * noise.sd**2) for name, noise in prior.streams.items()
+        }
+        self.changes: list[Change] = []
+        self.count = 0
+        self._up = self._down = 0.0
+        self._recent: deque[_Excursion] = deque(maxlen=RECENT)
+
+    def sd(self, now: float | None = None) -> float:
+        """Return the standard deviation, now or when it was last observed."""
+        waited_s = 0.0 if now is None else max(now - self.at_s, 0.0)
+        return sqrt(self.variance + self._prior.drift**2 * waited_s)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Return whether half of what a change takes has been seen."""
+        return max(self._up, self._down) > LIMIT / 2
+
+    def observe(
+        self,
+        log_value: float,
+        stream: str,
+        weight: float,
+        now: float,
+        *,
+        alone: bool = False,
+        extra_variance: float = 0.0,
+    ) -> Found | None:
+        """Take an observation; return "changed" if the quantity has become another, "ended" if such a change is over.
+
+        weight: below 1 for a doubtful one. alone: such observations may say by themselves that it has changed; others
+        go half of the way, unless they are the judge's. extra_variance: of what else the value depends on.
+        """
+        heard = self.streams[stream]
+        self.variance += self._prior.drift**2 * max(now - self.at_s, 0.0)
+        self.at_s, self.count, heard.count = max(now, self.at_s), self.count + 1, heard.count + 1
+        heard.value, heard.at_s = log_value, now
+        value, noise = log_value - heard.offset, heard.variance + extra_variance
+        error, repeats = value - self.mean, heard.repeats
+        score = error / sqrt(self.variance + noise / weight)
+        seen = _Excursion(value, score, weight / (noise * repeats), sqrt(noise / weight), stream, now)
+        if self._test(seen, weight / sqrt(repeats), alone):
+            return self._become(now)
+        spread = noise * repeats / weight
+        spread *= max((TAIL + error * error / (self.variance + spread)) / (TAIL + 1), 1.0)
+        gain = self.variance / (self.variance + spread)
+        self.mean += gain * error
+        self.variance *= 1 - gain
+        if abs(score) < 4 and weight >= 0.8 and extra_variance <= heard.variance:
+            heard.learn_noise(error)
+        return None
+
+    def undo_since(self, since_s: float) -> bool:
+        """Take back the changes found to have begun since then: their cause was another quantity."""
+        undone = next((c for c in self.changes if c.began_s >= since_s), None)
+        if undone is None:
+            return False
+        self.mean, self.variance = undone.mean, undone.variance
+        del self.changes[self.changes.index(undone) :]
+        return True
+
+    def changes_since(self, now: float) -> list[Change]:
+        """Return the changes that are not yet how things are."""
+        return [change for change in self.changes if now - change.began_s < NORMAL_S]
+
+    def remaining_s(self, now: float) -> float:
+        """Return how much longer the last change will last, by the median; infinity without one."""
+        return self._ages.remaining_s(self.changes[-1], self.mean, now) if self.changes else inf
+
+    def last_value(self, *streams: str) -> float | None:
+        """Return the last observation of some streams, None if there was none."""
+        seen = [(heard.at_s, heard.value) for name in streams if (heard := self.streams[name]).count]
+        return max(seen)[1] if seen else None
+
+    def _test(self, seen: _Excursion, step: float, alone: bool) -> bool:
+        """Return whether the two-sided sum of errors says that the quantity has changed."""
+        judges = self._prior.judge in (None, seen.stream)
+        most = inf if alone or judges else LIMIT / 2
+        cut, step = min(max(seen.score, -CUT), CUT), min(step, 1.0)
+        self._up = max(0.0, min(self._up + step * (cut - SLACK), max(most, self._up)))
+        self._down = max(0.0, min(self._down + step * (-cut - SLACK), max(most, self._down)))
+        if self._up == self._down == 0.0:
+            self._recent.clear()
+            return False
+        self._recent.append(seen)
+        if max(self._up, self._down) <= LIMIT:
+            return False
+        # One stall is no change, nor one now and then: two runs have said so alike, or two of what may speak alone, and
+        # with them most of what came since.
+        judge, alike = None if alone else self._prior.judge, self._alike()
+        since = [one for one in self._recent if one.at_s >= alike[0].at_s]
+        loud = sum(one.score * self._sign >= LOUD and judge in (None, one.stream) for one in alike)
+        return loud > 1 and 2 * len(alike) > len(since)
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self._up >= self._down else -1
+
+    def _alike(self) -> list[_Excursion]:
+        """Return what came since the sum of errors left 0 and says about the same as the last one."""
+        last = self._recent[-1]
+        within = [max(SAME, 3 * hypot(one.sd, last.sd)) for one in self._recent]
+        return [one for one, most in zip(self._recent, within, strict=True) if abs(one.value - last.value) <= most]
+
+    def _become(self, now: float) -> Found | None:
+        """Take the weighted median of what says alike that it has changed; what that returns to holds again."""
+        mean, variance, since = self.mean, self.variance, self._alike()
+        began_s = since[0].at_s - 1.0  # observations are of the last second
+        total, half = sum(one.precision for one in since), 0.0
+        for one in sorted(since, key=lambda one: one.value):
+            self.mean, half = one.value, half + one.precision
+            if half >= total / 2:
+                break
+        self.variance = max(1 / total, RESET_SD**2)
+        self._up = self._down = 0.0
+        self._recent.clear()
+        self.changes = self.changes_since(now)
+        ended = next((c for c in self.changes if abs(self.mean - c.mean) < SAME), None)
+        if ended is None:
+            if variance > KNOWN_SD**2:
+                return None
+            self.changes.append(Change(began_s, mean, variance, max(now - began_s, 1.0)))
+            return "changed"
+        age_s = max(now - ended.began_s, ended.found_age_s)
+        self._ages.record(EndedChange(abs(mean - ended.mean), ended.found_age_s, age_s))
+        self.mean, self.variance = ended.mean, max(ended.variance, RESTORED_SD**2)
+        del self.changes[self.changes.index(ended) :]
+        return "ended"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kin: devices of one kind share a prior when they are read.
+
+KIN_SD: Final = 0.04  # how far equal devices differ
+
+Posterior = tuple[float, float]  # mean and variance
+
+
+def with_kin(kin: Sequence[Quantity], now: float | None = None) -> list[Posterior]:
+    """Return the posteriors of quantities of one kind, with what they say of each other.
+
+    The further one is from the others, for what is known of it, the less they say of it.
+    """
+    own = [(x.mean, x.sd(now) ** 2) for x in kin]
+    if len(own) < 2:
+        return own
+    middle = median_low([mean for mean, _ in own])
+    weights = [_belongs(m - middle, v + KIN_SD**2) / (v + KIN_SD**2) for m, v in own]
+    shared = sum(w * mean for w, (mean, _) in zip(weights, own, strict=True)) / sum(weights)
+    width, found = KIN_SD**2 + 1 / sum(weights), []
+    for mean, variance in own:
+        precision = _belongs(mean - shared, variance + width) / width
+        less = 1 / (1 / variance + precision)
+        found.append(((mean / variance + shared * precision) * less, less))
+    return found
+
+
+def _belongs(apart: float, variance: float) -> float:
+    """Return how far one belongs to its kind: 1 within two standard deviations, less and less beyond."""
+    return min(4 * variance / max(apart * apart, 1e-12), 1.0) ** 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The site: slowdown, link and frame cost of each device, the link between each pair.
+
+What = Literal["slowdown", "rate", "round trip", "frame"]
+Key = tuple[str, ...]  # a device, or a pair (source, target)
+Means = Mapping[tuple[What, Key], float]  # logarithms
+
+_PROBED: Final = {"idle": Noise(0.12), "busy": Noise(0.35)}
+PRIORS: Final[Mapping[What, Prior]] = {
+    "slowdown": Prior(0.0, 0.2, 0.0025, {"run": Noise(0.10), "meter": Noise(0.25, 0.5)}, judge="run"),
+    "rate": Prior(log(30e6), 2.0, 0.002, {**_PROBED, "exchange": Noise(0.2)}),
+    "round trip": Prior(log(1e-3), 2.0, 0.002, _PROBED),
+    "frame": Prior(log(2e-4), 2.0, 0.002, {"fit": Noise(0.25, 0.5)}),
+}
+
+TYPICAL_FRAME_BYTES: Final = 1 << 16  # of a frame whose cost is estimated
+CONTRADICTED_S: Final = 10.0  # after a run the next ones may contradict a device's meter for so long
+SPEAKS_S: Final = 3.0  # an overdue run lets meters speak alone for so long
+BESIDE_LOADS: Final = 0.15  # weight of a meter while a device loads weights
+SHARED_LINK: Final = 0.2  # weight of a probe beside exchanges that says less: it shared the link
+LOADED_LINK: Final = 0.3  # of one beside loads that says more
+LEAST_TIMED_BYTES: Final = 1 << 15  # of exchanges whose rate says something ...
+LEAST_TIMED_US: Final = 2000  # ... and their time
+SHARING: Final = 2.0  # links that exchanges share carry each of them at least at a rate that is so many times less
+REBASED: Final = 4  # exchanges of a plan that say how it shares links
+LIE: Final = log(1.5)  # a meter or a probe that is further off is named
+# Logarithms by which a mean must have moved, and two standard deviations, before another plan may be better.
+MOVED: Final[Mapping[What, float]] = {
+    "slowdown": log(1.3),
+    "rate": log(1.3),
+    "frame": log(1.6),
+}
+DRAWS: Final = 48
+# Equally probable numbers of a normal distribution: draws are these in another order for each quantity.
+_QUANTILES: Final = np.array([NormalDist().inv_cdf((i + 0.5) / DRAWS) for i in range(DRAWS)])
+
+
+@dataclass(slots=True)
+class _Device:
+    """What is remembered of a device beside its quantities.
+
+    kind: what devices share that are taken to be equal. assumed: the cost of frames before it has met some. frame_cost:
+    the last one that it reported; its ratio of bytes to frames counts. meters: readings since its last run. sharers:
+    exchanges of its plan that may share its link at a time. timed: bytes and microseconds of exchanges, by peer, when
+    they last said enough. last_run_s, overdue_s: of its last run, and of the last sign of an overdue one. seen: the
+    last readings.
+    """
+
+    kind: str
+    assumed: FrameCost | None = None
+    frame_cost: FrameCost | None = None
+    meters: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    sharers: int = 1
+    timed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    last_run_s: float = -inf
+    overdue_s: float = -inf
+    seen: dict[str, float | None] = field(default_factory=dict)
+
+    def news(self, name: str, value: float | None) -> float | None:
+        """Return a reading if it is another than the last: meters repeat what they have until there is more."""
+        before, self.seen[name] = self.seen.get(name), value
+        return value if value is not None and value > 0 and value != before else None
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Logarithms of factors on the means, arrays [count] by device or by pair; a quantity not measured has none.
+
+    Equal names and seeds give equal numbers, so that plans are compared under the same draws.
+    """
+
+    slowdowns: Mapping[str, Floats] = field(default_factory=dict)
+    rates: Mapping[str, Floats] = field(default_factory=dict)
+    frames: Mapping[str, Floats] = field(default_factory=dict)
+    peer_rates: Mapping[DevicePair, Floats] = field(default_factory=dict)
+
+
+class YoungestChange(NamedTuple):
+    """What remains of the youngest change, by the median, and the means before the changes of now as draws [1]."""
+
+    remaining_s: float
+    before: Draws
+
+
+class SiteEstimates:
+    """What is believed of the devices and links of one site; `now` by any one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._devices: dict[str, _Device] = {}
+        self._quantities: dict[tuple[What, Key], Quantity] = {}
+        self._read: tuple[float | None, dict[tuple[What, Key], Posterior]] | None = None  # until there is more
+        self._ages = ChangeAges()
+        self.last_change_s = -inf  # when the last change was found, or found to have ended
+        self.last_change_began_s = -inf  # when the last one that was found began
+
+    def add_device(self, name: str, kind: str = "", assumed: FrameCost | None = None) -> None:
+        """Know a device and its kind: devices of one kind are taken to be equal until they show otherwise.
+
+        assumed: what plans are made with before it has met frames off loopback; None: it has no such peers.
+        """
+        device = self._devices.setdefault(name, _Device(kind))
+        device.kind, device.assumed, self._read = kind, assumed, None
+
+    def forget_device(self, name: str) -> None:
+        """Forget a device: it has started anew, or its place is needed."""
+        self._devices.pop(name, None)
+        for found in [found for found in self._quantities if name in found[1]]:
+            del self._quantities[found]
+        self._read = None
+
+    # -- evidence -------------------------------------------------------------------------------------------------
+
+    def record_heartbeat(self, name: str, heartbeat: Heartbeat, now: float, *, busy: bool, loading: bool) -> None:
+        """Take what a device says of itself.
+
+        busy: it has a part in a run. loading: it, or one that it works with, loads weights.
+        """
+        device = self._devices.get(name)
+        if device is None:
+            return
+        weight = BESIDE_LOADS if loading else 1.0
+        if (slowdown := device.news("slowdown", heartbeat.slowdown)) is not None:
+            judged = busy or now - device.last_run_s < CONTRADICTED_S
+            alone = not judged or now - device.overdue_s < SPEAKS_S
+            device.meters.append(log(slowdown))
+            self._observe("slowdown", (name,), log(slowdown), "meter", weight, now, alone)
+        if heartbeat.peer_frame_s is not None and heartbeat.peer_byte_s is not None:
+            cost = FrameCost(heartbeat.peer_frame_s, heartbeat.peer_byte_s)
+            if (seconds := device.news("frame", _typical_s(cost))) is not None:
+                device.frame_cost = cost
+                self._observe("frame", (name,), log(seconds), "fit", weight, now)
+        self._record_edges(name, device, heartbeat.edges, now)
+        probed: dict[Key, tuple[float | None, float | None]] = {
+            (name,): (heartbeat.round_trip_s, heartbeat.bandwidth_bytes_per_s)
+        }
+        probed |= {(name, peer): report for peer, report in heartbeat.peers.items() if peer != name}
+        for key, (round_trip_s, bytes_per_s) in probed.items():
+            if not self._devices.keys() >= set(key):
+                continue
+            if (seconds := device.news(f"round trip {key[-1]}", round_trip_s)) is not None:
+                self._probe("round trip", key, log(seconds), now, shared=busy or loading, loading=loading)
+            if (rate := device.news(f"rate {key[-1]}", bytes_per_s)) is not None:
+                self._probe("rate", key, _log_rate(rate), now, shared=busy or loading, loading=loading)
+
+    def _probe(self, what: What, key: Key, value: float, now: float, *, shared: bool, loading: bool) -> None:
+        """Take a probe of a link. One beside exchanges or loads that found it worse than believed has shared it."""
+        known = self._quantities.get((what, key))
+        worse = known is not None and (value > known.mean if what == "round trip" else value < known.mean)
+        weight = SHARED_LINK if shared and worse else LOADED_LINK if loading else 1.0
+        self._observe(what, key, value, "busy" if shared else "idle", weight, now)
+
+    def record_compute(self, name: str, log_ratio: float, now: float, weight: float = 1.0) -> None:
+        """Take a device's compute time of a whole run over its price at slowdown 1: the strongest evidence.
+
+        What its meter said meanwhile shows how far that is off.
+        """
+        device = self._devices.get(name)
+        if device is None:
+            return
+        found = self._observe("slowdown", (name,), log_ratio, "run", weight, now)
+        if device.meters and weight >= 0.8 and found is None:
+            meter = self._quantities["slowdown", (name,)].streams["meter"]
+            meter.learn_offset(median_low(device.meters) - log_ratio)
+        device.meters.clear()
+        device.last_run_s = now
+
+    def record_edge(self, source: str, target: str, bytes_per_s: float, now: float) -> None:
+        """Take the rate at which exchanges came straight from one device to another, while nothing else held them up.
+
+        Nothing is learned of a pair that was not probed: there is no link between what sits on one machine. Exchanges
+        share links. How they do is learned from the first ones since `begin_plan`; from then on only what differs from
+        these counts, and what no sharing explains.
+        """
+        key = (source, target)
+        known = self._quantities.get(("rate", key))
+        if known is None or bytes_per_s <= 0:
+            return
+        value, stream = _log_rate(bytes_per_s), known.streams["exchange"]
+        most_shared = log(SHARING * max(self._devices[source].sharers, self._devices[target].sharers))
+        if stream.offset_count < REBASED:
+            gap = min(max(value - known.mean, -most_shared), 0.0)
+            stream.offset += (gap - stream.offset) / (stream.offset_count + 1)
+            stream.offset_count += 1
+        if (probed := known.last_value(*_PROBED)) is not None:  # a probe that no sharing explains is wrong
+            for name in _PROBED:
+                known.streams[name].learn_offset(max(probed - value - most_shared, 0.0))
+        self._observe("rate", key, value, "exchange", 1.0, now)
+
+    def _record_edges(self, name: str, device: _Device, edges: Mapping[str, PeerStats], now: float) -> None:
+        """Take what came from peers since the last heartbeat, where that says enough."""
+        for peer, told in edges.items():
+            nbytes, us = device.timed.get(peer, (told.timed_bytes, told.timed_us))
+            more, more_us = told.timed_bytes - nbytes, told.timed_us - us
+            if 0 <= more < LEAST_TIMED_BYTES or 0 <= more_us < LEAST_TIMED_US:
+                device.timed.setdefault(peer, (nbytes, us))
+                continue
+            device.timed[peer] = (told.timed_bytes, told.timed_us)
+            if more > 0 and more_us > 0:
+                self.record_edge(peer, name, 1e6 * more / more_us, now)
+
+    def begin_plan(self, names: Collection[str]) -> None:
+        """Know that devices serve another plan now, whose exchanges share links in another way."""
+        for name in names:
+            if (device := self._devices.get(name)) is not None:
+                device.sharers = max(len(names) - 1, 1)
+        for (what, key), quantity in self._quantities.items():
+            if what == "rate" and len(key) == 2 and set(key) <= set(names):
+                stream = quantity.streams["exchange"]
+                stream.offset, stream.offset_count = 0.0, 0
+
+    def record_overdue(self, names: Iterable[str], now: float) -> None:
+        """Know that a run of these devices takes much longer than it should: their meters may speak alone."""
+        for name in names:
+            if (device := self._devices.get(name)) is not None:
+                device.overdue_s = now
+
+    def _observe(
+        self, what: What, key: Key, value: float, stream: str, weight: float, now: float, alone: bool = False
+    ) -> Found | None:
+        quantity = self._quantities.get((what, key))
+        if quantity is None:
+            quantity = self._quantities[what, key] = Quantity(PRIORS[what], now, self._ages)
+        self._read = None
+        found = quantity.observe(value, stream, weight, now, alone=alone)
+        if found is not None:
+            self.last_change_s = now
+        if found == "changed":
+            self.last_change_began_s = quantity.changes[-1].began_s
+        return found
+
+    # -- means ----------------------------------------------------------------------------------------------------
+
+    def slowdown(self, name: str) -> float:
+        """Return the mean slowdown of a device, 1 for one that has told nothing."""
+        return self._exp_mean("slowdown", (name,), 1.0)
+
+    def link(self, name: str) -> Link:
+        """Return the mean link of a device to the broker, with defaults for what was not measured."""
+        bytes_per_s = self._exp_mean("rate", (name,), Link().up_bytes_per_s)
+        return Link(self._exp_mean("round trip", (name,), 2 * Link().latency_s) / 2, bytes_per_s, bytes_per_s)
+
+    def peer_link(self, source: str, target: str) -> PeerLink | None:
+        """Return the mean link from one device straight to another; None before it was probed."""
+        key = (source, target)
+        if ("round trip", key) not in self._quantities:
+            return None
+        rate = self._exp_mean("rate", key, 0.0) or None
+        return PeerLink(self._exp_mean("round trip", key, 0.0) / 2, rate)
+
+    def peer_links(self, source: str) -> dict[str, PeerLink]:
+        """Return the mean links of a device straight to others."""
+        targets = {key[1] for _, key in self._quantities if len(key) == 2 and key[0] == source}
+        return {t: link for t in sorted(targets) if (link := self.peer_link(source, t)) is not None}
+
+    def frame_cost(self, name: str) -> FrameCost | None:
+        """Return the mean cost of frames off loopback on a device; None before it has met some."""
+        device = self._devices.get(name)
+        if device is None or device.frame_cost is None:
+            return None
+        factor = self._exp_mean("frame", (name,), 0.0) / _typical_s(device.frame_cost)
+        return FrameCost(factor * device.frame_cost.frame_s, factor * device.frame_cost.byte_s)
+
+    def _exp_mean(self, what: What, key: Key, instead: float) -> float:
+        return exp(self._posterior(what, key)[0]) if (what, key) in self._quantities else instead
+
+    def _posterior(self, what: What, key: Key, now: float | None = None) -> Posterior:
+        """Return mean and variance of a quantity that is known, with what its kin say."""
+        if self._read is None or self._read[0] != now:
+            kinds: dict[tuple[What, Key], list[tuple[What, Key]]] = {}
+            for found in self._quantities:
+                kinds.setdefault((found[0], tuple(self._devices[name].kind for name in found[1])), []).append(found)
+            self._read = now, {}
+            for kin in kinds.values():
+                self._read[1].update(zip(kin, with_kin([self._quantities[k] for k in kin], now), strict=True))
+        return self._read[1][what, key]
+
+    # -- uncertainty and change -----------------------------------------------------------------------------------
+
+    def draws(self, names: Collection[str], now: float, count: int = DRAWS, seed: int = 0) -> Draws:
+        """Return draws of what is believed of devices and of the pairs among them; at most `DRAWS` of each."""
+
+        def drawn(what: What, key: Key) -> Floats:
+            order = np.random.default_rng([seed, crc32(repr((what, key)).encode())]).permutation(DRAWS)
+            return sqrt(self._posterior(what, key, now)[1]) * _QUANTILES[order][:count]
+
+        return _by_quantity({found: drawn(*found) for found in self._among(names)})
+
+    def youngest_change(self, names: Collection[str], now: float) -> YoungestChange | None:
+        """Return what remains of the youngest change of these devices and their links, and what was before; or None."""
+        changed = {found: x for found in self._among(names) if (x := self._quantities[found]).changes_since(now)}
+        if not changed:
+            return None
+        youngest = max(changed.values(), key=lambda x: x.changes[-1].began_s)
+        before = {found: np.array([x.changes_since(now)[0].mean - x.mean]) for found, x in changed.items()}
+        return YoungestChange(youngest.remaining_s(now), _by_quantity(before))
+
+    def _among(self, names: Collection[str]) -> list[tuple[What, Key]]:
+        return [found for found in self._quantities if set(found[1]) <= set(names)]
+
+    def means(self) -> dict[tuple[What, Key], float]:
+        """Return the mean logarithm of every quantity: what a plan is made with that is made now."""
+        met = {found: self._posterior(*found)[0] for found in self._quantities}
+        assumed = {name: device.assumed for name, device in self._devices.items() if device.assumed is not None}
+        unmet: dict[tuple[What, Key], float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
+        return {**unmet, **met}
+
+    def in_doubt(self, names: Collection[str], since_s: float) -> bool:
+        """Return whether something of these devices, or of links between them, has changed since, or may do so now."""
+        known = [self._quantities[found] for found in self._among(names)]
+        return any(x.is_in_doubt or (x.changes and x.changes[-1].began_s > since_s) for x in known)
+
+    def moved(self, made_with: Means, used: Collection[str], now: float) -> str | None:
+        """Return in words what is no longer as a plan was made with, or None.
+
+        used: the devices of the plan; of others only what has become better counts. What was not measured then is held
+        against the defaults of a link and of a slowdown.
+        """
+        for what, key in self._quantities:
+            if what not in MOVED:  # round trips beside runs are those of a busy device
+                continue
+            mean, variance = self._posterior(what, key, now)
+            then = made_with.get((what, key), _DEFAULTS.get((what, len(key)), mean))
+            off = mean - then
+            better = off > 0 if what == "rate" else off < 0
+            if abs(off) > max(MOVED[what], 2 * sqrt(variance)) and (better or set(key) <= set(used)):
+                whose = f"{what} of {key[0]}" if len(key) == 1 else f"{what} from {key[0]} to {key[1]}"
+                return f"{whose} is {exp(off):.2f} times what the plan was made for"
+        return None
+
+    def describe(self, now: float) -> dict[str, tuple[str, ...]]:
+        """Return the evidence on each device in sentences; whose meter or probe is contradicted is named first."""
+        return {name: (*self.contradicted(name), *self._evidence(name, now)) for name in self._devices}
+
+    def contradicted(self, name: str) -> Iterator[str]:
+        """Yield in words what a device says that its runs, or exchanges with it, contradict."""
+        for (_, key), quantity in self._quantities.items():
+            if key[0] != name:
+                continue
+            meter = quantity.streams.get("meter")
+            if meter is not None and abs(meter.offset) > LIE:
+                said, ran = exp(quantity.mean + meter.offset), exp(quantity.mean)
+                yield f"{name} contradicts itself: its meter says slowdown {said:.2f}, its runs say {ran:.2f}"
+            exchanges, probed = quantity.streams.get("exchange"), None
+            if exchanges is not None and exchanges.count:
+                probed = quantity.last_value("idle", "busy")
+            if probed is not None and probed - quantity.mean > LIE:
+                says, carries = exp(probed) / 1e6, exp(quantity.mean) / 1e6
+                yield f"probes from {name} to {key[-1]} say {says:.1f} MB/s, exchanges say {carries:.1f} MB/s"
+
+    def _evidence(self, name: str, now: float) -> Iterator[str]:
+        for what, key in self._quantities:
+            if key[0] != name:
+                continue
+            quantity, (mean, variance) = self._quantities[what, key], self._posterior(what, key, now)
+            whose = what if len(key) == 1 else f"{what} to {key[1]}"
+            seen = ", ".join(f"{s.count} of {stream}" for stream, s in quantity.streams.items() if s.count)
+            factor, unit = _UNITS[what]
+            yield f"{whose} {factor * exp(mean):.3g}{unit} ± {sqrt(variance):.0%} ({seen})"
+            if open_changes := quantity.changes_since(now):
+                last = open_changes[-1]
+                yield (
+                    f"{whose} was {factor * exp(last.mean):.3g}{unit} until {now - last.began_s:.0f} s ago; the change "
+                    f"lasts about {quantity.remaining_s(now):.0f} s more"
+                )
+
+
+_UNITS: Final[Mapping[What, tuple[float, str]]] = {
+    "slowdown": (1.0, ""),
+    "rate": (1e-6, " MB/s"),
+    "round trip": (1e3, " ms"),
+    "frame": (1e3, " ms"),
+}
+# What plans are made with where nothing was measured, by the number of devices: pairs follow from links.
+_DEFAULTS: Final[Mapping[tuple[What, int], float]] = {
+    ("slowdown", 1): 0.0,
+    ("rate", 1): log(LOCAL_BYTES_PER_S),
+}
+
+
+def _by_quantity(arrays: Mapping[tuple[What, Key], Floats]) -> Draws:
+    def of(what: What) -> dict[str, Floats]:
+        return {key[0]: array for (found, key), array in arrays.items() if found == what and len(key) == 1}
+
+    pairs = {(key[0], key[1]): a for (what, key), a in arrays.items() if what == "rate" and len(key) == 2}
+    return Draws(of("slowdown"), of("rate"), of("frame"), pairs)
+
+
+def _typical_s(cost: FrameCost) -> float:
+    return cost.frame_s + TYPICAL_FRAME_BYTES * cost.byte_s
+
+
+def _log_rate(bytes_per_s: float) -> float:
+    """Return the logarithm of a rate; what is much faster than any link is noise."""
+    return log(min(bytes_per_s, 4 * LOCAL_BYTES_PER_S))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Methods: what whole runs take over their price.
 
 # A way of dividing a model: method, number of devices and of replicas (0: not side by side), wire, storage and route.
 StrategyKey = tuple[str, int, int, str, str, str]
+
+RUN: Final = {"run": Noise(0.08)}
+METHOD_DRIFT: Final = 0.002
+SINGLE_SD: Final = 0.06  # of one device, which exchanges nothing
+FIRST_SD: Final = 0.2  # of the first method of several devices
+METHOD_SD: Final = 0.10  # by which methods differ beyond what they share
+SURPRISED: Final = 0.15  # weight of a run while something else may have changed
+ENOUGH: Final = 3  # runs of a way before its time is a reason to search
+EXPLORATION_BONUS: Final = (
+    0.88  # a way that was never tried may take so much of its price: predictions are off by that much
+)
 
 
 def strategy_key(plan: Plan) -> StrategyKey:
@@ -35,16 +744,20 @@ def strategy_key(plan: Plan) -> StrategyKey:
     return plan.method, len(plan.devices), len(plan.replicas), plan.wire, plan.weight_dtype, plan.route
 
 
+def _exchanges(key: StrategyKey) -> bool:
+    return key[1] > 1 and not key[2]
+
+
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """Measured over predicted time, by way.
+    """Measured over predicted time by way of dividing a model, as `price` reads it; sds: of the logarithms.
 
-    tried: ways that have run recently, whether or not that counts still. exploration_bonus: what part of its price an
-    untried way is taken to cost, 1 where a search is not for trying any.
+    exploration_bonus: what part of its price an untried way is taken to cost, 1
+    where a search is not for trying any.
     """
 
     factors: Mapping[StrategyKey, float] = field(default_factory=dict)
-    tried: frozenset[StrategyKey] = frozenset()
+    sds: Mapping[StrategyKey, float] = field(default_factory=dict)
     exploration_bonus: float = 1.0
 
     def factor(self, plan: Plan) -> float:
@@ -59,8 +772,20 @@ class Corrections:
             return known
         if plan.replicas:
             return exp(fmean(log(self.factor(replica)) for replica in plan.replicas))
-        others = [log(f) for (_, devices, replicas, *_rest), f in self.factors.items() if devices > 1 and not replicas]
+        others = [log(factor) for key, factor in self.factors.items() if _exchanges(key)]
         return exp(fmean(others)) if others and len(plan.devices) > 1 else 1.0
+
+    def sd(self, plan: Plan) -> float:
+        """Return how far the logarithm of that factor may be off."""
+        known = self.sds.get(strategy_key(plan))
+        if known is not None:
+            return known
+        if plan.replicas:
+            return max(self.sd(replica) for replica in plan.replicas)
+        if len(plan.devices) == 1:
+            return SINGLE_SD
+        others = [sd**2 for key, sd in self.sds.items() if _exchanges(key)]
+        return sqrt(METHOD_SD**2 + fmean(others)) if others else FIRST_SD
 
     def knows(self, plan: Plan) -> bool:
         """Return whether a plan's way was measured."""
@@ -71,103 +796,65 @@ class Corrections:
 
         The first plan of several devices may promise twice as much: exchanges were not measured here yet.
         """
-        if self.knows(plan) or strategy_key(plan) in self.tried:
+        if self.knows(plan):
             return 1.0
-        split = any(devices > 1 and not replicas for _, devices, replicas, *_rest in {*self.factors, *self.tried})
+        split = any(_exchanges(key) for key in self.factors)
         return self.exploration_bonus if split or len(plan.devices) == 1 or plan.replicas else self.exploration_bonus**2
 
 
-class RunHistory:
-    """The late runs of one model; times by any one clock, in seconds."""
+class MethodEstimates:
+    """What whole runs of one model take over their price, by way of dividing it."""
 
     def __init__(self) -> None:
-        self._runs: dict[StrategyKey, deque[tuple[float, float]]] = {}
-        self._tried_s: dict[StrategyKey, float] = {}
+        self._ways: dict[StrategyKey, Quantity] = {}
 
-    def record_run(self, plan: Plan, tokens: int, seconds: float, now: float, whole: Plan | None = None) -> None:
+    def record_run(
+        self,
+        plan: Plan,
+        tokens: int,
+        seconds: float,
+        now: float,
+        spread: float = 0.0,
+        weight: float = 1.0,
+        whole: Plan | None = None,
+    ) -> Found | None:
         """Take the measured time of a run of `tokens` tokens that had the devices to itself.
 
-        whole: the plan of which `plan` is a replica. It teaches about that alone: the same division without others
-        beside it need not be as slow.
+        spread: standard deviation of the logarithm of its price, for what is not known of devices and links. whole: the
+        plan of which `plan` is a replica. It teaches about that alone: the same division without others beside it need
+        not be as slow.
         """
         if plan.predicted_s <= 0 or plan.predicted_tokens <= 0 or not 0.8 < tokens / plan.predicted_tokens < 1.25:
-            return  # the time of another length is not in proportion
+            return None  # the time of another length is not in proportion
         ratio = seconds / (plan.predicted_s * tokens / plan.predicted_tokens)
-        taught = strategy_key(whole or plan)
-        runs = self._runs.setdefault(taught, deque(maxlen=KEPT))
-        runs.append((now, min(max(ratio, LEAST), MOST)))
-        if len(runs) >= ENOUGH:
-            self._tried_s[taught] = now
+        if not 0 < ratio < inf:
+            return None
+        key = strategy_key(whole or plan)
+        if key not in self._ways:
+            known = self.corrections(now)
+            prior = Prior(log(known.factor(whole or plan)), known.sd(whole or plan), METHOD_DRIFT, RUN)
+            self._ways[key] = Quantity(prior, now)
+        return self._ways[key].observe(log(ratio), "run", weight, now, extra_variance=spread**2)
 
-    def forget_since(self, since_s: float) -> None:
-        """Forget what ran since then: what it was held against was predicted from links or speeds that were others."""
-        for runs in self._runs.values():
-            while runs and runs[-1][0] > since_s:
-                runs.pop()
+    def undo_since(self, since_s: float) -> None:
+        """Take back the changes since then: it was a device or a link that had changed."""
+        for quantity in self._ways.values():
+            quantity.undo_since(since_s)
 
-    def corrections(self, now: float) -> Corrections:
-        """Return the median of every way's late runs, where there are enough."""
-        late = {w: [r for at, r in runs if now - at < FORGET_S] for w, runs in self._runs.items()}
-        tried = frozenset(w for w, at in self._tried_s.items() if now - at < TRIED_S)
-        return Corrections({w: median(ratios) for w, ratios in late.items() if len(ratios) >= ENOUGH}, tried)
+    def factor(self, plan: Plan) -> float:
+        """Return what to multiply a plan's predicted time by."""
+        return self.corrections().factor(plan)
 
+    def sd(self, plan: Plan, now: float | None = None) -> float:
+        """Return how far the logarithm of that factor may be off."""
+        return self.corrections(now).sd(plan)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# When to plan again: a device's speed or link has differed from what the plan was made for, long enough.
+    def runs(self, plan: Plan) -> int:
+        """Return how many runs have taught a plan's way."""
+        known = self._ways.get(strategy_key(plan))
+        return 0 if known is None else known.count
 
-
-GROSS: Final = 2.0  # beyond this ratio less patience: it is not noise
-
-
-@dataclass(slots=True)
-class DriftRule:
-    """Fires when any observed value has been off by more than `factor` for `hold_s`, and not within `rest_s` of a plan.
-
-    Nor within `rest_s` of a disturbance: devices that load weights compute slowly and have full links. Where a value is
-    off by more than `GROSS`, both times are shorter, the more the further it is off; a rest after a plan is at least
-    `hold_s`, and one after a disturbance stays whole. A processor that fell to a quarter while the rule rested after a
-    plan waited 20 s for the next one.
-
-    Values are positive (slowdown, bandwidth, round trip), by any key; `planned` are those that the plan was made with.
-    """
-
-    factor: float = 1.15  # some prices decide whether a full search follows (`revalidate`)
-    hold_s: float = 5.0
-    rest_s: float = 15.0
-    planned: dict[str, float] = field(default_factory=dict)
-    _since: dict[str, float] = field(default_factory=dict)
-    _made_at: float = float("-inf")
-    _disturbed_at: float = float("-inf")
-
-    def set_planned(self, values: Mapping[str, float], now: float) -> None:
-        """Take the values that a new plan was made with."""
-        self.planned = dict(values)
-        self._since.clear()
-        self._made_at = now
-
-    def record_disturbance(self, now: float) -> None:
-        """Take it that what is observed now says nothing of how things will be."""
-        self._since.clear()
-        self._disturbed_at = now
-
-    def is_too_recent(self, since: float, now: float) -> bool:
-        """Return whether what began at `since`, or a disturbance, is too recent to be judged by its times."""
-        return now - max(since, self._disturbed_at) < self.rest_s
-
-    def observe(self, values: Mapping[str, float], now: float, grown: float | None = None) -> str | None:
-        """Return what has drifted, in words, or None; grown: the factor for values that are larger, if another."""
-        for key, value in values.items():
-            base = self.planned.get(key)
-            if base is None or base <= 0 or value <= 0:
-                continue
-            ratio = value / base
-            off = max(ratio, 1 / ratio)
-            if off <= (self.factor if grown is None or ratio < 1 else grown):
-                self._since.pop(key, None)
-                continue
-            since = self._since.setdefault(key, now)
-            patience = min(log(GROSS) / log(off), 1.0)
-            hold_s, rest_s = patience * self.hold_s, max(patience * self.rest_s, min(self.hold_s, self.rest_s))
-            if now - since >= hold_s and now - self._made_at >= rest_s and now - self._disturbed_at >= self.rest_s:
-                return f"{key} is {ratio:.2f} times what the plan was made for, since {now - since:.0f} s"
-        return None
+    def corrections(self, now: float | None = None) -> Corrections:
+        """Return what is believed now, as `price` reads it."""
+        ways = self._ways.items()
+        return Corrections({k: exp(x.mean) for k, x in ways}, {k: x.sd(now) for k, x in ways})

@@ -77,7 +77,8 @@ class PeerStats(NamedTuple):
 
     frames and bytes, in and out; queued_bytes: waiting now, because the peer reads slowly; dropped: messages for which
     there was no room; reconnections: to its endpoint. joined: 1 if this device receives from the peer now; trouble: why
-    not, in words.
+    not, in words. timed_bytes: what came while this device waited for the rest of a tensor and did nothing else, and
+    timed_us, for how many microseconds: the rate of real exchanges.
     """
 
     frames_in: int
@@ -88,6 +89,8 @@ class PeerStats(NamedTuple):
     dropped: int
     reconnections: int
     joined: int
+    timed_bytes: int = 0
+    timed_us: int = 0
     trouble: str = ""
 
 

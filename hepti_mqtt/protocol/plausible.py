@@ -244,7 +244,7 @@ FIELDS: Final[Mapping[str, Check]] = {
     "temperature_c": Number("°C", -MAX_REAL, MAX_REAL, real=True, optional=True),
     "round_trip_s": measured("s", 0, 3600),
     "bandwidth_bytes_per_s": measured("bytes/s", 1, MAX_REAL),
-    "slowdown": Number("ratio", 0, MAX_REAL, real=True, credible=(0, 1e4), instead=1.0),
+    "slowdown": Number("ratio", 0, MAX_REAL, real=True, credible=(1e-4, 1e4), instead=1.0),
     "rss_bytes": BYTES,
     "counters": _counters,
     "peer_frame_s": measured("s", 0, 10),

@@ -9,6 +9,7 @@
     hepti/v1/<site>/infer/<model>/req/<client>
     hepti/v1/<site>/infer/<model>/res/<client>/<request>
     hepti/v1/<site>/evt/<kind>
+    hepti/v1/<site>/home/device|model|site/<name>
 
 The sender's name stands in the topic, so that a broker's access list can bind it.
 """
@@ -150,6 +151,10 @@ class Topics:
     def event(self, kind: str) -> str:
         """Return the topic of one kind of event."""
         return f"{self._root}/evt/{check_name('event', kind)}"
+
+    def home(self, kind: Literal["device", "model", "site"], name: str) -> str:
+        """Return the topic of a state in JSON that Home Assistant reads; nothing of ours reads it."""
+        return f"{self._root}/home/{kind}/{check_name('device', name)}"
 
     # -- subscription filters ----------------------------------------------------------------------------------------
 

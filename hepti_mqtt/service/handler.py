@@ -178,6 +178,11 @@ class RequestHandler:
         """Request a cost forecast on another thread; the answer contains it if it is ready in time."""
         self._forecasts.request(request.key.model, dict.fromkeys(request.run_shapes()))
 
+    @staticmethod
+    def age_s(request: Request, now: float) -> float:
+        """Return the seconds since a request was received."""
+        return now - _context(request).received_s
+
     def _overhead_s(self, command: AnswerRequest, received_s: float) -> float:
         """Return the planner's time from arrival to first dispatch: the minimum over the model's last requests."""
         begun_s = min((s.dispatched_s for s in command.stats if s.dispatched_s is not None), default=None)

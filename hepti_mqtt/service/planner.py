@@ -41,6 +41,7 @@ from hepti_mqtt.service.decoder import (
 )
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
+from hepti_mqtt.service.home_assistant import HomeAssistant
 from hepti_mqtt.service.setup import PlannerConfig, next_boot, open_models, state_directory
 from hepti_mqtt.service.solver import WireAccuracy, solve, start_preloading
 from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle
@@ -217,6 +218,15 @@ class _Planner:
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
         )
 
+        self.home = self._home_assistant(config.home_assistant)
+
+    def _home_assistant(self, prefix: str | None) -> HomeAssistant | None:
+        if prefix is None:
+            return None
+        tasks = {name: model.checkpoint.spec.head.task for name, model in self.models.items()}
+        warn = partial(self.decoder.log.record, "home_assistant")
+        return HomeAssistant(self.config.url, self.topics, prefix, tasks, time.monotonic, warn)
+
     # -- network thread: nothing here blocks ------------------------------------------------------------------------
 
     def _handle_message(self, topic: str, payload: bytes) -> None:
@@ -314,6 +324,9 @@ class _Planner:
         except Exception as error:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
         self.channel.send(reply, self.channel.journal.take_waiting(command.request))
+        if self.home is not None:
+            age_s = self.handler.age_s(command.request, time.monotonic())
+            self.home.record_reply(command.request.key.model, 1e3 * age_s, reply.payload)
 
     def _internal_error(self, error: Exception) -> RemoteError:
         self.log.exception("Internal error while handling a request; the planner continues")
@@ -339,6 +352,8 @@ class _Planner:
             self.bulk.connect()
             self.channel.connect()
             self.control.connect()
+            if self.home is not None:
+                self.home.connect()
             for thread in threads:
                 thread.start()
             for executor in executors:
@@ -364,6 +379,8 @@ class _Planner:
             if isinstance(item, interface.Tick):
                 tick_at = time.monotonic() + TICK_S
                 self.channel.resend_due(time.monotonic())
+                if self.home is not None:
+                    self.home.tick()
             self.throttle.run_before_searches(
                 partial(self._run_guarded, item if callable(item) else partial(self._handle, item))
             )
@@ -453,6 +470,8 @@ class _Planner:
             for name in self.models:
                 self._publish(self.topics.plan(name), b"", retain=True)
         self.bulk.close()
+        if self.home is not None:
+            self.home.close()
         self.control.close(None if replaced else self._status("offline"))
         self.channel.close()
 

@@ -54,7 +54,8 @@ class PlannerConfig:
 
     models: directory by name. pins: by model. in_flight: concurrent runs per model. batching: which requests run
     together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
-    refuses pins in requests. state_dir: of the boot counter and journal, by default the user's.
+    refuses pins in requests. state_dir: of the boot counter and journal, by default the user's. home_assistant:
+    prefix of its discovery, None to announce nothing.
     """
 
     url: BrokerUrl
@@ -66,6 +67,7 @@ class PlannerConfig:
     broker_mbit: float | None = None
     request_pins: RequestPins = "any"
     state_dir: Path | None = None
+    home_assistant: str | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
     @classmethod
@@ -80,6 +82,7 @@ class PlannerConfig:
             batching=Batching(options.batch, options.batch_delay_ms / 1e3),
             broker_mbit=options.broker_mbit,
             request_pins=options.request_pins,
+            home_assistant=options.home_assistant,
         )
 
 

@@ -44,6 +44,7 @@ __all__ = [
 QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
 PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless who joins says otherwise
 TICK_S: Final = 1.0
+LEAST_WAIT_S: Final = 1e-4  # for the rest of a payload, that says something of a link
 _MAX_PEERS: Final = 1024
 
 OnMessage = Callable[[str, str, memoryview], None]
@@ -85,6 +86,7 @@ class Mesh:
         self._peers: dict[str, Peer] = {}
         self._due = NEVER  # when the first timer of a peer is
         self._by_fd: dict[int, Peer] = {}
+        self._receiving: list[Peer] = []  # of a payload on its way
         self._eager: list[Peer] = []  # have read some of what came, and not all
         # Reported on this thread in `wait`, in order of arrival.
         self._reported: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
@@ -152,14 +154,26 @@ class Mesh:
             timeout_s = 0.0
         elif self._due < NEVER:
             timeout_s = self._until(timeout_s)
+        began_s, entered_s = self.woke_s, time.perf_counter()
+        receiving = any(peer.missing for peer in self._receiving)
         found = self._epoll.poll(timeout_s)
         self.woke_s = time.perf_counter()
-        for fd, _ in found:
-            peer = self._by_fd.get(fd)
-            if peer is not None:
-                peer.ready()
-            elif fd == self._wake:
-                os.eventfd_read(self._wake)
+        waited_s = self.woke_s - entered_s
+        # What came is the link's doing if it was waited for longer than anything else was done.
+        timed = receiving and waited_s > max(entered_s - began_s, LEAST_WAIT_S)
+        peers = [peer for fd, _ in found if (peer := self._by_fd.get(fd)) is not None]
+        before = sum(peer.received_bytes for peer in peers) if timed else 0
+        for peer in peers:
+            peer.ready()
+        if timed and peers:
+            nbytes = sum(peer.received_bytes for peer in peers) - before
+            for peer in peers:
+                peer.stats.timed_bytes += nbytes
+                peer.stats.timed_us += round(1e6 * (self.woke_s - began_s))
+        if peers:
+            self._receiving = [peer for peer in {*self._receiving, *peers} if peer.missing]
+        if len(peers) < len(found) and any(fd == self._wake for fd, _ in found):
+            os.eventfd_read(self._wake)
         if self._eager:
             eager, self._eager[:] = list(self._eager), []
             for peer in eager:

@@ -104,7 +104,8 @@ class PeerStats:
     queued_bytes: what waits for the peer now. dropped: messages that it did not get. unwanted:
     messages from it that no filter here takes in (any more). reconnections: how often the
     connection to its endpoint was restored. joined: whether everything that was joined there is granted. trouble: why
-    not, in words.
+    not, in words. timed_bytes: what came while this device waited for the rest of a payload and did nothing else, and
+    timed_us, for how long; from several peers at once, what came from all of them counts for each.
     """
 
     frames_in: int = 0
@@ -117,6 +118,8 @@ class PeerStats:
     reconnections: int = 0
     joined: bool = False
     trouble: str = ""
+    timed_bytes: int = 0
+    timed_us: int = 0
 
 
 class _State(Enum):
@@ -187,6 +190,7 @@ class Peer:
         self._ids = self._tries = 0
         self._topics: dict[str, bool] = {}  # whether somebody has asked for it
         self._fd, self._low = -1, 1
+        self.received_bytes = 0  # read so far, headers included
         self._decoder = self._new_decoder()
 
     # -- what the caller wants ---------------------------------------------------------------------------------------
@@ -238,6 +242,11 @@ class Peer:
         self._joins.clear()
         self._close()
         self._schedule()
+
+    @property
+    def missing(self) -> int:
+        """Return how many bytes of a payload on its way have not come yet."""
+        return self._decoder.missing if self._state is _State.UP else 0
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -437,6 +446,7 @@ class Peer:
                 nbytes = connection.recv_into(room)
                 if not nbytes:
                     raise Malformed("it hung up")
+                self.received_bytes += nbytes
                 if not self.stats.joined:
                     self._heard()
                 event = decoder.received(nbytes)

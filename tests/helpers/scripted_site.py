@@ -122,6 +122,7 @@ class Site:
         self.answers: dict[str, interface.AnswerRequest] = {}
         self.errors: dict[str, HeptiError] = {}
         self.solves: list[interface.Solve] = []
+        self.compute_us = 0  # of every device in every run; 0 says nothing
         self.mute: set[str] = set()  # devices that do not answer when they are asked for a word
         self.probes: list[tuple[str, messages.Prepare]] = []
         self.ranked: Callable[[Question, Decision, Decision], Decision] = ranked_with_previous
@@ -199,11 +200,12 @@ class Site:
         self.event(interface.Tick())
 
     def drift(self, slowdowns: Mapping[str, float], seconds: int) -> None:
-        """Let time pass in which some devices are slow."""
+        """Let time pass in which some devices are slow; a reading that repeats the last one would be none."""
         for _ in range(seconds):
             self.now += 1
             for device, boot in self.boots.items():
-                self.event(interface.DeviceHeartbeat(device, heartbeat(boot, slowdowns.get(device, 1.0))))
+                slowdown = slowdowns.get(device, 1.0) * (1 + 0.001 * (int(self.now) % 3))
+                self.event(interface.DeviceHeartbeat(device, heartbeat(boot, slowdown)))
             self.event(interface.Tick())
 
     def prepares(self) -> dict[str, messages.Prepare]:
@@ -284,7 +286,7 @@ class Site:
         out = replace(frame, kind="output", source=plans[0].root, dtype="f32", shape=output.shape, body=output)
         self.event(interface.DeviceFrame(plans[0].root, out))
         for device in plans[0].devices:
-            numbers = (2000, 500, 100, int(device == plans[0].root))
+            numbers = (self.compute_us, 500, 100, int(device == plans[0].root))
             done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers, body=b"")
             self.event(interface.DeviceFrame(device, done))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from closed_broker import closed_broker
-from site_processes import PATIENCE_S, SITE, Site
+from site_processes import PATIENCE_S, SITE, Site, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli import demo
@@ -89,7 +91,7 @@ RUNS = [
 
 
 def test_no_command_is_left_out() -> None:
-    ran = {command.split()[0] for _, command, _ in RUNS} | {"demo"}
+    ran = {command.split()[0] for _, command, _ in RUNS} | {"demo", "gateway"}
     assert set(_ENTRY_POINTS) - NOT_AT_A_BROKER <= ran
 
 
@@ -118,6 +120,20 @@ def test_exchanges_between_devices_are_encrypted_by_their_own_certificates(site:
         found = {d["device"]: d for d in hepti.devices(wait_s=5)}
     assert len(found["a"]["endpoint"]["fingerprint"]) == 64
     assert found["a"]["endpoint"]["fingerprint"] != found["b"]["endpoint"]["fingerprint"]
+
+
+def test_a_gateway_asks_as_its_user(site: ClosedSite) -> None:
+    body = json.dumps({"model": "tiny", "input": "hello"})
+    for user, status in (("alice", 200), ("hall", 502)):
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            port = found.getsockname()[1]
+        site.start(user, "gateway", "--port", str(port), "--timeout", "20")
+        poll(lambda user=user: "listening" in site.log(user), "the gateway's start")
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        assert connection.getresponse().status == status
+        connection.close()
+        site.stop(user)
 
 
 def test_python_asks_as_its_user(site: ClosedSite) -> None:

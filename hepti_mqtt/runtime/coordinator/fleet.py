@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hmac
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, default_frame_cost
-from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster, usual_slowdown
+from hepti_mqtt.cost.profiles import Cluster, default_frame_cost
+from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster
 from hepti_mqtt.plan import DevicePair, Plan
+from hepti_mqtt.planner.estimates import SiteEstimates
 from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, Peer, Status, is_compatible
 from hepti_mqtt.runtime.coordinator.interface import (
     BrokerConnection,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 PROBED_PACKET_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
-LOAD_SETTLE_S: Final = 15.0  # after weights were loaded; as long as drift rests
-SLOWDOWNS: Final = 5  # heartbeats, of which the median counts
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
 RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
@@ -44,7 +42,6 @@ QUARANTINE_MAX_S: Final = 300.0  # ... and after twice as long each time, at mos
 HEARTBEAT_TIMEOUT_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
-TYPICAL_FRAME_BYTES: Final = 1 << 16  # of a frame whose cost drift is watched on
 RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
 MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
@@ -53,8 +50,7 @@ MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are
 class Member:
     """One device as it has described itself.
 
-    idle_heartbeat, slowdowns: the last heartbeat and the last slowdowns while no device loaded weights, which slows
-    processors and links. refused: why plans do not use it until it restarts. starting_s: since when it is starting.
+    refused: why plans do not use it until it restarts. starting_s: since when it is starting.
     left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
     hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
     boot_before: of the start that plans used, when a new start appeared before the end of the old one.
@@ -66,8 +62,6 @@ class Member:
     boot_before: int = 0
     online: bool = False
     caps: Caps | None = None
-    idle_heartbeat: Heartbeat | None = None
-    slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWDOWNS))
     heartbeat: Heartbeat | None = None
     last_heartbeat_s: float = 0.0
     starting_s: float | None = None
@@ -79,6 +73,7 @@ class Member:
     mute: bool = False
     unreachable_until_s: dict[str, float] = field(default_factory=dict)
     implausible_reported: bool = False
+    contradiction_reported: bool = False
 
     @property
     def usable(self) -> bool:
@@ -105,32 +100,15 @@ class Member:
             return False  # one speaks TLS, the other does not
         return self.endpoint.loopback or not source.endpoint.loopback
 
-    def reported(self, memory_bytes: float) -> ReportedDevice:
-        """Return the device as it has described itself, with so much memory."""
+    @property
+    def kind(self) -> str:
+        """Return what devices share that are taken to be equal until measurements show otherwise."""
         assert self.caps is not None
-        heartbeats = [hb for hb in (self.idle_heartbeat, self.heartbeat) if hb is not None]
-        return ReportedDevice(
-            self.name, self.caps.curves, memory_bytes, list(self.slowdowns), heartbeats, self.caps.endpoint
-        )
-
-    def observed(self, usual: float, planned: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return what drift is watched on: the values that a plan made now is made with, measured or assumed.
-
-        planned: the values of a plan; what is worse than these is reported as measured.
-        """
-        then = planned or {}
-        reported = self.reported(0)
-        name, found = f"bandwidth of {self.name}", {f"slowdown of {self.name}": reported.slowdown(usual)}
-        if self.endpoint is not None and not self.endpoint.loopback:
-            profile = reported.profile()
-            cost = profile.mesh_frame_cost or default_frame_cost(profile)
-            found[f"cost of frames of {self.name}"] = cost.frame_s + TYPICAL_FRAME_BYTES * cost.byte_s
-        rate = min(reported.link().up_bytes_per_s, LOCAL_BYTES_PER_S)
-        return {name: max(rate, then.get(name, rate)), **{k: min(v, then.get(k, v)) for k, v in found.items()}}
+        return f"{self.caps.isa}, {self.caps.cores} cores, {self.caps.threads} threads"
 
 
 class Fleet:
-    """All devices of the site; a boot counter orders what was retained against what is new.
+    """All devices of the site, and what is believed of them; a boot counter orders what was retained against the new.
 
     broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
     introduced to each other.
@@ -139,7 +117,7 @@ class Fleet:
     def __init__(self, broker_bytes_per_s: float | None = None, *, mesh: bool = False) -> None:
         self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
         self.members: dict[str, Member] = {}
-        self._calm_from_s = -inf
+        self.estimates = SiteEstimates()
         self._met_s = -inf
         self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
 
@@ -149,7 +127,9 @@ class Fleet:
             return True
         absent = [m for m in self.members.values() if not m.usable]
         if absent:
-            del self.members[min(absent, key=lambda m: m.last_heartbeat_s).name]
+            gone = min(absent, key=lambda m: m.last_heartbeat_s).name
+            del self.members[gone]
+            self.estimates.forget_device(gone)
         return bool(absent)
 
     def member(self, name: str) -> Member:
@@ -190,7 +170,11 @@ class Fleet:
             return None
         if member.caps is not None and member.caps.boot != caps.boot:
             member.refused = ""
+        if member.caps is None or member.caps.boot != caps.boot:  # it has measured itself again
+            self.estimates.forget_device(name)
         was, member.caps = member.usable, caps
+        at, profile = caps.endpoint, self._reported(member, 0).profile()
+        self.estimates.add_device(name, member.kind, None if at is None or at.loopback else default_frame_cost(profile))
         if not is_compatible(caps.version):
             self.refuse(name)
         if was and not member.usable:
@@ -198,17 +182,18 @@ class Fleet:
             return "left"
         return "joined" if member.usable and not was else None
 
-    def record_heartbeat(self, name: str, heartbeat: Heartbeat, now: float) -> str | None:
-        """Take a heartbeat; a device that was only believed lost is back."""
+    def record_heartbeat(
+        self, name: str, heartbeat: Heartbeat, now: float, *, busy: bool = False, loading: bool = False
+    ) -> str | None:
+        """Take a heartbeat; a device that was only believed lost is back.
+
+        busy: it has a part in a run. loading: it, or one that it works with, loads weights.
+        """
         member = self.member(name)
         if heartbeat.boot < member.boot:
             return None
-        if member.heartbeat is not None and member.heartbeat.boot != heartbeat.boot:
-            member.idle_heartbeat = None
-            member.slowdowns.clear()
-        if now >= self._calm_from_s:
-            member.idle_heartbeat = heartbeat
-            member.slowdowns.append(heartbeat.slowdown)
+        if member.caps is not None and member.caps.boot == heartbeat.boot:
+            self.estimates.record_heartbeat(name, heartbeat, now, busy=busy, loading=loading)
         member.heartbeat, member.last_heartbeat_s = heartbeat, now
         self._silent.discard(name)
         if member.quarantined_until_s is not None and now > member.quarantined_until_s:
@@ -245,10 +230,6 @@ class Fleet:
         member.left_s = now
         boot, member.boot_before = member.boot_before or member.boot, 0
         return boot if member.quarantined_until_s is None else None
-
-    def record_loading(self, now: float) -> None:
-        """Record that devices load weights: heartbeats until `LOAD_SETTLE_S` later are not representative."""
-        self._calm_from_s = now + LOAD_SETTLE_S
 
     def reset_silence(self, now: float) -> None:
         """Give every device the whole time to be heard again."""
@@ -331,20 +312,6 @@ class Fleet:
         """Return the devices that plans may use."""
         return {m.name: m for m in self.members.values() if m.usable}
 
-    def observed(self) -> dict[str, float]:
-        """Return what drift is watched on, of every usable device."""
-        usable, usual = self.usable().values(), self._usual_slowdown()
-        return {key: value for member in usable for key, value in member.observed(usual).items()}
-
-    def drift_values(self, used: Collection[str], planned: Mapping[str, float]) -> dict[str, float]:
-        """Return what is observed, but nothing worse than planned of devices that a plan does not use: it stays."""
-        usable, usual = self.usable().values(), self._usual_slowdown()
-        seen = (member.observed(usual, None if member.name in used else planned) for member in usable)
-        return {key: value for of_one in seen for key, value in of_one.items()}
-
-    def _usual_slowdown(self) -> float:
-        return usual_slowdown(m.reported(0) for m in self.usable().values())
-
     def max_packet_bytes(self) -> int | None:
         """Return the largest packet that gets through to every usable device, None if no limit was met."""
         limits = [m.caps.largest_packet_bytes for m in self.usable().values() if m.caps is not None]
@@ -353,12 +320,23 @@ class Fleet:
 
     def cluster(self, reserved: Mapping[str, int]) -> Cluster:
         """Return profiles and links of the usable devices, less the bytes that other models hold on them."""
-        devices = [
-            m.reported(max(m.caps.memory_budget_bytes - reserved.get(m.name, 0), 0))
-            for m in self.usable().values()
-            if m.caps is not None
-        ]
-        return reported_cluster(devices, self._broker_bytes_per_s, mesh=self._mesh)
+        found = [self._reported(m, reserved.get(m.name, 0)) for m in self.usable().values()]
+        return reported_cluster(found, self._broker_bytes_per_s, mesh=self._mesh)
+
+    def _reported(self, member: Member, reserved_bytes: int) -> ReportedDevice:
+        """Return a device as it has described itself, with the means of what is believed of it."""
+        caps, name, believed = member.caps, member.name, self.estimates
+        assert caps is not None
+        return ReportedDevice(
+            name,
+            caps.curves,
+            max(caps.memory_budget_bytes - reserved_bytes, 0),
+            believed.slowdown(name),
+            believed.link(name),
+            believed.peer_links(name),
+            believed.frame_cost(name),
+            caps.endpoint,
+        )
 
 
 def peers_of(plan: Plan, device: str, fleet: Fleet, secret: bytes | None) -> tuple[Peer, ...]:

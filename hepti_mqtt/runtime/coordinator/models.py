@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import inf
+from math import inf, log
 from typing import Final, Literal
 
 from hepti_mqtt.cost.profiles import Cluster
@@ -19,17 +19,17 @@ from hepti_mqtt.planner import (
     Candidate,
     Corrections,
     Decision,
-    DriftRule,
+    MethodEstimates,
     Question,
-    RunHistory,
+    SiteEstimates,
     fits_beside,
     next_trial,
     with_exploration,
 )
-from hepti_mqtt.planner.estimates import StrategyKey, strategy_key
+from hepti_mqtt.planner.estimates import ENOUGH, SURPRISED, Means, StrategyKey, strategy_key
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.interface import WORTH
-from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, Search, ServedModel, is_same_division
+from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     FairQueue,
@@ -48,7 +48,21 @@ MAX_URGENT_SHAPES: Final = 2  # shapes, of what runs first, whose Programs a pla
 MAX_SHAPE_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
 IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
 CLOSE_FACTOR: Final = 1.05  # a plan whose runs take longer by less is not held against the next best
-DETECTION_DELAY_S: Final = 20.0  # so long a link or a processor may have been another before it is seen
+LONGER_FACTOR: Final = 1.15  # one whose runs take longer by more is, whatever the next best was to take
+TRIAL_REST_S: Final = 15.0  # from an activation to a trial
+TRIAL_HOLD_S: Final = 5.0  # so long a trial must have been the best one
+LEAST_COMPUTE_S: Final = 1e-3  # shorter compute times of runs say little of a device
+MOST_SPREAD: Final = 0.3  # doubt in a price, however far links have moved: runs still say more than nothing
+PLAUSIBLE_SLOWDOWN: Final = 64.0  # what reports say beyond it, or below its inverse, is not believed
+
+
+@dataclass(frozen=True, slots=True)
+class Believed:
+    """What is believed at a time: means of devices and links, and what runs take over their price."""
+
+    at_s: float = -inf
+    means: Means = field(default_factory=dict)
+    learned: Corrections = field(default_factory=Corrections)
 
 
 @dataclass(slots=True)
@@ -57,8 +71,9 @@ class PlanGroup:
 
     pinned: by requests rather than by the planner's user. made_room: its plan made room for another group's, and its
     next search has not begun. tried: trials per active plan; trial_candidate: the next trial, and since when; trial:
-    the last one. mispredicted: version of the plan whose prediction rests on outdated measurements. last_decision: of
-    the last search whose plan is in use or on its way. search_inputs: measurements and corrections of the last search.
+    the last one. last_decision: of the last search whose plan is in use or on its way. site: what is believed of
+    devices and links; methods: of what runs take over their price. made_with: what was believed when the last search
+    began that has ended; search_inputs: the same of the last one that began.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the
     story, in the published record.
     """
@@ -67,14 +82,14 @@ class PlanGroup:
     plans: PlanLifecycle
     pinned: bool = False
     made_room: bool = False
-    drift: DriftRule = field(default_factory=DriftRule)
-    experience: RunHistory = field(default_factory=RunHistory)
+    site: SiteEstimates = field(default_factory=SiteEstimates)
+    methods: MethodEstimates = field(default_factory=MethodEstimates)
     tried: tuple[PlanVersion | None, frozenset[StrategyKey]] = (None, frozenset())
     trial_candidate: tuple[StrategyKey, float] | None = None
     trial: Candidate | None = None
-    mispredicted: PlanVersion | None = None
     last_decision: Decision | None = None
-    search_inputs: tuple[Mapping[str, float], Corrections] = ({}, Corrections())
+    search_inputs: Believed = field(default_factory=Believed)
+    made_with: Believed = field(default_factory=Believed)
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)
     error: HeptiError | None = None
@@ -132,63 +147,91 @@ class PlanGroup:
         return bool(self.queue) and self.plans.in_use is None
 
     def record_run(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
-        """Learn from a run that was alone on its devices, unless its prediction is known to be wrong.
+        """Learn what a run that was alone on its devices took over its price by what is believed of them now.
 
-        A slow link is no property of the strategy, so it must not teach corrections for it.
+        A slow link is no property of a method: what has moved since the plan was priced, or may be moving, is doubt.
         """
-        whole = self.plans.parent_of(plan)
-        if whole.version != self.mispredicted:
-            self.experience.record_run(plan, tokens, seconds, now, whole)
+        whole, record = self.plans.parent_of(plan), self.plans.active
+        factor, spread = (1.0, 0.0) if record is None else self._price_shift(record)
+        in_doubt = self.site.in_doubt(plan.devices, self.made_with.at_s)
+        self.methods.record_run(plan, tokens, seconds / factor, now, spread, SURPRISED if in_doubt else 1.0, whole)
 
-    def detect_drift(self, measured: Mapping[str, float], now: float) -> str | None:
-        """Return in words what has drifted from the measurements of the active plan, or None.
+    def _price_shift(self, record: PlanRecord) -> tuple[float, float]:
+        """Return how many times as long a plan takes as when it was priced, and the doubt in that as a logarithm.
+
+        The device that computes longest decides; what links have moved is doubt.
+        """
+        cluster, price = record.decision.cluster, record.decision.chosen.price
+        then = {d: use.compute_s for d, use in price.use.items() if d in cluster.devices}
+        now = {d: s * self.site.slowdown(d) / cluster.devices[d].slowdown for d, s in then.items()}
+        longer_s = max(now.values(), default=0.0) - max(then.values(), default=0.0)
+        moved = (self.site.link(d).up_bytes_per_s / cluster.links[d].up_bytes_per_s for d in then)
+        spread = max((abs(log(m)) for m in moved), default=0.0) if len(then) > 1 else 0.0
+        return max(1 + longer_s / price.seconds, 0.1) if price.seconds > 0 else 1.0, min(spread, MOST_SPREAD)
+
+    def record_reports(self, run: Run, now: float) -> None:
+        """Learn how slow devices are from what they computed in a run; not from one beside loads."""
+        record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
+        plan, shape = run.plan, run.shape
+        if record is None or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
+            return
+        length = shape.size / max(plan.predicted_tokens, 1)
+        if not 0.8 < length < 1.25 or (shape.session_rows and shape.size > 1):
+            return
+        for device, report in run.reports.items():
+            use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)
+            if use is None or profile is None or min(use.compute_s, 1e-6 * report[0]) < LEAST_COMPUTE_S:
+                continue
+            slowdown = 1e-6 * report[0] / (use.compute_s * length) * profile.slowdown
+            if 1 / PLAUSIBLE_SLOWDOWN < slowdown < PLAUSIBLE_SLOWDOWN:
+                self.site.record_compute(device, log(slowdown), now)
+
+    def reason_to_search(self, now: float) -> tuple[Literal["drift", "trial"], str] | None:
+        """Return why another plan should be looked for, in words: what has changed, or what is to be tried.
 
         An unused model is left alone: moving its weights would slow the others down.
         """
-        if self.active is None or not self.in_use(now):
+        if self.active is None or not self.in_use(now) or self.plans.in_transition():
             return None
-        found = self.drift.observe(measured, now)
-        if found is None:
-            times = _times(self.experience.corrections(now), self.active)
-            return self.drift.observe(times, now, self._lead_over_next_best())
-        self.mispredicted = self.active.version
-        self.experience.forget_since(now - DETECTION_DELAY_S)
-        return found
-
-    def _lead_over_next_best(self) -> float:
-        """Return how many times its predicted time the active plan may take until the next best one may be faster."""
-        record = self.plans.active
-        if record is None or record.decision.chosen.price.objective != "latency":
-            return self.drift.factor
-        chosen, ranking = record.decision.chosen, record.decision.ranking
-        others = (c.price.expected_s for c in ranking if c.name != chosen.name and c.price.feasible)
-        return min(max(min(others, default=inf) / max(chosen.price.expected_s, 1e-9), CLOSE_FACTOR), self.drift.factor)
-
-    def reason_to_search(
-        self, measured: Mapping[str, float], now: float
-    ) -> tuple[Literal["drift", "trial"], str] | None:
-        """Return why another plan should be looked for, in words: what has drifted, or what is to be tried."""
-        drifted = self.detect_drift(measured, now)
-        if self.plans.in_transition():
-            return None
-        if drifted is not None:
-            return "drift", drifted
+        moved = self.site.moved(self.made_with.means, self.active.devices, now) or self._takes_longer()
+        if moved is not None:
+            return "drift", moved
         tried = self._next_trial(now)
         return None if tried is None else ("trial", tried)
+
+    def _takes_longer(self) -> str | None:
+        """Return in words that runs of the active plan take longer than when it was last compared, or None."""
+        record = self.plans.active
+        if record is None or self.methods.runs(record.plan) < ENOUGH:
+            return None
+        ratio = self.methods.factor(record.plan) / self.made_with.learned.factor(record.plan)
+        if 1 / LONGER_FACTOR <= ratio <= self._lead_over_next_best(record):
+            return None
+        return f"the time of {record.plan.method} is {ratio:.2f} times what the plan was made for"
+
+    @staticmethod
+    def _lead_over_next_best(record: PlanRecord) -> float:
+        """Return how many times its expected time a plan may take until the next best one may be faster."""
+        chosen, ranking = record.decision.chosen, record.decision.ranking
+        if chosen.price.objective != "latency":
+            return LONGER_FACTOR
+        others = (c.price.expected_s for c in ranking if c.name != chosen.name and c.price.feasible)
+        lead = min(others, default=inf) / max(chosen.price.expected_s, 1e-9)
+        return min(max(lead, CLOSE_FACTOR), LONGER_FACTOR)
 
     def _next_trial(self, now: float) -> str | None:
         """Return in words what to try in place of the active plan, or None; each strategy once per active plan."""
         record = self.plans.active
         free = self.plans.pins.strategy is None and not self.has_suspect_replica
-        if record is None or not free or not self.in_use(now) or self.drift.is_too_recent(record.begun_s, now):
+        if record is None or not free or not self.in_use(now) or now - record.begun_s < TRIAL_REST_S:
             return None
         before = self.tried[1] if self.tried[0] == record.version else frozenset[StrategyKey]()
-        learned = self.experience.corrections(now)
+        learned = self.methods.corrections(now)
         found = next_trial(record.decision, learned, before)
         if found is None or self.trial_candidate is None or self.trial_candidate[0] != strategy_key(found.plan):
             self.trial_candidate = None if found is None else (strategy_key(found.plan), now)
             return None
-        if now - self.trial_candidate[1] < self.drift.hold_s:
+        if now - self.trial_candidate[1] < TRIAL_HOLD_S:
             return None
         self.tried, self.trial = (record.version, before | {strategy_key(found.plan)}), found
         if not fits_beside(self.served.spec, record.decision, found):
@@ -206,7 +249,7 @@ class PlanGroup:
     def required_gain(self, chosen: Plan, now: float) -> float:
         """Return what part of the active plan's cost another may have: where runs tell it, less of a gain is enough."""
         running = self.active
-        known = running is not None and self.experience.corrections(now).knows(running)
+        known = running is not None and self.methods.corrections(now).knows(running)
         return KNOWN if known and running is not None and strategy_key(chosen) != strategy_key(running) else WORTH
 
     def in_use(self, now: float) -> bool:
@@ -255,16 +298,16 @@ class PlanGroup:
 
     def correction(self, now: float, run: Plan) -> float:
         """Return how many times as long as predicted runs take under a plan, or under that of which it is a replica."""
-        return self.experience.corrections(now).factor(self.plans.parent_of(run))
+        return self.methods.corrections(now).factor(self.plans.parent_of(run))
 
-    def record_search_start(self, observed: Mapping[str, float], now: float) -> None:
-        """A search begins, with what is measured and learned now."""
-        self.made_room, self.search_inputs = False, (observed, self.experience.corrections(now))
+    def record_search_start(self, now: float) -> None:
+        """A search begins, with what is believed now."""
+        self.made_room = False
+        self.search_inputs = Believed(now, self.site.means(), self.methods.corrections(now))
 
-    def record_plan(self, chosen: Plan, now: float) -> None:
-        """A search has chosen a plan. What has changed since it began is no part of what that was made for."""
-        observed, learned = self.search_inputs
-        self.drift.set_planned({**observed, **_times(learned, self.active, chosen)}, now)
+    def record_search_end(self) -> None:
+        """A search has found a plan. What has changed since it began is no part of what that was made for."""
+        self.made_with = self.search_inputs
 
     def shapes_to_build(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the predicted shapes of runs under a new plan, and how many of them it must build before it is ready.
@@ -291,10 +334,8 @@ class PlanGroup:
         """
         record = None if self.has_suspect_replica else self.plans.active
         same = record is not None and is_same_division(record.plan, decision.chosen.plan)
-        if record is not None:
-            self.mispredicted = None
-            if not same and not is_better:
-                return record.version
+        if record is not None and not same and not is_better:
+            return record.version
         self.last_decision = decision
         if record is None or not same:
             return None
@@ -329,11 +370,6 @@ class PlanGroup:
         assert not self.made_room or self.plans.wanted is not None
 
 
-def _times(learned: Corrections, *plans: Plan | None) -> dict[str, float]:
-    """Return how far off the predictions of plans were."""
-    return {f"the time of {p.method} on {len(p.devices)}": learned.factor(p) for p in plans if p is not None}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # All groups: each model as the planner's user wants it, and beside that as requests have pinned it.
 #
@@ -351,12 +387,17 @@ RESTORE_AFTER_S: Final = 5.0  # without requests for the pins in its place, the 
 
 
 class PlanGroups:
-    """All groups: the planner's own ones first, then those of pins. counters: of steps that no table has."""
+    """All groups: the planner's own ones first, then those of pins.
 
-    def __init__(self, served: Iterable[ServedModel], counters: Counter[str]) -> None:
+    counters: of steps that no table has. site: what is believed of devices and links.
+    """
+
+    def __init__(self, served: Iterable[ServedModel], counters: Counter[str], site: SiteEstimates) -> None:
         self._counters = counters
         self._own: Mapping[str, PlanGroup] = {
-            s.name: PlanGroup(s, PlanLifecycle(s.name, s.pins, counters, TransitionLog(f"plans of {s.name}")))
+            s.name: PlanGroup(
+                s, PlanLifecycle(s.name, s.pins, counters, TransitionLog(f"plans of {s.name}")), site=site
+            )
             for s in served
         }
         self._pinned: list[PlanGroup] = []
@@ -395,7 +436,7 @@ class PlanGroups:
         """Return a new group for pins."""
         own = self._own[model]
         plans = PlanLifecycle(model, pins, self._counters, own.plans.story, f"{model} ({pins})")
-        group = PlanGroup(own.served, plans, experience=own.experience, pinned=True)
+        group = PlanGroup(own.served, plans, site=own.site, methods=own.methods, pinned=True)
         self._pinned.append(group)
         return group
 

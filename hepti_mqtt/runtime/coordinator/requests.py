@@ -242,7 +242,7 @@ class Run:
     expected_end_s: predicted end, after earlier runs on its devices. probe_at_s: when its devices are probed; probed_s:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
     output before all reports, and token_index of the token taken then. task_queue: of leased tasks. lost_devices:
-    devices without which it continues.
+    devices without which it continues. beside_loads: one of its devices loaded weights meanwhile.
     """
 
     run_id: int
@@ -266,6 +266,7 @@ class Run:
     token_index: int | None = None
     task_queue: TaskQueue | None = None
     lost_devices: set[str] = field(default_factory=set)
+    beside_loads: bool = False
 
     @property
     def plan_version(self) -> PlanVersion:

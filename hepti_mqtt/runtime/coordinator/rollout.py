@@ -90,7 +90,7 @@ class Rollout:
             in_flight=self._in_flight,
             relayed_pairs=self._fleet.relayed_pairs(now),
             packet_bytes=self._fleet.max_packet_bytes(),
-            learned=group.experience.corrections(now),
+            learned=group.methods.corrections(now),
             is_exhaustive=False,
         )
 
@@ -265,6 +265,7 @@ class Rollout:
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan
+        self._fleet.estimates.begin_plan(plan.devices)
         out = self._reactivate_older(group, plan)
         number = self.ids.next_transaction()
         activate = ((d, messages.Activate(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
@@ -468,9 +469,9 @@ class Standby:
         self._ahead: dict[str, _StandbyPlan] = {}
 
     @property
-    def loading(self) -> bool:
-        """Return whether a device loads ahead."""
-        return any(ahead.loading for ahead in self._ahead.values())
+    def loading_devices(self) -> frozenset[str]:
+        """Return the devices that load ahead."""
+        return frozenset(ahead.plan.root for ahead in self._loads() if ahead.plan is not None)
 
     def question(self, group: PlanGroup, hurried: bool, now: float) -> Question:
         """Return the question for a group's next plan; hurried: of the device that has the weights, if one does."""
@@ -515,7 +516,8 @@ class Standby:
             return []
         ahead.next_s = now + ENDS_S
         usable = self._fleet.usable()
-        quick = {n for n, m in usable.items() if ahead.needed_bytes <= LOADS_S * m.reported(0).link().up_bytes_per_s}
+        rates = {name: self._fleet.estimates.link(name).up_bytes_per_s for name in usable}
+        quick = {name for name, rate in rates.items() if ahead.needed_bytes <= LOADS_S * rate}
         question = self._rollout.question(group, now)
         # A hurried search of those that cannot would become a whole one, and others wait for it.
         able = _with_memory(question, quick - set(record.plan.devices), ahead.needed_bytes)

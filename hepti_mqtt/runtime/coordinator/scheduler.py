@@ -432,8 +432,14 @@ class Scheduler:
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         del group.runs[run.run_id]
         self._counters["foreign_frame"] += run.count_unannounced()
+        group.record_reports(run, now)
         # Of a decoder plans are made for its steps, of others for a request that runs by itself.
-        if run.ran_alone and len(run.items) == 1 and (not run.shape.session_rows or run.shape.size == 1):
+        if (
+            run.ran_alone
+            and not run.beside_loads
+            and len(run.items) == 1
+            and (not run.shape.session_rows or run.shape.size == 1)
+        ):
             group.record_run(run.plan, run.shape.size, now - run.dispatched_s, now)
         if not run.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
             text = "The devices' partial outputs do not form a whole answer. Install one version on all devices."

@@ -42,6 +42,8 @@ from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, 
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import TransitionLog
 
+BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
+LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
 
 
@@ -67,7 +69,7 @@ class CoordinatorSession:
         self.in_flight = in_flight
         self.fleet = Fleet(broker_bytes_per_s, mesh=secret is not None)
         self.counters: Counter[str] = Counter()
-        self.groups = PlanGroups(served, self.counters)
+        self.groups = PlanGroups(served, self.counters, self.fleet.estimates)
         self._online, self._begun = True, False
         self._scheduler = Scheduler(self.topics, self.groups, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, Ids(boot), in_flight, secret)
@@ -93,7 +95,12 @@ class CoordinatorSession:
             self._begun = True
             for group in self.groups:
                 group.plans.request_search(now + SETTLE_S, now, "the planner has started")
+        self._mark_runs_beside_loads()
+        changed_s = self.fleet.estimates.last_change_s
         out = self._handlers[type(event)](event, now)
+        if self.fleet.estimates.last_change_s != changed_s:  # what methods seemed to take since then was its doing
+            for group in self.groups:
+                group.methods.undo_since(self.fleet.estimates.last_change_began_s - BEFORE_S)
         return devices_first(out + self._advance(now) + self._standby.handle(event, now))
 
     @property
@@ -150,10 +157,11 @@ class CoordinatorSession:
         device = event.device
         if not self._admit_device(device):
             return []
-        if self._loading():
-            self.fleet.record_loading(now)
         heartbeat, wrong = sanitize_heartbeat(event.heartbeat)
-        changed = self._handle_change(device, self.fleet.record_heartbeat(device, heartbeat, now), now)
+        runs = [run for group in self.groups for run in group.runs.values() if device in run.plan.devices]
+        busy, loading = any(run.is_computing for run in runs), bool(self._loading_devices())
+        change = self.fleet.record_heartbeat(device, heartbeat, now, busy=busy, loading=loading)
+        changed = self._handle_change(device, change, now)
         changed += self._scheduler.retry_after_broker_loss(self.fleet) if self._online else []
         if wrong is None:
             return changed
@@ -167,8 +175,25 @@ class CoordinatorSession:
         told, member.implausible_reported = member.implausible_reported, True
         return [] if told else [LogEvent("refused", text)]
 
-    def _loading(self) -> bool:
-        return self._standby.loading or any(group.plans.preparing is not None for group in self.groups)
+    def _loading_devices(self) -> frozenset[str]:
+        """Return the devices that load weights."""
+        coming = (group.plans.preparing for group in self.groups)
+        loading = (record.unready_devices for record in coming if record is not None)
+        return self._standby.loading_devices.union(*loading)
+
+    def _warn_contradicted(self) -> list[CoordinatorCommand]:
+        """Tell once of each device whose measurements runs contradict."""
+        new = [m for m in self.fleet.usable().values() if not m.contradiction_reported]
+        found = {member.name: next(self.fleet.estimates.contradicted(member.name), "") for member in new}
+        for member in new:
+            member.contradiction_reported = bool(found[member.name])
+        return [LogEvent("doubt", text) for text in found.values() if text]
+
+    def _mark_runs_beside_loads(self) -> None:
+        if loading := self._loading_devices():
+            for group in self.groups:
+                for run in group.runs.values():
+                    run.beside_loads |= not loading.isdisjoint(run.plan.devices)
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -251,7 +276,7 @@ class CoordinatorSession:
             return []
         if plans.searching is not None:
             plans.step(plans.searching, "outdated", now, "requests wait")
-        group.record_search_start(self.fleet.observed(), now)
+        group.record_search_start(now)
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
         if trial := wanted.cause == "trial":
             question = group.trial_question(question)
@@ -286,8 +311,8 @@ class CoordinatorSession:
             plans.step(search, "outdated", now)
             return []
         group.error = None
-        group.record_plan(chosen, now)
         is_better = search.forced or event.is_worth_it(group.required_gain(chosen, now))
+        group.record_search_end()
         if kept := group.keep_active(event.decision, is_better):
             plans.step(search, "kept", now, f"plan {kept} is as good")
             return [self._rollout.publish_plan(group)]
@@ -359,20 +384,19 @@ class CoordinatorSession:
 
     def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
         out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now)
-        out += self._scheduler.lease_overdue(now)
+        out += [*self._scheduler.lease_overdue(now), *self._warn_contradicted()]
         for group in self.groups:
             out += self._rollout.tick(group, now)
             for run in list(group.runs.values()):
+                if now - run.dispatched_s > LATE_FACTOR * run.expected_s:
+                    self.fleet.estimates.record_overdue(run.plan.devices, now)
                 if self._online and now > run.deadline_s:
                     out.append(LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it"))
                     out += [*self._rollout.mark_suspect(group, run.plan, now), *self._scheduler.retry(group, run)]
             out += self._scheduler.refuse_expired(group, now)
             if rested := group.crash_backoff.lift_expired(now):
                 group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
-            if self._loading():
-                group.drift.record_disturbance(now)
-            measured = self.fleet.drift_values(group.active_devices, group.drift.planned)
-            if (found := group.reason_to_search(measured, now)) is not None:
+            if (found := group.reason_to_search(now)) is not None:
                 out.append(LogEvent(*found))
                 group.plans.request_search(now, now, found[1], cause=found[0])
         for group in self.groups.defaults():

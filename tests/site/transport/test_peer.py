@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 from endpoint_site import stuff
@@ -97,6 +98,27 @@ def test_every_token_has_its_turn(node, played, clock):
         clock.now += BACKOFF_S[1]
     assert seen == [b"second", b"first", b"second"]
     assert {event.key for event in node.told(Refused)} == {KEY, OTHER}
+
+
+def test_a_payload_is_timed_while_it_is_waited_for(node, played):
+    up(node, played)
+    sent, cut = publish(topic("a"), bytes(200_000)), 100_000
+    stats = lambda: node.mesh.stats()["a"]  # noqa: E731
+
+    def half() -> None:
+        played.sock.sendall(sent[:cut])
+        for _ in range(100):
+            node.mesh.wait(0.01)
+
+    half()
+    before, later = stats(), threading.Timer(0.05, played.sock.sendall, [sent[cut:]])
+    later.start()
+    while not node.messages:
+        node.mesh.wait(1.0)
+    later.join()
+    came_us = stats().timed_us - before.timed_us
+    assert stats().timed_bytes - before.timed_bytes == len(sent) - cut
+    assert came_us > 10_000
 
 
 def test_a_key_that_joins_later_uses_the_same_connection(node, played):

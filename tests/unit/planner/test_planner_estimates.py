@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
@@ -23,9 +21,8 @@ from hepti_mqtt.planner import (
     Candidate,
     Corrections,
     Decision,
-    DriftRule,
+    MethodEstimates,
     Question,
-    RunHistory,
     decide,
     fits_beside,
     next_trial,
@@ -34,7 +31,7 @@ from hepti_mqtt.planner import (
     with_exploration,
 )
 from hepti_mqtt.planner.decisions import LOADS_S
-from hepti_mqtt.planner.estimates import ENOUGH, EXPLORATION_BONUS, FORGET_S, LEAST, MOST, TRIED_S, strategy_key
+from hepti_mqtt.planner.estimates import ENOUGH, EXPLORATION_BONUS, strategy_key
 
 SPLIT = Plan("m", PlanVersion(1, 1), "row", ("a", "b"), "a", {"attention": "kv"}, predicted_s=0.2, predicted_tokens=100)
 
@@ -46,41 +43,10 @@ SINGLE = replace(SPLIT, strategy="single", devices=("a",), options={})
 
 
 def after(*seconds, plan=SPLIT, tokens=100, at=0.0):
-    experience = RunHistory()
+    learned = MethodEstimates()
     for s in seconds:
-        experience.record_run(plan, tokens, s, at)
-    return experience
-
-
-def test_nothing_is_learned_from_too_few_runs():
-    assert after(*[0.4] * (ENOUGH - 1)).corrections(0.0) == Corrections()
-    assert after(*[0.4] * ENOUGH).corrections(0.0).factor(SPLIT) == pytest.approx(2.0)
-
-
-def test_it_is_the_median_so_that_one_stall_teaches_nothing():
-    assert after(0.2, 0.2, 9.0, 0.2).corrections(0.0).factor(SPLIT) == pytest.approx(1.0)
-
-
-def test_a_way_that_was_never_used_is_as_far_off_as_the_others_and_one_device_is_not():
-    learned = after(*[0.4] * ENOUGH).corrections(0.0)
-    assert learned.factor(OTHER) == pytest.approx(2.0)
-    assert learned.factor(replace(SPLIT, wire="f16")) == pytest.approx(2.0)
-    assert learned.factor(SINGLE) == 1.0
-    assert after(*[0.4] * ENOUGH, plan=SINGLE).corrections(0.0).factor(SPLIT) == 1.0
-
-
-def test_a_prediction_that_was_far_too_long_makes_its_way_hardly_better():
-    assert after(*[0.05] * ENOUGH).corrections(0.0).factor(SPLIT) == LEAST
-
-
-@pytest.mark.parametrize("tokens", [10, 79, 126, 500])
-def test_another_length_than_the_predicted_one_teaches_nothing(tokens):
-    assert after(*[0.4] * ENOUGH, tokens=tokens).corrections(0.0) == Corrections()
-
-
-@given(st.lists(st.floats(1e-6, 1e6), max_size=20))
-def test_a_factor_stays_within_bounds(seconds):
-    assert LEAST <= after(*seconds).corrections(0.0).factor(SPLIT) <= MOST
+        learned.record_run(plan, tokens, s, at)
+    return learned
 
 
 def side_by_side(*groups, **options):
@@ -90,51 +56,13 @@ def side_by_side(*groups, **options):
     return replace(SPLIT, strategy="replicas", options=options, devices=devices, replicas=tuple(inside))
 
 
-def test_what_replicas_teach_is_of_their_whole_plan_and_makes_none_of_its_parts_slower():
-    whole = side_by_side(("a",), ("b",))
-    experience = RunHistory()
-    for _ in range(ENOUGH):
-        for part in whole.replicas:
-            experience.record_run(part, 100, 0.6, 0.0, whole)
-    learned = experience.corrections(0.0)
-    assert learned.factor(whole) == pytest.approx(3.0)
-    assert learned.factor(SINGLE) == 1.0
-    assert learned.factor(SPLIT) == 1.0, "a division that exchanges something was not tried"
-    assert learned.factor(side_by_side(("a",), ("b",), ("c",))) == 1.0
-    assert learned.factor(side_by_side(("a", "b"), ("c", "d"), groups="2")) == 1.0
-
-
-def test_what_is_learned_takes_as_much_room_whatever_the_devices_are_called():
-    experience = RunHistory()
-    for number in range(100):
-        whole = side_by_side((f"a{number}",), (f"b{number}",))
-        for part in whole.replicas * ENOUGH:
-            experience.record_run(part, 100, 0.6, 0.0, whole)
-    assert list(experience.corrections(0.0).factors) == [strategy_key(whole)]
-
-
-def test_what_ran_since_a_link_failed_is_forgotten_and_no_more():
-    experience = after(*[0.4] * ENOUGH, at=10.0)
-    for _ in range(ENOUGH):
-        experience.record_run(SPLIT, 100, 0.8, 30.0)
-    experience.forget_since(20.0)
-    assert experience.corrections(30.0).factor(SPLIT) == pytest.approx(2.0)
-    experience.forget_since(5.0)
-    assert not experience.corrections(30.0).factors
-
-
-def test_a_way_has_its_turn_until_it_has_run_often_enough_and_again_after_an_hour():
-    hopeful = replace(after(*[0.2] * (ENOUGH - 1)).corrections(0.0), exploration_bonus=0.9)
+def test_a_way_has_its_turn_until_it_has_run():
+    hopeful = replace(after().corrections(0.0), exploration_bonus=0.9)
     assert hopeful.bonus_for(SINGLE) == 0.9
-    experience = after(*[0.2] * ENOUGH)
-    for now, split, other in [(0.0, 1.0, 0.9), (FORGET_S, 1.0, 0.9), (TRIED_S, 0.81, 0.81)]:
-        assert replace(experience.corrections(now), exploration_bonus=0.9).bonus_for(SPLIT) == pytest.approx(split)
-        assert replace(experience.corrections(now), exploration_bonus=0.9).bonus_for(OTHER) == pytest.approx(other)
-        assert experience.corrections(now).bonus_for(OTHER) == 1.0, "only where a search is for trying"
-    experience.forget_since(-1.0)
-    assert replace(experience.corrections(0.0), exploration_bonus=0.9).bonus_for(SPLIT) == 1.0, (
-        "it ran, whatever it taught"
-    )
+    learned = after(0.2).corrections(0.0)
+    assert replace(learned, exploration_bonus=0.9).bonus_for(SPLIT) == 1.0
+    assert replace(learned, exploration_bonus=0.9).bonus_for(OTHER) == 0.9
+    assert learned.bonus_for(OTHER) == 1.0, "only where a search is for trying"
 
 
 def test_the_first_plan_of_several_devices_may_promise_twice_as_much():
@@ -142,7 +70,6 @@ def test_the_first_plan_of_several_devices_may_promise_twice_as_much():
     assert alone.bonus_for(SPLIT) == pytest.approx(0.81), "no runs have told what exchanges take"
     assert alone.bonus_for(replace(SINGLE, wire="f16")) == 0.9
     assert alone.bonus_for(side_by_side(("a",), ("b",))) == 0.9, "replicas exchange nothing"
-    assert replace(alone, tried=frozenset({strategy_key(OTHER)})).bonus_for(SPLIT) == 0.9
 
 
 SHALLOW = replace(spec_of_kind("bert-base"), layers=2)
@@ -251,72 +178,6 @@ def test_after_a_trial_the_ways_before_it_are_ranked_beside_it_by_the_prices_of_
     assert len(set(names)) == len(names)
     now = next(c for c in ranked.ranking if c.name == compared_last.chosen.name)
     assert now.price.seconds > 1.2 * compared_last.chosen.price.seconds
-
-
-def test_fires_only_after_the_hold_time():
-    rule = DriftRule(factor=1.5, hold_s=5, rest_s=0)
-    rule.set_planned({"slowdown of a": 1.0}, 0)
-    assert rule.observe({"slowdown of a": 2.0}, 1) is None
-    assert rule.observe({"slowdown of a": 2.0}, 5.9) is None
-    assert "slowdown of a" in rule.observe({"slowdown of a": 2.0}, 6)
-
-
-def test_a_short_spike_resets_the_hold_time():
-    rule = DriftRule(factor=1.5, hold_s=5, rest_s=0)
-    rule.set_planned({"x": 1.0}, 0)
-    rule.observe({"x": 2.0}, 1)
-    rule.observe({"x": 1.0}, 4)
-    assert rule.observe({"x": 2.0}, 7) is None
-    assert rule.observe({"x": 2.0}, 11.9) is None
-    assert rule.observe({"x": 2.0}, 12) is not None
-    sooner = DriftRule(factor=1.2, hold_s=0, rest_s=0)  # what has grown may count sooner than what has shrunk
-    sooner.set_planned({"x": 1.0}, 0)
-    assert sooner.observe({"x": 1.1}, 1) is None
-    assert sooner.observe({"x": 1 / 1.1}, 2, grown=1.05) is None
-    assert sooner.observe({"x": 1.1}, 3, grown=1.05) is not None
-
-
-def test_a_disturbance_begins_the_hold_time_and_the_rest_anew():
-    rule = DriftRule(factor=1.5, hold_s=5, rest_s=10)
-    rule.set_planned({"x": 1.0}, 0)
-    rule.observe({"x": 2.0}, 20)
-    rule.record_disturbance(24)
-    assert rule.observe({"x": 2.0}, 26) is None
-    assert rule.observe({"x": 2.0}, 33) is None
-    assert rule.observe({"x": 2.0}, 34) is not None
-
-
-def test_rests_after_a_plan_and_ignores_what_the_plan_did_not_know():
-    rule = DriftRule(factor=1.5, hold_s=1, rest_s=10)
-    rule.set_planned({"x": 1.0}, 0)
-    assert rule.observe({"x": 1.9, "y": 100.0}, 1) is None
-    assert rule.observe({"x": 1.9}, 9) is None
-    assert rule.observe({"x": 1.9}, 10) is not None
-
-
-@pytest.mark.parametrize("value", [8.0, 1 / 8.0])
-def test_what_is_grossly_off_waits_for_a_third_of_both_times(value):
-    rule = DriftRule(factor=1.3, hold_s=6, rest_s=24)
-    rule.set_planned({"x": 1.0}, 0)
-    assert rule.observe({"x": value}, 1) is None  # rests for 8 s: 8 is 2 cubed
-    assert rule.observe({"x": value}, 7.9) is None
-    assert rule.observe({"x": value}, 8.1) is not None
-    rule.set_planned({"x": 1.0}, 10)
-    assert rule.observe({"x": value}, 30) is None  # holds for 2 s
-    assert rule.observe({"x": value}, 31.9) is None
-    assert rule.observe({"x": value}, 32.1) is not None
-
-
-def test_however_far_off_the_rest_is_at_least_the_hold_time_and_whole_after_a_disturbance():
-    rule = DriftRule(factor=1.3, hold_s=5, rest_s=15)
-    rule.set_planned({"x": 1.0}, 0)
-    rule.observe({"x": 1e9}, 1)
-    assert rule.observe({"x": 1e9}, 4.9) is None
-    assert rule.observe({"x": 1e9}, 5) is not None
-    rule.record_disturbance(6)
-    rule.observe({"x": 1e9}, 7)
-    assert rule.observe({"x": 1e9}, 20.9) is None
-    assert rule.observe({"x": 1e9}, 21) is not None
 
 
 SPEC = replace(spec_of_kind("bert-base"), layers=4)

@@ -128,7 +128,7 @@ def answer_alone(site: Site, plan: Plan, admission: int) -> None:
     body = np.zeros((len(decode_work(frame)[0].sizes), SPEC.hidden), np.float32)
     out = replace(frame, kind="output", source=device, dtype="f32", shape=body.shape, body=body)
     site.event(interface.DeviceFrame(device, out))
-    done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=(2000, 500, 100, 1), body=b"")
+    done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=(0, 500, 100, 1), body=b"")
     site.event(interface.DeviceFrame(device, done))
 
 
@@ -136,17 +136,19 @@ def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None
     site = settled("a", "b", pins=Pins(strategy="replicas", devices=("a", "b")))
     whole = site.plan
     assert len(whole.replicas) == 2
-    for number in range(1, 5):
+    for number in range(1, 13):
         site.submit(f"r{number}", 16)
         part = next(p for p in whole.replicas if p.version == site.work[number].plan_version)
         site.now += 3 * part.predicted_s
         answer_alone(site, part, number)
     model = site.session.groups.default("m")
-    learned = model.experience.corrections(site.now)
-    assert learned.factors == {strategy_key(whole): pytest.approx(3.0)}
+    learned = model.methods.corrections(site.now)
+    assert learned.factors == {strategy_key(whole): pytest.approx(3.0, rel=0.1)}
     assert learned.factor(replace(whole.replicas[0])) == 1.0
-    assert model.correction(site.now, whole) == pytest.approx(3.0)
-    assert model.correction(site.now, whole.replicas[1]) == pytest.approx(3.0), "by which its next runs are expected"
+    assert model.correction(site.now, whole) == pytest.approx(3.0, rel=0.1)
+    assert model.correction(site.now, whole.replicas[1]) == pytest.approx(3.0, rel=0.1), (
+        "by which its next runs are expected"
+    )
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def test_a_plan_that_takes_longer_than_the_next_best_was_to_take_is_looked_at(
     (model,) = site.session.groups.defaults()
     other = model.last_decision.ranking[1].plan
     for _ in range(8):  # it was tried, so hope has no part in this
-        model.experience.record_run(other, other.predicted_tokens, other.predicted_s, site.now)
+        model.methods.record_run(other, other.predicted_tokens, other.predicted_s, site.now)
     site.submit("first")
     site.answer(1)
     site.drift({}, 20)  # whatever the first heartbeats said is planned for then

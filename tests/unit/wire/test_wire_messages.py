@@ -107,7 +107,7 @@ HEARTBEATS = st.builds(
     Heartbeat, BOOTS, COUNTS, st.floats(0, 1), COUNTS, MEASURED, MEASURED, MEASURED, st.floats(0, 1e15), COUNTS,
     st.dictionaries(TEXTS, COUNTS, max_size=4),
     st.dictionaries(NAMES, st.builds(LinkReport, st.floats(0, 1e9), st.none() | st.floats(0, 1e15)), max_size=3),
-    st.dictionaries(NAMES, st.builds(PeerStats, *[COUNTS] * 8, TEXTS), max_size=3),
+    st.dictionaries(NAMES, st.builds(PeerStats, *[COUNTS] * 10, TEXTS), max_size=3),
 )  # fmt: skip
 
 
@@ -169,8 +169,14 @@ def test_golden_heartbeat_and_status():
     assert (
         encode_heartbeat(heartbeat).hex() == "9e0102cb3fe000000000000003c0c0c0cb3ff000000000000004" + "81a161058080c0c0"
     )
-    told = replace(heartbeat, peers={"b": LinkReport(0.5, None)}, edges={"b": PeerStats(1, 2, 3, 4, 5, 6, 7, 1, "t")})
-    assert encode_heartbeat(told).hex().endswith("81a1610581a16292cb3fe0000000000000c081a162990102030405060701a174c0c0")
+    told = replace(
+        heartbeat, peers={"b": LinkReport(0.5, None)}, edges={"b": PeerStats(1, 2, 3, 4, 5, 6, 7, 1, 8, 9, "t")}
+    )
+    assert (
+        encode_heartbeat(told)
+        .hex()
+        .endswith("81a1610581a16292cb3fe0000000000000c081a1629b01020304050607010809a174c0c0")
+    )
     assert encode_status(Status("online", 7)) == b'{"state": "online", "boot": 7}'
     starting = b'{"state": "starting", "boot": 7, "doing": "compiling", "done": 3, "total": 23}'
     assert encode_status(Status("starting", 7, "compiling", 3, 23)) == starting

@@ -1,0 +1,82 @@
+"""`hepti gateway`: the site behind the HTTP interfaces of OpenAI, TEI and Ollama."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+from typing import Final
+
+from hepti_mqtt.cli import output
+from hepti_mqtt.cli.shared import require_broker
+from hepti_mqtt.config.options import positive_seconds, tcp_port
+from hepti_mqtt.errors import ConfigError, NetworkError
+
+PORT: Final = 8091
+KEYS: Final = "HEPTI_GATEWAY_KEYS"
+CONNECTIONS: Final = 2048  # at once; further ones get 503
+HEADER_BYTES: Final = 64 << 10
+IDLE_S: Final = 75  # a keep-alive connection without a request
+
+
+def arguments(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hepti gateway`."""
+    sub.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    sub.add_argument("--port", type=tcp_port, default=PORT, help=f"port to listen on (default {PORT})")
+    sub.add_argument("--model", metavar="NAME", help="model of requests that name none (default: the only one served)")
+    sub.add_argument("--truncate", action="store_true", help="cut texts that are too long, instead of refusing them")
+    sub.add_argument(
+        "--timeout", type=positive_seconds, default=60.0, help="seconds to wait for an answer (default 60)"
+    )
+    sub.add_argument("--client", metavar="NAME", help="name in topics (default: that of the broker's user)")
+    sub.add_argument(
+        "--no-keys", action="store_true", help=f"listen beyond loopback without keys (else set {KEYS}=KEY,..)"
+    )
+
+
+def gateway(args: argparse.Namespace) -> int:
+    """Serve until interrupted; raises ConfigError, NetworkError if the port is taken or no broker answers."""
+    keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
+    if not (keys or args.no_keys or _is_loopback(args.bind)):
+        raise ConfigError(f"{args.bind} can be reached by others: set {KEYS}=KEY,.. (or say --no-keys)")
+    try:
+        import uvicorn
+
+        from hepti_mqtt.gateway.app import create_app
+    except ImportError as error:
+        raise ConfigError(f"the gateway needs {error.name}: pip install 'hepti[gateway]'") from None
+    from hepti_mqtt.client import Hepti
+    from hepti_mqtt.gateway.site import Site
+
+    listener = _listen(args.bind, args.port)
+    with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
+        site = Site(hepti, args.timeout, args.model, truncate=args.truncate)
+        config = uvicorn.Config(
+            create_app(site, keys),
+            log_config=None,
+            access_log=args.verbose,
+            lifespan="off",
+            limit_concurrency=CONNECTIONS,
+            timeout_keep_alive=IDLE_S,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+        )
+        output.err.print(f"listening on http://{args.bind}:{args.port} (OpenAI: /v1)", markup=False)
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=CONNECTIONS)
+    except OSError as error:
+        why = error.strerror or error
+        raise NetworkError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None

@@ -1,0 +1,72 @@
+"""Errors as HTTP: the code of a `HeptiError` decides the status, and the body has OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from starlette.responses import JSONResponse
+
+from hepti_mqtt.errors import HeptiError, RequestError
+
+RETRY_AFTER_S: Final = 1
+# What a client may send again later has Retry-After.
+_STATUS: Final[Mapping[str, int]] = {
+    "bad_request": 400,
+    "bad_name": 400,
+    "config": 400,
+    "unauthorized": 401,
+    "unknown_model": 404,
+    "slow_body": 408,
+    "id_in_use": 409,
+    "too_large": 413,
+    "media_type": 415,
+    "overloaded": 429,
+    "no_plan": 503,
+    "network": 503,
+    "packet_limit": 503,
+    "deadline": 504,
+}
+_LATER: Final = frozenset({429, 503})
+
+
+class UnauthorizedError(RequestError):
+    """The request carries no key, or one that the gateway does not know."""
+
+    code = "unauthorized"
+
+
+class TooLargeError(RequestError):
+    """The body is longer than the gateway reads."""
+
+    code = "too_large"
+
+
+class SlowBodyError(RequestError):
+    """The body did not arrive in time."""
+
+    code = "slow_body"
+
+
+class MediaTypeError(RequestError):
+    """The body is not of the type that the route reads."""
+
+    code = "media_type"
+
+
+def status_of(error: HeptiError) -> int:
+    """Return the HTTP status of an error; 502 for what failed behind the gateway."""
+    return _STATUS.get(error.code, 502)
+
+
+def error_response(error: HeptiError, param: str | None = None) -> JSONResponse:
+    """Return an error in OpenAI's shape; param: the key of the body at fault, if it is one."""
+    status = status_of(error)
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status)
+    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+    code = "model_not_found" if error.code == "unknown_model" else error.code
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in _LATER else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    body = {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    return JSONResponse(body, status, headers)

@@ -1,0 +1,186 @@
+"""The routes of OpenAI, TEI and Ollama: a body in, requests of the site, the answer in their shape."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt import __version__
+from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway.bodies import Body, texts_of
+from hepti_mqtt.gateway.site import Embedded, Site
+
+UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
+_PAIRS: Final = "reranking reads pairs of texts, which no served model does yet; use embeddings"
+
+Vectors = NDArray[np.float32]
+Handler = Callable[[Site, Body], Awaitable[Any]]
+
+
+# -- OpenAI ------------------------------------------------------------------------------------------------------------
+
+
+async def list_models(site: Site, _body: Body) -> Any:
+    """GET /v1/models."""
+    return {"object": "list", "data": [_model_object(name) for name in await site.models()]}
+
+
+def _model_object(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "hepti"}
+
+
+async def embeddings(site: Site, body: Body) -> Any:
+    """POST /v1/embeddings; encoding_format: float, or base64 of little-endian f32."""
+    name, value = body.take("model", str), body.take("input", (str, list))
+    encoding = body.take("encoding_format", str, "float")
+    size = body.take("dimensions", int)
+    body.drop("user")
+    body.end()
+    if encoding not in ("float", "base64"):
+        raise RequestError(f"encoding_format {encoding!r}; known are float and base64")
+    model = await site.model_named(name)
+    found = await site.embed(model, texts_of(value))
+    _check_size(found, size)
+    write = _base64 if encoding == "base64" else _floats
+    data = [{"object": "embedding", "index": i, "embedding": write(row)} for i, row in enumerate(found.vectors)]
+    return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
+
+
+def _check_size(found: Embedded, size: int | None) -> None:
+    whole = found.vectors.shape[1]
+    if size is not None and size != whole:
+        raise RequestError(f"dimensions {size}: this model's embeddings have {whole} numbers; leave dimensions out")
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def _floats(row: Vectors) -> list[float]:
+    return [float(x) for x in row]
+
+
+def _base64(row: Vectors) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode()
+
+
+async def classify(site: Site, body: Body) -> Any:
+    """POST /v1/classify: texts, or pictures as {"image": base64}, and all labels with their scores."""
+    name, value = body.take("model", str), body.take("input", (str, list))
+    top_k = body.take("top_k", int)
+    body.drop("user")
+    body.end()
+    items = value if isinstance(value, list) else [value]
+    pictures = [str(item["image"]) for item in items if isinstance(item, dict) and isinstance(item.get("image"), str)]
+    if len(pictures) != len(items) and any(isinstance(item, dict) for item in items):
+        raise RequestError("'input' holds texts, or objects with an 'image' in base64, and not both")
+    if any(picture.startswith(("http://", "https://")) for picture in pictures):
+        raise RequestError("Hepti fetches nothing: send the picture itself in base64, not its address")
+    model = await site.model_named(name)
+    options = {} if top_k is None else {"top_k": top_k}
+    inputs, key = (pictures, "images") if pictures else (texts_of(value), "texts")
+    found = await site.classify(model, inputs, key, **options)
+    data = [{"index": i, "label": each[0]["label"], "labels": each} for i, each in enumerate(found.labels)]
+    return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
+
+
+async def rerank(_site: Site, _body: Body) -> Any:
+    """POST /v1/rerank and /rerank: refused until a model reads pairs."""
+    raise RequestError(_PAIRS)
+
+
+# -- Text Embeddings Inference -----------------------------------------------------------------------------------------
+
+
+async def tei_embed(site: Site, body: Body) -> Any:
+    """POST /embed of TEI."""
+    texts = texts_of(body.take("inputs", (str, list)), "inputs")
+    truncate, normalize = body.take("truncate", bool, False), body.take("normalize", bool, True)
+    size, direction = body.take("dimensions", int), body.take("truncation_direction", str, "Right")
+    if body.take("prompt_name", str) is not None:
+        raise RequestError("prompt_name: the gateway puts no other prompt before a text than the model's default one")
+    body.end()
+    if direction.lower() != "right":
+        raise RequestError("truncation_direction: texts are cut at their end (Right) only")
+    found = await site.embed(await site.model_named(None), texts, truncate)
+    _check_size(found, size)
+    lengths = np.linalg.norm(found.vectors, axis=1, keepdims=True)
+    if normalize:
+        return (found.vectors / np.maximum(lengths, np.finfo(np.float32).tiny)).tolist()
+    if np.all(np.abs(lengths - 1) < UNIT):
+        raise RequestError("normalize false: this model normalises its embeddings itself; leave normalize out")
+    return found.vectors.tolist()
+
+
+async def tei_predict(site: Site, body: Body) -> Any:
+    """POST /predict of TEI: labels with scores of one text, or of each of a list."""
+    inputs, truncate = body.take("inputs", (str, list)), body.take("truncate", bool, False)
+    if body.take("raw_scores", bool, False):
+        raise RequestError("raw_scores: the scores are those after the model's own last step; leave raw_scores out")
+    body.end()
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    if isinstance(inputs, list) and all(isinstance(one, list) and len(one) == 1 for one in inputs):
+        texts = [one[0] for one in inputs]  # TEI's own clients send lists of lists
+    if isinstance(inputs, list) and any(isinstance(one, list) and len(one) > 1 for one in texts):
+        raise RequestError(_PAIRS)
+    found = await site.classify(await site.model_named(None), texts_of(texts, "inputs"), "texts", truncate=truncate)
+    return found.labels[0] if isinstance(inputs, str) else found.labels
+
+
+async def tei_info(site: Site, _body: Body) -> Any:
+    """GET /info of TEI, as far as the gateway knows it."""
+    return {"model_id": await site.model_named(None), "version": __version__, "max_client_batch_size": 2048}
+
+
+# -- Ollama ------------------------------------------------------------------------------------------------------------
+
+
+async def ollama_embed(site: Site, body: Body) -> Any:
+    """POST /api/embed of Ollama; durations in nanoseconds."""
+    begun = time.perf_counter()
+    name, texts = body.take("model", str), texts_of(body.take("input", (str, list)))
+    truncate, size = body.take("truncate", bool, True), body.take("dimensions", int)
+    body.drop("keep_alive", "options")
+    body.end()
+    model = await site.model_named(name)
+    found = await site.embed(model, texts, truncate)
+    _check_size(found, size)
+    spent_ns = int((time.perf_counter() - begun) * 1e9)
+    durations = {"total_duration": spent_ns, "load_duration": 0}
+    return {
+        "model": name or model,
+        "embeddings": found.vectors.tolist(),
+        **durations,
+        "prompt_eval_count": found.tokens,
+    }
+
+
+async def ollama_tags(site: Site, _body: Body) -> Any:
+    """GET /api/tags of Ollama."""
+    return {"models": [{"name": name, "model": name, "size": 0, "details": {}} for name in await site.models()]}
+
+
+async def ollama_version(_site: Site, _body: Body) -> Any:
+    """GET /api/version of Ollama."""
+    return {"version": __version__}
+
+
+# method, path -> what answers it
+ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
+    ("GET", "/v1/models"): list_models,
+    ("POST", "/v1/embeddings"): embeddings,
+    ("POST", "/v1/classify"): classify,
+    ("POST", "/v1/rerank"): rerank,
+    ("POST", "/embed"): tei_embed,
+    ("POST", "/predict"): tei_predict,
+    ("POST", "/rerank"): rerank,
+    ("GET", "/info"): tei_info,
+    ("POST", "/api/embed"): ollama_embed,
+    ("GET", "/api/tags"): ollama_tags,
+    ("GET", "/api/version"): ollama_version,
+}

@@ -1,0 +1,107 @@
+"""The site behind the gateway: requests of the Python client as awaitables, cut into what one request may carry."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from math import inf
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.client import Answer
+from hepti_mqtt.errors import DeadlineError, RequestError, UnknownModelError
+
+TEXTS: Final = 64  # of one request
+FRESH_S: Final = 2.0  # retained records come one by one, so a look at the list takes a fifth of a second
+KNOWN_S: Final = 60.0  # a model that was served a minute ago: the planner itself says if it has gone
+AT_ONCE: Final = 4  # requests of one HTTP request on their way, so that a long list leaves room for others
+
+
+class Client(Protocol):
+    """What the gateway uses of `hepti_mqtt.client.Hepti`."""
+
+    def submit(self, model: str, **request: Any) -> Future[Answer]:
+        """Send a request; cancelling its future ends the wait."""
+
+    def models(self, timeout: float = ...) -> list[str]:
+        """Return the names of the models that the planner serves."""
+
+
+class Embedded(NamedTuple):
+    """Embeddings [n, h] in the order of the texts, and the tokens that they took."""
+
+    vectors: NDArray[np.float32]
+    tokens: int
+
+
+class Labelled(NamedTuple):
+    """Labels with scores, best first, by input, and the tokens that they took."""
+
+    labels: list[list[dict[str, Any]]]
+    tokens: int
+
+
+class Site:
+    """Requests to one site; timeout_s: of one HTTP request. model: for routes whose body names none."""
+
+    def __init__(self, client: Client, timeout_s: float, model: str | None = None, *, truncate: bool = False) -> None:
+        self._client, self._timeout_s, self._model, self.truncate = client, timeout_s, model, truncate
+        self._served: list[str] = []
+        self._asked_s = -inf
+        self._asking = asyncio.Lock()
+
+    async def models(self, older_than_s: float = FRESH_S) -> list[str]:
+        """Return the names of the served models, at most this old; raises NetworkError without a planner."""
+        async with self._asking:
+            if time.monotonic() - self._asked_s > older_than_s:
+                self._served = await asyncio.to_thread(self._client.models)
+                self._asked_s = time.monotonic()
+            return self._served
+
+    async def model_named(self, name: str | None) -> str:
+        """Return the model that a body names, or the gateway's own; raises UnknownModelError, RequestError."""
+        served = await self.models(KNOWN_S)
+        wanted = name or self._model or (served[0] if len(served) == 1 else None)
+        if wanted is None:
+            raise RequestError(f"name a model, one of: {', '.join(served) or 'none is served'}")
+        # Ollama's clients append a tag.
+        wanted = wanted.removesuffix(":latest")
+        if wanted not in served and wanted not in (served := await self.models()):
+            raise UnknownModelError(f"model {wanted!r} is not served here; served: {', '.join(served) or 'none'}")
+        return wanted
+
+    async def embed(self, model: str, texts: Sequence[str], truncate: bool | None = None) -> Embedded:
+        """Return the embeddings of texts; raises the planner's errors, RequestError for a model that makes none."""
+        cut = self.truncate if truncate is None else truncate
+        answers = await self._ask_all(model, [{"texts": list(part)} for part in _parts(texts)], truncate=cut or None)
+        return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
+
+    async def classify(self, model: str, inputs: Sequence[str], key: str, **options: Any) -> Labelled:
+        """Return the labels of inputs; key: `texts` or `images`. Raises as `embed` does."""
+        answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
+        return Labelled([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
+
+    async def _ask_all(self, model: str, bodies: Sequence[dict[str, Any]], **options: Any) -> list[Answer]:
+        slots = asyncio.Semaphore(AT_ONCE)
+        deadline_ms = self._timeout_s * 1e3
+
+        async def ask(body: dict[str, Any]) -> Answer:
+            async with slots:
+                return await asyncio.wrap_future(self._client.submit(model, **body, **options, deadline_ms=deadline_ms))
+
+        try:
+            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(ask(body)) for body in bodies]
+        except TimeoutError:
+            raise DeadlineError(f"no answer within {self._timeout_s:g} s; see `hepti plan {model}`") from None
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+
+def _parts(inputs: Sequence[str]) -> list[Sequence[str]]:
+    return [inputs[at : at + TEXTS] for at in range(0, len(inputs), TEXTS)]

@@ -1,0 +1,79 @@
+"""A real site behind a real gateway, asked by OpenAI's own client and by raw HTTP."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from site_processes import PATIENCE_S, Site, poll, running_site
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("gateway")
+    model = make_model("tiny-convnet", directory / "model", seed=3)
+    yield from running_site(directory, {"tiny": model}, {"a": "100MiB"})
+
+
+@pytest.fixture(scope="module")
+def port(site: Site) -> int:
+    found = free_port()
+    site.start("gateway", "gateway", "--port", str(found))
+    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
+    return found
+
+
+def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_labels_are_those_that_mqtt_gives(site: Site, port: int) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (20, 30, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    picture = base64.b64encode(out.getvalue()).decode()
+    status, raw = ask(port, "POST", "/v1/classify", {"model": "tiny", "input": [{"image": picture}]})
+    assert status == 200, raw
+    with Hepti.connect(site.url, site.name) as hepti:
+        labels = hepti.infer("tiny", image=out.getvalue(), timeout_s=PATIENCE_S).labels
+    assert json.loads(raw)["data"][0]["labels"] == labels
+
+
+def test_openais_client_hears_what_is_served_and_what_is_wrong(port: int) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.embeddings.create(model="other", input="x")
+        assert unknown.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError):
+            client.embeddings.create(model="tiny", input="a picture model reads no text")
+
+
+def test_a_second_gateway_on_the_port_says_that_it_is_taken(site: Site, port: int) -> None:
+    process = site.start("second", "gateway", "--port", str(port))
+    assert process.wait(PATIENCE_S) == 3
+    assert site.running.pop("second") is process
+    assert ask(port, "GET", "/health")[0] == 200

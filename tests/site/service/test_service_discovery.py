@@ -1,0 +1,78 @@
+"""A real planner announces a real site to whoever listens as Home Assistant does."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from site_processes import SITE, Site, Voice, poll, running_site
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.protocol.topics import Topics
+
+TOPICS = Topics(SITE)
+
+
+class Home(Voice):
+    """What is retained, as Home Assistant would have it after a start."""
+
+    def __init__(self, url: str) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.came = 0
+        super().__init__(url, "homeassistant/device/+/config", TOPICS.home("site", "state").rsplit("/", 2)[0] + "/+/+")
+
+    def hear(self, topic: str, payload: bytes) -> None:
+        self.came += 1
+        if payload:
+            self.kept[topic] = bytes(payload)
+        else:
+            self.kept.pop(topic, None)
+
+    def configs(self) -> list[str]:
+        return sorted(topic for topic in list(self.kept) if topic.endswith("/config"))
+
+    def state(self, kind: str, name: str) -> dict[str, object]:
+        found: dict[str, object] = json.loads(self.kept.get(f"hepti/v1/{SITE}/home/{kind}/{name}", b"{}"))
+        return found
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    model = make_model("tiny-convnet", tmp_path / "model", seed=3)
+    yield from running_site(tmp_path, {"cat": model}, {"a": "100MiB"})
+
+
+def config(kind: str, name: str) -> str:
+    return f"homeassistant/device/hepti_{SITE}_{kind}_{name}/config"
+
+
+def test_a_site_appears_and_its_ghosts_go(site: Site) -> None:
+    home = Home(site.url)
+    try:
+        ghost = config("MODEL", "old")
+        home.say(ghost, b'{"device": {}}', retain=True)
+        wanted = [config("DEVICE", "a"), config("MODEL", "cat"), config("SITE", "state")]
+        poll(lambda: home.configs() == wanted, "the site's three entries")
+        with Hepti.connect(site.url, SITE) as hepti:
+            labels = hepti.infer("cat", image=picture()).labels
+        poll(lambda: home.state("model", "cat").get("label") == labels[0]["label"], "the label")
+        assert home.state("model", "cat")["requests_per_minute"] == 1
+        assert home.state("device", "a")["share_percent"] == 100.0
+        came = home.came
+        home.say("homeassistant/status", b"online")
+        poll(lambda: home.came >= came + 6, "everything again after the birth message")
+        home.say(TOPICS.status("a"), b"", retain=True)
+        poll(lambda: config("DEVICE", "a") not in home.configs(), "the end of a forgotten device")
+    finally:
+        home.close()
+
+
+def picture() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (32, 32), (200, 100, 50)).save(out, "PNG")
+    return out.getvalue()

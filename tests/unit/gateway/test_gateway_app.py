@@ -1,0 +1,166 @@
+"""The gateway's routes over a client whose answers a test gives; the real site is in tests/site."""
+
+from __future__ import annotations
+
+import base64
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from hepti_mqtt.client import Answer
+from hepti_mqtt.errors import DeadlineError, HeptiError, NetworkError, OverloadedError, PlanError
+from hepti_mqtt.gateway import bodies
+from hepti_mqtt.gateway.app import create_app
+from hepti_mqtt.gateway.site import TEXTS, Site
+
+ROWS = np.random.default_rng(1).standard_normal((200, 5)).astype(np.float32)
+
+
+class Client:
+    """Answers at once: text number n gets row n; a `str` of digits is a text."""
+
+    def __init__(self, error: HeptiError | None = None) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self._error = error
+
+    def models(self, timeout: float = 5.0) -> list[str]:
+        return ["m", "labels"]
+
+    def submit(self, model: str, **request: Any) -> Future[Answer]:
+        self.asked.append({"model": model, **request})
+        future: Future[Answer] = Future()
+        if self._error is not None:
+            future.set_exception(self._error)
+            return future
+        inputs = request.get("texts") or request["images"]
+        if model == "labels":
+            parts = [{"labels": [{"label": "a", "score": 0.75}, {"label": "b", "score": 0.25}]} for _ in inputs]
+        else:
+            parts = [{"embedding": ROWS[int(text)].tolist()} for text in inputs]
+        future.set_result(Answer({"result": {"results": parts}, "tokens": 3 * len(inputs)}, 1.0))
+        return future
+
+
+def served(client: Client, *keys: str) -> TestClient:
+    return TestClient(create_app(Site(client, 5.0, "m"), keys))
+
+
+def test_base64_holds_the_bits_of_the_floats_in_the_order_of_the_texts() -> None:
+    client = Client()
+    http = served(client)
+    texts = [str(i) for i in range(150)]
+    floats = http.post("/v1/embeddings", json={"model": "m", "input": texts}).json()
+    packed = http.post("/v1/embeddings", json={"model": "m", "input": texts, "encoding_format": "base64"}).json()
+    rows = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in packed["data"]]
+    assert np.array_equal(rows, ROWS[:150])
+    assert np.array_equal(np.array([entry["embedding"] for entry in floats["data"]], np.float32), ROWS[:150])
+    assert floats["usage"] == {"prompt_tokens": 450, "total_tokens": 450}
+    assert max(len(request["texts"]) for request in client.asked) == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"model": "m", "input": [[1, 2]]}, 400, "bad_request"),
+        ({"model": "m", "input": [7]}, 400, "bad_request"),
+        ({"model": "m", "input": []}, 400, "bad_request"),
+        ({"model": "m", "input": "1", "dimensions": 3}, 400, "bad_request"),
+        ({"model": "m", "input": "1", "encoding_format": "int8"}, 400, "bad_request"),
+        ({"model": "m", "input": "1", "unheard_of": 1}, 400, "bad_request"),
+        ({"model": "m", "input": True}, 400, "bad_request"),
+        ({"model": "other", "input": "1"}, 404, "model_not_found"),
+        ({"model": "m", "input": ["1"] * 2049}, 400, "bad_request"),
+    ],
+)
+def test_what_is_not_understood_is_refused(body: dict[str, Any], status: int, code: str) -> None:
+    client = Client()
+    answer = served(client).post("/v1/embeddings", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "later"),
+    [
+        (OverloadedError("full"), 429, True),
+        (PlanError("no device"), 503, True),
+        (NetworkError("away"), 503, True),
+        (DeadlineError("late"), 504, False),
+        (HeptiError("broken"), 502, False),
+    ],
+)
+def test_the_planners_errors_have_a_status(error: HeptiError, status: int, later: bool) -> None:
+    answer = served(Client(error)).post("/v1/embeddings", json={"model": "m", "input": "1"})
+    assert answer.status_code == status
+    assert ("retry-after" in answer.headers) is later
+    assert answer.json()["error"]["message"] == str(error)
+
+
+def test_a_key_is_asked_for_everywhere_but_by_health_checks() -> None:
+    http = served(Client(), "first", "second")
+    assert http.get("/v1/models").status_code == 401
+    assert http.get("/v1/models", headers={"Authorization": "Bearer third"}).status_code == 401
+    assert http.get("/v1/models", headers={"Authorization": "Basic second"}).status_code == 401
+    assert http.get("/metrics").status_code == 401
+    assert http.get("/v1/models", headers={"Authorization": "Bearer second"}).status_code == 200
+    assert http.get("/health").status_code == 200
+
+
+def test_bodies_are_bounded_and_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 100)
+    http = served(Client())
+
+    def parts() -> Any:
+        yield from [b" " * 60] * 3
+
+    assert http.post("/v1/embeddings", json={"model": "m", "input": "1" * 200}).status_code == 413
+    json_type = {"content-type": "application/json"}
+    assert http.post("/v1/embeddings", content=parts(), headers=json_type).status_code == 413
+    assert http.post("/v1/embeddings", content=b"{'a'", headers=json_type).status_code == 400
+    assert http.post("/v1/embeddings", content=b"[1]", headers=json_type).status_code == 400
+    assert http.post("/v1/embeddings", data={"input": "1"}).status_code == 415
+    assert http.get("/nothing").status_code == 404
+    assert http.get("/v1/embeddings").status_code == 404
+
+
+def test_tei_normalises_where_it_says_so() -> None:
+    http = served(Client())
+    found = np.array(http.post("/embed", json={"inputs": ["1", "2"]}).json())
+    assert np.allclose(np.linalg.norm(found, axis=1), 1)
+    raw = np.array(http.post("/embed", json={"inputs": ["1"], "normalize": False}).json(), np.float32)
+    assert np.array_equal(raw, ROWS[1:2])
+    assert http.post("/embed", json={"inputs": "1", "truncation_direction": "Left"}).status_code == 400
+    assert http.post("/embed", json={"inputs": "1", "prompt_name": "query"}).status_code == 400
+    assert http.post("/rerank", json={"query": "1", "texts": ["2"]}).status_code == 400
+
+
+def test_labels_of_texts_and_of_pictures() -> None:
+    client = Client()
+    http = served(client)
+    best = http.post("/v1/classify", json={"model": "labels", "input": ["1", "2"]}).json()["data"]
+    assert [entry["label"] for entry in best] == ["a", "a"]
+    assert http.post("/v1/classify", json={"model": "labels", "input": [{"image": "AAAA"}]}).status_code == 200
+    assert client.asked[-1]["images"] == ["AAAA"]
+    fetched = http.post("/v1/classify", json={"model": "labels", "input": [{"image": "https://example.org/a.png"}]})
+    assert fetched.status_code == 400
+    predicted = TestClient(create_app(Site(client, 5.0, "labels"))).post("/predict", json={"inputs": [["1"], ["2"]]})
+    assert predicted.json() == [[{"label": "a", "score": 0.75}, {"label": "b", "score": 0.25}]] * 2
+
+
+def test_ollama_takes_its_own_tag_and_says_durations() -> None:
+    http = served(Client())
+    found = http.post("/api/embed", json={"model": "m:latest", "input": "4"}).json()
+    assert np.array_equal(np.array(found["embeddings"], np.float32), ROWS[4:5])
+    assert (found["prompt_eval_count"], found["total_duration"] > 0) == (3, True)
+    assert [entry["name"] for entry in http.get("/api/tags").json()["models"]] == ["m", "labels"]
+
+
+def test_metrics_count_by_route_and_status() -> None:
+    http = served(Client())
+    http.post("/v1/embeddings", json={"model": "m", "input": "1"})
+    http.post("/v1/embeddings", json={"model": "x", "input": "1"})
+    lines = http.get("/metrics").text.splitlines()
+    assert 'hepti_gateway_requests_total{route="/v1/embeddings",status="200"} 1.0' in lines
+    assert 'hepti_gateway_requests_total{route="/v1/embeddings",status="404"} 1.0' in lines

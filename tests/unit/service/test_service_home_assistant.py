@@ -1,0 +1,225 @@
+"""Discovery for Home Assistant: payloads against a schema written from its own, and what follows from its messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgpack
+import pytest
+import voluptuous as vol
+from client_support import A_PLAN, a_record
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hepti_mqtt.protocol.messages import Heartbeat, Status, encode_heartbeat, encode_status
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.service.home_assistant import LONGEST_STATE, SETTLE_S, STATE_S, HomeAssistantSession
+
+TOPICS = Topics("home")
+TASKS = {"mini": "embedding", "mood": "classification"}
+
+# -- Home Assistant's rules (components/mqtt/schemas.py: device discovery, and those of the platforms used) -----------
+
+
+def topic(value: Any) -> str:
+    if not isinstance(value, str) or not value or set("+#\0") & set(value):
+        raise vol.Invalid("not a topic to publish to")
+    return value
+
+
+def template(value: Any) -> str:
+    if not isinstance(value, str) or value.count("{{") != value.count("}}"):
+        raise vol.Invalid("not a template")
+    return value
+
+
+ENTITY = {
+    vol.Required("platform"): str,
+    vol.Required("unique_id"): vol.All(str, vol.Length(min=1)),
+    vol.Optional("name"): vol.Any(str, None),
+    vol.Optional("entity_category"): vol.Any("diagnostic", "config"),
+    vol.Optional("json_attributes_topic"): topic,
+    vol.Optional("json_attributes_template"): template,
+    vol.Optional("value_template"): template,
+    vol.Optional("device_class"): str,
+}
+SENSOR = {
+    **ENTITY,
+    vol.Optional("unit_of_measurement"): str,
+    vol.Optional("state_class"): vol.Any("measurement", "total", "total_increasing"),
+    vol.Optional("options"): vol.All([str], vol.Length(min=1)),
+}
+PLATFORMS = {"sensor": vol.Schema(SENSOR), "update": vol.Schema(ENTITY)}
+DISCOVERY = vol.Schema(
+    {
+        vol.Required("device"): vol.All(
+            {
+                vol.Optional("identifiers"): [str],
+                vol.Optional("connections"): [[str]],
+                vol.Optional("name"): str,
+                vol.Optional("manufacturer"): str,
+                vol.Optional("model"): str,
+                vol.Optional("sw_version"): str,
+                vol.Optional("via_device"): str,
+            },
+            lambda device: device if device.get("identifiers") or device.get("connections") else vol.Invalid("no id"),
+        ),
+        vol.Required("origin"): {vol.Required("name"): str, vol.Optional("sw_version"): str},
+        vol.Required("components"): vol.Schema({str: lambda part: PLATFORMS[part["platform"]](part)}),
+        vol.Optional("state_topic"): topic,
+        vol.Optional("availability"): [{vol.Required("topic"): topic, vol.Optional("value_template"): template}],
+        vol.Optional("qos"): vol.Any(0, 1, 2),
+    }
+)
+OBJECT_ID = re.compile(r"homeassistant/device/[a-zA-Z0-9_-]+/config")
+
+
+class Broker:
+    """What is retained."""
+
+    def __init__(self, session: HomeAssistantSession) -> None:
+        self.session, self.kept = session, dict[str, bytes]()
+        self.seen: list[str] = []
+
+    def take(self, messages: Any) -> None:
+        for message in messages:
+            assert message.retain
+            self.seen.append(message.topic)
+            if message.payload:
+                self.kept[message.topic] = message.payload
+            else:
+                self.kept.pop(message.topic, None)
+
+    def hear(self, topic_: str, payload: bytes, now: float = 0.0) -> None:
+        self.take(self.session.handle_message(topic_, payload, now))
+
+    def configs(self) -> dict[str, Any]:
+        return {name: json.loads(body) for name, body in self.kept.items() if name.endswith("/config")}
+
+    def state(self, kind: Any, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.kept[TOPICS.home(kind, name)])
+        return found
+
+
+def started(tasks: dict[str, str] = TASKS) -> Broker:
+    broker = Broker(HomeAssistantSession(TOPICS, "homeassistant", tasks))
+    broker.take(broker.session.handle_connection(0.0))
+    return broker
+
+
+def online(name: str, broker: Broker, version: str = "0.2.0") -> None:
+    broker.hear(TOPICS.status(name), encode_status(Status("online", 7, version=version)))
+
+
+def beat(cpu: float = 0.25, temperature: float | None = 48.5) -> bytes:
+    return encode_heartbeat(Heartbeat(7, 1, cpu, 1 << 30, temperature, 2e-3, 1e7, 1.25, 1 << 20))
+
+
+def record(devices: tuple[str, ...], weights: tuple[float, ...]) -> bytes:
+    told = a_record()
+    plan = {"strategy": "row", "devices": list(devices), "weights": {"rows": list(weights)}, "reason": "why " * 100}
+    payload: bytes = msgpack.packb({**told, "active": {**A_PLAN, **plan}, "preparing": None})
+    return payload
+
+
+def test_every_payload_is_valid_and_names_its_own() -> None:
+    broker = started({**TASKS, "gpt": "generation", "cat": "image_classification"})
+    for name in ("pi-1", "pi_2"):
+        online(name, broker)
+    configs = broker.configs()
+    assert len(configs) == 1 + 4 + 2
+    for name, body in configs.items():
+        assert OBJECT_ID.fullmatch(name)
+        DISCOVERY(body)
+    ids = [part["unique_id"] for body in configs.values() for part in body["components"].values()]
+    assert len(set(ids)) == len(ids)
+
+
+@given(st.lists(st.from_regex(r"[a-z0-9][a-z0-9_-]{0,20}", fullmatch=True), unique=True, max_size=6), st.integers(0, 5))
+def test_devices_that_are_forgotten_leave_nothing(names: list[str], kept: int) -> None:
+    broker = started()
+    for name in names:
+        online(name, broker)
+    for name in names[kept:]:
+        broker.hear(TOPICS.status(name), b"")
+    assert len(broker.configs()) == 1 + len(TASKS) + len(names[:kept])
+    assert {TOPICS.home("device", name) for name in names[kept:]}.isdisjoint(broker.kept)
+
+
+def test_a_birth_message_brings_everything_again() -> None:
+    broker = started()
+    online("pi-1", broker)
+    broker.seen.clear()
+    broker.hear("homeassistant/status", b"offline")
+    assert not broker.seen
+    broker.hear("homeassistant/status", b"online")
+    assert set(broker.seen) == set(broker.kept)
+
+
+def test_what_an_earlier_planner_left_is_cleared_and_nothing_else() -> None:
+    broker = started()
+    online("pi-1", broker)
+    ghost, other = "homeassistant/device/hepti_home_MODEL_old/config", "homeassistant/device/zigbee_lamp/config"
+    neighbour = "homeassistant/device/hepti_home_2_MODEL_old/config"
+    for name in (ghost, other, neighbour, *broker.configs()):
+        broker.kept.setdefault(name, b"{}")
+        broker.hear(name, broker.kept[name])
+    broker.take(broker.session.tick(SETTLE_S / 2))
+    assert ghost in broker.kept
+    broker.take(broker.session.tick(SETTLE_S))
+    assert ghost not in broker.kept
+    assert {other, neighbour} < broker.kept.keys()
+
+
+def test_states_say_load_share_and_plan() -> None:
+    broker = started()
+    online("a", broker)
+    online("b", broker)
+    broker.hear(TOPICS.heartbeat("a"), beat(), STATE_S)
+    broker.hear(TOPICS.plan("mini"), record(("a", "b"), (3, 1)))
+    state = broker.state("device", "a")
+    assert (state["load_percent"], state["free_mib"], state["temperature_c"]) == (25.0, 1024, 48.5)
+    assert (state["share_percent"], broker.state("device", "b")["share_percent"]) == (75.0, 25.0)
+    model = broker.state("model", "mini")
+    assert (model["state"], model["plan"]) == ("serving", "row on a, b")
+    assert len(model["plan_attributes"]["reason"]) > LONGEST_STATE
+    assert broker.state("model", "mood")["state"] == "no plan"
+
+
+def test_heartbeats_are_passed_on_slowly() -> None:
+    broker = started()
+    online("a", broker)
+    for second in range(100):
+        broker.hear(TOPICS.heartbeat("a"), beat(cpu=second / 100), float(second))
+    assert broker.seen.count(TOPICS.home("device", "a")) <= 2 + 100 / STATE_S
+
+
+def test_labels_and_long_texts() -> None:
+    broker = started({"mood": "classification", "gpt": "generation"})
+    labels = [{"label": "x" * 300, "score": 0.9}, {"label": "b", "score": 0.1}]
+    reply = json.dumps({"ok": True, "result": {"labels": labels}}).encode()
+    broker.take(broker.session.record_reply("mood", 12.34, reply, 5.0))
+    state = broker.state("model", "mood")
+    assert (len(state["label"]), state["answer_attributes"]["labels"]) == (LONGEST_STATE, labels)
+    assert (state["latency_ms"], state["requests_per_minute"]) == (12.3, 1)
+    text = json.dumps({"ok": True, "result": {"text": "y" * 999, "ids": []}}).encode()
+    broker.take(broker.session.record_reply("gpt", 1.0, text, 5.0))
+    assert len(broker.state("model", "gpt")["text"]) == LONGEST_STATE
+    assert len(broker.state("model", "gpt")["answer_attributes"]["text"]) == 999
+    broker.take(broker.session.tick(66.0))
+    assert broker.state("model", "mood")["requests_per_minute"] == 0
+    failed = json.dumps({"ok": False, "error": {"code": "no_plan", "message": "no device"}}).encode()
+    broker.take(broker.session.record_reply("gpt", 1.0, failed, 70.0))
+    assert "no device" in broker.state("site", "state")["last_error"]
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xff", b"{}", b"[]", b"null"])
+def test_what_cannot_be_read_is_ignored(payload: bytes) -> None:
+    broker = started()
+    online("a", broker)
+    kept = dict(broker.kept)
+    for name in (TOPICS.heartbeat("a"), "homeassistant/status", "homeassistant/device/x/config", "elsewhere"):
+        broker.hear(name, payload, 100.0)
+    assert broker.kept == kept
