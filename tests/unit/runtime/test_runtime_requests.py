@@ -63,6 +63,7 @@ def test_devices_that_join_together_get_one_plan() -> None:
 def test_answer_carries_output_plan_and_counters() -> None:
     site = settled("a")
     plan = site.plan
+    site.compute_us = 2000
     site.submit("r1", 8)
     site.answer(1)
     answer = site.answers["r1"]
