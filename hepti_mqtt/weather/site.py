@@ -58,11 +58,10 @@ class Answered(NamedTuple):
 
 
 class Change(NamedTuple):
-    """An activation: when, which plan after which, bytes that were loaded for it, and why."""
+    """An activation: when, of which plan, bytes that were loaded for it, and why."""
 
     now: float
     plan: Plan
-    before: Plan | None
     loaded_bytes: float
     why: str
 
@@ -166,7 +165,6 @@ class _Site:
         self.busy: frozenset[str] = frozenset()  # devices of the run under way
         self.runs: dict[int, tuple[float, int, Plan]] = {}  # seconds alone, step and plan of the run, by its number
         self.last_run: tuple[float, int, Plan] | None = None
-        self.before: Plan | None = None
         self.loaded_before = 0.0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
@@ -339,12 +337,12 @@ class _Site:
 
     def note_plan(self, shown: interface.PublishPlan) -> None:
         """Note a plan that became active."""
-        active, before = shown.active, self.before
-        if active is None or (before is not None and active.version == before.version):
+        active, changes = shown.active, self.history.changes
+        if active is None or (changes and active.version == changes[-1].plan.version):
             return
         loaded = sum(device.loaded_bytes for device in self.devices.values())
         why = next(
             (t.cause for t in shown.story if t.after == "preparing" and str(active.version) in t.subject), active.reason
         )
-        self.history.changes.append(Change(self.now, active, before, loaded - self.loaded_before, why))
-        self.before, self.loaded_before = active, loaded
+        changes.append(Change(self.now, active, loaded - self.loaded_before, why))
+        self.loaded_before = loaded

@@ -18,6 +18,7 @@ from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.solver import solve
 from hepti_mqtt.weather import KINDS, History, judge, make_truth, play, recorded_truth
+from hepti_mqtt.weather.devices import SimulatedDevice
 from hepti_mqtt.weather.truth import SCRIPT, SCRIPT_S, STEP_S
 
 FILE = load_site(find_bundled_config("sites", Path("four-pi4-240")))
@@ -73,6 +74,14 @@ def test_weights_come_at_the_rate_of_a_link_and_runs_beside_them_are_slow() -> N
     assert not there.changes[0].loads
     rate = max(link.down_bytes_per_s for link in FILE.links.values())
     assert loaded.changes[0].now > loaded.changes[0].loaded_bytes / 2 / (1.2 * rate)
+
+
+def test_an_exchange_over_a_slow_link_is_told_to_be_slow() -> None:
+    slow, fast = (SimulatedDevice("pi1", FILE.devices["pi1"]) for _ in range(2))
+    slow.receive("pi2", 1e6, 1e6)
+    fast.receive("pi2", 1e6, 4e6)
+    assert slow.edges["pi2"].timed_bytes == fast.edges["pi2"].timed_bytes
+    assert slow.edges["pi2"].timed_us == 4 * fast.edges["pi2"].timed_us
 
 
 def test_a_device_that_is_away_answers_nothing_and_comes_back() -> None:
