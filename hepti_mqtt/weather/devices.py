@@ -14,7 +14,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs_digest, resident_weights
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.messages import Caps, Endpoint
+from hepti_mqtt.protocol.messages import Caps, Endpoint, PeerStats
 from hepti_mqtt.spec import Spec
 
 PREPARE_S: Final = 0.6  # Programs, subscriptions and words of a plan whose weights are there
@@ -48,7 +48,7 @@ class SimulatedDevice:
     """One device. Loads run one after the other; weights stay until their memory is needed.
 
     plans: that are ready here. held: weight ranges with their bytes, last used last. loaded_bytes: in all. resident:
-    all weights are here, whatever a plan needs.
+    all weights are here, whatever a plan needs. timed: bytes and microseconds of exchanges, by peer.
     """
 
     name: str
@@ -61,6 +61,7 @@ class SimulatedDevice:
     loads: deque[_Load] = field(default_factory=deque)
     loaded_bytes: float = 0.0
     resident: bool = False
+    timed: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def is_loading(self) -> bool:
@@ -89,6 +90,17 @@ class SimulatedDevice:
         self.plans.clear()
         self.held.clear()
         self.loads.clear()
+        self.timed.clear()
+
+    @property
+    def edges(self) -> dict[str, PeerStats]:
+        """Return what has come from peers since the boot."""
+        return {peer: PeerStats(0, nbytes, 0, 0, 0, 0, 0, 1, nbytes, us) for peer, (nbytes, us) in self.timed.items()}
+
+    def receive(self, source: str, nbytes: float, bytes_per_s: float) -> None:
+        """Take what has come from a peer in a run, and note how long it took where nothing else was to do."""
+        known, us = self.timed.get(source, (0, 0))
+        self.timed[source] = known + int(nbytes), us + int(1e6 * nbytes / bytes_per_s)
 
     def take(self, message: messages.Message, spec: Spec) -> list[messages.Message]:
         """Take a planner's message; return the answers that need no time."""

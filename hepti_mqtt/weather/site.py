@@ -42,6 +42,7 @@ LATENCY_S: Final = 1e-3  # of a message
 HEARTBEAT_S: Final = 1.0
 PAUSE_S: Final = 0.03  # of the planner's machine, by call of `Question.pause`: 2 to 8 s for a search over four devices
 BESIDE_SEARCH: Final = 1.3  # how many times as long a request takes beside a search
+WAITED: Final = 0.5  # of the bytes of exchanges a device waits for and has nothing else to do
 LOADED_BYTES: Final = 1e6
 SECRET: Final = bytes(32)
 
@@ -57,11 +58,10 @@ class Answered(NamedTuple):
 
 
 class Change(NamedTuple):
-    """An activation: when, which plan after which, bytes that were loaded for it, and why."""
+    """An activation: when, of which plan, bytes that were loaded for it, and why."""
 
     now: float
     plan: Plan
-    before: Plan | None
     loaded_bytes: float
     why: str
 
@@ -165,7 +165,6 @@ class _Site:
         self.busy: frozenset[str] = frozenset()  # devices of the run under way
         self.runs: dict[int, tuple[float, int, Plan]] = {}  # seconds alone, step and plan of the run, by its number
         self.last_run: tuple[float, int, Plan] | None = None
-        self.before: Plan | None = None
         self.loaded_before = 0.0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
@@ -233,7 +232,7 @@ class _Site:
             device.seq += 1
             load, busy = self.load_cost.slower if device.is_loading else 1.0, name in self.busy
             heartbeat = self.truth.heartbeat(self.file, name, self.now, (device.boot, device.seq), load, busy)
-            self.tell(interface.DeviceHeartbeat(name, heartbeat))
+            self.tell(interface.DeviceHeartbeat(name, replace(heartbeat, edges=device.edges)))
 
     def join(self, device: SimulatedDevice) -> None:
         """Let a device say what it can do and that it is there."""
@@ -295,6 +294,16 @@ class _Site:
             numbers = (int(compute_s * 1e6), int(wait_s * 1e6), use.sent_bytes, int(device == plan.root))
             done = replace(work, kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers, body=b"")
             self.tell(interface.DeviceFrame(device, done))
+            if plan.route == "mesh":
+                self.exchange(plan, device, k, use.sent_bytes)
+
+    def exchange(self, plan: Plan, source: str, step: int, nbytes: int) -> None:
+        """Let the peers of a device note at what rate its exchanges came: its link carries a copy for each of them."""
+        real, peers = self.truth.cluster(self.file, step).links, [d for d in plan.devices if d != source]
+        error = exp(self.truth.part_tail[step, self.truth.names.index(source)])
+        for peer in peers:
+            rate = min(real[source].up_bytes_per_s / len(peers), real[peer].down_bytes_per_s) * error
+            self.devices[peer].receive(source, WAITED * nbytes / len(peers), rate)
 
     def answered(self, command: interface.AnswerRequest) -> None:
         """Note an answer; the next request follows."""
@@ -328,12 +337,12 @@ class _Site:
 
     def note_plan(self, shown: interface.PublishPlan) -> None:
         """Note a plan that became active."""
-        active, before = shown.active, self.before
-        if active is None or (before is not None and active.version == before.version):
+        active, changes = shown.active, self.history.changes
+        if active is None or (changes and active.version == changes[-1].plan.version):
             return
         loaded = sum(device.loaded_bytes for device in self.devices.values())
         why = next(
             (t.cause for t in shown.story if t.after == "preparing" and str(active.version) in t.subject), active.reason
         )
-        self.history.changes.append(Change(self.now, active, before, loaded - self.loaded_before, why))
-        self.before, self.loaded_before = active, loaded
+        changes.append(Change(self.now, active, loaded - self.loaded_before, why))
+        self.loaded_before = loaded

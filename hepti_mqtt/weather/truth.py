@@ -1,7 +1,8 @@
 """What devices and links of a site really do over time, and what their meters say of it.
 
-Truth: jitter of 5 % over 5 s; stalls of a CPU quota, heavy-tailed and seconds long, in all kinds of weather but `still`
-and recorded ones; a slow random walk; or a script of changes. Noise: meters of speed are off by 20 % over 8 s and now
+Truth: jitter of 5 % over 5 s; stalls of a CPU quota, heavy-tailed and seconds long, where `STALLED` says so; a slow
+random walk; a script of changes; a device that says it is ten times as fast as measured, on a link of 1 Gbit/s; or one
+that has half its speed every other minute. Noise: meters of speed are off by 20 % over 8 s and now
 and then by 2.8 times for some seconds, frame costs by 22 %, link rates are halved beside exchanges, and every method
 takes other times than its price. That is harsher than what was recorded on an emulated site.
 """
@@ -23,7 +24,8 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import Heartbeat, LinkReport
 
 Array = NDArray[Any]
-KINDS: Final = ("still", "stalls", "walk", "changes")
+KINDS: Final = ("still", "stalls", "walk", "changes", "liar", "restless")
+STALLED: Final = ("stalls", "walk", "changes")
 STEP_S: Final = 0.5  # truth is constant for so long
 WARM_S: Final = 120.0  # the first minutes are no part of a verdict: nobody knows the site yet
 HALVED: Final = 0.6  # of the probes beside exchanges find half the rate
@@ -158,11 +160,12 @@ def make_truth(kind: str, file: Cluster, minutes: float, seed: int) -> Truth:
         slow += np.cumsum(g.normal(0, 0.05 * np.sqrt(STEP_S / 60), shape), 0)
         rate += np.cumsum(g.normal(0, 0.05 * np.sqrt(STEP_S / 60), shape), 0)
         phases[1:] = [(float(at), "walk") for at in np.arange(WARM_S, 60 * minutes, WARM_S)]
+    if kind == "restless":
+        slow[:, g.integers(0, n)] += log(2) * (np.arange(steps) * STEP_S // 60 % 2)
     jitter = _wander(g, shape, 0.05, 5.0)
-    if kind != "still":
-        for device in range(n):
-            for k in _moments(g, steps, 120.0, 2.5):
-                jitter[k, device] += min(abs(g.standard_t(3)) * 0.35, 1.4)
+    for device in range(n) if kind in STALLED else ():
+        for k in _moments(g, steps, 120.0, 2.5):
+            jitter[k, device] += min(abs(g.standard_t(3)) * 0.35, 1.4)
     slow, rate = slow + jitter, rate + _wander(g, shape, 0.03, 10.0)
     said_slow = slow + _wander(g, shape, 0.20, 8.0) + 0.08 * g.standard_t(3, shape)
     for device in range(n):
@@ -170,6 +173,9 @@ def make_truth(kind: str, file: Cluster, minutes: float, seed: int) -> Truth:
             said_slow[k, device] += g.choice([1.05, -1.0])
     frame += _wander(g, shape, 0.1, 10.0)
     said_rate = rate + _wander(g, shape, 0.08, 6.0) + 0.05 * g.standard_t(4, shape)
+    if kind == "liar":
+        said_slow[:, liar := g.integers(0, n)] -= log(10)
+        said_rate[:, liar] = log(1e9 / 8 / file.links[names[liar]].up_bytes_per_s)
     said_frame = frame + _wander(g, shape, 0.22, 12.0)
     return Truth(
         kind,
