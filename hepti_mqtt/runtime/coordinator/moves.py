@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import exp, inf, log
 from typing import TYPE_CHECKING, Final
 
 from hepti_mqtt.plan import Plan
@@ -110,7 +110,7 @@ class Moves:
         shifts = [(k.candidate.price.seconds, seen.now_s) for k, seen in zip(known, views, strict=True)]
         if active is not None:
             shifts.append((active.candidate.price.seconds, group.price_now[0]))
-        group.shift = max((abs(log(after / before)) for before, after in shifts if min(before, after) > 0), default=0.0)
+        group.shift = max((abs(log(after / before)) for before, after in shifts if min(before, after) > 0), default=inf)
         verdict = decide(self._situation(group, active, options, now))
         group.judged_s, group.is_fresh, group.verdict = now, False, verdict
         return verdict

@@ -351,14 +351,14 @@ class CoordinatorSession:
         """Judge the active plan by what is believed now; ask for a search where a better one may exist."""
         if not self._moves.is_due(group, now):
             return []
-        changed = self.fleet.estimates.last_change_s > group.judged_s
+        moved = self.fleet.estimates.moved(group.made_with, group.active_devices, now) if group.in_use(now) else None
+        changed = moved is not None or self.fleet.estimates.last_change_s > group.judged_s
         verdict = self._moves.judge(group, now) if changed or group.is_fresh else Verdict(None)
         group.judged_s = now
         if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
-        moved = self.fleet.estimates.moved(group.made_with, group.active_devices, now)
-        if moved is None or not group.in_use(now) or group.shift < LEAST_GAIN:
+        if moved is None or group.shift < LEAST_GAIN:
             return []
         group.plans.request_search(now, now, moved)
         return [LogEvent("drift", moved)]

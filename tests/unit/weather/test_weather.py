@@ -110,7 +110,6 @@ def test_where_nothing_changes_the_plan_stays() -> None:
     assert verdict.regret < 0.05
 
 
-@pytest.mark.xfail(strict=True, reason="measurements are compared point against point")
 def test_a_recorded_site_in_which_nothing_changes_gets_no_other_plan_and_no_search() -> None:
     lines = [line for line in read_recording(RECORDING) if line["t"] < 120]
     history = play(FILE, SPEC, recorded_truth(FILE, lines), solve, resident=True)
