@@ -30,7 +30,7 @@ LEAST_GAIN: Final = 0.05  # of the active plan's cost: prices are off by as much
 TWICE: Final = 2.0  # costs count so often, because what is not done now can be done later
 MOST_S: Final = 600.0  # as far as anything is foreseen
 SAME_METHOD_SD: Final = 0.015  # of what two plans of one method differ by beyond their prices
-MOVE_S: Final = 0.5  # of waiting that an activation costs requests that run: Programs, frames of two versions
+MOVE_S: Final = 1.0  # of waiting that an activation costs requests that run: Programs, frames of two versions
 ACTIVATE_S: Final = 0.6  # from the last byte to the first request: Programs, subscriptions, activation
 NOTICED: Final = 3  # requests until it is noticed that a change has ended
 KNOWN_SD: Final = 0.04  # a method of which so much is known is not tried to know more
@@ -72,7 +72,8 @@ class Situation:
 
     period_s: from one request to the next. busy: part of the time in which requests run, of all models. load_factor:
     how many times as long a request takes beside a load. search_s: until a move begins. may_try: whether nothing is
-    tried already, nor forbidden. tried: methods that were tried within the hour.
+    tried already, nor forbidden. tried: methods that were tried within the hour. is_unclear: devices may be changing,
+    and the next run tells: what slows all of them down is seen of one first.
     """
 
     active: Option | None
@@ -83,6 +84,7 @@ class Situation:
     search_s: float = 0.5
     may_try: bool = True
     tried: AbstractSet[StrategyKey] = frozenset()
+    is_unclear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,8 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
     kind: Kind | None = None
     if option.candidate.price.missing:
         why = "it lacks memory"
+    elif situation.is_unclear:
+        why = "devices may be changing, and the next run tells"
     elif better >= SURE and gain < LEAST_GAIN:
         why = f"it gains less than {LEAST_GAIN:.0%}"
     elif better >= SURE:

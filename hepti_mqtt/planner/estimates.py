@@ -631,6 +631,10 @@ class SiteEstimates:
         unmet: dict[tuple[What, Key], float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
         return {**unmet, **met}
 
+    def is_unclear(self, names: Collection[str]) -> bool:
+        """Return whether the slowdown of one of these devices may be changing: the next run tells."""
+        return any((found := self._quantities.get(("slowdown", (name,)))) and found.is_in_doubt for name in names)
+
     def in_doubt(self, names: Collection[str], since_s: float) -> bool:
         """Return whether something of these devices, or of links between them, has changed since, or may do so now."""
         known = [self._quantities[found] for found in self._among(names)]

@@ -72,6 +72,14 @@ class Surface:
         shown = min(waiting_s / before, MOST_SHOWN)
         return more * np.where(more > 0, (1 - HIDDEN) * shown + HIDDEN * max(shown, 1.0), shown)
 
+    def uneven(self, factors: Factors) -> Floats:
+        """Return the seconds [draws] by which the busiest device and the fullest link are above the mean of all."""
+        found: Any = 0.0
+        busy = [u.compute_s * factors.compute[d] + u.frame_s * factors.frame[d] for d, u in self.use.items()]
+        for lanes in (busy, [s * factors.link[d] for d, s in self.link_s.items()]):
+            found = found + _most(lanes) - sum(lanes) / len(lanes)
+        return np.asarray(found)
+
     def period(self, factors: Factors) -> Floats:
         """Return the seconds [draws] that the busiest device, or its link, has to do with one request."""
         lanes = [u.compute_s * factors.compute[d] + u.frame_s * factors.frame[d] for d, u in self.use.items()]
@@ -126,7 +134,7 @@ class Outlook:
     """What a plan takes by what is believed: seconds of a request and cost by the objective, [draws] and before.
 
     mean_s: the seconds at the means; now_s: of these what devices and links make, whatever the method; spread: standard
-    deviation of the logarithm of that.
+    deviation of the logarithm of that. even_s: mean_s, if work were moved so that it is as even as it was in the price.
     """
 
     seconds: Floats
@@ -134,6 +142,7 @@ class Outlook:
     mean_s: float
     now_s: float
     spread: float
+    even_s: float
     before: float | None
 
 
@@ -144,13 +153,17 @@ def outlook(priced: Priced, beliefs: Beliefs) -> Outlook:
     rng = np.random.default_rng(crc32(repr(strategy_key(plan)).encode()))  # the same numbers each time
     off = beliefs.factor(plan) * np.exp(beliefs.sd(plan) * rng.standard_normal(_count(beliefs.draws)))
     now_s = float(_under(priced, beliefs.cluster, NO_DRAWS)[0].mean())
+    of_run = surfaces(price, plan, priced.cluster)[0]
+    then, now = (factors_of(plan, priced.cluster, c, NO_DRAWS) for c in (priced.cluster, beliefs.cluster))
+    more_s = float((of_run.uneven(now) - of_run.uneven(then)).mean())
+    even_s = (now_s - min(max(more_s, 0.0), now_s)) * beliefs.factor(plan)
     before = None
     if beliefs.before is not None:
         before = float(_under(priced, beliefs.cluster, beliefs.before)[1].mean())
         before *= 1.0 if price.objective == "memory" else beliefs.factor(plan)
     off_cost = np.full(len(off), float(cost.mean())) if price.objective == "memory" else cost * off
     spread = float(np.log(np.maximum(seconds, 1e-12)).std())
-    return Outlook(seconds * off, off_cost, now_s * beliefs.factor(plan), now_s, spread, before)
+    return Outlook(seconds * off, off_cost, now_s * beliefs.factor(plan), now_s, spread, even_s, before)
 
 
 def interval(seconds: Floats, noise_sd: float) -> tuple[float, float]:

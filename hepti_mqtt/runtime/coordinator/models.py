@@ -54,8 +54,8 @@ class PlanGroup:
     believed when the last search began that has ended; search_inputs: the same of the last one that began. verdict: the
     rule's last word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried.
     run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
-    devices and links are now, and the doubt in that; shift: by how much, as a logarithm, one of all plans has moved
-    from its price. left: plans that were left, whose weights devices may have.
+    devices and links are now, and the doubt in that; may_gain: the part of its time that a search may win. left: plans
+    that were left, whose weights devices may have.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
     in the published record.
     """
@@ -76,7 +76,7 @@ class PlanGroup:
     tried: dict[StrategyKey, float] = field(default_factory=dict)
     run_s: float = 0.0
     price_now: tuple[float, float] = (0.0, 0.0)
-    shift: float = 0.0
+    may_gain: float = inf
     expectation: tuple[PlanVersion, Expectation] | None = None
     left: tuple[Plan, ...] = ()
     pace: RequestPace = field(default_factory=RequestPace)

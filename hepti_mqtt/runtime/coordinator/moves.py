@@ -97,20 +97,17 @@ class Moves:
         known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
             known = [k for k in known if k.candidate.plan == only]
-        active: Option | None = None
+        active, ours = None, None
         if record is not None and self._is_there(record.decision.chosen.plan, beliefs):
             priced = Priced(record.decision.chosen, record.decision.cluster)
-            seen = outlook(priced, beliefs)
-            group.expect(record, seen)
-            active = self._option(group, priced, seen, beliefs, (), now)
+            ours = outlook(priced, beliefs)
+            group.expect(record, ours)
+            active = self._option(group, priced, ours, beliefs, (), now)
             known = [k for k in known if not is_same_division(record.plan, k.candidate.plan)]
         used = () if active is None else active.plan.devices
         views = [outlook(k, beliefs) for k in known]
         options = [self._option(group, k, seen, beliefs, used, now) for k, seen in zip(known, views, strict=True)]
-        shifts = [(k.candidate.price.seconds, seen.now_s) for k, seen in zip(known, views, strict=True)]
-        if active is not None:
-            shifts.append((active.candidate.price.seconds, group.price_now[0]))
-        group.shift = max((abs(log(after / before)) for before, after in shifts if min(before, after) > 0), default=inf)
+        group.may_gain = _may_gain(ours, views)
         verdict = decide(self._situation(group, active, options, now))
         group.judged_s, group.is_fresh, group.verdict = now, False, verdict
         return verdict
@@ -133,6 +130,7 @@ class Moves:
             self.loads.factor,
             may_try=free and not self._is_trying(group),
             tried=tried,
+            is_unclear=self._fleet.estimates.is_unclear(group.active_devices),
         )
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
@@ -182,3 +180,13 @@ class Moves:
             return option
         remaining_s = option.remaining_s if change is None else change.remaining_s
         return replace(option, before=seen.before, remaining_s=remaining_s)
+
+
+def _may_gain(active: Outlook | None, others: Sequence[Outlook]) -> float:
+    """Return what part of its time a plan that is not known yet may take less than the active one.
+
+    It is one of those that are known, with work moved off what has become slow.
+    """
+    if active is None or active.mean_s <= 0:
+        return inf
+    return 1 - min(seen.even_s for seen in (active, *others)) / active.mean_s

@@ -358,7 +358,8 @@ class CoordinatorSession:
         if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
-        if moved is None or group.shift < LEAST_GAIN:
+        unclear = self.fleet.estimates.is_unclear(group.active_devices)
+        if moved is None or unclear or group.may_gain < LEAST_GAIN:
             return []
         group.plans.request_search(now, now, moved)
         return [LogEvent("drift", moved)]

@@ -64,7 +64,7 @@ def test_a_planner_without_a_choice_has_no_regret_but_for_its_method() -> None:
     assert not history.refused
     ours = np.mean([a.run_s for a in history.answers if a.asked_s >= 120])
     assert verdict.phases[0].mean_s == pytest.approx(ours, rel=0.05), "no load or search is beside these runs"
-    assert verdict.phases[0].best_s < ours, "two of four equal devices are not the best plan"
+    assert verdict.phases[0].best_s <= ours
 
 
 def test_weights_come_at_the_rate_of_a_link_and_runs_beside_them_are_slow() -> None:
