@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, log
+from statistics import median_low
 from typing import TYPE_CHECKING, Final
 
+from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
@@ -18,7 +20,7 @@ from hepti_mqtt.planner.decisions import (
     load_seconds,
     pays_to_hold,
 )
-from hepti_mqtt.planner.surface import Beliefs, Outlook, Priced, outlook
+from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.plans import is_same_division
 
@@ -29,6 +31,9 @@ IN_USE_S: Final = 60.0  # a model that was not asked for so long counts as one t
 JUDGED_S: Final = 1.0  # between two judgements, unless something has changed
 TRIED_S: Final = 3600.0  # a method is not tried again for so long
 HELD_S: Final = 86400.0  # so long weights that were loaded ahead are of use
+SEARCH_GAIN: Final = 0.1  # of the active plan's time: what a search may win at the least, twice what a move must
+ANOTHER_SITE: Final = 1.25  # what has moved by more, beyond what all devices did, is another site
+ANOTHER_LINK: Final = 2.0  # surfaces are not made for links that differ by more
 PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
 LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
 
@@ -97,17 +102,18 @@ class Moves:
         known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
             known = [k for k in known if k.candidate.plan == only]
-        active, ours = None, None
+        active, ours = None, []
         if record is not None and self._is_there(record.decision.chosen.plan, beliefs):
             priced = Priced(record.decision.chosen, record.decision.cluster)
-            ours = outlook(priced, beliefs)
-            group.expect(record, ours)
-            active = self._option(group, priced, ours, beliefs, (), now)
+            seen = outlook(priced, beliefs)
+            ours = [(priced, seen)]
+            group.expect(record, seen)
+            active = self._option(group, priced, seen, beliefs, (), now)
             known = [k for k in known if not is_same_division(record.plan, k.candidate.plan)]
         used = () if active is None else active.plan.devices
         views = [outlook(k, beliefs) for k in known]
-        options = [self._option(group, k, seen, beliefs, used, now) for k, seen in zip(known, views, strict=True)]
-        group.may_gain = _may_gain(ours, views)
+        options = [self._option(group, k, view, beliefs, used, now) for k, view in zip(known, views, strict=True)]
+        group.may_gain = _may_gain([*ours, *zip(known, views, strict=True)], beliefs.cluster) if ours else inf
         verdict = decide(self._situation(group, active, options, now))
         group.judged_s, group.is_fresh, group.verdict = now, False, verdict
         return verdict
@@ -182,11 +188,24 @@ class Moves:
         return replace(option, before=seen.before, remaining_s=remaining_s)
 
 
-def _may_gain(active: Outlook | None, others: Sequence[Outlook]) -> float:
-    """Return what part of its time a plan that is not known yet may take less than the active one.
+def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
+    """Return what part of its time a plan that is not known yet may take less than the active one, the first known.
 
-    It is one of those that are known, with work moved off what has become slow.
+    It may be one of those, with work moved off what has become slow. Or it may be any, where the site is not the one of
+    the active plan's price: its time, or a device that it leaves out, has moved away from what all devices did; or a
+    link carries so much more or less that its surface says little.
     """
-    if active is None or active.mean_s <= 0:
+    if not known or known[0][1].now_s <= 0:
         return inf
-    return 1 - min(seen.even_s for seen in (active, *others)) / active.mean_s
+    (priced, active), plan = known[0], known[0][0].candidate.plan
+    then = priced.cluster.devices
+    slower = {d: log(p.slowdown / then[d].slowdown) for d, p in now.devices.items() if d in then}
+    usual = median_low(slower.values())
+    links = factors_of(plan, priced.cluster, now, NO_DRAWS).link.values()
+    if any(abs(log(float(factor.mean()))) > log(ANOTHER_LINK) for factor in links):
+        return inf
+    moved = abs(log(active.now_s / priced.candidate.price.seconds) - usual)
+    faster = max((usual - off for d, off in slower.items() if d not in plan.devices), default=0.0)
+    if max(moved, faster) > log(ANOTHER_SITE):
+        return inf
+    return 1 - min(seen.even_s for _, seen in known) / active.mean_s

@@ -16,7 +16,6 @@ from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Verdict
-from hepti_mqtt.planner.decisions import LEAST_GAIN
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
@@ -41,7 +40,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     devices_first,
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
-from hepti_mqtt.runtime.coordinator.moves import Moves
+from hepti_mqtt.runtime.coordinator.moves import SEARCH_GAIN, Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
@@ -359,7 +358,7 @@ class CoordinatorSession:
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
         unclear = self.fleet.estimates.is_unclear(group.active_devices)
-        if moved is None or unclear or group.may_gain < LEAST_GAIN:
+        if moved is None or unclear or group.may_gain < SEARCH_GAIN:
             return []
         group.plans.request_search(now, now, moved)
         return [LogEvent("drift", moved)]
