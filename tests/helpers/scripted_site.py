@@ -93,11 +93,12 @@ class Site:
         pins: Pins | None = None,
         searches: bool = True,
         decider: Callable[[Question], Decision] = decide,
+        pricer: Callable[[Question, Plan], Candidate] = simulate_plan,
     ) -> None:
         served = tuple(ServedModel(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
         self.session = CoordinatorSession("home", 7, served, in_flight)
         self.now = 0.0
-        self.searches, self.decider = searches, decider
+        self.searches, self.decider, self.pricer = searches, decider, pricer
         self.boots: dict[str, int] = {}
         self.seen: list[interface.CoordinatorCommand] = []
         self.told: list[tuple[str, messages.Message]] = []
@@ -161,7 +162,7 @@ class Site:
         except HeptiError as error:
             self.event(interface.Solved(command.model, command.ticket, None, error=error))
             return
-        active = command.active and simulate_plan(asked, command.active)
+        active = command.active and self.pricer(asked, command.active)
         self.event(interface.Solved(command.model, command.ticket, decision, active))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:

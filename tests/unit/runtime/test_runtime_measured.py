@@ -13,7 +13,7 @@ from hepti_mqtt.client.described import cluster_of_devices
 from hepti_mqtt.cost.profiles import Cluster, default_frame_cost
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
-from hepti_mqtt.planner import Decision, Question, price
+from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Endpoint, LinkReport, Status
 from hepti_mqtt.runtime.coordinator import interface
@@ -444,6 +444,11 @@ def computing(question: Question) -> Decision:
     return replace(decision, chosen=replace(chosen, price=replace(chosen.price, use=use)))
 
 
+def computed(question: Question, plan: Plan) -> Candidate:
+    """Return the active plan with such a price."""
+    return replace(computing(question).chosen, plan=plan)
+
+
 def served(site: Site, compute_us: int, times: int) -> None:
     plan, site.compute_us = site.plan, compute_us
     for _ in range(times):
@@ -453,7 +458,7 @@ def served(site: Site, compute_us: int, times: int) -> None:
 
 
 def test_runs_say_how_slow_devices_are_and_their_meters_are_held_against_that() -> None:
-    site = settled("a", "b", decider=computing)
+    site = settled("a", "b", decider=computing, pricer=computed)
     for _ in range(30):
         site.drift({"a": 0.2}, 1)
         served(site, 10_000, 1)
@@ -466,7 +471,7 @@ def test_runs_say_how_slow_devices_are_and_their_meters_are_held_against_that() 
 
 
 def test_runs_beside_loads_say_nothing() -> None:
-    site = settled("a", "b", decider=computing)
+    site = settled("a", "b", decider=computing, pricer=computed)
     served(site, 10_000, 10)
     pinned = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
     site.submit("pinned", pins=pinned)
