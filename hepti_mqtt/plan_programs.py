@@ -20,8 +20,8 @@ from hepti_mqtt.lowering.passes import (
     widen_in_assemble,
 )
 from hepti_mqtt.models import graph, largest_shape, representative_shape, weight_dtypes
-from hepti_mqtt.plan import DevicePair, Plan, Route, WeightDtype, WireDtype
-from hepti_mqtt.program import Program, SameProgram, WeightRef
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.program import Program, WeightRef
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
@@ -33,7 +33,7 @@ CACHE_SIZE: Final = 32  # graphs under tables that are kept
 class _PlanKey:
     """A plan as a key of what it divides: only what its Programs depend on."""
 
-    __slots__ = ("key", "plan")
+    __slots__ = ("hash", "key", "plan")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -46,9 +46,10 @@ class _PlanKey:
             tuple(plan.ranges.items()),
             plan.weight_dtype,
         )
+        self.hash = hash(self.key)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self.hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _PlanKey) and self.key == other.key
@@ -120,22 +121,43 @@ def device_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> 
 
 
 def run_passes(program: Program, plan: Plan) -> Program:
-    """Return a Program with copies of copies joined, and the plan's wire, storage and route; the last ones are kept."""
-    return _passed(SameProgram(program), plan.wire, plan.weight_dtype, plan.route, plan.relayed_pairs)
+    """Return a Program with copies of copies joined, and the plan's wire, storage and route."""
+    whole = merge_copies(program)
+    if plan.wire != "f32":
+        whole = widen_in_assemble(narrow_wire(whole, plan.wire))
+    if plan.weight_dtype != "f32":
+        whole = narrow_weights(whole, plan.weight_dtype)
+    if plan.wire != "f32":
+        whole = fuse_conversions(whole)
+    return set_routes(whole, plan.route, plan.relayed_pairs)
+
+
+class _Passes:
+    """What the passes over a Program depend on, as a key."""
+
+    __slots__ = ("key", "plan", "program")
+
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self.program, self.plan = program, plan
+        self.key = (id(program), plan.wire, plan.weight_dtype, plan.route, plan.relayed_pairs)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Passes) and self.key == other.key
 
 
 @lru_cache(maxsize=KEPT_PARTS)
-def _passed(
-    same: SameProgram, wire: WireDtype, dtype: WeightDtype, route: Route, relayed_pairs: tuple[DevicePair, ...]
-) -> Program:
-    whole = merge_copies(same.program)
-    if wire != "f32":
-        whole = widen_in_assemble(narrow_wire(whole, wire))
-    if dtype != "f32":
-        whole = narrow_weights(whole, dtype)
-    if wire != "f32":
-        whole = fuse_conversions(whole)
-    return set_routes(whole, route, relayed_pairs)
+def _passed(asked: _Passes) -> Program:
+    return run_passes(asked.program, asked.plan)
+
+
+def searched_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
+    """Return the Program of one device of a run with equal layers once; plans with equal parts have the same one."""
+    lowered = lower_plan(spec, plan, shape)
+    lowered.share_part(device)
+    return _passed(_Passes(lowered.compact_program(device), plan.executables[0]))
 
 
 def device_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:

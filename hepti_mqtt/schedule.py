@@ -85,14 +85,15 @@ def _task_of(program: Program) -> tuple[int, ...]:
 def _after(
     writes: Sequence[Slot], reads: Sequence[Slot], readers: Sequence[Sequence[int]], pending: Sequence[int]
 ) -> OpEffects:
-    woken = [reader for slot in writes for reader in readers[slot]]
-    unread = (slot for slot in writes if not readers[slot])
-    return OpEffects(
-        ready_ops=tuple(reader for reader in woken if pending[reader] == 1),
-        waiting_ops=tuple(reader for reader in woken if pending[reader] > 1),
-        freed_slots=(*unread, *(slot for slot in reads if len(readers[slot]) == 1)),
-        shared_slots=tuple(slot for slot in reads if len(readers[slot]) > 1),
-    )
+    ready: list[int] = []
+    waiting: list[int] = []
+    freed, shared = [slot for slot in writes if not readers[slot]], []
+    for slot in writes:
+        for reader in readers[slot]:
+            (ready if pending[reader] == 1 else waiting).append(reader)
+    for slot in reads:
+        (freed if len(readers[slot]) == 1 else shared).append(slot)
+    return OpEffects(tuple(ready), tuple(waiting), tuple(freed), tuple(shared))
 
 
 def make_template(program: Program) -> RunTemplate:

@@ -323,6 +323,13 @@ def _prepared(same: SameProgram) -> tuple[RunTemplate, tuple[tuple[Work, ...], .
     return make_template(program), work
 
 
+@lru_cache(maxsize=KEPT_PARTS)
+def _costed(
+    naming: TopicNames, device: str, profile: DeviceProfile, same: SameProgram, layer: int | None
+) -> CostedProgram:
+    return CostedProgram(naming, device, profile, same.program, layer)
+
+
 class DeviceRun(ProgramRun):
     """A run of a Program, and what its ops cost."""
 
@@ -566,7 +573,7 @@ class Simulator:
         """Return a device's Program with its costs."""
         key = (name, id(program))
         if key not in self._known:
-            self._known[key] = CostedProgram(self.naming, name, self.cluster.devices[name], program, self.layer)
+            self._known[key] = _costed(self.naming, name, self.cluster.devices[name], SameProgram(program), self.layer)
         return self._known[key]
 
     def on_output(self, now: float, run_id: int) -> None:

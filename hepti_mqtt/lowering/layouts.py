@@ -92,10 +92,12 @@ def _holds(piece: Piece, names: Sequence[str]) -> str:
 
 def region_with(op: Op, at: Mapping[int, IndexSet]) -> Region:
     """Return the op's whole space but for the given dimensions; raises ValueError for one that it does not have."""
-    for dim in at:
-        if dim >= len(op.space):
+    region = list(op.full_region)
+    for dim, indices in at.items():
+        if dim >= len(region):
             raise ValueError(f"{op.name} has no dimension {dim}: its space is {region_text(op.full_region)}")
-    return tuple(at.get(i, s) for i, s in enumerate(op.full_region))
+        region[dim] = indices
+    return tuple(region)
 
 
 def on_device(device: int) -> Rule:

@@ -538,7 +538,7 @@ KEPT_PARTS: Final = 64  # some hundred KB each
 class DevicePart:
     """All that the ops of a device follow from, as a key: its own tiles, and of those of others what it receives."""
 
-    __slots__ = ("key", "walk")
+    __slots__ = ("hash", "key", "walk")
 
     def __init__(self, lowered: Lowered, device: int) -> None:
         self.walk: Callable[[], ProgramBuilder] | None = lambda: _ForwardWalk(
@@ -547,9 +547,10 @@ class DevicePart:
         tiles = [_seen_by(device, op, lowered.tiles[op.name]) for op in lowered.graph.ops]
         ops = tuple([op.name for op in lowered.graph.ops])
         self.key = (lowered.full_graph, lowered.repeat, ops, lowered.names, device, tuple(tiles))
+        self.hash = hash(self.key)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self.hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DevicePart) and self.key == other.key
@@ -610,8 +611,17 @@ class Lowered:
     def compact_builder(self, device: str) -> ProgramBuilder:
         """Return a device's ops with equal blocks once, by block."""
         if device not in self._drafts:
-            self._drafts[device] = _builder(DevicePart(self, self.names.index(device)))
+            walk = _ForwardWalk(self.graph, self.tiles, self.names.index(device), self.names)
+            self._drafts[device] = walk.draft()
         return self._drafts[device]
+
+    def share_part(self, device: str) -> None:
+        """Take a device's ops from a table before this one, if it has the same part there, or keep them for the next.
+
+        For a search: a device makes the Programs of few tables, and would keep in vain.
+        """
+        if device in self.names and device not in self._drafts:  # tasks have parts of their own
+            self._drafts[device] = _builder(DevicePart(self, self.names.index(device)))
 
     @property
     def nodes(self) -> tuple[str, ...]:

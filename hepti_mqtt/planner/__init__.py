@@ -7,7 +7,7 @@ from hepti_mqtt.planner.candidates import Candidate, Decision
 from hepti_mqtt.planner.decisions import Assessment, Option, Situation, Verdict, with_loads
 from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
 from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price
-from hepti_mqtt.planner.search import decide, decide_hurried, price_plans, simulate_plan
+from hepti_mqtt.planner.search import candidates, decide, decide_hurried, price_plans, simulate_plan
 
 __all__ = [
     "Assessment",
@@ -22,6 +22,7 @@ __all__ = [
     "SiteEstimates",
     "Situation",
     "Verdict",
+    "candidates",
     "decide",
     "decide_hurried",
     "decide_within_accuracy",

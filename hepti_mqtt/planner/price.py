@@ -23,7 +23,7 @@ from hepti_mqtt.cost.simulator import (
 from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
 from hepti_mqtt.models import largest_shape, tensor_sources
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
-from hepti_mqtt.plan_programs import compact_program, compact_programs, device_program, lower_plan, resident_weights
+from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
 from hepti_mqtt.planner.candidates import WireErrorKey
 from hepti_mqtt.planner.estimates import Corrections
 from hepti_mqtt.program import DTYPE_BYTES
@@ -44,7 +44,7 @@ class Budget:
     """
 
     def __init__(self, seconds: float = inf, clock: Callable[[], float] = float) -> None:
-        self._seconds, self._clock = seconds, clock
+        self.seconds, self._clock = seconds, clock
         self._began_s: float | None = None
 
     @property
@@ -52,7 +52,7 @@ class Budget:
         """Return whether nothing is left."""
         if self._began_s is None:
             self._began_s = self._clock()
-        return self._clock() - self._began_s >= self._seconds
+        return self._clock() - self._began_s >= self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ def _simulate_one(question: Question, plan: Plan, full: bool) -> Simulation:
     """Return one request under a plan without replicas; not full: with equal layers once."""
     spec, shape = question.spec, question.shape
     repeated = None if full else lower_plan(spec, plan, shape).repeated_layer
-    made = device_program if repeated is None else compact_program
+    made = device_program if full else searched_program
     parts = {}
     for device in plan.devices:
         question.pause()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from itertools import islice
+from math import inf
 from typing import Final
 
 from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
@@ -56,6 +58,7 @@ from hepti_mqtt.strategies import STRATEGIES, Method
 REFINED: Final = 3  # candidates that are refined
 COMPARED: Final = 6  # candidates that are fitted into memory, of each method the fastest among them where all compare
 STEPPED: Final = 2  # candidates whose shares are tried step by step
+FASTER: Final = 1.1  # a device that is faster than the head by less may be so by noise
 # The least speed-up for which several devices are taken: below it, predictions are too inexact.
 MIN_SPEEDUP: Final = 1.04
 # Throughputs that differ by less are alike: a short load ends where it ends, and devices that wait for each other lose
@@ -125,22 +128,17 @@ class Search:
         question, active = self.question, self.question.active
         alone = sorted(step for step in queue if isinstance(step[2], Candidate))
         for plan in self._usable_plans():
-            if (c := self._priced(plan, plan_shares(plan))) is not None:
+            for c in self._priced(plan, plan_shares(plan)):
                 yield c
-                if plan.devices == (active and active.devices) and plan.method == active.method:
+                if active is not None and (plan.devices, plan.method) == (active.devices, active.method):
                     yield from rows_moved(question, c)
-        for *_, c, _ in alone:
-            if isinstance(c, Candidate) and (found := fitting(question, c)) is not None:
-                yield found
-                break
+        fits = (fitting(question, step[2]) for step in alone if isinstance(step[2], Candidate))
+        yield from islice(filter(None, fits), 1)
         if active is not None:
-            best = min((c.price.expected_s for c in self.found), default=float("inf"))
+            best = min((c.price.expected_s for c in self.found), default=inf)
             for draft in self._with_other_devices(active):
                 if not self.found or (floor.bound_unpriced(draft.plan) < best and self._has_weights(draft.plan)):
-                    with dividing(question, active.strategy):
-                        draft = with_memory(question, draft)
-                        if not draft.missing and (c := self._priced(draft.plan, draft.shares)) is not None:
-                            yield c
+                    yield from self._priced(draft.plan, draft.shares)
 
     def _usable_plans(self) -> Iterator[Plan]:
         """Yield the active plan and those whose weights are there, as far as the question allows them."""
@@ -180,11 +178,11 @@ class Search:
                 with dividing(question, active.strategy):
                     yield divided(question, draft)
 
-    def _priced(self, plan: Plan, shares: tuple[float, ...]) -> Candidate | None:
-        """Return a plan with its price, None if it does not fit or its method cannot divide the model any more."""
+    def _priced(self, plan: Plan, shares: tuple[float, ...]) -> Iterator[Candidate]:
+        """Yield a plan with its price, unless it does not fit or its method cannot divide the model any more."""
         with dividing(self.question, plan.strategy):
-            return fitting(self.question, price_draft(self.question, Draft(plan, shares)))
-        return None
+            if (found := fitting(self.question, price_draft(self.question, Draft(plan, shares)))) is not None:
+                yield found
 
     def _has_weights(self, plan: Plan) -> bool:
         """Return whether the devices of a plan have all of its weights."""
@@ -233,7 +231,10 @@ class Search:
         faster than, then its price, then the memory that it needs.
         """
         question, taken = self.question, list[Candidate]()
-        while queue and not self.is_over:
+        while queue:
+            if self.is_over:
+                yield from self._best_priced(queue)
+                return
             cost, n, c, fits = heappop(queue)
             # Who is behind takes a place too, unless memory is short, where it might not fit: others get none for it.
             places = [*taken, *([] if self.oversized else self.pruned)]
@@ -259,6 +260,17 @@ class Search:
                 elif (found := self._fitted(c)) is not None:
                     heappush(queue, (found.price.cost, n, found, True))
 
+    def _best_priced(self, queue: Sequence[_Step]) -> Iterator[Candidate]:
+        """Yield the best plan that has a price, if that is better than those that were found."""
+        best_s = min(c.price.cost for c in self.found)
+        for cost, _, c, fits in sorted(step for step in queue if isinstance(step[2], Candidate)):
+            if cost >= best_s or not isinstance(c, Candidate):
+                return
+            with dividing(self.question, c.plan.strategy):
+                if (found := c if fits else self._fitted(c)) is not None:
+                    yield found
+                    return
+
     def _grow(self, queue: list[_Step], c: Draft | Candidate, floor: LowerBound) -> None:
         """Let larger sets of a method follow those that were the largest so far, unless these were slower than less.
 
@@ -266,11 +278,9 @@ class Search:
         """
         waiting, devices = self._larger.get(c.name), len(c.plan.devices)
         if isinstance(c, Candidate):
-            known = self._least.get((c.name, devices), float("inf"))
+            known = self._least.get((c.name, devices), inf)
             self._least[c.name, devices] = min(known, c.price.seconds)
-            fewer = min(
-                (s for (name, n), s in self._least.items() if name == c.name and n < devices), default=float("inf")
-            )
+            fewer = min((s for (name, n), s in self._least.items() if name == c.name and n < devices), default=inf)
             if c.price.seconds > fewer:
                 return
         if not waiting or devices < min(THOROUGH, len(waiting[0].plan.devices) // 2):
@@ -314,7 +324,7 @@ class Search:
         """Yield the best candidates refined: route and wire, shares where devices finish together, single units."""
         question, done = self.question, list[Candidate]()
         for c in self._best(None if question.is_exhaustive else REFINED):
-            best_s = min((d.price.expected_s for d in done), default=float("inf"))
+            best_s = min((d.price.expected_s for d in done), default=inf)
             if self.is_over or (not question.is_exhaustive and floor.bound_refined(c.plan, c.price.seconds) >= best_s):
                 continue
             with dividing(question, c.plan.strategy):
@@ -340,8 +350,9 @@ class Search:
         if question.active is None or set(question.active.devices) != set(c.plan.devices) or c.plan.replicas:
             return c
         rows = max(_most_rows(question) // len(c.plan.devices), 1)
-        fastest = max(c.plan.devices, key=lambda d: question.cluster.devices[d].speed(rows))
-        if fastest == c.plan.root:
+        speeds = {d: question.cluster.devices[d].speed(rows) for d in c.plan.devices}
+        fastest = max(speeds, key=speeds.__getitem__)
+        if speeds[fastest] < FASTER * speeds[c.plan.root]:
             return c
         other = fitting(question, price_draft(question, Draft(replace(c.plan, root=fastest), c.shares)))
         return other if other is not None and other.price.cost < c.price.cost else c
@@ -392,9 +403,11 @@ def decide(question: Question) -> Decision:
 def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
     """Return the best of what stands, or else the first plan that fits: for requests that wait and have none.
 
-    last: the plan before, which may have lost devices. How far a narrow wire moves answers is not worked out here.
+    last: the plan before, which may have lost devices. A budget of the question is used up. How far a narrow wire moves
+    answers is not worked out here.
     """
-    return decide(replace(question, active=last or question.active, accuracy=None, budget=Budget(0.0)))
+    budget = question.budget if question.budget.seconds < inf else Budget(0.0)
+    return decide(replace(question, active=last or question.active, accuracy=None, budget=budget))
 
 
 def simulate_plan(question: Question, plan: Plan) -> Candidate:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.runtime.coordinator.interface import Solve
 
 Item = TypeVar("Item")
@@ -189,6 +190,7 @@ class FairExecutor:
 AGAIN: Final = 1.0  # pause of a search, per time that it waited for the CPU
 MOST_S: Final = 2.0  # longest such pause
 IN_HAND_S: Final = 0.25  # longest pause while the planner is busy: a search must end even if that never stops
+SEARCH_S: Final = 10.0  # of the processor for one search beside requests: what it has found by then is enough
 LOOKS_S: Final = 0.005  # between two checks whether the planner is busy
 SWITCH_S: Final = 0.0005  # the interpreter's thread switch interval: a search must not delay the session thread
 
@@ -235,7 +237,8 @@ class SearchThrottle:
         """Return a search with pauses; none if requests wait for its plan."""
         if command.hurried or command.active is None:
             return command
-        return replace(command, question=replace(command.question, pause=self._pauses()))
+        budget = Budget(SEARCH_S, self._computed)
+        return replace(command, question=replace(command.question, pause=self._pauses(), budget=budget))
 
     def _pauses(self) -> Callable[[], None]:
         last: tuple[float, float] | None = None

@@ -328,7 +328,7 @@ def test_devices_with_good_links_are_tried_without_faster_ones_with_bad_links():
 def test_of_many_devices_few_sets_are_tried(count, most):
     """The price of a set grows with the square of its size: beyond a few devices not every size is tried."""
     names = tuple(f"d{i}" for i in range(count))
-    site = cluster(*(device(name, 20 - 0.1 * i) for i, name in enumerate(names)))
+    site = cluster(*(device(name, 20 * 0.94**i) for i, name in enumerate(names)))
     for known in (site, slow_links(site, *names[::3])):
         sets = list(subsets(question(SMALL, known), names, pinned=False))
         assert len(set(sets)) == len(sets) <= most
@@ -487,8 +487,7 @@ def test_devices_of_which_none_has_the_memory_alone_go_on_together():
     last = planned("megatron", reduce="direct")
     single = decide_hurried(question_of_four(*ALL[:3])).chosen.price.needs
     asked = question_of_four(*ALL[:3], memory_bytes=max(single.values()) * 0.8)
-    with pytest.raises(PlanError):
-        decide_hurried(asked)
+    assert len(decide_hurried(asked).chosen.plan.devices) > 1, "the first plan that fits"
     assert decide_hurried(asked, last).chosen.plan.method == last.method
     with pytest.raises(PlanError):
         decide_hurried(question_of_four(*ALL[:3], memory_bytes=1e6), last)
