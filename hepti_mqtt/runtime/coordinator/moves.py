@@ -90,7 +90,6 @@ class Moves:
 
     def __init__(self, groups: PlanGroups, fleet: Fleet) -> None:
         self._groups, self._fleet = groups, fleet
-        self.loads = LoadPace()
 
     def judge(self, group: PlanGroup, now: float, *, forced: bool = False, only: Plan | None = None) -> Verdict:
         """Return what the rule says of the plans that a group knows.
@@ -133,7 +132,7 @@ class Moves:
             options,
             group.pace.period_s(now),
             self.busy(now),
-            self.loads.factor,
+            self._groups.loads.factor,
             may_try=free and not self._is_trying(group),
             tried=tried,
             is_unclear=self._fleet.estimates.is_unclear(group.active_devices),
@@ -141,9 +140,9 @@ class Moves:
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
         """Return whether a device should load so many bytes of weights ahead of the loss of the one that serves."""
-        load_s = nbytes / min(self._fleet.estimates.link(device).down_bytes_per_s, self.loads.bytes_per_s)
+        load_s = nbytes / min(self._fleet.estimates.link(device).down_bytes_per_s, self._groups.loads.bytes_per_s)
         lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)
-        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now), load_factor=self.loads.factor)
+        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now), load_factor=self._groups.loads.factor)
 
     def busy(self, now: float) -> float:
         """Return the part of the time in which requests of any model run."""
@@ -171,7 +170,8 @@ class Moves:
         candidate = priced.candidate
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
         rates = {
-            d: min(beliefs.cluster.links[d].down_bytes_per_s, self.loads.bytes_per_s) for d in candidate.plan.devices
+            d: min(beliefs.cluster.links[d].down_bytes_per_s, self._groups.loads.bytes_per_s)
+            for d in candidate.plan.devices
         }
         option = Option(
             candidate,

@@ -14,6 +14,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
+from hepti_mqtt.planner.decisions import ACTIVATE_S
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Message, Peer, PrepareFailed, Ready
 from hepti_mqtt.protocol.topics import Topics
@@ -266,6 +267,8 @@ class Rollout:
         return out
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
+        loaded = max((total for _, total in record.progress_bytes.values()), default=0)
+        self._groups.loads.record_load(loaded, now - record.begun_s - ACTIVATE_S)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan
