@@ -78,7 +78,10 @@ def agent_directories(root: Path | None, site: str, device: str) -> AgentDirecto
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            raise ConfigError(f"cannot make the agent's directory {path}: {exc}; choose another with --cache") from exc
+            raise ConfigError(
+                f"cannot make the agent's directory {path}: {exc.strerror or exc}; set XDG_STATE_HOME and "
+                "XDG_CACHE_HOME, or choose one directory with --cache"
+            ) from exc
     return found
 
 

@@ -23,6 +23,14 @@ from hepti_mqtt.transport import BrokerUrl
 _KEY: Final = "PRIVATE KEY-----"
 
 
+def _threads(wanted: int | None) -> int:
+    """Return how many threads compute: no more than there are cores, on which they would take turns."""
+    cores = os.cpu_count() or 1
+    if wanted is not None and wanted > cores:
+        logging.getLogger("hepti.agent").warning("--threads %d: this machine has %d cores, so %d", wanted, cores, cores)
+    return min(wanted or cores, cores)
+
+
 def local_address_toward(url: BrokerUrl) -> str | None:
     """Return the local address used to reach the broker, None without a route. Sends nothing."""
     with suppress(OSError, UnicodeError):
@@ -106,7 +114,7 @@ class AgentConfig:
             url=BrokerUrl.parse(settings.require_broker()),
             site=check_name("site", settings.site),
             device_id=check_name("device", args.device or host_name()),
-            threads=args.threads or os.cpu_count() or 1,
+            threads=_threads(args.threads),
             memory_bytes=None if args.memory is None else parse_size(args.memory),
             cache_dir=args.cache,
             cache_bytes=CACHE_BYTES if args.cache_size is None else parse_size(args.cache_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Final, Self
 
 BROKER_PACKET_SETTINGS: Final = (
@@ -11,10 +12,14 @@ BROKER_PACKET_SETTINGS: Final = (
 
 
 class HeptiError(Exception):
-    """An error that a user may see; `code` names it in JSON answers, `exit_code` is the command line's."""
+    """An error that a user may see; `code` names it in JSON answers, `exit_code` is the command line's.
+
+    detail: further lines for who asks for an explanation.
+    """
 
     code: ClassVar[str] = "failed"
     exit_code: ClassVar[int] = 1
+    detail: tuple[str, ...] = ()
 
 
 class ConfigError(HeptiError):
@@ -34,6 +39,12 @@ class ModelError(HeptiError):
     """A model directory, its config.json or its tensors cannot be used."""
 
     code = "model"
+
+
+class WeightsChangedError(ModelError):
+    """The weights of a served model are no longer those that were hashed at the start."""
+
+    code = "weights_changed"
 
 
 class UnsupportedModelError(ModelError):
@@ -82,10 +93,14 @@ class DeadlineError(RequestError):
 
 
 class PlanError(HeptiError):
-    """No feasible plan: the text says how much is missing where."""
+    """No feasible plan: the text says how much is missing where; detail: the same of each candidate, closest first."""
 
     code = "no_plan"
     exit_code = 4
+
+    def __init__(self, text: str = "", detail: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.detail = tuple(detail)
 
 
 class WireError(HeptiError):

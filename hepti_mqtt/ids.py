@@ -23,15 +23,21 @@ class PlanVersion(NamedTuple):
         return f"{self.boot}.{self.number}"
 
 
+def valid_name(text: str) -> str:
+    """Return a name that may stand in a topic, made from any text; empty where nothing of it may."""
+    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:64]
+
+
 def check_name(kind: str, name: str) -> str:
     """Return `name` if it may stand in a topic; raise `BadNameError` otherwise.
 
     `kind` is the word for the message: device, client, site or model.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
+        near = valid_name(name) if isinstance(name, str) else ""
         raise BadNameError(
             f"{kind} name {name!r} cannot stand in an MQTT topic: use 1 to 64 of a-z 0-9 _ -, "
-            "beginning with a letter or digit"
+            f"beginning with a letter or digit{f', such as {near}' if near else ''}"
         )
     if name in RESERVED_NAMES:
         raise BadNameError(f"{kind} name {name!r} is reserved; choose another")

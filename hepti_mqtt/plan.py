@@ -41,8 +41,8 @@ class Plan:
     layers' matrices. route: who carries the exchanges. relayed_pairs: (source, target) whose exchanges go over the
     broker under route "mesh" too, because the two cannot connect. predicted_s and predicted_bytes: one request of
     `predicted_tokens` tokens by the simulator. wire_error: how far a narrow wire moves the answer, relative to f32;
-    None: not measured. replicas: complete plans side by side, of disjoint devices and with versions of their own, each
-    run under one of them; none: every run is under the plan itself.
+    weight_error: the same of narrow weights; None: not measured. replicas: complete plans side by side, of disjoint
+    devices and with versions of their own, each run under one of them; none: every run is under the plan itself.
     """
 
     model: str
@@ -61,6 +61,7 @@ class Plan:
     predicted_bytes: int = 0
     predicted_tokens: int = 0
     wire_error: float | None = None
+    weight_error: float | None = None
     reason: str = ""
     replicas: tuple[Plan, ...] = ()
 
@@ -113,6 +114,7 @@ class Plan:
             "predicted_bytes": self.predicted_bytes,
             "predicted_tokens": self.predicted_tokens,
             "wire_error": self.wire_error,
+            "weight_error": self.weight_error,
             "reason": self.reason,
             **({"replicas": [replica.to_dict() for replica in self.replicas]} if self.replicas else {}),
         }

@@ -7,7 +7,7 @@ d = h / a, L layers, N devices, B sequences of a batch.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, Self
 
 Task = Literal["embedding", "classification", "masked_token", "image_classification", "feature_map", "generation"]
@@ -139,7 +139,8 @@ class TaskHead:
     pooling: which rows of the final hidden states [m, h] the task reads: the mean over each sequence, its first row
     (cls), its last one, or the rows at mask tokens. pooler: a dense layer after cls. outputs: columns of the
     logits, 0 without. activation: of the dense layer before the last one: the pooler's, or that before the vocabulary.
-    tied: the word embeddings are the matrix of the logits too, unless a checkpoint stores one of its own.
+    tied: the word embeddings are the matrix of the logits too, unless a checkpoint stores one of its own. labels: the
+    names of the outputs, which only who reads answers needs: they do not travel.
     """
 
     task: Task
@@ -150,3 +151,12 @@ class TaskHead:
     labels: tuple[str, ...] = ()
     activation: HeadActivation = "tanh"
     tied: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data without the labels; `from_dict` is the inverse but for those."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "labels"}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TaskHead:
+        """Return the head that `to_dict` described; raises TypeError on other data."""
+        return cls(**{name: value for name, value in data.items() if name != "labels"})

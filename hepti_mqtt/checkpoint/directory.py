@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -14,10 +13,12 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import onnx_file, storage
-from hepti_mqtt.checkpoint.safetensors_file import close_all, open_weights, read_json
+from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
+from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm
-from hepti_mqtt.errors import ModelError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.checkpoint.torch_file import TorchFile
+from hepti_mqtt.errors import ModelError, WeightsChangedError
+from hepti_mqtt.ids import check_name, valid_name
 from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, without_missing_pooler
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
 from hepti_mqtt.spec import Spec
@@ -74,12 +75,13 @@ class Checkpoint:
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
         """
-        path = Path(path)
+        path = model_directory(Path(path))
         onnx = onnx_file.find_onnx(path)
         if onnx is None and not path.is_dir():
             raise ModelError(f"{path} is not a directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
+        refuse_pointers([root / "tokenizer.json"])
         extras = {
             file.relative_to(root).as_posix(): read_json(file)
             for pattern in _EXTRAS
@@ -89,10 +91,16 @@ class Checkpoint:
             beside = root / "config.json"
             opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
             return cls(path, name, opened.config, extras, [opened])
-        config = read_json(path / "config.json")
+        described = path / "config.json"
+        opening = _opening(path)
+        config = read_json(described) if described.is_file() or opening is not None else {}
+        if "architectures" not in config and opening is None:
+            raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
         spec_from_config(config, extras)
-        files = open_weights(path)
+        if opening is None:
+            raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
+        files = opening()
         try:
             return cls(path, name, config, extras, files)
         except BaseException:
@@ -118,13 +126,17 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> Manifest:
         """Return the tiles of all tensors; hashes every weight unless the user's cache knows these files."""
-        sources = tuple(self._tensors)
-        kept = storage.manifest_cache_path((stamp for file in self._files for stamp in file.stamps), sources)
+        sources, kept = tuple(self._tensors), self._manifest_cache
         manifest = storage.load_cached_manifest(kept, self.model)
         if manifest is None:
             manifest = Manifest(self.model, tuple(self._entry(source) for source in sources))
             storage.store_cached_manifest(kept, manifest)
         return manifest
+
+    @cached_property
+    def _manifest_cache(self) -> Path:
+        stamps = (stamp for file in self._files for stamp in file.stamps)
+        return storage.manifest_cache_path(stamps, self._stored, self._tensors)
 
     def tile(self, digest: bytes) -> bytes:
         """Return the bytes of the tile named `digest`.
@@ -135,7 +147,10 @@ class Checkpoint:
         tile = self._tiles[digest]
         data = self._tile_bytes(tile.source, tile.rows, tile.columns)
         if tile_hash(data) != digest:
-            raise ModelError(f"the weights in {self.path} changed while they were served; restart the planner")
+            self._manifest_cache.unlink(missing_ok=True)  # a disk that decays changes no time: hash it again next time
+            raise WeightsChangedError(
+                f"the weights in {self.path} changed while model {self.model} was served; start the planner again"
+            )
         return data
 
     @cached_property
@@ -221,8 +236,17 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
-    name = re.sub(r"[^a-z0-9_-]+", "-", path.resolve().name.lower().removesuffix(".onnx")).strip("-_")[:64]
-    return name or "model"
+    return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
+
+
+def _opening(directory: Path) -> Callable[[], Sequence[WeightsReader]] | None:
+    """Return what opens the weights of a directory, one file or shards, safetensors first; None without any."""
+    for name, file in (("model.safetensors", WeightsFile), ("pytorch_model.bin", TorchFile)):
+        if (directory / name).is_file():
+            return lambda file=file, name=name: [file(directory / name)]  # type: ignore[misc]
+        if (directory / f"{name}.index.json").is_file():
+            return partial(open_shards, directory / f"{name}.index.json", file)
+    return None
 
 
 def _stored_matrix(source: TensorSource) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.checkpoint.storage import FileStamp, TensorReader
+from hepti_mqtt.checkpoint.formats import explain_file, has_safetensors, refuse_pointers
+from hepti_mqtt.checkpoint.storage import FileStamp, TensorReader, file_stamp
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Node, Pad, extend_shapes
@@ -351,13 +352,13 @@ def find_onnx(path: Path) -> Path | None:
     """Return the ONNX file that a path names, or that a directory without safetensors has; None if there is none."""
     if path.suffix == ".onnx" and path.is_file():
         return path
-    others = ("model.safetensors", "model.safetensors.index.json")
     inside = path / FILE
-    return inside if inside.is_file() and not any((path / name).is_file() for name in others) else None
+    return inside if inside.is_file() and not has_safetensors(path) else None
 
 
 def _load(path: Path) -> tuple[Any, list[FileStamp]]:
     """Return a file's graph, and the stamps of all files that its weights are in."""
+    refuse_pointers([path])
     try:
         import onnx
         from onnx.external_data_helper import load_external_data_for_model
@@ -365,23 +366,20 @@ def _load(path: Path) -> tuple[Any, list[FileStamp]]:
         raise ModelError(f"{path} needs the package onnx; install it: pip install onnx") from error
     try:
         # A stamp is older than what is read, so that a file that changes meanwhile is another one at the next start.
-        stamps = [_stamp(path)]
+        stamps = [file_stamp(path, path.stat())]
         model = onnx.load(os.fspath(path), load_external_data=False)
-        stamps += [_stamp(path.parent / name) for name in sorted(_external_files(model.graph))]
+        others = [path.parent / name for name in sorted(_external_files(model.graph))]
+        refuse_pointers(others)
+        stamps += [file_stamp(other, other.stat()) for other in others]
         load_external_data_for_model(model, os.fspath(path.parent))
+    except ModelError:
+        raise
     except Exception as error:  # protobuf and onnx raise whatever damaged bytes lead them to
-        raise ModelError(
-            f"{path} cannot be read as ONNX ({error}); it may be an incomplete copy: copy it again"
-        ) from error
+        raise ModelError(f"{path} cannot be read as ONNX ({error}): {explain_file(path)}") from error
     opset = max((used.version for used in model.opset_import if used.domain in ("", "ai.onnx")), default=1)
     if opset < _OPSET:
         raise UnsupportedModelError(f"{path}: opset {opset} is not supported; export it with {_OPSET} or later")
     return model.graph, stamps
-
-
-def _stamp(path: Path) -> FileStamp:
-    status = path.stat()
-    return str(path.resolve()), status.st_size, status.st_mtime_ns
 
 
 def _external_files(graph: Any) -> set[str]:

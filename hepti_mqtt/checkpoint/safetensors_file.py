@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader
+from hepti_mqtt.checkpoint.formats import explain_file, refuse_pointers
+from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, file_stamp
 from hepti_mqtt.errors import ModelError
 
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {
@@ -26,41 +27,26 @@ _STORED: Final[Mapping[str, np.dtype[Any]]] = {
     "BF16": np.dtype("<u2"),
     "F64": np.dtype("<f8"),
 }
+_MAX_HEADER: Final = 100_000_000  # the format's own limit
 
 
-class WeightsFile:
-    """One open safetensors file."""
+class RowsFile:
+    """An open file of which ranges of rows are read; tensors: by name, set by the format that it is of."""
+
+    tensors: Mapping[str, TensorReader]
 
     def __init__(self, path: Path) -> None:
-        """Open and validate `path`; raises ModelError if it is missing, truncated or malformed."""
+        """Open `path`; raises ModelError if it is missing, unreadable or a Git LFS pointer."""
         self.path = path
+        refuse_pointers([path])
         try:
-            # The format's own library checks sizes, overlaps and gaps; its mapping ends with the block.
-            with safe_open(path, framework="np"):
-                pass
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path} cannot be read as safetensors ({error}); it may be an incomplete copy: copy it again"
-            ) from error
-        status = os.fstat(self._fd)
-        self.stamps = [(str(path.resolve()), status.st_size, status.st_mtime_ns)]
-        self.tensors = self._header()
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {explain_file(path)}") from error
+        self.stamps = [file_stamp(path, os.fstat(self._fd))]
 
-    def _header(self) -> Mapping[str, TensorReader]:
-        size = int.from_bytes(self.pread(0, 8), "little")
-        header = json.loads(self.pread(8, size))
-        return {
-            name: TensorReader(
-                tuple(entry["shape"]),
-                entry["dtype"],
-                partial(self._rows, 8 + size + entry["data_offsets"][0], entry["dtype"]),
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-
-    def _rows(self, offset: int, dtype: str, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+    def rows(self, offset: int, dtype: str, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+        """Return rows start..stop of a tensor that begins at `offset`: f16 as stored, other dtypes as f32."""
         stored = _STORED[dtype]
         row_bytes = columns * stored.itemsize
         data = self.pread(offset + start * row_bytes, (stop - start) * row_bytes)
@@ -91,26 +77,62 @@ class WeightsFile:
             self._fd = -1
 
 
-def open_weights(directory: Path) -> list[WeightsFile]:
-    """Return the open weight files of a Hugging Face directory: one, or the shards that the index names.
+class WeightsFile(RowsFile):
+    """One open safetensors file."""
 
-    Raises ModelError if there are none, if a shard is missing, or if a file is malformed.
-    """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        return [WeightsFile(single)]
-    if not index.is_file():
-        raise ModelError(
-            f"{directory} has neither model.safetensors nor model.safetensors.index.json; if its weights are in "
-            "another format, save it with transformers: model.save_pretrained(directory, safe_serialization=True)"
-        )
-    shards = _shards(index)
-    missing = [name for name in shards if not (directory / name).is_file()]
+    def __init__(self, path: Path) -> None:
+        """Open and validate `path`; raises ModelError if it is missing, truncated or malformed."""
+        super().__init__(path)
+        try:
+            # The format's own library checks sizes, overlaps and gaps; its mapping ends with the block.
+            with safe_open(path, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            self.close()
+            why = explain_file(path, _needed_bytes(path))
+            raise ModelError(f"{path} cannot be read as safetensors ({error}): {why}") from error
+        self.tensors = self._header()
+
+    def _header(self) -> Mapping[str, TensorReader]:
+        size = int.from_bytes(self.pread(0, 8), "little")
+        header = json.loads(self.pread(8, size))
+        return {
+            name: TensorReader(
+                tuple(entry["shape"]),
+                entry["dtype"],
+                partial(self.rows, 8 + size + entry["data_offsets"][0], entry["dtype"]),
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+
+def _needed_bytes(path: Path) -> int | None:
+    """Return the size that a file's header promises, None for no header."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MAX_HEADER:
+                return None
+            header = file.read(size)
+        if len(header) < size:
+            return 8 + size
+        return 8 + size + max(int(e["data_offsets"][1]) for k, e in json.loads(header).items() if k != "__metadata__")
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None
+
+
+def open_shards(index: Path, file: type[RowsFile]) -> list[RowsFile]:
+    """Return the open files that an index names; raises ModelError if one is missing or malformed."""
+    directory = index.parent
+    shards = [directory / name for name in _shards(index)]
+    missing = [path.name for path in shards if not path.is_file()]
     if missing:
         raise ModelError(f"{index} names {', '.join(missing)}, missing in {directory}; copy the missing files")
-    files: list[WeightsFile] = []
+    refuse_pointers(shards)
+    files: list[RowsFile] = []
     try:
-        files.extend(WeightsFile(directory / name) for name in shards)
+        files.extend(file(path) for path in shards)
     except ModelError:
         close_all(files)
         raise
@@ -139,6 +161,7 @@ def _shards(index: Path) -> list[str]:
 
 def read_json(path: Path) -> Any:
     """Return the JSON in `path`; raises ModelError if it is missing or broken."""
+    refuse_pointers([path])
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

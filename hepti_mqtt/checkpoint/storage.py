@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,17 @@ from hepti_mqtt.models import TensorSource
 from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
 
 FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64"})  # names of dtypes as in safetensors
+
+
+class FileStamp(NamedTuple):
+    """By what a file is known to be the same: changed_ns is the time of its inode, which no program sets back."""
+
+    path: str
+    nbytes: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+
 
 Rows = Callable[[int, int, int], npt.NDArray[Any]]
 
@@ -48,8 +60,8 @@ class WeightsReader(Protocol):
     """An open file of tensors."""
 
     @property
-    def stamps(self) -> Sequence[tuple[str, int, int]]:
-        """Return path, size and modification time of each file that it is in."""
+    def stamps(self) -> Sequence[FileStamp]:
+        """Return the stamp of each file that it is in."""
 
     @property
     def tensors(self) -> Mapping[str, TensorReader]:
@@ -106,12 +118,34 @@ def _channels_last(rows: npt.NDArray[Any], first: tuple[int, ...]) -> npt.NDArra
 # Keeps the manifest of a checkpoint in the user's cache, so that a second start does not hash every weight again.
 
 
-FileStamp = tuple[str, int, int]
+#
+# A file may be replaced by another one of the same size and time (reproducible images, `rsync -t`), and in a read-only
+# image even of the same inode. So the kept manifest is found by these and by samples of every tensor.
 
 
-def manifest_cache_path(stamps: Iterable[FileStamp], sources: Iterable[TensorSource]) -> Path:
-    """Return where the manifest of these files (path, size, modification time) and tensors is kept."""
-    key = hashlib.sha256(repr((list(stamps), list(sources))).encode()).hexdigest()
+def file_stamp(path: Path, status: os.stat_result) -> FileStamp:
+    """Return by what a file is known to be the one that was hashed."""
+    return FileStamp(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+def sample_digest(tensors: Mapping[str, TensorReader]) -> str:
+    """Return a digest of the first, middle and last rows of all tensors, and of names and shapes; vectors are whole."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(repr((name, tensor.shape, tensor.dtype)).encode())
+        if not tensor.is_float or 0 in tensor.shape:
+            continue
+        rows, columns = (tensor.shape[0], math.prod(tensor.shape[1:])) if len(tensor.shape) > 1 else (1, *tensor.shape)
+        for row in sorted({0, rows // 2, rows - 1}):
+            found.update(tensor.read(row, row + 1, columns).tobytes())
+    return found.hexdigest()
+
+
+def manifest_cache_path(
+    stamps: Iterable[FileStamp], stored: Mapping[str, TensorReader], sources: Iterable[TensorSource]
+) -> Path:
+    """Return where the manifest of these files, what is stored in them, and tensors is kept."""
+    key = hashlib.sha256(repr((list(stamps), sample_digest(stored), list(sources))).encode()).hexdigest()
     return Path(platformdirs.user_cache_dir("hepti")) / "manifests" / key
 
 

@@ -21,7 +21,7 @@ from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.config.options import variant_options
-from hepti_mqtt.errors import ConfigError, PlanError
+from hepti_mqtt.errors import ConfigError, HeptiError, PlanError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
 
@@ -135,7 +135,8 @@ def send_repeatedly(
 
 def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], directory: str | Path | None) -> float:
     """Return the largest |difference| of final hidden states from the NumPy reference, computed here."""
-    if directory is None or not Path(directory).exists():  # a file of ONNX, too
+    directory = None if directory is None else Path(directory).expanduser()
+    if directory is None or not directory.exists():  # a file of ONNX, too
         raise ConfigError(
             f"--check needs the model's files on this machine; {directory} is not here: name them with --model-dir DIR"
         )
@@ -146,8 +147,19 @@ def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], direc
 
 
 def max_abs_err(checkpoint: Checkpoint, body: Mapping[str, Any], hidden: NDArray[np.float32]) -> float:
-    """Return the largest |difference| between `hidden` and the reference's final hidden states for a request."""
-    return float(np.abs(hidden - reference(checkpoint, body)).max())
+    """Return the largest |difference| between `hidden` and the reference's final hidden states for a request.
+
+    Raises ConfigError where the checkpoint is of another model than answered.
+    """
+    try:
+        expected = reference(checkpoint, body)
+        if expected.shape != hidden.shape:
+            raise ValueError(f"its hidden states are {list(expected.shape)}, the answer's {list(hidden.shape)}")
+    except (HeptiError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{checkpoint.path} is not the model that answered ({error}); name its files with --model-dir DIR"
+        ) from error
+    return float(np.abs(hidden - expected).max())
 
 
 def summary(model: str, answers: Sequence[Answer], error: float | None) -> dict[str, Any]:
@@ -223,9 +235,11 @@ def _print(answer: Answer, result: Mapping[str, Any]) -> None:
             f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}, expected "
             f"{result['expected_ms']:.1f}), {result['tokens']} tokens, {result['bytes_on_wire']} bytes on the wire"
         )
+    moved = plan.get("weight_error")  # a planner may be older
+    kept = plan["weights"] if moved is None else f"{plan['weights']} (by which answers move by {moved:.1e} of them)"
     lines = [
         took,
-        f"plan {plan['id']}: {name}, weights {plan['weights']}, wire {plan['wire']}, route {plan['route']}; {shares}",
+        f"plan {plan['id']}: {name}, weights {kept}, wire {plan['wire']}, route {plan['route']}; {shares}",
     ]
     if "max_abs_err" in result:
         lines.append(f"largest difference from the single-device reference: {result['max_abs_err']:.2e}")

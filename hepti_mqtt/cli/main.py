@@ -38,12 +38,28 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hepti {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text, fill in _COMMANDS:
-        sub = commands.add_parser(name, help=help_text, description=help_text)
-        add_site_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-        sub.add_argument("-v", "--verbose", action="store_true", help="log more on stderr")
+        sub = commands.add_parser(
+            name,
+            help=help_text,
+            description=help_text,
+            epilog=_examples(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_common_arguments(sub)
         fill(sub)
     return parser
+
+
+def _examples(command: str) -> str | None:
+    lines = [f"  {line}  # {what}" for line, what in _EXAMPLES.get(command, ())]
+    return "\n".join(["examples:", *lines]) if lines else None
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what every command takes, before its name or behind it."""
+    add_site_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more on stderr")
 
 
 def _drawing(sub: argparse.ArgumentParser) -> None:
@@ -164,7 +180,7 @@ def _devices(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _doctor(_sub: argparse.ArgumentParser) -> None:
+def _nothing_more(_sub: argparse.ArgumentParser) -> None:
     """Nothing beside what every command has."""
 
 
@@ -190,13 +206,44 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("devices", "list the site's devices", _devices),
     ("model", "make, inspect or verify a model directory", _model),
     ("simulate", "predict every method's time on devices described in a file", _simulate),
-    ("doctor", "check this machine, the broker and the site, and suggest fixes", _doctor),
+    ("doctor", "check this machine, the broker and the site, and suggest fixes", _nothing_more),
     ("health", "exit with 0 if the planner or a device is online", _health),
     ("site", "make a closed site and add users: certificate, passwords and access list", site.arguments),
     ("bench", "measure what each method takes on your devices", bench.arguments),
     ("broker", "run a broker here until interrupted", _broker),
+    ("completion", 'print completions for bash and zsh: eval "$(hepti completion)"', _nothing_more),
     ("gateway", "answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments),
 )
+# Shown below the options of a command.
+_EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
+    "agent": (
+        ("hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi", "on every device"),
+        ("hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB", "of a closed site, within a budget"),
+    ),
+    "planner": (
+        ("hepti planner --model minilm=/models/all-MiniLM-L6-v2", "on one machine"),
+        ("hepti planner --model bert=~/bert --weights w8a32 --accuracy 1e-3", "with fewer bytes"),
+    ),
+    "infer": (
+        ('hepti infer minilm --text "The laundry is done."', "one text"),
+        ("hepti infer resnet --image door.jpg --top-k 3", "a picture"),
+        ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
+    ),
+    "plan": (("hepti plan minilm --explain", "why it is divided so"), ("hepti plan --story", "what became of plans")),
+    "devices": (("hepti --broker mqtt://192.168.1.10 devices", "who is there, and why a device is not used"),),
+    "model": (
+        ("hepti model inspect /models/all-MiniLM-L6-v2", "what Hepti makes of a directory"),
+        ("hepti model make bert-base --out /tmp/bert-base", "a random one, for tests"),
+    ),
+    "simulate": (
+        ("hepti simulate bert-large --devices-file four-pi4 --tokens 128 --explain", "before you buy boards"),
+    ),
+    "site": (
+        ("hepti site init --host broker.home mysite", "a closed site"),
+        ("hepti site add device kitchen-pi --dir mysite", "a login for a device"),
+    ),
+    "bench": (("hepti bench minilm", "all methods on the site's devices"),),
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -219,13 +266,14 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
     "site": ("hepti_mqtt.cli.site", "site"),
     "health": ("hepti_mqtt.cli.health", "health"),
     "doctor": ("hepti_mqtt.cli.doctor", "doctor"),
+    "completion": ("hepti_mqtt.cli.completion", "completion"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hepti`; return its exit code (0 done, 1 failed, 2 usage, 3 broker, 4 no plan, 5 deadline, 6 refused)."""
     output.escape_unencodable()
-    args = build().parse_args(argv)
+    args = build().parse_args(_command_first(sys.argv[1:] if argv is None else argv))
     output.setup_logging(args.verbose)
     module, name = _ENTRY_POINTS[args.command]
     try:
@@ -245,6 +293,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _command_first(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with the command first, also where common options stand before it."""
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_common_arguments(common)
+    commands = {name for name, _, _ in _COMMANDS}
+    for place, word in enumerate(argv):
+        if word not in commands:
+            continue
+        try:
+            before = common.parse_known_args(argv[:place])[1]
+        except (argparse.ArgumentError, SystemExit):  # the word is an option's value: --site plan devices
+            continue
+        if not before:
+            return [word, *argv[:place], *argv[place + 1 :]]
+    return list(argv)
 
 
 def agent_main() -> int:

@@ -144,6 +144,11 @@ def devices(args: argparse.Namespace) -> int:
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         found = hepti.devices(wait_s=args.wait)
         unused = hepti.unused()
+        if not found and not hepti.planner_online:
+            raise ConfigError(
+                f"there is no planner and no device at site {args.site}; check --site and HEPTI_SITE, or start them: "
+                "hepti planner --model NAME=DIR, hepti agent"
+            )
     refused = {d["device"]: why for d in found if (why := unusable_reason(d)) is not None}
     if args.json:
         reasons = unused | refused
@@ -260,7 +265,7 @@ def plan(args: argparse.Namespace) -> int:
         work = {"work": plan_work_factor(*asked).to_dict()} if asked else {}
         output.print_json({k: v for k, v in shown.items() if k != "spec"} | work | told)
     else:
-        print_plan(model, shown)
+        print_plan(model, shown, args.explain)
         if args.story:
             print_plan_history(model, shown)
         if args.story or args.explain:
@@ -296,10 +301,11 @@ def _only(names: Sequence[str]) -> str:
     return names[0]
 
 
-def print_plan(model: str, shown: Mapping[str, Any]) -> None:
-    """Print the candidates as a table and the reason as a sentence."""
+def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> None:
+    """Print the candidates as a table and the reason as a sentence; explain: also of those that do not fit, why."""
     if shown.get("error"):
         output.print_lines([f"no plan for {model}: {shown['error']['message']}"])
+        output.print_lines(shown["error"]["detail"] if explain else [])
         return
     rows = [
         (
@@ -340,9 +346,11 @@ def _fits(candidate: Mapping[str, Any]) -> str:
 
 def _described(plan: Mapping[str, Any]) -> str:
     epoch = ".".join(map(str, plan["epoch"]))
-    error = plan["wire_error"]
-    wire = plan["wire"] if error is None else f"{plan['wire']} (moves the answer by {error:.1e} of it)"
-    kept = f"weights {plan['storage']}, wire {wire}, route {plan['route']}"
+    moved = {
+        what: plan[what] if error is None else f"{plan[what]} (by which answers move by {error:.1e} of them)"
+        for what, error in (("storage", plan["weight_error"]), ("wire", plan["wire_error"]))
+    }
+    kept = f"weights {moved['storage']}, wire {moved['wire']}, route {plan['route']}"
     if plan["relayed"]:
         kept += f", over the broker from {', '.join(' to '.join(pair) for pair in plan['relayed'])}"
     sides = [f"{r['strategy']} on {', '.join(r['devices'])}" for r in plan.get("replicas", ())]

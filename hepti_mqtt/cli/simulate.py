@@ -17,7 +17,7 @@ from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.cost.explain import plan_work_factor
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, wire_errors
@@ -30,7 +30,11 @@ def simulate(args: argparse.Namespace) -> int:
     if args.weather is not None:
         return simulate_weather(args, cluster, spec)
     question = _question(args, cluster, spec)
-    decision = _decide(args.model, question)
+    try:
+        decision = _decide(args.model, question)
+    except PlanError as error:
+        output.print_lines(error.detail if args.explain and not args.json else ())
+        raise
     chosen = decision.chosen.plan
     played = simulate_plan(args.site, spec, chosen, question.shape, cluster) if needs_simulation(args) else None
     if played is not None:

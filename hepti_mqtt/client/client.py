@@ -416,6 +416,12 @@ class Hepti:
         with self._changed:
             return [d.to_dict(name) for name, d in sorted(self._session.devices.items())]
 
+    @property
+    def planner_online(self) -> bool:
+        """Return whether the site's planner is known to be online."""
+        with self._changed:
+            return self._session.planner_online
+
     def unused(self) -> dict[str, str]:
         """Return why the planner leaves online devices out of all plans, by name; empty without a planner."""
         with self._changed:

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import pwd
 import random
@@ -27,6 +28,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 from hepti_mqtt.errors import ConfigError, NetworkError
 
 BrokerKind = Literal["mosquitto", "amqtt"]
+_log: Final = logging.getLogger("hepti.broker")
 KINDS: Final[tuple[BrokerKind, ...]] = get_args(BrokerKind)
 
 HOST: Final = "127.0.0.1"
@@ -138,7 +140,21 @@ class EmbeddedBroker:
                 self.port = port
                 return
             self.stop()
+            self._set_damaged_aside()
         raise NetworkError(f"{self.kind} does not start: {self.log() or 'it says nothing'}")
+
+    def _set_damaged_aside(self) -> None:
+        """Rename what Mosquitto cannot restore, as a power cut may leave it, so that it starts without it."""
+        kept = self._kept / "mosquitto.db"
+        if "persistent database" in self.log() and kept.is_file():
+            aside = kept.with_suffix(".damaged")
+            kept.replace(aside)
+            _log.warning(
+                "%s is damaged and was renamed to %s: requests, answers and retained messages that it kept are lost; "
+                "devices and planner publish theirs again",
+                kept,
+                aside.name,
+            )
 
     def stop(self) -> None:
         """End the process; `start` brings it back on the same port."""

@@ -104,11 +104,20 @@ def isa() -> str:
     return chosen if chosen and chosen in TILES else _own()
 
 
+def architecture() -> str:
+    """Return what this process is compiled for, as LLVM names it: x86_64, aarch64, ...
+
+    `platform.machine` is what the kernel says, which under a 32-bit personality (`setarch`, some containers) is a
+    32-bit machine for a 64-bit process too.
+    """
+    name: str = llvm.get_process_triple().partition("-")[0].lower()
+    return {"arm64": "aarch64", "amd64": "x86_64"}.get(name, name)
+
+
 def _own() -> str:
-    machine = platform.machine().lower()
-    if machine in ("aarch64", "arm64"):
+    if architecture() == "aarch64":
         return "neon"
-    if machine not in ("x86_64", "amd64"):
+    if architecture() != "x86_64":
         return "generic"
     features = _features()
     if features.get("avx512f"):
@@ -165,10 +174,10 @@ def cpu_model() -> str:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
             if name.strip() in ("model name", "Model", "Hardware"):
-                return f"{platform.machine()} {value.strip()}"
+                return f"{architecture()} {value.strip()}"
     except OSError:
         pass
-    return f"{platform.machine()} {platform.processor()}"
+    return f"{architecture()} {platform.processor()}"
 
 
 def _has_sdot() -> bool:
@@ -176,11 +185,7 @@ def _has_sdot() -> bool:
 
     LLVM (22) does not list them among the features of the host, not even of a CPU that it knows by name.
     """
-    return (
-        sys.platform == "linux"
-        and platform.machine().lower() in ("aarch64", "arm64")
-        and bool(_hwcap() & _HWCAP_ASIMDDP)
-    )
+    return sys.platform == "linux" and architecture() == "aarch64" and bool(_hwcap() & _HWCAP_ASIMDDP)
 
 
 def _hwcap() -> int:

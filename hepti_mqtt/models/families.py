@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import lru_cache
 from math import prod
 from typing import Any, Final, Protocol, get_args
@@ -174,8 +175,10 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
         raise checked.bad_value("architectures", "a list with one name", architectures)
     architecture = architectures[0]
     if not isinstance(architecture, str) or architecture not in _FAMILY_OF:
+        near = ", ".join(get_close_matches(str(architecture), _FAMILY_OF, n=3, cutoff=0.5))
         raise UnsupportedModelError(
-            f"config.json: architecture {architecture!r} is not supported; supported: {', '.join(_FAMILY_OF)}"
+            f"config.json: architecture {architecture!r} is not supported; {f'nearest: {near}; ' if near else ''}"
+            f"all {len(_FAMILY_OF)} are listed in docs/guide/models.md"
         )
     known = _TYPES.get(str(config.get("model_type")))
     if known not in (None, _FAMILY_OF[architecture]):

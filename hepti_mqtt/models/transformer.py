@@ -84,15 +84,13 @@ class ModelSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
-        return asdict(self)
+        return {**asdict(self), "head": self.head.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
         """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
         fields = dict(data)
-        head = dict(fields["head"])
-        head["labels"] = tuple(head["labels"])
-        fields["head"] = TaskHead(**head)
+        fields["head"] = TaskHead.from_dict(fields["head"])
         if fields.get("text") is not None:
             fields["text"] = TextStem(**fields["text"])
         if fields.get("image") is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.planner.accuracy import decide_within_accuracy, wire_errors
+from hepti_mqtt.planner.accuracy import decide_within_accuracy, weight_error, wire_errors
 from hepti_mqtt.planner.candidates import Candidate, Decision
 from hepti_mqtt.planner.decisions import Assessment, Option, Situation, Verdict, with_loads
 from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
@@ -30,6 +30,7 @@ __all__ = [
     "price",
     "price_plans",
     "simulate_plan",
+    "weight_error",
     "wire_errors",
     "with_loads",
 ]

@@ -1,4 +1,4 @@
-"""How far an answer moves when its exchanges are narrow: the Programs of all devices, run here once per wire dtype.
+"""How far an answer moves when exchanges or weights are narrow: the Programs, run here once per dtype.
 
 Plain NumPy (the kernels' references, sums in float64) and not the compiled kernels: a planner need not compile them, no
 weight is packed, and nothing but the wire makes the answers differ. The answers are those of seeded requests.
@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.models import random_inputs, representative_shape
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WireDtype
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import covering_plans, device_programs
 from hepti_mqtt.planner.candidates import EXACT, Decision, WireErrorKey, wire_error_key
 from hepti_mqtt.planner.price import Question
@@ -29,6 +29,9 @@ from hepti_mqtt.spec import RequestShape, Spec, Want
 SAMPLE_TOKENS: Final = 32
 LEAST_INPUTS: Final = 3
 MOST_INPUTS: Final = 8
+WEIGHT_TOKENS: Final = 16
+WEIGHT_INPUTS: Final = 2
+INT8_ROWS: Final = 256  # of k that share a scale: `BLOCK` of the kernels, which a planner imports late
 AGREE: Final = 1.3  # the largest error over the smallest, up to which more inputs would say nothing new
 WANTS: Final[tuple[Want, ...]] = ("task", "hidden")
 # Of weights, in float64: all devices, wires and inputs use a layer's at about the same time.
@@ -83,10 +86,47 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
     return found
 
 
-def _sample(spec: Spec, want: Want) -> RequestShape:
-    shape = representative_shape(spec, SAMPLE_TOKENS).with_want(want)
+def weight_error(spec: Spec, tensors: Mapping[str, Array], weight_dtype: WeightDtype) -> float:
+    """Return |answer - answer with f32 weights| / |answer with f32 weights| on one device, the largest of some inputs.
+
+    Infinity where a value is not finite. tensors: as for `wire_errors`.
+    """
+    plan = Plan("model", PlanVersion(1, 1), "single", ("device",), "device")
+    shape = _sample(spec, "task", WEIGHT_TOKENS, WEIGHT_INPUTS)
+    parts = [device_programs(spec, replace(plan, weight_dtype=each), shape) for each in ("f32", weight_dtype)]
+    inputs = random_inputs(spec, shape, np.random.default_rng(0))
+    ((exact, other),) = _answers(parts, [inputs], _Weights(tensors))
+    items = len(shape.sizes) if len(exact) == len(shape.sizes) else 1
+    return max(_relative(a, b) for a, b in zip(np.split(other, items), np.split(exact, items), strict=True))
+
+
+def narrowed(weight: Array, weight_dtype: WeightDtype) -> Array:
+    """Return what a matrix [k, n] stands for when it is kept in a narrow dtype, as kernels keep it."""
+    if weight_dtype == "f16":
+        return weight.astype(np.float16).astype(weight.dtype)
+    found = np.empty_like(weight)
+    for start in range(0, len(weight), INT8_ROWS):
+        rows = slice(start, start + INT8_ROWS)
+        steps = np.abs(weight[rows]).max(axis=0) / 127
+        found[rows] = np.rint(weight[rows] / np.where(steps > 0, steps, 1)) * steps
+    return found
+
+
+def rounded(x: Array) -> Array:
+    """Return what activations [m, k] become under `w8a8`: 254 steps from the least to the largest value of a block."""
+    found = np.empty_like(x)
+    for start in range(0, x.shape[1], INT8_ROWS):
+        block = x[:, start : start + INT8_ROWS]
+        low, high = np.minimum(block.min(axis=1), 0)[:, None], np.maximum(block.max(axis=1), 0)[:, None]
+        step = (high - low) / 254
+        found[:, start : start + INT8_ROWS] = np.rint(block / np.where(step > 0, step, 1)) * step
+    return found
+
+
+def _sample(spec: Spec, want: Want, tokens: int = SAMPLE_TOKENS, sequences: int = 1) -> RequestShape:
+    shape = representative_shape(spec, tokens, sequences).with_want(want)
     # A decoder's shape is that of one step; the prompt has the exchanges.
-    return shape.decode_step(min(SAMPLE_TOKENS, shape.session_rows)) if shape.session_rows else shape
+    return shape.decode_step(min(tokens, shape.session_rows)) if shape.session_rows else shape
 
 
 def _relative(found: Array, exact: Array) -> float:
@@ -118,6 +158,9 @@ class _Weights:
         tensor = self._tensors[ref.tensor]
         columns = slice(*ref.columns)
         array = np.array(tensor[columns] if tensor.ndim == 1 else tensor[slice(*ref.rows), columns], np.float64)
+        if ref.weight_dtype != "f32":
+            with np.errstate(over="ignore", invalid="ignore"):
+                array = narrowed(array, ref.weight_dtype)
         self._kept[ref] = array
         self._nbytes += array.nbytes
         while self._nbytes > KEPT_BYTES and len(self._kept) > 1:
@@ -209,6 +252,8 @@ class _ReferenceDevice:
 
             for step in op.kernels:
                 reads, weights = [self._read(slot) for slot in step.reads], [self._weights[ref] for ref in step.weights]
+                if any(ref.weight_dtype == "w8a8" for ref in step.weights):
+                    reads[0] = rounded(reads[0])
                 with np.errstate(over="ignore", invalid="ignore"):  # what f16 cannot say becomes an error of infinity
                     results = KERNELS[step.kernel].reference(step, self._program.slots, reads, weights)
                 self._arrays.update(zip(step.writes, results, strict=True))

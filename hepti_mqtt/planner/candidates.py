@@ -211,20 +211,25 @@ def explain_choice(ranking: Sequence[Candidate], chosen: Candidate, behind: Sequ
     return "; ".join(parts)
 
 
-def explain_no_fit(question: Question, ranking: Sequence[Candidate]) -> str:
-    """Return which device lacks how much memory for which plan."""
-    lines = []
-    for c in ranking:
-        for device, missing in c.price.missing.items():
-            have = question.cluster.devices[device].memory_bytes
-            lines.append(
-                f"{_describe(c)}: {device} needs {c.price.needs[device] / 2**20:.1f} MiB and has "
-                f"{have / 2**20:.1f} MiB ({missing / 2**20:.1f} MiB missing)"
-            )
-    what = "\n  ".join(lines) or "no candidate for these devices"
-    return (
-        f"no strategy fits {question.naming.model} into the devices' memory:\n  {what}\n"
-        "Add devices, raise --memory on the agents, or choose a smaller model."
+def no_fit(question: Question, ranking: Sequence[Candidate]) -> PlanError:
+    """Return the error that says what the candidate lacks that lacks least; its detail is a line for each one."""
+    closest = sorted((c for c in ranking if c.price.missing), key=lambda c: sum(c.price.missing.values()))
+    lines = tuple(f"{_describe(c)}: {_lacks(question, c)}" for c in closest)
+    may_narrow = question.weight_dtype == "f32" and "w8a32" in weight_dtypes(question.spec)
+    narrow = ", keep the weights narrow (--weights w8a32)" if may_narrow else ""
+    found = f"the closest is {lines[0]}" if lines else "there is no candidate for these devices"
+    return PlanError(
+        f"no strategy fits {question.naming.model} into the devices' memory; {found}. Add devices, raise --memory on "
+        f"the agents{narrow}, or choose a smaller model (--explain lists all {len(lines)} candidates)",
+        lines,
+    )
+
+
+def _lacks(question: Question, c: Candidate) -> str:
+    return ", ".join(
+        f"{device} needs {c.price.needs[device] / 2**20:.1f} MiB and has "
+        f"{question.cluster.devices[device].memory_bytes / 2**20:.1f} MiB ({missing / 2**20:.1f} MiB missing)"
+        for device, missing in c.price.missing.items()
     )
 
 

@@ -64,10 +64,11 @@ class Question:
     packet_bytes: of the largest packet that gets through the broker, None if any does. learned: from earlier runs.
     requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
     accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
-    then. errors: how far they do. is_exhaustive: work out the best of every strategy and variant, also where it
-    cannot be chosen any more. active: the plan that serves now: its order of devices and its head stay where the
-    devices do. residents: other plans of which devices still hold the weights, the last one first. budget: of the
-    search. pause: called some ten times for each price: a search can leave the processor to others there.
+    then. errors: how far they do; weight_error: how far narrow weights do. is_exhaustive: work out the best of every
+    strategy and variant, also where it cannot be chosen any more. active: the plan that serves now: its order of
+    devices and its head stay where the devices do. residents: other plans of which devices still hold the weights, the
+    last one first. budget: of the search. pause: called some ten times for each price: a search can leave the processor
+    to others there.
     """
 
     naming: TopicNames
@@ -89,6 +90,7 @@ class Question:
     objective: Objective = "latency"
     accuracy: float | None = None
     errors: Mapping[WireErrorKey, float] = field(default_factory=dict)
+    weight_error: float | None = None
     is_exhaustive: bool = True
     active: Plan | None = None
     residents: tuple[Plan, ...] = ()

@@ -9,7 +9,7 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
+from hepti_mqtt.errors import ConfigError, PacketLimitError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
@@ -24,9 +24,9 @@ from hepti_mqtt.planner.candidates import (
     candidate_wires,
     check_question,
     explain_choice,
-    explain_no_fit,
     in_order,
     interchangeable,
+    no_fit,
     subsets,
     wire_error_key,
     with_route,
@@ -384,7 +384,7 @@ class Search:
             best.setdefault(draft.name, price_draft(question, draft))
         top = _prefer_single(question, _simulate_in_full(question, list(best.values())))
         if not top or not top[0].price.feasible:
-            raise PlanError(explain_no_fit(question, top))
+            raise no_fit(question, top)
         return _decision(question, top, self.pruned)
 
 
@@ -423,7 +423,7 @@ def price_plans(question: Question, plans: Sequence[Plan]) -> Decision:
     found = (simulate_plan(question, replace(plan, version=question.plan_version)) for plan in plans)
     ranking = sorted(found, key=_order)
     if not ranking[0].price.feasible:
-        raise PlanError(explain_no_fit(question, ranking))
+        raise no_fit(question, ranking)
     return _decision(question, ranking)
 
 
@@ -646,4 +646,5 @@ def _predicted(question: Question, c: Candidate) -> Plan:
         predicted_bytes=c.price.nbytes,
         predicted_tokens=question.shape.size,
         wire_error=max((question.errors[key] for key in keys if key in question.errors), default=None),
+        weight_error=question.weight_error,
     )

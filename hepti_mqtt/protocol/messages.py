@@ -585,7 +585,7 @@ STEP: Final = ("time", "plan", "from", "to", "cause")
 ASSESSMENT: Final = (
     "name", "devices", "gain", "probability", "requests", "cost_s", "load_s", "load_bytes", "verdict", "why",
 )  # fmt: skip
-ERROR: Final = ("code", "message")
+ERROR: Final = ("code", "message", "detail")
 PLAN: Final = tuple(KEYS.get(f.name, f.name) for f in fields(Plan) if f.name != "replicas")
 ANSWER: Final = (
     "id", "model", "result", "plan", "tokens", "compute_ms", "wait_ms", "bytes_on_wire", "predicted_bytes",

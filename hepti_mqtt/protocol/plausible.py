@@ -7,7 +7,7 @@ from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
@@ -29,7 +29,7 @@ MAX_TASKS: Final = 1024
 MAX_PEERS: Final = 64
 MAX_CURVES: Final = 64
 MAX_POINTS: Final = 64  # of a curve
-MAX_LABELS: Final = 65_536
+MAX_ENTRIES: Final = 65_536  # of a list in a spec
 MAX_REASON: Final = 4096
 HASH_BYTES: Final = 32
 PROGRAMS_BYTES: Final = 8
@@ -268,6 +268,7 @@ FIELDS: Final[Mapping[str, Check]] = {
     "spec.max_tokens": Number("tokens", 0, 65_536),
     "spec.positions": Number("tokens", 0, 1 << 20),
     "spec.size": Number("pixels", 0, 4096),
+    "spec.nodes.groups": Number("channels", 1, 1 << 24),  # of one convolution, which is one op whatever its groups
     "spec.*": Number("rows or columns", 0, 1 << 24),
 }
 
@@ -286,6 +287,29 @@ def check(name: str, value: Any) -> Any:
         return number(name).check_credible(kept) if isinstance(FIELDS[name], Number) and kept is not None else kept
     except ValueError as error:
         raise ValueError(f"{name} is {error}") from error
+
+
+def check_spec(value: Any, name: str = "spec") -> None:
+    """Check each part of a spec as `to_dict` gives it; raises ValueError that names the part that is not believed."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if isinstance(part, int) and not isinstance(part, bool):
+                rule = next(n for n in (f"{name}.{key}", f"spec.{key}", "spec.*") if n in FIELDS)
+                try:
+                    check(rule, part)
+                except ValueError as error:
+                    raise ValueError(f"{name}.{key} {part} {error}") from error
+            check_spec(part, f"{name}.{key}")
+    elif isinstance(value, str):
+        if len(value) > MAX_REASON:
+            raise ValueError(f"{name} {value[:80]!r} is too long a text")
+    elif isinstance(value, Sequence):
+        if len(value) > MAX_ENTRIES:
+            raise ValueError(f"{name} has {len(value)} entries, more than {MAX_ENTRIES}")
+        for part in value:
+            check_spec(part, name)
+    elif isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"{name} {value} is not finite")
 
 
 def max_plausible_boot(own: int, unix_s: float) -> int:

@@ -205,6 +205,20 @@ class Topics:
         levels = reply_to[len(root) :].split("/")
         return all(levels) and not set("+#") & set(reply_to) and len(reply_to.encode()) <= MAX_TOPIC_BYTES
 
+    def misaddressed(self, topic: str, request: str) -> tuple[str, BadNameError] | None:
+        """Return where to refuse a request whose model or client has no valid name, and why; None for other topics."""
+        levels = topic.removeprefix(self._root + "/").split("/")
+        if len(topic.encode()) > MAX_TOPIC_BYTES or not topic.isprintable():
+            return None
+        match levels:
+            case ["infer", model, "req", client] if model and client:
+                try:
+                    check_name("model", model)
+                    check_name("client", client)
+                except BadNameError as error:
+                    return f"{self._root}/infer/{model}/res/{client}/{check_name('request', request)}", error
+        return None
+
     def parse(self, topic: str) -> ParsedTopic:
         """Return the kind and the names of a topic of this site; raises `WireError` for any other."""
         return _parse(self._root, topic)

@@ -12,10 +12,13 @@ import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, WireError
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.service.requests import Floats, ModelInput
 
 
-def decode_output(checkpoint: Checkpoint, prepared: ModelInput, output: npt.NDArray[Any]) -> dict[str, Any]:
+def decode_output(
+    checkpoint: Checkpoint, prepared: ModelInput, output: npt.NDArray[Any], plan: Plan | None = None
+) -> dict[str, Any]:
     """Return the JSON answer for a model's output of the spec's `output_shape`.
 
     {"embedding": [h numbers]}; {"labels": [{"label", "score"}]} best first; {"masks": [{"position", "tokens":
@@ -23,7 +26,7 @@ def decode_output(checkpoint: Checkpoint, prepared: ModelInput, output: npt.NDAr
     {"ids", "text"} of the tokens that a decoder has generated; {"map": {"dtype", "shape", "base64"}} for a feature map
     whose pixels are rows. A request with a list (texts, images, ids of ids) gets
     {"results": [one of these for each]}, except hidden states, which are packed [m, h]. Raises WireError for an output
-    of another shape, ModelError for one that is not finite.
+    of another shape, ModelError for one that is not finite. plan: by which it was computed.
     """
     spec, shape = checkpoint.spec, prepared.shape
     if prepared.new_tokens:
@@ -35,15 +38,24 @@ def decode_output(checkpoint: Checkpoint, prepared: ModelInput, output: npt.NDAr
         )
     values = output.astype(np.float32, copy=False)
     if not np.isfinite(values).all():
-        raise ModelError(
-            f"Model {checkpoint.model} produced NaN or infinity. Check the checkpoint, or use weights f32."
-        )
+        raise ModelError(f"Model {checkpoint.model} produced NaN or infinity{_narrow_numbers(plan)}")
     if shape.want == "hidden":
         return _numbers(values)
     results = _RESULTS[spec.head.task](checkpoint, prepared, values)
     for place in prepared.empty:
         results.insert(place, {"embedding": [0.0] * values.shape[1]})
     return {"results": results} if prepared.is_list else results[0]
+
+
+def _narrow_numbers(plan: Plan | None) -> str:
+    """Return what an answer that is not finite may come from, and what to do."""
+    dtypes = {} if plan is None else {"weights": plan.weight_dtype, "wire": plan.wire}
+    narrow = {key: dtype for key, dtype in dtypes.items() if dtype != "f32"}
+    if not narrow:
+        return ". Check the checkpoint: hepti model verify DIR."
+    held = " and ".join(f"{key} in {dtype}" for key, dtype in narrow.items())
+    limit = ", which holds numbers up to 65,504" if "f16" in narrow.values() else ""
+    return f" with {held}{limit}. Use {' and '.join(f'--{key} f32' for key in narrow)}."
 
 
 def to_json(result: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -19,7 +20,8 @@ from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import NetworkError, PacketLimitError, RemoteError
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
-from hepti_mqtt.service.handler import Reply
+from hepti_mqtt.service.handler import Reply, encode_failure
+from hepti_mqtt.service.requests import peek_id
 from hepti_mqtt.transport import (
     BrokerUrl,
     Connected,
@@ -334,12 +336,25 @@ class RequestChannel:
                 f"Ignored a retained request on {delivery.topic}: it would be repeated after every reconnection. "
                 f"Publish requests without retain, and clear this one: mosquitto_pub -r -n -t {delivery.topic}",
             )
+        elif raw is None and delivery.payload:
+            self._refuse_address(delivery)
         if delivery.receipt is not None:
             self._window.opened(delivery.receipt)
         if isinstance(raw, RawRequest):
             self._on_request(replace(raw, delivery=delivery))
         elif delivery.receipt is not None:
             self._acknowledge(delivery.receipt)
+
+    def _refuse_address(self, delivery: Delivery) -> None:
+        """Answer a request on a topic with a name that cannot be, and log it once."""
+        request = peek_id(delivery.payload)
+        found = self._decoder.topics.misaddressed(delivery.topic, request or "unread")
+        if found is None:
+            return
+        topic, error = found
+        self._log.warn_once("misaddressed", delivery.topic, f"Refused a request on {delivery.topic}: {error}")
+        with suppress(NetworkError):
+            self._answers.publish(topic, encode_failure(request, error), 1)
 
     def _handle_state(self, state: State) -> None:
         """Pass on the connection's state; warn if the broker has lost the session."""

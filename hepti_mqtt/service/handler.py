@@ -55,7 +55,7 @@ class Reply(NamedTuple):
 
     def too_large(self, error: PacketLimitError) -> Reply:
         """Return the error that replaces an answer which the broker rejects."""
-        return self._replace(payload=_failure(json.loads(self.payload)["id"], error))
+        return self._replace(payload=encode_failure(json.loads(self.payload)["id"], error))
 
 
 class _CachedAnswer(NamedTuple):
@@ -172,7 +172,7 @@ class RequestHandler:
         """Return the error that answers a request; callable on any thread. own_id: searched for unless given."""
         own_id = own_id or peek_id(raw.payload)
         key = RequestKey(raw.model, raw.client, own_id or make_id(raw))
-        return Reply(self._topics.response(key.model, key.client, key.id), _failure(own_id, error), key)
+        return Reply(self._topics.response(key.model, key.client, key.id), encode_failure(own_id, error), key)
 
     def request_forecast(self, request: Request) -> None:
         """Request a cost forecast on another thread; the answer contains it if it is ready in time."""
@@ -210,7 +210,7 @@ class RequestHandler:
         model = self._models[request.key.model]
         try:
             result = (
-                answers.decode_output(model.checkpoint, context.model_input, request.output())
+                answers.decode_output(model.checkpoint, context.model_input, request.output(), command.plan)
                 if request.wants_result
                 else None
             )
@@ -238,6 +238,7 @@ class RequestHandler:
                 "wire": plan.wire,
                 "wire_error": plan.wire_error,
                 "weights": plan.weight_dtype,
+                "weight_error": plan.weight_error,
                 "route": plan.route,
                 "devices": shares(forecasts),
                 "reason": plan.reason,
@@ -267,7 +268,7 @@ class RequestHandler:
     def encode_refusal(self, command: RefuseRequest) -> Reply:
         """Return the JSON of an error, which is not cached: the same request may be sent again."""
         key = command.request.key
-        return Reply(_context(command.request).topic, _failure(key.id, command.error), key)
+        return Reply(_context(command.request).topic, encode_failure(key.id, command.error), key)
 
     def _cached_answer(self, key: RequestKey) -> _CachedAnswer | None:
         with self._lock:
@@ -292,7 +293,8 @@ def _context(request: Request) -> _ReplyContext:
     return request.reply_context
 
 
-def _failure(name: str | None, error: HeptiError) -> bytes:
+def encode_failure(name: str | None, error: HeptiError) -> bytes:
+    """Return the JSON of an answer that is an error."""
     return json.dumps({"id": name, "ok": False, "error": {"code": error.code, "message": str(error)}}).encode()
 
 

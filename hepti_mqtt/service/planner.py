@@ -43,7 +43,7 @@ from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.home_assistant import HomeAssistant
 from hepti_mqtt.service.setup import PlannerConfig, next_boot, open_models, state_directory
-from hepti_mqtt.service.solver import WireAccuracy, solve, start_preloading
+from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.spec import Spec
@@ -73,7 +73,7 @@ def encode_record(
     plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned, pinned_preparing:
     those on their way there. candidates: the best of each strategy and variant, best first; feasible: None for those
     that are too slow, so that nobody worked out whether they fit; expected_ms is predicted_ms times what earlier runs
-    have taught. reason: why the first one was chosen. error: {code, message} of a search that found no plan. progress:
+    have taught. reason: why the first one was chosen. error: {code, message, detail} where none was found. progress:
     [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
     oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
     why devices that are online are used for no plan, by name. considered: what the rule said last of other plans, the
@@ -116,7 +116,7 @@ def encode_record(
         ],
         "considered": [assessment.to_dict() for assessment in shown.considered],
         "evidence": {device: list(sentences) for device, sentences in evidence.items()},
-        "error": None if error is None else {"code": error.code, "message": str(error)},
+        "error": None if error is None else {"code": error.code, "message": str(error), "detail": list(error.detail)},
     }
     payload: bytes = msgpack.packb(record)
     return payload
@@ -182,7 +182,7 @@ class _Planner:
         self.will_debounce = LastWillDebounce(self.session)
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
-        self.accuracy = {n: WireAccuracy.of(m.checkpoint) for n, m in models.items()}
+        self.accuracy = {n: MeasuredErrors.of(m.checkpoint, config.max_weight_error) for n, m in models.items()}
         self.handler = RequestHandler(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | interface.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         self.reading = FairExecutor("planner-reader", READER_THREADS, self._run_guarded, MAX_UNREAD, MAX_UNREAD_BYTES)
@@ -221,6 +221,7 @@ class _Planner:
             {n: m.checkpoint for n, m in models.items()},
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
+            lambda error: self.inbox.post(partial(self._fail, error)),
         )
 
         self.home = self._home_assistant(config.home_assistant)
@@ -463,6 +464,9 @@ class _Planner:
             )
         elif (status.boot, status.state) != (self.boot, "online"):
             self._publish(*self._status("online"))  # a late will, of an earlier planner or an earlier connection
+
+    def _fail(self, error: HeptiError) -> None:
+        self.failure = error
 
     def _refused(self, state: Refused) -> None:
         self.failure = RefusedError(

@@ -472,11 +472,20 @@ def parse(payload: bytes) -> Mapping[str, Any]:
         data = json.loads(payload)
     except (ValueError, RecursionError) as error:
         raise RequestError(
-            f'The request is not valid JSON ({error}). Send an object such as {{"text": "..."}}.'
+            f'The request is not valid JSON ({error}). Send an object such as {{"text": "..."}}{_json_advice(payload)}.'
         ) from error
     if not isinstance(data, dict):
         raise RequestError('A request is a JSON object such as {"text": "..."}.')
     return data
+
+
+def _json_advice(payload: bytes) -> str:
+    """Return what to do about a template that writes its own quotes, as in Home Assistant."""
+    single = re.match(rb"\s*\{\s*'", payload) is not None
+    if single or (payload[:_GLIMPSED].lstrip().startswith(b"{") and b'"' in payload):
+        quotes = "keys and texts in double quotes" if single else "quotes and line breaks within a text escaped"
+        return f", with {quotes}; a template does that by `{{{{ {{'text': text}} | to_json }}}}`"
+    return ""
 
 
 def request_id(data: Mapping[str, Any]) -> str | None:

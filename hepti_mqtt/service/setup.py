@@ -13,14 +13,17 @@ from platformdirs import user_state_path
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config import Settings, state
-from hepti_mqtt.config.options import PlannerOptions, RequestPins
-from hepti_mqtt.errors import ConfigError, ModelError, RequestError
+from hepti_mqtt.config.options import MAX_WEIGHT_ERROR, PlannerOptions, RequestPins
+from hepti_mqtt.errors import ConfigError, ModelError, PlanError, RequestError, UnsupportedModelError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import weight_dtypes
+from hepti_mqtt.protocol.manifest import Manifest
+from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES, Prepare, encode
+from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.requests import validate_pins
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.service.solver import MeasuredErrors
 from hepti_mqtt.transport import BrokerUrl
 
 
@@ -54,8 +57,8 @@ class PlannerConfig:
 
     models: directory by name. pins: by model. in_flight: concurrent runs per model. batching: which requests run
     together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
-    refuses pins in requests. state_dir: of the boot counter and journal, by default the user's. home_assistant:
-    prefix of its discovery, None to announce nothing.
+    refuses pins in requests. max_weight_error: how far narrow weights may move an answer. state_dir: of the boot
+    counter and journal, by default the user's. home_assistant: prefix of its discovery, None to announce nothing.
     """
 
     url: BrokerUrl
@@ -66,6 +69,7 @@ class PlannerConfig:
     batching: Batching = field(default_factory=Batching)
     broker_mbit: float | None = None
     request_pins: RequestPins = "any"
+    max_weight_error: float = MAX_WEIGHT_ERROR
     state_dir: Path | None = None
     home_assistant: str | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
@@ -82,6 +86,7 @@ class PlannerConfig:
             batching=Batching(options.batch, options.batch_delay_ms / 1e3),
             broker_mbit=options.broker_mbit,
             request_pins=options.request_pins,
+            max_weight_error=options.max_weight_error,
             home_assistant=options.home_assistant,
         )
 
@@ -102,25 +107,52 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
             raise ConfigError(f"model {name}: {error}") from error
         try:
             checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
+            if checkpoint.has_tokenizer:
+                _ = checkpoint.tokenizer  # now: at the first request the directory may hold another model's
+            require_acceptable(checkpoint)
             config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
         except ModelError as error:
             bad.append(error)
             if len(config.models) > 1:
                 config.log.warning("model %s is not served: %s", name, error)
             continue
-        models[name] = OpenModel(name, checkpoint, _supported_pins(config, name, checkpoint.spec, pins))
+        models[name] = OpenModel(name, checkpoint, _supported_pins(config, name, checkpoint, pins))
     if not models:
         raise bad[0]
     return models
 
 
-def _supported_pins(config: PlannerConfig, name: str, spec: Spec, pins: Pins) -> Pins:
-    """Return a model's pins, with f32 for an unsupported weight dtype."""
-    able = weight_dtypes(spec)
-    if pins.weight_dtype in able:
+def require_acceptable(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModelError if every device would refuse a model: its checks are made here first."""
+    spec, manifest = checkpoint.spec.to_dict(), checkpoint.manifest
+    try:
+        check_spec(spec)
+        size = len(encode(Prepare(1, {}, spec, manifest.digest, in_flight=1)))
+        if size > MAX_MESSAGE_BYTES // 2:  # a plan of many devices and shapes needs the rest
+            raise ValueError(f"its description has {size} bytes, and {MAX_MESSAGE_BYTES // 2} fit into a message")
+        Manifest.decode(manifest.encode())
+    except (ValueError, WireError) as error:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: devices would refuse this model ({error}); use a smaller one, or report this"
+        ) from error
+
+
+def _supported_pins(config: PlannerConfig, name: str, checkpoint: Checkpoint, pins: Pins) -> Pins:
+    """Return a model's pins, with f32 for an unsupported weight dtype, and for one that moves its answers too far."""
+    able = weight_dtypes(checkpoint.spec)
+    if pins.weight_dtype == "f32":
         return pins
-    why = f"{spec.architecture} can keep its weights in {' or '.join(able)} alone, and {pins.weight_dtype} is asked for"
+    if pins.weight_dtype in able:
+        try:
+            MeasuredErrors.of(checkpoint, config.max_weight_error).require_weights(pins.weight_dtype)
+        except PlanError as error:
+            why = str(error)
+        else:
+            return pins
+    else:
+        what = f"{checkpoint.spec.architecture} can keep its weights in {' or '.join(able)} alone"
+        why = f"{what}, and {pins.weight_dtype} is asked for; leave out --weights, or ask for {able[0]}"
     if len(config.models) == 1:
-        raise ConfigError(f"model {name}: {why}; leave out --weights, or ask for {able[0]}")
-    config.log.warning("model %s: %s; it keeps f32", name, why)
+        raise ConfigError(f"model {name}: {why}")
+    config.log.warning("model %s keeps f32: %s", name, why)
     return replace(pins, weight_dtype="f32")

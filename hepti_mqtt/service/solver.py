@@ -1,7 +1,7 @@
 """Run a plan search: a question in, `Solved` out, whatever goes wrong.
 
-With an accuracy budget the error of narrow wire dtypes is measured here too, on the search thread; requests meanwhile
-run under the current plan, the first ones on the best device alone.
+Errors of narrow wire dtypes (with an accuracy budget) and of narrow weights are measured here too, on the search
+thread; requests meanwhile run under the current plan, the first ones on the best device alone.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ import logging
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
 from importlib import import_module
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import platformdirs
 
 from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.config.options import MAX_WEIGHT_ERROR
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WireDtype
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WeightDtype, WireDtype
 from hepti_mqtt.planner import (
     decide_hurried,
     decide_within_accuracy,
     price_plans,
     simulate_plan,
+    weight_error,
     wire_errors,
     with_loads,
 )
@@ -38,6 +42,7 @@ from hepti_mqtt.spec import Spec
 
 _log = logging.getLogger(__name__)
 _WIRE: Final[Mapping[str, WireDtype]] = {wire: wire for wire in NARROW_WIRE_DTYPES}
+_WEIGHTS: Final[Mapping[str, WeightDtype]] = {dtype: dtype for dtype in get_args(WeightDtype)}
 COLLECTED: Final = 20_000  # new objects between garbage collections, a few megabytes at most
 
 
@@ -54,25 +59,36 @@ def _load() -> None:
     gc.set_threshold(COLLECTED, 20, 50)
 
 
-class WireAccuracy:
-    """Measured errors of narrow wire dtypes of one model; tensors: its canonical ones, read on demand.
+class MeasuredErrors:
+    """How far narrow dtypes move the answers of one model; tensors: its canonical ones, read on demand.
 
-    kept: the file that keeps errors across restarts, None for no file.
+    wire: errors of narrow wires. weights: errors of narrow weights. kept: the file that keeps errors across restarts,
+    None for no file. max_weight_error: above which weights are refused.
     """
 
-    def __init__(self, spec: Spec, tensors: Mapping[str, Any], kept: Path | None = None) -> None:
-        self._spec, self._tensors, self._kept = spec, tensors, kept
-        self.known: dict[WireErrorKey, float] = {} if kept is None else _read(kept)
+    def __init__(
+        self,
+        spec: Spec,
+        tensors: Mapping[str, Any],
+        kept: Path | None = None,
+        max_weight_error: float = MAX_WEIGHT_ERROR,
+    ) -> None:
+        self._spec, self._tensors, self._kept, self._max_weight_error = spec, tensors, kept, max_weight_error
+        self.wire: dict[WireErrorKey, float] = {}
+        self.weights: dict[WeightDtype, float] = {}
+        self._measuring = threading.Lock()  # a hurried search and the whole one have threads of their own
+        self._read()
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> WireAccuracy:
-        """Return that of a checkpoint; its errors are cached by digest and by version of Hepti."""
-        name = f"{checkpoint.manifest.digest.hex()}-{__version__}.json"
+    def of(cls, checkpoint: Checkpoint, max_weight_error: float = MAX_WEIGHT_ERROR) -> MeasuredErrors:
+        """Return those of a checkpoint; they are cached by weights, spec and version of Hepti."""
+        computed = sha256(repr(checkpoint.spec.to_dict()).encode()).hexdigest()[:16]
+        name = f"{checkpoint.manifest.digest.hex()}-{computed}-{__version__}.json"
         kept = Path(platformdirs.user_cache_dir("hepti")) / "accuracy" / name
-        return cls(checkpoint.spec, checkpoint.tensors(), kept)
+        return cls(checkpoint.spec, checkpoint.tensors(), kept, max_weight_error)
 
-    def measure(self, plan: Plan) -> Mapping[WireDtype, float]:
-        """Return the errors of narrow dtypes under a plan; infinity if the measurement fails, so that f32 stays."""
+    def measure_wire(self, plan: Plan) -> Mapping[WireDtype, float]:
+        """Return the errors of narrow wires under a plan; infinity if the measurement fails, so that f32 stays."""
         try:
             found = wire_errors(self._spec, plan, self._tensors)
         except Exception:  # whatever it is, it must not leave the model without a plan
@@ -80,28 +96,59 @@ class WireAccuracy:
             return dict.fromkeys(NARROW_WIRE_DTYPES, inf)
         told = ", ".join(f"{wire} {error:.1e}" for wire, error in found.items())
         _log.info("%s: %s on %d devices moves answers by: %s", plan.model, plan.method, len(plan.devices), told)
-        if self._kept is not None:
-            _write(self._kept, self.known | {wire_error_key(plan, wire): error for wire, error in found.items()})
+        self.wire.update({wire_error_key(plan, wire): error for wire, error in found.items()})
+        self._write()
         return found
 
+    def require_weights(self, weight_dtype: WeightDtype) -> float:
+        """Return how far weights of a dtype move an answer; raises PlanError if it is too far."""
+        with self._measuring:
+            if weight_dtype not in self.weights:
+                _log.info("measuring how far weights in %s move the answers", weight_dtype)
+                self.weights[weight_dtype] = weight_error(self._spec, self._tensors, weight_dtype)
+                _log.info("weights in %s move answers by %.1e", weight_dtype, self.weights[weight_dtype])
+                self._write()
+        error = self.weights[weight_dtype]
+        if not isfinite(error):
+            what = "f16 holds numbers up to 65,504, and this model has" if weight_dtype == "f16" else "this model has"
+            raise PlanError(f"{what} weights or activations beyond what {weight_dtype} holds; use --weights f32")
+        if error > self._max_weight_error:
+            raise PlanError(
+                f"weights in {weight_dtype} move an answer by {error:.2g} of it, more than {self._max_weight_error:g}: "
+                "a few of them are much larger than the others. Use --weights f16 or f32, or accept that with "
+                "--max-weight-error at the planner"
+            )
+        return error
 
-def _read(path: Path) -> dict[WireErrorKey, float]:
-    """Return the cached errors; a missing or damaged file only slows down the first search."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        rows = json.loads(path.read_text())
-        return {(str(method), int(count), _WIRE[wire]): float(error) for method, count, wire, error in rows}
-    return {}
+    def _read(self) -> None:
+        """Read the cached errors; a missing or damaged file only slows down the first search."""
+        if self._kept is None:
+            return
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            data = json.loads(self._kept.read_text())
+            wire = {(str(method), int(count), _WIRE[wire]): float(error) for method, count, wire, error in data["wire"]}
+            weights = {_WEIGHTS[dtype]: float(error) for dtype, error in data["weights"].items()}
+            self.wire, self.weights = wire, weights
+
+    def _write(self) -> None:
+        if self._kept is None:
+            return
+        data = {"wire": [[*key, error] for key, error in self.wire.items()], "weights": self.weights}
+        with suppress(OSError):
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._kept, json.dumps(data).encode())
 
 
-def _write(path: Path, known: Mapping[WireErrorKey, float]) -> None:
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps([[*key, error] for key, error in known.items()]).encode())
-
-
-def solve(command: Solve, accuracy: WireAccuracy | None = None) -> Solved:
+def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
     """Return what a search finds, with the active plan's price under the same measurements, or why it finds nothing."""
     question = command.question
+    if question.weight_dtype != "f32" and accuracy is not None:
+        try:
+            question = replace(question, weight_error=accuracy.require_weights(question.weight_dtype))
+        except HeptiError as error:
+            return Solved(command.model, command.ticket, None, error=error)
+        except Exception as error:
+            return _search_failed(command, error)
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
             return Solved(command.model, command.ticket, decide_hurried(question), hurried=True)
@@ -109,15 +156,20 @@ def solve(command: Solve, accuracy: WireAccuracy | None = None) -> Solved:
         if command.plans:
             decision = price_plans(question, command.plans)
         else:
-            accuracy = accuracy or WireAccuracy(question.spec, {})
-            decision = decide_within_accuracy(question, accuracy.known, accuracy.measure)
+            accuracy = accuracy or MeasuredErrors(question.spec, {})
+            decision = decide_within_accuracy(question, accuracy.wire, accuracy.measure_wire)
         active = None
         if command.active is not None and set(command.active.devices) <= set(question.cluster.devices):
             active = simulate_plan(question, command.active)
         decision = with_loads(question, decision, active)
     except HeptiError as error:
         return Solved(command.model, command.ticket, None, error=error)
-    except Exception as error:  # a mistake in a strategy must not leave requests without an end
-        _log.exception("the search for a plan of %s failed", command.model)
-        return Solved(command.model, command.ticket, None, error=PlanError(f"the search failed: {error!r}"))
+    except Exception as error:
+        return _search_failed(command, error)
     return Solved(command.model, command.ticket, decision, active)
+
+
+def _search_failed(command: Solve, error: Exception) -> Solved:
+    """Return an end for the requests that wait, whatever mistake there is in a strategy."""
+    _log.error("the search for a plan of %s failed", command.model, exc_info=error)
+    return Solved(command.model, command.ticket, None, error=PlanError(f"the search failed: {error!r}"))

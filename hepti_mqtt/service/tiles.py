@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import HeptiError, ModelError, NetworkError
+from hepti_mqtt.errors import HeptiError, ModelError, NetworkError, WeightsChangedError
 from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
 from hepti_mqtt.protocol.frames import Frame, encode
 from hepti_mqtt.protocol.topics import Topics
@@ -25,7 +25,8 @@ class TileServer:
     So on a slow link a device waits for one tile of each other device, not for all, and is not taken for hung.
 
     publish(topic, payload): at QoS 1; raises NetworkError while its queue is full, which bounds the tiles in memory.
-    unreadable(model, device, error): the weights can no longer be read. counters: of published and unknown tiles.
+    unreadable(model, device, error): the weights can no longer be read. changed(error): they are others than those that
+    the plans were made for, which only another start can read. counters: of published and unknown tiles.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class TileServer:
         checkpoints: Mapping[str, Checkpoint],
         publish: Callable[[str, bytes], None],
         unreadable: Callable[[str, str, HeptiError], None],
+        changed: Callable[[WeightsChangedError], None],
     ) -> None:
         self._topics = Topics(site)
         self._epoch = PlanVersion(boot, 0)
         self._checkpoints = checkpoints
-        self._publish, self._unreadable = publish, unreadable
+        self._publish, self._unreadable, self._weights_changed = publish, unreadable, changed
         self._wanted: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
         self._sent: dict[str, int] = {}  # by device: number of its last tile since the queue was empty
         self._changed = threading.Condition()
@@ -62,6 +64,8 @@ class TileServer:
             except KeyError:
                 self.counters["unknown"] += 1
                 _log.warning("%s asked for a tile that %s does not have; update it", ", ".join(sorted(devices)), model)
+            except WeightsChangedError as error:
+                self._weights_changed(error)
             except (HeptiError, OSError) as error:
                 self.counters["unreadable"] += 1
                 _log.warning("the weights of %s cannot be sent: %s", model, error)

@@ -6,11 +6,13 @@ The protocol `Transport`, its events and counters, the inbox that events go to, 
 from __future__ import annotations
 
 import random
+import re
 import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from queue import SimpleQueue
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -173,15 +175,57 @@ class VersionRefused(NetworkError):
 
 def absent(url: BrokerUrl, error: Exception) -> NetworkError:
     """Return the error for a broker to which there is no connection."""
-    if isinstance(error, ssl.SSLError):
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _DATED:
+            return NetworkError(f"TLS with the broker at {url.place} failed: {_dates(url, error)}")
         return NetworkError(
-            f"TLS with the broker at {url.place} failed: {error}; name its authority with ?ca=FILE, or use mqtt:// if "
-            "it does not encrypt"
+            f"TLS with the broker at {url.place} failed: {error.verify_message or error}; name its authority with "
+            "?ca=FILE, and the broker by a name that its certificate has"
+        )
+    if url.tls and isinstance(error, ssl.SSLError | ConnectionResetError | BrokenPipeError | EOFError):
+        return NetworkError(
+            f"{url.place} ended the TLS handshake ({error}), so it may not encrypt on this port; use mqtt://, or the "
+            "broker's port for mqtts:// (usually 8883)"
         )
     return NetworkError(
         f"no broker answers at {url.place} ({error}); start one (`hepti broker`, or mosquitto) or name another "
         "with --broker or HEPTI_BROKER"
     )
+
+
+_LOOK_S: Final = 2.0  # to fetch a certificate that is only looked at
+# OpenSSL's codes of a certificate that is not yet valid, and of one that is no longer.
+_DATED: Final = (9, 10)
+# In DER: a sequence of two times, UTCTime (YYMMDDHHMMSSZ) or GeneralizedTime (YYYYMMDDHHMMSSZ).
+_TIME: Final = rb"(?:\x17\x0d(\d{12})Z|\x18\x0f(\d{14})Z)"
+_VALIDITY: Final = re.compile(rb"\x30." + _TIME + _TIME, re.DOTALL)
+
+
+def _dates(url: BrokerUrl, error: ssl.SSLCertVerificationError) -> str:
+    """Return which clock says what, where a certificate is not valid at the time of this machine."""
+    here = f"this machine's clock says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    early = error.verify_code == _DATED[0]
+    try:
+        shown = ssl.get_server_certificate((url.host, url.port), timeout=_LOOK_S)
+        begin, end = validity(ssl.PEM_cert_to_DER_cert(shown))
+        when = f"its certificate is valid from {begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC"
+    except (OSError, ValueError):
+        when = f"its certificate is {'not valid yet' if early else 'no longer valid'}"
+    do = "set this machine's clock" if early else "renew the certificate, or set this machine's clock"
+    return f"{when}, and {here}; {do}. An agent tries again by itself"
+
+
+def validity(certificate: bytes) -> tuple[datetime, datetime]:
+    """Return from when to when a certificate (DER) is valid, in UTC; raises ValueError if it does not say."""
+    found = _VALIDITY.search(certificate)
+    if found is None:
+        raise ValueError("no validity in the certificate")
+    times = [(short, long) for short, long in (found.groups()[:2], found.groups()[2:])]
+    begin, end = (
+        datetime.strptime((long or (b"20" if short < b"5" else b"19") + short).decode(), "%Y%m%d%H%M%S")
+        for short, long in times
+    )
+    return begin.replace(tzinfo=UTC), end.replace(tzinfo=UTC)
 
 
 def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> VersionRefused:

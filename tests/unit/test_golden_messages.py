@@ -33,7 +33,7 @@ GOLDEN: list[tuple[Callable[[], object], str, str]] = [
         lambda: request_id({"id": "A b"}),
         "bad_request",
         "id: request name 'A b' cannot stand in an MQTT topic: use 1 to 64 of a-z 0-9 _ -, beginning "
-        "with a letter or digit",
+        "with a letter or digit, such as a-b",
     ),
     (
         lambda: refuse(IdInUseError.of("q1")),
@@ -85,7 +85,7 @@ GOLDEN: list[tuple[Callable[[], object], str, str]] = [
         lambda: check_name("device", "No Name"),
         "bad_name",
         "device name 'No Name' cannot stand in an MQTT topic: use 1 to 64 of a-z 0-9 _ -, beginning "
-        "with a letter or digit",
+        "with a letter or digit, such as no-name",
     ),
     (lambda: parse_size("plenty"), "config", "'plenty' is not a size; write e.g. 400MiB or 2GB"),
     (

@@ -338,17 +338,16 @@ class CnnSpec:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
         plain = {name: getattr(self, name) for name in ("family", "architecture", "size", "shortest", "mean", "std")}
-        return {**plain, "nodes": [node.to_dict() for node in self.nodes], "head": asdict(self.head)}
+        return {**plain, "nodes": [node.to_dict() for node in self.nodes], "head": self.head.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CnnSpec:
         """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
-        head = dict(data["head"])
         made = {
             "mean": tuple(data["mean"]),
             "std": tuple(data["std"]),
             "nodes": tuple(node_from_dict(node) for node in data["nodes"]),
-            "head": TaskHead(**{**head, "labels": tuple(head["labels"])}),
+            "head": TaskHead.from_dict(data["head"]),
         }
         return cls(**{**data, **made})
 

@@ -157,6 +157,7 @@ _VARYING: Final[dict[str, Any]] = {
     "predicted_bytes": 0,
     "predicted_tokens": 0,
     "wire_error": None,
+    "weight_error": None,
     "reason": "",
     "replicas": (),
 }

@@ -307,7 +307,7 @@ class CoordinatorSession:
                 return []
             error = event.error or PlanError("no plan")
             if refused := self.fleet.refusal_reasons():
-                error = PlanError("; ".join([str(error), *refused]))
+                error = PlanError("; ".join([str(error), *refused]), error.detail)
             plans.step(search, "no plan", now, str(error))
             return self._rollout.refuse_waiting(group, error, now)
         if not set(event.decision.chosen.plan.devices) <= set(self.fleet.usable()):

@@ -7,10 +7,10 @@ they are built. So every number that the count of ops or regions grows with is b
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from hepti_mqtt.cost.memory import (
     EXTRA_SESSIONS,
@@ -28,7 +28,7 @@ from hepti_mqtt.plan import Plan, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import programs_digest, resident_weights, sources_of
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.messages import Peer, Prepare
-from hepti_mqtt.protocol.plausible import FIELDS, MAX_LABELS, MAX_REASON, check
+from hepti_mqtt.protocol.plausible import MAX_REASON, check, check_spec
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
 from hepti_mqtt.runtime.worker.executor import BoundProgram
@@ -41,7 +41,10 @@ def check_prepare(
 ) -> list[RequestShape]:
     """Return the shapes; raises PlanError, which names the field, for what no planner asks for."""
     _check_plan(device, plan)
-    _check_spec("spec", spec.to_dict())
+    try:
+        check_spec(spec.to_dict())
+    except ValueError as error:
+        raise PlanError(f"Invalid plan: {error}") from error
     _check_number("in_flight", in_flight)
     return [shape_of(spec, plain) for plain in shapes]
 
@@ -89,29 +92,12 @@ def _check_plan(device: str, plan: Plan) -> None:
             raise _wrong(f"ranges {kind}", ranges, "are not one for each device")
         for end in (end for both in ranges for end in both):
             _check_number("plan.range", end)
-    numbers = (plan.predicted_s, plan.predicted_bytes, plan.predicted_tokens, plan.wire_error or 0.0)
+    moved = (plan.wire_error or 0.0, plan.weight_error or 0.0)
+    numbers = (plan.predicted_s, plan.predicted_bytes, plan.predicted_tokens, *moved)
     if not all(isinstance(number, int | float) and isfinite(number) for number in numbers):
         raise _wrong("prediction", numbers, "is not of numbers")
     if not isinstance(plan.reason, str) or len(plan.reason) > MAX_REASON:
         raise _wrong("reason", plan.reason, f"is not a text of at most {MAX_REASON} characters")
-
-
-def _check_spec(name: str, value: Any) -> None:
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            if isinstance(part, int) and not isinstance(part, bool):
-                _check_number(f"spec.{key}" if f"spec.{key}" in FIELDS else "spec.*", part, f"{name}.{key}")
-            _check_spec(f"{name}.{key}", part)
-    elif isinstance(value, str):
-        if len(value) > MAX_REASON:
-            raise _wrong(name, value, "is too long a text")
-    elif isinstance(value, Sequence):
-        if len(value) > MAX_LABELS:
-            raise _wrong(name, len(value), f"entries are more than {MAX_LABELS}")
-        for part in value:
-            _check_spec(name, part)
-    elif isinstance(value, float) and not isfinite(value):
-        raise _wrong(name, value, "is not finite")
 
 
 def _check_number(rule: str, value: object, name: str = "") -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,44 @@ def test_an_absent_broker_ends_with_3(capsys: pytest.CaptureFixture[str], free_p
     assert len(err.splitlines()) == 1, "one sentence, not broken into lines where no terminal is"
     code, out, _ = run(capsys, *command.split(), "--json")
     assert (code, json.loads(out)["error"]["code"]) == (2, "config")
+
+
+@pytest.mark.parametrize(
+    "before", ["--broker URL", "--json --broker URL", "--broker=URL -v", "--site home --broker URL"]
+)
+def test_common_options_may_stand_before_the_command(
+    capsys: pytest.CaptureFixture[str], free_port: int, before: str
+) -> None:
+    url = f"mqtt://127.0.0.1:{free_port}"
+    code, out, err = run(capsys, *before.replace("URL", url).split(), "devices")
+    assert code == 3
+    assert str(free_port) in (out if "--json" in before else err)
+    assert run(capsys, "--nosuch", "devices")[0] == 2
+    assert run(capsys, "--version")[1].startswith("hepti")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("hepti inf", ["infer"]),
+        ("hepti --json mod", ["model"]),
+        ("hepti infer m --wire ", ["f32", "f16", "i8"]),
+        ("hepti model ma", ["make"]),
+        ("hepti health pl", ["planner"]),
+        ("hepti plan --sto", ["--story"]),
+        ("hepti infer m --image doo", []),
+    ],
+)
+def test_commands_options_and_values_are_completed(
+    capsys: pytest.CaptureFixture[str], typed: str, offered: list[str]
+) -> None:
+    code, script, _ = run(capsys, "completion")
+    assert code == 0
+    words = " ".join(f"'{word}'" for word in typed.split(" "))
+    asked = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={typed.count(' ')}; _hepti; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == offered
 
 
 def test_broker_and_site_come_from_the_environment(
@@ -328,6 +367,7 @@ def test_simulate_by_the_route_and_the_load_that_are_asked_for(
         ("tiny-bert --strategy pipeline --devices " + ",".join(f"d{i}" for i in range(13)), 2),
         ("bert-huge", 2),
         ("minilm", 4),
+        ("minilm --explain", 4),
         ("tiny-debert --strategy pipeline", 4),
         ("tiny-debert --strategy decoupled", 4),
     ],
@@ -338,8 +378,9 @@ def test_what_cannot_be_simulated_is_refused(
     many, memory = tmp_path / "many.yaml", ", memory_mib: 1" if code == 4 else ""
     many.write_text(f"defaults: {{gflops: 10{memory}}}\ndevices: {{{', '.join(f'd{i}: {{}}' for i in range(13))}}}\n")
     found, out, err = run(capsys, "simulate", *arguments.split(), "--devices-file", str(many))
-    assert (found, out) == (code, "")
-    assert err
+    assert found == code
+    assert bool(out) == ("--explain" in arguments)
+    assert len(err.splitlines()) == 1 or code == 2
     assert "Traceback" not in err
     assert code == 2 or re.search(r"[\d.]+ MiB .* 1.0 MiB", err), "how much is missing"
 

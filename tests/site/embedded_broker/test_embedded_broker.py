@@ -218,3 +218,16 @@ def _alive(pid):
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
+
+
+@needs_mosquitto
+@pytest.mark.parametrize("damage", [bytes(4096), b"", b"\x00\xb5\x00mosquitto db\x00\x00\x00\x00" + bytes(40)])
+def test_a_damaged_store_is_set_aside(tmp_path, caplog, damage):
+    """As a power cut leaves it."""
+    kept = tmp_path / "mosquitto.db"
+    kept.write_bytes(damage)
+    with start_broker("mosquitto", stored=tmp_path) as broker:
+        assert broker.running
+    if damage:
+        assert (tmp_path / "mosquitto.damaged").read_bytes() == damage
+        assert "mosquitto.damaged" in caplog.text

@@ -33,7 +33,7 @@ from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S
 from hepti_mqtt.runtime.machinery import Transition, TransitionLog
 from hepti_mqtt.service import solver
 from hepti_mqtt.service.planner import encode_record
-from hepti_mqtt.service.solver import WireAccuracy, solve, start_preloading
+from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 
 
 def settled(*names: str) -> Site:
@@ -189,16 +189,16 @@ def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch) -> None:
     found = {}
     for seed in (0, 1):
         with Checkpoint.open(make_model("tiny-bert", tmp_path / f"m{seed}", seed=seed)) as checkpoint:
-            assert WireAccuracy.of(checkpoint).known == {}, "another checkpoint's"
-            found[seed] = WireAccuracy.of(checkpoint).measure(split)
-            assert WireAccuracy.of(checkpoint).known == {("row/kv", 2, w): error for w, error in found[seed].items()}
+            assert MeasuredErrors.of(checkpoint).wire == {}, "another checkpoint's"
+            found[seed] = MeasuredErrors.of(checkpoint).measure_wire(split)
+            assert MeasuredErrors.of(checkpoint).wire == {("row/kv", 2, w): error for w, error in found[seed].items()}
     (first, _) = (tmp_path / "hepti" / "accuracy").iterdir()
     assert found[0] != found[1]
-    for damaged in ("", "[[1, 2]]", '[["row/kv", 2, "f8", 0.1]]', "{}"):
+    for damaged in ("", "[[1, 2]]", '{"wire": [["row/kv", 2, "f8", 0.1]], "weights": {}}', "{}"):
         first.write_text(damaged)
         for seed in (0, 1):
             with Checkpoint.open(tmp_path / f"m{seed}") as checkpoint:
-                assert set(WireAccuracy.of(checkpoint).known.values()) in (set(), set(found[seed].values()))
+                assert set(MeasuredErrors.of(checkpoint).wire.values()) in (set(), set(found[seed].values()))
 
 
 def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -> None:

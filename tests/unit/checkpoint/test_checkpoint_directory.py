@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from hepti_mqtt.checkpoint import Checkpoint, directory, make_model, model_name
-from hepti_mqtt.errors import BadNameError, ModelError, UnsupportedModelError
+from hepti_mqtt.checkpoint import Checkpoint, directory, make_model, model_name, safetensors_file, storage
+from hepti_mqtt.errors import BadNameError, ModelError, UnsupportedModelError, WeightsChangedError
 from hepti_mqtt.models import tensor_sources
 from hepti_mqtt.protocol.manifest import check_tile, tile_array, tile_hash
 
@@ -496,3 +497,137 @@ def test_a_decoupled_checkpoint_and_one_of_other_groups_and_parts_are_told_apart
     (path / CONFIG).write_text(json.dumps({**config, **changes} if isinstance(changes, dict) else other))
     with pytest.raises(ModelError):
         Checkpoint.open(path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files and directories that are something else than a model's.
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 90405214\n"
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, CONFIG, "tokenizer.json", "1_Pooling/config.json"])
+def test_a_git_lfs_pointer_is_refused_by_name(bert, file):
+    (bert / file).parent.mkdir(exist_ok=True)
+    (bert / file).write_text(POINTER)
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(bert)
+    assert str(bert / file) in str(caught.value)
+    assert "git lfs pull" in str(caught.value)
+
+
+def test_all_shards_that_are_pointers_are_named(bert):
+    shard(bert)
+    shards = sorted(bert.glob("model-*.safetensors"))
+    for path in shards[1:]:
+        path.write_text(POINTER)
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(bert)
+    assert [path.name in str(caught.value) for path in shards] == [False, True, True]
+
+
+def test_a_truncated_file_says_how_much_is_there(bert):
+    whole = (bert / WEIGHTS).stat().st_size
+    truncate(bert, whole - 100)
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(bert)
+    assert f"{whole - 100:,} of {whole:,}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("start", "named"), [("<!DOCTYPE html>", "/resolve/"), ("PK\x03\x04", "PyTorch"), ("GGUF\x03\0\0\0", "llama.cpp")]
+)
+def test_what_lies_under_the_name_of_the_weights_is_named(bert, start, named):
+    (bert / WEIGHTS).write_text(start * 10)
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(bert)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (("model.bin", "vocabulary.json"), "CTranslate2"),
+        (("bert-q4_k_m.gguf",), "llama.cpp"),
+        (("onnx/model.onnx", CONFIG), "onnx/model.onnx"),
+        (("tf_model.h5", CONFIG), "TensorFlow"),
+        (("model.fp16.safetensors", CONFIG), "model.fp16.safetensors"),
+        (("openvino_model.xml", "openvino_model.bin"), "OpenVINO"),
+        (("README.md",), "download"),
+    ],
+)
+def test_directories_of_other_programs_are_named(bert, files, named):
+    config = (bert / CONFIG).read_text()
+    shutil.rmtree(bert)
+    for file in files:
+        (bert / file).parent.mkdir(exist_ok=True, parents=True)
+        (bert / file).write_text(config if file == CONFIG else "{}")
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(bert)
+    assert named in str(caught.value)
+
+
+def test_a_folder_of_hugging_faces_cache_is_the_model(made, tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "models--sentence-transformers--all-MiniLM-L6-v2"
+    first, second = (repository / "snapshots" / name for name in ("0aa1", "1bb2"))
+    (repository / "blobs").mkdir(parents=True)
+    first.mkdir(parents=True)
+    for path in made["tiny-bert"].iterdir():
+        shutil.copy(path, repository / "blobs" / f"b-{path.name}")
+        (first / path.name).symlink_to(repository / "blobs" / f"b-{path.name}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (repository, repository / "snapshots", first, "~/hub/models--sentence-transformers--all-MiniLM-L6-v2"):
+        with Checkpoint.open(path) as checkpoint:
+            assert (checkpoint.path, checkpoint.model) == (first, "all-minilm-l6-v2")
+    shutil.copytree(made["tiny-vit"], second)
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(repository)
+    assert str(first) in str(caught.value)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1bb2")
+    with Checkpoint.open(repository) as checkpoint:
+        assert checkpoint.path == second
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kept manifest and replaced files.
+
+
+def frozen_stamp(path, status):
+    """Return what a file in a read-only image of fixed times and inodes shows, whatever is in it."""
+    return storage.FileStamp(str(path), status.st_size, 1, 1, 7)
+
+
+@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("tensor", ["encoder.layer.1.output.dense.bias", "bert.pooler.dense.weight"])
+def test_replaced_weights_of_the_same_size_and_time_are_hashed_again(bert, monkeypatch, image, tensor):
+    if image:
+        monkeypatch.setattr(safetensors_file, "file_stamp", frozen_stamp)
+    rewrite(bert, lambda tensors: tensors)
+    before, file = manifest_of(bert), bert / WEIGHTS
+    status = file.stat()
+    rewrite(bert, lambda tensors: {k: v + np.float32(tensor in k) for k, v in tensors.items()})
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    after = manifest_of(bert)
+    assert after != before
+    with Checkpoint.open(bert, "a") as checkpoint:
+        read_all(checkpoint, hashes_of(checkpoint))
+
+
+def test_a_manifest_that_does_not_fit_its_file_is_kept_no_longer(bert, monkeypatch):
+    """A disk decays without a new stamp: the next start must hash again, or it would end for ever."""
+    monkeypatch.setattr(safetensors_file, "file_stamp", frozen_stamp)
+    before = manifest_of(bert)
+    with (bert / WEIGHTS).open("r+b") as file:  # a row that no sample has
+        with safe_open(bert / WEIGHTS, framework="np") as stored:
+            words = stored.get_tensor("bert.embeddings.word_embeddings.weight")
+        at = (bert / WEIGHTS).read_bytes().index(words[7].tobytes())
+        file.seek(at)
+        file.write(b"\0" * 8)
+    with Checkpoint.open(bert, "a") as checkpoint:
+        assert checkpoint.manifest == before
+        with pytest.raises(WeightsChangedError):
+            read_all(checkpoint, hashes_of(checkpoint))
+    with Checkpoint.open(bert, "a") as checkpoint:
+        assert checkpoint.manifest != before
+        read_all(checkpoint, hashes_of(checkpoint))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ def test_the_reference_computes_what_onnx_computes(make, tmp_path):
         spec, shape = checkpoint.spec, ImageBatch(1)
         inputs = models.random_inputs(spec, shape, np.random.default_rng(1))
         _, output = models.reference(spec, checkpoint.tensors(), inputs, shape)
-    assert models.spec_from_dict(spec.to_dict()) == spec
+    assert models.spec_from_dict(spec.to_dict()) == replace(spec, head=replace(spec.head, labels=()))
     mean, std = (np.array(v)[:, None, None] for v in (spec.mean, spec.std))
     want = evaluated(path, ((inputs / 255 - mean) / std).astype(np.float32))
     if make is every_operator:  # whose softmax at the end is left out, since labels get their scores elsewhere

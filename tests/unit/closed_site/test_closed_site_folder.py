@@ -12,6 +12,7 @@ from hepti_mqtt.closed_site.certificates import DAYS, make_authority, make_certi
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.errors import BadNameError, ConfigError
 from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.base import validity
 
 NOW = datetime.datetime.now(datetime.UTC)
 
@@ -158,3 +159,12 @@ def test_it_ends_after_ten_years(authority, tmp_path):
     long_ago = NOW - datetime.timedelta(days=DAYS + 1)
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         shake(authority, make_certificate(authority, ("broker.home",), long_ago), "broker.home", tmp_path)
+
+
+@pytest.mark.parametrize("year", [2026, 2049, 2051])
+def test_the_dates_of_a_certificate_are_read(authority, year):
+    """From 2050 on times have four digits of the year."""
+    pair = make_certificate(authority, ("broker.home",), datetime.datetime(year, 3, 1, 12, tzinfo=datetime.UTC))
+    begin, end = validity(ssl.PEM_cert_to_DER_cert(pair.certificate.decode()))
+    assert begin == datetime.datetime(year, 2, 28, 12, tzinfo=datetime.UTC)
+    assert end - begin >= datetime.timedelta(days=DAYS)

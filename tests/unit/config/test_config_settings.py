@@ -167,7 +167,7 @@ def test_an_agents_options_are_in_its_configuration():
             "--site",
             "attic",
             "--threads",
-            "3",
+            "1",
             "--memory",
             "1KiB",
             "--cache",
@@ -177,10 +177,18 @@ def test_an_agents_options_are_in_its_configuration():
         ),
         *("--mesh-host", "192.0.2.7", "--mesh-port", "7801", "--mesh-tls", "own.pem", "--no-mesh", "--no-retry"),
     )
-    assert (given.device_id, given.site, given.threads, given.memory_bytes) == ("d2", "attic", 3, 1024)
+    assert (given.device_id, given.site, given.threads, given.memory_bytes) == ("d2", "attic", 1, 1024)
     assert (given.cache_dir, given.cache_bytes, given.retry) == (Path("here"), 0, False)
     mesh = (given.mesh, given.mesh_host, given.mesh_port, given.mesh_tls)
     assert mesh == (False, "192.0.2.7", 7801, Path("own.pem"))
+
+
+def test_more_threads_than_cores_are_those_of_the_cores(monkeypatch, caplog):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert [agent_config("--threads", str(n)).threads for n in (1, 4)] == [1, 4]
+    assert not caplog.records
+    assert agent_config("--threads", "99").threads == 4
+    assert "99" in caplog.text
 
 
 def test_without_an_id_a_device_is_named_after_its_host(monkeypatch):

@@ -209,7 +209,7 @@ def test_the_int8_tile_can_be_forced_to_one_that_exists(monkeypatch):
 def test_an_int8_tile_of_instructions_that_the_cpu_has_not_is_an_error_in_words(monkeypatch, machine, features, forced):
     monkeypatch.delenv("HEPTI_KERNELS_ISA", raising=False)
     monkeypatch.setenv(DOT_OVERRIDE, forced)
-    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("llvmlite.binding.get_process_triple", lambda: f"{machine}-unknown-linux-gnu")
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
     monkeypatch.setattr(cpu, "_hwcap", lambda: 0)
     with pytest.raises(ConfigError, match=f"'{forced}' is an int8 tile that .* has not here; use one of"):
@@ -219,7 +219,7 @@ def test_an_int8_tile_of_instructions_that_the_cpu_has_not_is_an_error_in_words(
 @pytest.mark.parametrize(("told", "expected"), [("", "sse"), ("+avx2,+fma", "avx2"), ("+avx2,-fma", "sse")])
 def test_the_instruction_set_is_one_that_numba_compiles_for(monkeypatch, told, expected):
     monkeypatch.delenv("HEPTI_KERNELS_ISA", raising=False)
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("llvmlite.binding.get_process_triple", lambda: "x86_64-unknown-linux-gnu")
     monkeypatch.setattr("numba.config.CPU_FEATURES", told)
     assert cpu.isa() == expected
 
@@ -241,7 +241,7 @@ def test_the_instruction_set_is_one_that_numba_compiles_for(monkeypatch, told, e
 def test_the_int8_tile_follows_from_the_machine(monkeypatch, machine, features, hwcap, expected):
     monkeypatch.delenv("HEPTI_KERNELS_ISA", raising=False)
     monkeypatch.delenv(DOT_OVERRIDE, raising=False)
-    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("llvmlite.binding.get_process_triple", lambda: f"{machine}-unknown-linux-gnu")
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
     monkeypatch.setattr(cpu, "_hwcap", lambda: hwcap)
     assert dot() == expected

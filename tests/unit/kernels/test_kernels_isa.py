@@ -37,6 +37,6 @@ def test_the_instruction_set_can_be_forced_to_one_that_exists(monkeypatch):
 )
 def test_the_instruction_set_follows_from_the_machine(monkeypatch, machine, features, expected):
     monkeypatch.delenv(OVERRIDE, raising=False)
-    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("llvmlite.binding.get_process_triple", lambda: f"{machine}-unknown-linux-gnu")
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
     assert isa() == expected

@@ -10,7 +10,7 @@ from small_cnns import cnn, conv, dense, pool
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
-from hepti_mqtt.checkpoint.safetensors_file import open_weights
+from hepti_mqtt.checkpoint.safetensors_file import WeightsFile
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn import nodes
@@ -62,7 +62,7 @@ def test_a_norm_is_folded_and_channels_come_last(tmp_path):
     path = make_model("tiny-resnet", tmp_path / "m", seed=2)
     with Checkpoint.open(path) as checkpoint:
         tensors = dict(checkpoint.tensors())
-    (file,) = open_weights(path)
+    file = WeightsFile(path / "model.safetensors")
 
     def stored(name):
         tensor = file.tensors[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import sites
@@ -256,7 +257,7 @@ def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_name
     kinds = list(family.KINDS.values())
     kind = next((k for k in kinds if k.config["architectures"] == [architecture]), kinds[0])
     spec = spec_of(kind.config, kind.extras, architectures=[architecture])
-    assert models.spec_from_dict(spec.to_dict()) == spec
+    assert models.spec_from_dict(spec.to_dict()) == replace(spec, head=replace(spec.head, labels=()))
     sources = models.tensor_sources(spec)
     names = [source.name for source in sources]
     assert len(set(names)) == len(names)

@@ -10,13 +10,17 @@ from sites import EVERY_FAMILY, FAMILIES, METHODS, plan, request, served, tensor
 from test_planner_search import cluster, device
 from together import bound, run_together
 
+from hepti_mqtt.config.options import MAX_WEIGHT_ERROR
 from hepti_mqtt.cost.simulator import TopicNames
+from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES
 from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.planner import Question, decide_within_accuracy, wire_errors
+from hepti_mqtt.planner import Question, decide_within_accuracy, weight_error, wire_errors
 from hepti_mqtt.planner.candidates import FAR, MARGIN, candidate_wires, wire_error_key
+from hepti_mqtt.runtime.coordinator.interface import Solve
+from hepti_mqtt.service.solver import MeasuredErrors, solve
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = FAMILIES["bert-embedding"]
@@ -168,3 +172,52 @@ def test_numbers_that_f16_cannot_say_leave_f32():
     assert errors["f16"] == float("inf")
     chosen = decide_within_accuracy(asked(accuracy=1e-3), {}, lambda plan: wire_errors(SPEC, plan, huge)).chosen.plan
     assert chosen.wire == "f32"
+
+
+def with_outliers(held):
+    """Return tensors in which one row in a hundred of each matrix has a large weight, as some checkpoints have."""
+    found = {name: array.copy() for name, array in held.items()}
+    for name, array in found.items():
+        if array.ndim == 2 and name.startswith("layers."):
+            array[::100] *= 60
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["f16", "w8a32", "w8a8"])
+@pytest.mark.parametrize("family", ["bert-embedding", "vit-classifier"])
+def test_the_error_of_narrow_weights_is_that_of_the_kernels(family, dtype):
+    spec = EVERY_FAMILY[family]
+    held, alone = tensors(spec), plan(spec, ("single", {}), (1.0,))
+    measured = weight_error(spec, held, dtype)
+    shape, inputs = request(spec, served(spec, (9, 7)), "task", seed=99)
+    exact, narrow = (
+        run_together(bound(device_programs(spec, replace(alone, weight_dtype=each), shape), held), inputs)
+        for each in ("f32", dtype)
+    )
+    error = np.linalg.norm(narrow - exact) / np.linalg.norm(exact)
+    assert error / 3 < measured < error * 3 + 1e-6
+
+
+def test_outliers_cost_int8_its_accuracy_and_f16_not():
+    usual = {dtype: weight_error(SPEC, TENSORS, dtype) for dtype in ("f16", "w8a8")}
+    odd = {dtype: weight_error(SPEC, with_outliers(TENSORS), dtype) for dtype in ("f16", "w8a8")}
+    assert odd["w8a8"] > MAX_WEIGHT_ERROR > usual["w8a8"]
+    assert odd["f16"] < 1e-2
+    huge = {name: array * 1e6 if array.ndim == 2 else array for name, array in TENSORS.items()}
+    assert weight_error(SPEC, huge, "f16") == float("inf")
+
+
+def test_narrow_weights_that_move_answers_too_far_are_refused_unless_that_is_accepted(tmp_path):
+    kept = tmp_path / "errors.json"
+    asking = Solve("m", 1, asked(weight_dtype="w8a8"), None)
+    fine = solve(asking, MeasuredErrors(SPEC, TENSORS, kept))
+    assert fine.decision is not None
+    assert 0 < fine.decision.chosen.plan.weight_error < MAX_WEIGHT_ERROR
+    assert MeasuredErrors(SPEC, {}, kept).weights == {"w8a8": fine.decision.chosen.plan.weight_error}
+    outliers = with_outliers(TENSORS)
+    refused = solve(asking, MeasuredErrors(SPEC, outliers))
+    assert isinstance(refused.error, PlanError)
+    accepted = solve(asking, MeasuredErrors(SPEC, outliers, max_weight_error=1.0))
+    assert accepted.decision is not None
+    assert accepted.decision.chosen.plan.weight_error > MAX_WEIGHT_ERROR
+    assert solve(replace(asking, question=asked()), MeasuredErrors(SPEC, {})).decision.chosen.plan.weight_error is None

@@ -527,6 +527,10 @@ def test_where_memory_forbids_it_what_is_missing_is_named(pins):
     with pytest.raises(PlanError) as caught:
         decide(question(FAMILIES["bert-embedding"], four_pis(940, memory=2**17 - 2**15), **pins))
     assert "0.1 MiB" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    lines = caught.value.detail
+    assert lines
+    assert lines[0] in str(caught.value), "the one that lacks least"
 
 
 def test_one_device_answers_where_it_is_faster_or_the_others_cannot_go_on():

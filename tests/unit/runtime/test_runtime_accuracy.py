@@ -14,7 +14,7 @@ from hepti_mqtt.cost.profiles import Link
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.service.solver import WireAccuracy, solve
+from hepti_mqtt.service.solver import MeasuredErrors, solve
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
@@ -22,7 +22,7 @@ DEVICES = {"a": (1e9, 1 << 30), "b": (1e9, 1 << 30)}
 SPLIT = Pins(strategy="row", options={"variant": "kv"}, devices=("a", "b"))
 
 
-def searching(accuracy: WireAccuracy):
+def searching(accuracy: MeasuredErrors):
     """Search as the planner process does, for links so slow that narrow numbers pay."""
 
     def decider(question: Question) -> Decision:
@@ -40,7 +40,7 @@ def test_answers_stay_within_the_budget_of_the_planner_or_the_request(budget, wi
     exact, _ = models.reference(SPEC, TENSORS, inputs, shape)
     within = replace(SPLIT, accuracy=budget)
     for own, pins in ((within, None), (Pins(), within)):
-        accuracy = WireAccuracy(SPEC, TENSORS)
+        accuracy = MeasuredErrors(SPEC, TENSORS)
         swarm = Swarm(SPEC, TENSORS, DEVICES, decider=searching(accuracy), pins=own)
         swarm.submit("r", shape, inputs, pins=pins)
         swarm.run(30, until=lambda swarm=swarm: bool(swarm.answers or swarm.errors))
@@ -48,14 +48,14 @@ def test_answers_stay_within_the_budget_of_the_planner_or_the_request(budget, wi
         assert stats.plan.wire == wire
         assert (stats.plan.wire_error is None) == (wire == "f32")
         assert np.linalg.norm(got - exact) / np.linalg.norm(exact) <= (budget if wire != "f32" else 1e-6)
-        assert bool(accuracy.known) == (budget is not None)
+        assert bool(accuracy.wire) == (budget is not None)
 
 
 def test_what_cannot_be_measured_is_exact_and_not_without_a_plan():
-    accuracy = WireAccuracy(SPEC, {})
+    accuracy = MeasuredErrors(SPEC, {})
     swarm = Swarm(SPEC, TENSORS, DEVICES, decider=searching(accuracy), pins=replace(SPLIT, accuracy=0.05))
     shape, inputs = request(SPEC, (9,))
     swarm.submit("r", shape, inputs)
     swarm.run(30, until=lambda: bool(swarm.answers or swarm.errors))
     assert swarm.answers["r"][0][1][0].plan.wire == "f32"
-    assert set(accuracy.known.values()) == {float("inf")}
+    assert set(accuracy.wire.values()) == {float("inf")}

@@ -18,7 +18,7 @@ from swarm import profile_curve
 from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
-from hepti_mqtt.errors import NetworkError, OverloadedError, PacketLimitError, RemoteError
+from hepti_mqtt.errors import ModelError, NetworkError, OverloadedError, PacketLimitError, RemoteError, RequestError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
@@ -41,11 +41,12 @@ from hepti_mqtt.runtime.coordinator.requests import (
 from hepti_mqtt.service import channel as journal_module
 from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
+from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.channel import MAX_DELIVERY_ATTEMPTS, MAX_MARKS, UNHEARD, UNHEARD_BYTES, Journal, RequestChannel
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
-from hepti_mqtt.service.requests import MemoryQuota
+from hepti_mqtt.service.requests import MemoryQuota, parse, read_input
 from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
 
 TOPICS = Topics("home")
@@ -436,6 +437,35 @@ def test_a_request_that_the_broker_retains_is_acknowledged_and_not_computed(site
     assert len(caplog.records) == MAX_SUBJECTS, "they do not fill the log"
 
 
+@pytest.mark.parametrize(
+    ("topic", "to"),
+    [
+        ("hepti/v1/home/infer/m/req/Anna.K", "hepti/v1/home/infer/m/res/Anna.K/q1"),
+        ("hepti/v1/home/infer/MiniLM/req/me", "hepti/v1/home/infer/MiniLM/res/me/q1"),
+    ],
+)
+def test_a_request_under_a_name_that_cannot_be_is_refused_where_its_sender_reads(site, caplog, topic, to):
+    for packet in range(3):
+        site.post.handle_delivery(Delivery(topic, b'{"id": "q1", "text": "a"}', Receipt(1, packet), repeated=False))
+    assert (site.asked, site.settled) == ([], [0, 1, 2])
+    assert [sent_to for sent_to, _, _ in site.answers.sent] == [to] * 3
+    answer = json.loads(site.answers.taken(heard=True)[0])
+    assert (answer["id"], answer["error"]["code"]) == ("q1", "bad_name")
+    assert len(caplog.records) == 1
+    for other in ("hepti/v1/home/infer/m/req/\n", "hepti/v1/home/infer//req/me", "elsewhere/infer/M/req/me"):
+        site.post.handle_delivery(Delivery(other, b"{}", None, repeated=False))
+    assert not site.answers.sent
+
+
+@pytest.mark.parametrize(
+    "payload", ["{'text': 'a'}", '{"text": "He said "hi""}', '{"text": "two\nlines"}', " { 'text' : \"it's\"}"]
+)
+def test_quotes_of_a_template_are_named(payload):
+    with pytest.raises(RequestError) as caught:
+        parse(payload.encode())
+    assert "{{ {'text': text} | to_json }}" in str(caught.value)
+
+
 def test_an_answer_that_nobody_hears_goes_out_again_for_a_while(site, post_clock):
     site.answer(1)
     until = post_clock.now + post_module.RESEND_FOR_S
@@ -699,3 +729,15 @@ def test_a_part_that_finds_no_room_and_what_comes_after_the_end_are_not_kept(sit
     site.answers.room = 0
     site.answer(1)
     assert not tried_again()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "advice"),
+    [({}, ["verify"]), ({"wire": "f16"}, ["--wire f32", "65,504"]), ({"weight_dtype": "w8a8"}, ["--weights f32"])],
+)
+def test_an_answer_that_is_not_finite_names_what_may_be_too_narrow(checkpoints, dtypes, advice):
+    checkpoint, plan = checkpoints["bert"], Plan("bert", PlanVersion(1, 1), "single", ("a",), "a", **dtypes)
+    prepared = read_input(checkpoint, {"text": "hello"})
+    with pytest.raises(ModelError) as caught:
+        decode_output(checkpoint, prepared, np.full(checkpoint.spec.output_shape(prepared.shape), np.inf), plan)
+    assert all(words in str(caught.value) for words in advice)

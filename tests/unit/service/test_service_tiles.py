@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ModelError, NetworkError
+from hepti_mqtt.errors import ModelError, NetworkError, WeightsChangedError
 from hepti_mqtt.protocol.frames import decode
 from hepti_mqtt.protocol.manifest import Manifest, tile_hash
 from hepti_mqtt.protocol.topics import Topics
@@ -34,6 +34,10 @@ class Published:
             self.enough.set()
 
 
+def unchanged(error):
+    raise AssertionError(error)
+
+
 def no_complaint(model, device, error):
     raise AssertionError(f"{model} for {device}: {error}")
 
@@ -45,7 +49,7 @@ def serve(checkpoints):
 
     def run(asks, wanted, refusals=0):
         published = Published(wanted, refusals)
-        server = TileServer("home", 7, checkpoints, published, no_complaint)
+        server = TileServer("home", 7, checkpoints, published, no_complaint, unchanged)
         for model, device, hashes in asks:
             server.ask(model, device, hashes)
         thread = threading.Thread(target=server.run)
@@ -117,7 +121,7 @@ def test_who_waits_for_weights_that_were_cut_short_is_named(tmp_path, kept_hashe
     with Checkpoint.open(path, "cut") as checkpoint:
         (digest,) = hashes_of(checkpoint, 1)
         os.truncate(path / "model.safetensors", 100)
-        server = TileServer("home", 7, {"cut": checkpoint}, Published(0), unreadable)
+        server = TileServer("home", 7, {"cut": checkpoint}, Published(0), unreadable, unchanged)
         server.ask("cut", "a", [digest])
         server.ask("cut", "b", [digest])
         thread = threading.Thread(target=server.run)
@@ -128,6 +132,29 @@ def test_who_waits_for_weights_that_were_cut_short_is_named(tmp_path, kept_hashe
     assert sorted(told) == [("cut", "a", ModelError), ("cut", "b", ModelError)]
 
 
+def test_weights_that_are_others_now_are_told_to_the_planner_alone(tmp_path, kept_hashes):
+    told, heard = [], threading.Event()
+
+    def changed(error):
+        told.append(type(error))
+        heard.set()
+
+    path = make_model("tiny-bert", tmp_path / "model", seed=9)
+    with Checkpoint.open(path, "m") as checkpoint:
+        digest = checkpoint.manifest.entries[0].hashes[0]
+        other = make_model("tiny-bert", tmp_path / "other", seed=10)
+        (path / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+        server = TileServer("home", 7, {"m": checkpoint}, Published(0), no_complaint, changed)
+        server.ask("m", "a", [digest])
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        came = heard.wait(20)
+        server.close()
+        thread.join(20)
+    assert came
+    assert told == [WeightsChangedError]
+
+
 def test_close_ends_a_wait_for_a_full_queue(checkpoints):
     tried = threading.Event()
 
@@ -135,7 +162,7 @@ def test_close_ends_a_wait_for_a_full_queue(checkpoints):
         tried.set()
         raise NetworkError("the queue is full")
 
-    server = TileServer("home", 7, checkpoints, never, no_complaint)
+    server = TileServer("home", 7, checkpoints, never, no_complaint, unchanged)
     server.ask("bert", "a", hashes_of(checkpoints["bert"], 1))
     thread = threading.Thread(target=server.run)
     thread.start()

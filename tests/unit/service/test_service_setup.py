@@ -1,0 +1,60 @@
+"""What a planner refuses at its start, because no device would take it or no request could be read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.service.setup import PlannerConfig, open_models
+from hepti_mqtt.transport import BrokerUrl
+
+
+def configured(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    return path
+
+
+def opened(*paths):
+    models = {path.name: path for path in paths}
+    with contextlib.ExitStack() as stack:
+        return list(open_models(PlannerConfig(BrokerUrl.parse("mqtt://127.0.0.1"), "home", models), stack))
+
+
+def test_many_long_labels_do_not_travel(tmp_path):
+    path = make_model("tiny-bert-classifier", tmp_path / "m")
+    with Checkpoint.open(path) as checkpoint:
+        labels = {str(i): f"{i:073}" for i in range(len(checkpoint.spec.head.labels))}
+    configured(path, id2label=labels)
+    with Checkpoint.open(path) as checkpoint:
+        travelled = spec_from_dict(checkpoint.spec.to_dict())
+        assert (travelled.head.outputs, travelled.head.labels) == (len(labels), ())
+        assert checkpoint.spec.head.labels == tuple(labels.values())
+
+
+@pytest.mark.parametrize("kind", ["tiny-bert", "tiny-vit-classifier", "tiny-gpt2", "tiny-resnet", "tiny-debert"])
+def test_usual_models_are_accepted(tmp_path, kind):
+    assert opened(make_model(kind, tmp_path / "m")) == ["m"]
+
+
+def test_what_every_device_would_refuse_is_refused_at_the_start(tmp_path):
+    path = configured(make_model("tiny-resnet", tmp_path / "m"), image_size=5000)
+    pictures = path / "preprocessor_config.json"
+    framed = {"size": {"shortest_edge": 5000}, "crop_size": {"height": 5000, "width": 5000}}
+    pictures.write_text(json.dumps({**json.loads(pictures.read_text()), **framed}))
+    with pytest.raises(UnsupportedModelError) as caught:
+        opened(path)
+    assert "spec.size 5000" in str(caught.value)
+
+
+def test_a_broken_tokenizer_is_refused_at_the_start(tmp_path):
+    path = make_model("tiny-bert", tmp_path / "m")
+    (path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError):
+        opened(path)
+    assert opened(path, make_model("tiny-bert", tmp_path / "good")) == ["good"]

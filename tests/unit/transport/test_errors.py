@@ -1,0 +1,39 @@
+"""What a failed connection is called."""
+
+from __future__ import annotations
+
+import ssl
+
+import pytest
+
+from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport import base as transport
+
+URL = BrokerUrl.parse("mqtts://broker.home")
+
+
+def certificate_error(code):
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_code, error.verify_message = code, "as OpenSSL says it"
+    return error
+
+
+@pytest.mark.parametrize("code", [9, 10])
+def test_a_certificate_of_another_time_names_both_clocks(monkeypatch, code):
+    monkeypatch.setattr(ssl, "get_server_certificate", lambda *_, **__: "PEM")
+    monkeypatch.setattr(ssl, "PEM_cert_to_DER_cert", lambda _: b"..\x30\x1e\x17\x0d991201103000Z\x17\x0d491203103000Z")
+    text = str(transport.absent(URL, certificate_error(code)))
+    assert "1999-12-01 10:30" in text
+    assert "2049-12-03 10:30" in text
+    assert "clock says 20" in text
+
+
+def test_other_certificate_errors_name_the_authority(monkeypatch):
+    monkeypatch.setattr(ssl, "get_server_certificate", lambda *_, **__: pytest.fail("nothing to look at"))
+    assert "?ca=" in str(transport.absent(URL, certificate_error(20)))
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(), ssl.SSLError(1, "wrong version number"), ssl.SSLEOFError()])
+def test_a_port_without_tls_is_named(error):
+    assert "mqtt://" in str(transport.absent(URL, error))
+    assert "mqtt://" not in str(transport.absent(URL, ConnectionRefusedError()))
