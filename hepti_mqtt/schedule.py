@@ -87,7 +87,8 @@ def _after(
 ) -> OpEffects:
     ready: list[int] = []
     waiting: list[int] = []
-    freed, shared = [slot for slot in writes if not readers[slot]], []
+    freed = [slot for slot in writes if not readers[slot]]
+    shared: list[int] = []
     for slot in writes:
         for reader in readers[slot]:
             (ready if pending[reader] == 1 else waiting).append(reader)

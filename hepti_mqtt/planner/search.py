@@ -329,7 +329,8 @@ class Search:
                 continue
             with dividing(question, c.plan.strategy):
                 done.append(balance_shares(question, best_route_and_wire(question, c)))
-                yield done[-1]
+                if done[-1] is not c:
+                    yield done[-1]
         for most, refine in ((1, self._with_other_head), (STEPPED, step_by_step), (1, hill_climb)):
             done.sort(key=_order)
             for n, c in enumerate(done[:most]):
