@@ -323,8 +323,9 @@ class CoordinatorSession:
         """Move to a plan that a search has found, if the rule says so."""
         plans = group.plans
         decision = group.learn_search(decision, event.active, is_whole=not search.plans)
-        # Where requests wait the first plan of the search is prepared at once: it has worked out its Programs.
-        only = decision.chosen.plan if search.forced or group.unserved else None
+        # Where requests wait the first plan of the search is prepared at once: it has worked out its Programs. What the
+        # rule has asked to be priced is all that is asked now: else two plans could be priced in turn for ever.
+        only = decision.chosen.plan if search.forced or search.plans or group.unserved else None
         verdict = self._moves.judge(group, now, forced=search.forced, only=only)
         record = None if group.has_suspect_replica else plans.active
         if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
