@@ -253,8 +253,8 @@ class Run:
     expected_end_s: predicted end, after earlier runs on its devices. probe_at_s: when its devices are probed; probed_s:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
     output before all reports, and token_index of the token taken then. task_queue: of leased tasks. lost_devices:
-    devices without which it continues. beside_loads: one of its devices loaded weights meanwhile. beside_search: the
-    planner's machine searched.
+    devices without which it continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan;
+    only_beside_loads: and had bytes to load all the time. beside_search: the planner's machine searched.
     """
 
     run_id: int
@@ -279,6 +279,7 @@ class Run:
     task_queue: TaskQueue | None = None
     lost_devices: set[str] = field(default_factory=set)
     beside_loads: bool = False
+    only_beside_loads: bool = True
     beside_search: bool = False
 
     @property

@@ -434,7 +434,7 @@ class Scheduler:
         del group.runs[run.run_id]
         self._counters["foreign_frame"] += run.count_unannounced()
         group.record_reports(run, now)
-        if run.beside_loads and run.ran_alone and run.expected_s > 0:
+        if run.only_beside_loads and run.beside_loads and run.ran_alone and run.expected_s > 0:
             self._groups.loads.record_run((now - run.dispatched_s) / run.expected_s)
         # Of a decoder plans are made for its steps, of others for a request that runs by itself.
         if (

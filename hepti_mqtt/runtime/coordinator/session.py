@@ -196,9 +196,12 @@ class CoordinatorSession:
 
     def _mark_runs_beside_work(self) -> None:
         loading = self._loading_devices()
+        coming = (group.plans.preparing for group in self.groups)
+        lacking = {d for r in coming if r is not None for d, (done, total) in r.progress_bytes.items() if done < total}
         searching = any(group.plans.searching is not None for group in self.groups)
-        for run in (run for group in self.groups for run in group.runs.values()) if loading or searching else ():
+        for run in (run for group in self.groups for run in group.runs.values()):
             run.beside_loads |= not loading.isdisjoint(run.plan.devices)
+            run.only_beside_loads &= not lacking.isdisjoint(run.plan.devices)
             run.beside_search |= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
