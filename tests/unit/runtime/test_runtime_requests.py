@@ -70,7 +70,7 @@ def test_answer_carries_output_plan_and_counters() -> None:
     assert answer.plan == plan
     assert answer.request.output().tolist() == [[8.0] * SPEC.hidden]
     (stats,) = answer.stats
-    assert (stats.compute_us, stats.wait_us, stats.sent_bytes) == ({"a": 0}, {"a": 500}, {"a": 100})
+    assert (stats.compute_us, stats.wait_us, stats.sent_bytes) == ({"a": 2000}, {"a": 500}, {"a": 100})
     assert stats.dispatch_bytes > len(site.work[1].body)
 
 
