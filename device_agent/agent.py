@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from secrets import token_bytes
 from typing import Final, NamedTuple
 
 import platformdirs
@@ -29,7 +30,7 @@ from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, 
 from device_agent.probes import Prober
 from device_agent.shell import BuilderThread, SessionLoop
 from hepti_mqtt import __version__
-from hepti_mqtt.config.process import StopRequested, StopSignals
+from hepti_mqtt.config.process import StopRequested, StopSignals, return_large_blocks
 from hepti_mqtt.config.settings import data_link
 from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, NetworkError
@@ -37,7 +38,8 @@ from hepti_mqtt.ids import check_name
 from hepti_mqtt.kernels import Workers, isa, jit
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
-from hepti_mqtt.kernels.jit import release_compiler, return_large_blocks
+from hepti_mqtt.kernels.jit import release_compiler
+from hepti_mqtt.protocol.keys import KEY_BYTES, public_key
 from hepti_mqtt.protocol.messages import Caps, RequestTiles, Status, encode, encode_caps, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
@@ -157,6 +159,7 @@ class _Agent:
         self._config, self._boot, self._places = config, boot, places
         self._log = config.log
         self._topics = Topics(config.site)
+        self._private_key = token_bytes(KEY_BYTES)
         self.inbox: Inbox[AgentEvent] = Inbox()
         self._complaints = ErrorLog(self._log)
         self._loader_counters: Counter[str] = Counter()
@@ -225,6 +228,7 @@ class _Agent:
             curves=curves,
             largest_packet_bytes=0,
             mqtt=0,
+            public_key=public_key(self._private_key),
         )
         self._builder = BuilderThread(config.device_id, self._topics, workers, self.inbox.post)
         self._shell = shell = SessionLoop(
@@ -239,6 +243,7 @@ class _Agent:
             self._announce,
             self._log,
             self._links,
+            self._private_key,
         )
         self._heartbeat = HeartbeatThread(
             self._topics,

@@ -7,15 +7,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Final
 
 from device_agent.loader import TileIn
 from device_agent.probes import Prober
-from hepti_mqtt.errors import WireError
+from hepti_mqtt.errors import NetworkError, WireError
 from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import held_bytes
+from hepti_mqtt.protocol.keys import Channel
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.machinery import Plane
@@ -170,14 +172,18 @@ class Network:
         self._topics, self._device = topics, device
         self._inbox, self.prober, self._tiles, self._complaints = inbox, prober, on_tile, complaints
         self._parsers: Mapping[str, Callable[[ParsedTopic, Body], None]] = {
-            "command": lambda _, payload: inbox.post(MessageIn(messages.decode(payload))),
+            "command": lambda _, payload: inbox.post(MessageIn(*messages.decode_sealed(payload))),
             "work": self._work,
             "weights": self._weights,
             "planner_status": lambda _, payload: inbox.post(PlannerStatus(messages.decode_status(payload))),
-            "status": lambda _, payload: inbox.post(OwnStatus(messages.decode_status(payload))),
+            "status": lambda _, payload: self._own_status(payload),
+            "caps": lambda _, payload: self._repair(topics.caps(device), payload),
             "activation": self._activation,
             "probe": lambda _, payload: self._probe(payload),
         }
+        self.channel: Channel | None = None  # to the planner: it seals what goes up
+        self._sealing = threading.Lock()
+        self._said: dict[str, bytes] = {}  # what this device has retained last, by topic
         self._transports: Mapping[Plane, Transport] = {
             plane: make_transport(plane, self._on_message, self._state_of(plane)) for plane in PLANES
         }
@@ -187,6 +193,7 @@ class Network:
                 *topics.weights_for(device),
                 topics.planner_status(),
                 topics.status(device),
+                topics.caps(device),
             ),
             "data": (topics.probe(device),),
         }
@@ -198,6 +205,12 @@ class Network:
 
     def publish(self, plane: Plane, topic: str, payload: bytes, qos: int, retain: bool = False) -> None:
         """Publish on one plane; raises NetworkError if a QoS 1 message finds the queue full."""
+        if retain:
+            self._said[topic] = payload
+        if topic == self._topics.reports(self._device) and payload[: len(frames.MAGIC)] != frames.MAGIC:
+            with self._sealing:
+                channel = self.channel
+                payload = payload if channel is None else channel.seal(payload)
         self._transports[plane].publish(topic, payload, qos, retain)
 
     def send(self, topic: str, *parts: Body) -> None:
@@ -230,6 +243,7 @@ class Network:
 
     def close(self, last_message: Will | None) -> None:
         """Close both connections; `last_message` is what control publishes before it goes."""
+        self._said = {} if last_message is None else {last_message.topic: last_message.payload}
         self._transports["data"].close(timeout_s=DATA_CLOSE_S)
         self._transports["control"].close(last_message, CONTROL_CLOSE_S)
 
@@ -248,6 +262,30 @@ class Network:
     def _enqueue(self, event: AgentEvent, nbytes: int) -> None:
         if not self._inbox.offer(event, nbytes):
             self._complaints.record("inbox_overflow", f"the inbox is full; dropped an event of {nbytes} bytes")
+
+    def _own_status(self, payload: Body) -> None:
+        """Repair this device's status, unless it says that another one of this name has started after it."""
+        topic = self._topics.status(self._device)
+        try:
+            status = messages.decode_status(payload)
+            own = messages.decode_status(self._said[topic]) if topic in self._said else status
+        except WireError:
+            self._repair(topic, payload)
+            raise
+        if status.boot <= own.boot:
+            self._repair(topic, payload)
+        self._inbox.post(OwnStatus(status))
+
+    def _repair(self, topic: str, payload: Body) -> None:
+        """Publish again what this device has retained, if another message has taken its place.
+
+        At once and here: a planner waits only a moment before it believes that a device has left.
+        """
+        own = self._said.get(topic, payload)
+        if own != payload:
+            self._complaints.record("repaired", f"published {topic} again: it was not what this device has said")
+            with suppress(NetworkError):  # its queue is full, or it is closed: the next message is repaired, too
+                self._transports["control"].publish(topic, bytes(own), 1, True)
 
     def _work(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)

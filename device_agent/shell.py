@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 from math import inf
 from queue import SimpleQueue
 from typing import Any, Final
@@ -36,6 +38,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import TensorArrival
+from hepti_mqtt.protocol.keys import Channel, agree
 from hepti_mqtt.protocol.messages import is_compatible
 from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES, max_plausible_boot
 from hepti_mqtt.protocol.topics import Topics
@@ -119,7 +122,8 @@ class SessionLoop:
 
     announce: publishes caps and status for what the broker said to the control connection; returns the largest packet
     that the broker takes, in bytes, None without a limit. links: to peers, None without mesh; then the thread waits for
-    them and for the inbox in one place. announce_offline: whether `offline` must still be published after `run`.
+    them and for the inbox in one place. private_key: from which this device and the planner agree on a secret; empty
+    for none. announce_offline: whether `offline` must still be published after `run`.
     An error in one event, op or command is counted, logged and, if its transaction or request is known, reported; the
     session continues.
     """
@@ -137,8 +141,9 @@ class SessionLoop:
         announce: Callable[[LinkUp], int | None],
         log: logging.Logger,
         links: MeshLinks | None = None,
+        private_key: bytes = b"",
     ) -> None:
-        self._links = links
+        self._links, self._private_key = links, private_key
         self._session, self._boot, self._inbox, self._network = session, boot, inbox, network
         self._loader, self._meter, self._complaints, self._announce, self._log = (
             loader,
@@ -153,6 +158,7 @@ class SessionLoop:
         self._up: dict[Plane, LinkUp] = {}
         self._announced = False
         self._planner_boot: int | None = None
+        self._planner_key, self._numbers = "", count(1)  # numbers: of messages to planners
         self._planner_version: str | None = None  # None: no planner has shown itself yet
         self.announce_offline = True
         self.packet_limit_bytes: int | None = None
@@ -408,21 +414,44 @@ class SessionLoop:
     # -- statuses ------------------------------------------------------------------------------------------------
 
     def _planner_status(self, event: PlannerStatus) -> None:
-        if event.status.state != "online" or not self._is_plausible_boot("the planner", event.status.boot):
+        if event.status.state == "offline" or not self._is_plausible_boot("the planner", event.status.boot):
             return
         if self._planner_boot is not None and event.status.boot < self._planner_boot:
             return  # of an earlier start: a broker that lost its last save retains it
         self._planner_version = event.status.version
-        if event.status.boot != self._planner_boot:
+        is_new = event.status.boot != self._planner_boot
+        self._agree(event.status.public_key, is_new)
+        if is_new:
             self._planner_boot = event.status.boot
             self._feed_session(PlannerLost(event.status.boot))
-        self._loader.post(RequestAgain())
+        if event.status.state == "online":
+            self._loader.post(RequestAgain())
+
+    def _agree(self, public_key: str, is_new: bool) -> None:
+        """Agree on a secret with a planner; one that has shown its own is not replaced before the next start of it."""
+        channel = self._network.channel
+        is_kept = not is_new and (public_key == self._planner_key or (channel is not None and channel.verified))
+        if is_kept or not self._private_key:
+            return
+        self._planner_key = public_key
+        self._network.channel = (
+            Channel(agree(self._private_key, public_key), self._numbers, at_planner=False) if public_key else None
+        )
 
     def _message(self, event: MessageIn) -> None:
-        """Feed the session, but answer a Prepare of an incompatible planner as one that it refuses itself.
+        """Feed the session what the planner has sealed.
 
-        Every planner refuses a device whose Programs differ, and names both versions in its log and record.
+        A Prepare of an incompatible planner is answered as one that it refuses itself: every planner refuses a device
+        whose Programs differ, and names both versions in its log and record.
         """
+        channel = self._network.channel
+        if channel is not None and not channel.accepts(event.seal):
+            text = f"dropped a {type(event.message).__name__} that is not of the planner, or has come before"
+            self._complaints.record("forged", text)
+            return
+        if channel is not None and isinstance(event.message, messages.Prepare):
+            key = channel.wrapped(event.message.key, *plan_key(event.message))
+            event = MessageIn(replace(event.message, key=key), event.seal)
         message, version = event.message, self._planner_version
         if not isinstance(message, messages.Prepare) or version is None or is_compatible(version):
             self._feed_session(event)
@@ -437,10 +466,9 @@ class SessionLoop:
         self._execute([Publish(self._session.topics.reports(self._session.device), messages.encode(ready), 1)])
 
     def _own_status(self, event: OwnStatus) -> None:
-        """Correct the retained status of this device.
+        """Give way to another agent of this name; doubt the plans if the broker has published our will all the same.
 
-        The broker may publish our will although we are here (the connection was replaced), or a late one of an earlier
-        start.
+        The network has corrected what was retained already, unless it names a later start.
         """
         status = event.status
         believed = self._is_plausible_boot(f"another {self._session.device}", status.boot)
@@ -451,11 +479,9 @@ class SessionLoop:
             )
             self._inbox.post(Stop(error, announce_offline=False))
             return
-        if status.boot == self._boot and status.state != "offline":
-            return
-        if status.boot == self._boot:
+        if (status.boot, status.state) == (self._boot, "offline"):
             self._feed_session(MayHaveMissedCommands("the broker has published our will"))
-        if self._announced:
+        if status.boot > self._boot and self._announced:
             self.packet_limit_bytes = self._announce(self._up["control"])
 
     def _is_plausible_boot(self, who: str, boot: int) -> bool:

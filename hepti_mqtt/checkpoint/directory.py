@@ -16,23 +16,33 @@ from hepti_mqtt.checkpoint import onnx_file, storage
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm
+from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
 from hepti_mqtt.checkpoint.torch_file import TorchFile
-from hepti_mqtt.errors import ModelError, WeightsChangedError
+from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
 from hepti_mqtt.ids import check_name, valid_name
 from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, without_missing_pooler
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.generation import end_tokens
+from hepti_mqtt.models.sentences import TextRules, text_rules
+from hepti_mqtt.models.shapes import TextInput
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
 from hepti_mqtt.spec import Spec
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
 _EXTRAS: Final = (
     "preprocessor_config.json",
+    "processor_config.json",
     "modules.json",
     "config_sentence_transformers.json",
-    "sentence_bert_config.json",
+    "sentence_*_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "tokenizer_config.json",
+    "generation_config.json",
     "*/config.json",
 )
+_ADAPTER: Final = "adapter_config.json"
 _LISTED: Final = 8
 
 
@@ -66,6 +76,8 @@ class Checkpoint:
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(spec_from_config(config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
+        if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
+            self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
     @classmethod
@@ -91,6 +103,11 @@ class Checkpoint:
             beside = root / "config.json"
             opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
             return cls(path, name, opened.config, extras, [opened])
+        if (path / _ADAPTER).is_file():
+            raise UnsupportedModelError(
+                f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
+                "model.merge_and_unload().save_pretrained(directory)"
+            )
         described = path / "config.json"
         opening = _opening(path)
         config = read_json(described) if described.is_file() or opening is not None else {}
@@ -184,35 +201,53 @@ class Checkpoint:
     @property
     def has_tokenizer(self) -> bool:
         """Return whether there is a tokenizer, good or bad."""
-        return (self.path / "tokenizer.json").is_file()
+        return has_tokenizer(self.path)
 
     @cached_property
+    def texts(self) -> TextTokenizer:
+        """Return how texts become ids; raises ModelError if there is no tokenizer, or a bad one."""
+        task = self.spec.head.task
+        return open_tokenizer(
+            self.path,
+            self.config,
+            self.extras,
+            masks=task == "masked_token",
+            lower=self.text_rules.lower == "normalizer",
+            generates=task == "generation",
+        )
+
+    def _check_padding(self) -> None:
+        """Raise ModelError if texts have the padding id, which a model whose positions begin behind it skips."""
+        stem = self.spec.text if isinstance(self.spec, ModelSpec) else None
+        used = {*self.texts.tokenizer.encode("a").ids, self.texts.mask}
+        if stem is not None and stem.position_offset and stem.position_offset - 1 in used:
+            raise ModelError(
+                f"config.json: pad_token_id {stem.position_offset - 1} is a token that texts have; restore the file"
+            )
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer without padding and truncation; raises ModelError if there is none, or a bad one."""
-        path = self.path / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{path} is missing, so texts cannot be read or written; copy it from where the model is")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
-            raise ModelError(f"{path} is not a valid tokenizer ({error}); copy it again") from error
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
+        return self.texts.tokenizer
 
     @cached_property
+    def text_rules(self) -> TextRules:
+        """Return what is done with a text before the tokenizer: nothing, but for sentence embeddings."""
+        return text_rules(self.extras) if self.spec.head.task == "embedding" else TextRules()
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens after which a decoder's text ends."""
+        reads = self.spec.input_spec
+        vocab = reads.vocab if isinstance(reads, TextInput) else 0
+        return end_tokens(JsonConfig("config.json", self.config), self.extras, vocab)
+
+    @property
     def mask_id(self) -> int:
         """Return the id of the mask token; raises ModelError if the tokenizer has none."""
-        for file in ("special_tokens_map.json", "tokenizer_config.json"):
-            options = self.extras.get(file)
-            token = options.get("mask_token") if isinstance(options, Mapping) else None
-            token = token.get("content") if isinstance(token, Mapping) else token
-            if isinstance(token, str) and (found := self.tokenizer.token_to_id(token)) is not None:
-                return int(found)
-        for token in ("[MASK]", "<mask>"):
-            if (found := self.tokenizer.token_to_id(token)) is not None:
-                return int(found)
-        raise ModelError(f"{self.path / 'tokenizer.json'} has no mask token; masked-token requests need one")
+        if self.texts.mask is None:
+            raise ModelError(f"{self.path / 'tokenizer.json'} has no mask token; masked-token requests need one")
+        return self.texts.mask
 
 
 class _Tensors(Mapping[str, npt.NDArray[np.float32]]):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from hepti_mqtt.errors import ConfigError, ModelError
-from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources
+from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources, tokenizer_class
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.spec import Spec
 
@@ -54,6 +54,17 @@ def write_tokenizer(path: Path, vocab: int, roberta: bool = False) -> None:
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(path))
+
+
+def _tokenizer_options(model_type: str, roberta: bool) -> dict[str, Any]:
+    """Return tokenizer_config.json: where BERT's class is not the model's own, the file counts as it is."""
+    own = tokenizer_class(model_type) == "BertTokenizer"
+    start, pad, end, unknown, mask = _ROBERTA if roberta else (_BERT[i] for i in (2, 0, 3, 1, 4))
+    return {
+        "tokenizer_class": "BertTokenizer" if own else "PreTrainedTokenizerFast",
+        **({"do_lower_case": True} if own else {}),
+        **{"cls_token": start, "pad_token": pad, "sep_token": end, "unk_token": unknown, "mask_token": mask},
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -95,6 +106,8 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
         if isinstance(spec.input_spec, TextInput):
             roberta = files["config.json"].get("model_type") == "roberta"
             write_tokenizer(out / "tokenizer.json", spec.input_spec.vocab, roberta)
+            options = _tokenizer_options(str(files["config.json"].get("model_type")), roberta)
+            (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
         _write_weights(out / "model.safetensors", spec, seed, spread)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error}; choose a place with room and permission") from error

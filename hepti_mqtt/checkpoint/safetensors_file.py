@@ -163,7 +163,7 @@ def read_json(path: Path) -> Any:
     """Return the JSON in `path`; raises ModelError if it is missing or broken."""
     refuse_pointers([path])
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing; copy the whole model directory, config.json included") from error
     except OSError as error:

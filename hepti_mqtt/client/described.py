@@ -37,7 +37,7 @@ def unusable_reason(device: Mapping[str, Any]) -> str | None:
     if "curves" not in device:
         none = "it has told nothing of its capabilities, or the login here may not read them; restart the agent there"
         return none if device["status"] == "online" else None
-    wrong = implausible_caps(device["device"], device["curves"], device["memory_budget_bytes"])
+    wrong = implausible_caps(device)
     return wrong and f"its capabilities cannot be right ({wrong[:200]}); restart the agent there, or update it"
 
 

@@ -106,6 +106,7 @@ error_fraction = _number_where(lambda value: 0 < value <= 1, "a part of the answ
 
 RequestPins = Literal["any", "none"]
 REQUEST_PINS: Final[tuple[RequestPins, ...]] = get_args(RequestPins)
+FrameTags = Literal["header", "whole"]
 IN_FLIGHT: Final = 2  # default of --in-flight
 BATCH: Final = 16  # default of --batch
 # Default of --max-weight-error. The real MiniLM moves by 0.03 under w8a32 and by 0.05 under w8a8; a checkpoint with a
@@ -224,6 +225,7 @@ class PlannerOptions:
     batch_delay_ms: float = 0.0
     broker_mbit: float | None = None
     request_pins: RequestPins = "any"
+    frame_tags: FrameTags = "header"
     max_weight_error: float = MAX_WEIGHT_ERROR
     home_assistant: str | None = HOME_ASSISTANT
 
@@ -243,6 +245,8 @@ class PlannerOptions:
         )
         pins = "whether requests may pin strategy, devices, wire or weights (default any)"
         add("--request-pins", choices=REQUEST_PINS, default="any", help=pins)
+        tags = "what the tags of frames cover: the header, or the whole frame, which costs time (default header)"
+        add("--frame-tags", choices=get_args(FrameTags), default="header", help=tags)
         moved = f"refuse narrow weights that move an answer by more than this part of it (default {MAX_WEIGHT_ERROR})"
         add("--max-weight-error", type=error_fraction, default=MAX_WEIGHT_ERROR, metavar="ERROR", help=moved)
         runs = f"runs at once per model (default {IN_FLIGHT})"
@@ -275,6 +279,7 @@ class PlannerOptions:
             args.batch_delay_ms,
             args.broker_mbit,
             args.request_pins,
+            args.frame_tags,
             args.max_weight_error,
             args.home_assistant,
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import signal
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Final, Self
 
@@ -160,3 +161,21 @@ def setup_logging(handler: logging.Handler, form: str, verbose: bool = False) ->
     logging.basicConfig(level=logging.INFO, format=form, handlers=[handler])
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.NOTSET)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory of a process that serves for long.
+
+
+LARGE_BYTES: Final = 1 << 20  # blocks of so much have pages of their own, which go back as soon as a block is freed
+_M_MMAP_THRESHOLD: Final = -3  # of mallopt(3)
+
+
+def return_large_blocks() -> None:
+    """Have large blocks go back to the system when they are freed, where the C library is glibc.
+
+    By itself it raises the limit to the size of what was freed, up to 32 MB: after the first large message or given up
+    weights, later ones lie among small blocks, and leave holes that stay.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

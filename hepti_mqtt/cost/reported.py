@@ -27,6 +27,9 @@ from hepti_mqtt.protocol.plausible import MAX_CURVES, MAX_POINTS, Plain, check, 
 
 # Numbers of a heartbeat that plans are made with.
 PLANNED: Final = ("slowdown", "peer_frame_s", "peer_byte_s", "round_trip_s", "bandwidth_bytes_per_s")
+# Of its caps, beside its curves. UNMEASURED: 0 says that it has not measured.
+CAPS_NUMBERS: Final = ("cores", "threads", "memory_budget_bytes", "rss_idle_bytes", "largest_packet_bytes")
+UNMEASURED: Final = frozenset({"largest_packet_bytes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +109,13 @@ def sanitize_heartbeat(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
     return replace(heartbeat, **instead), wrong
 
 
-def implausible_caps(device: str, curves: Mapping[str, Any], memory_budget_bytes: int) -> str | None:
-    """Return what is wrong with a device's capabilities, None if plans can be made with them."""
+def implausible_caps(caps: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a device's capabilities, by their fields; None if plans can be made with them."""
     try:
-        check("memory_budget_bytes", memory_budget_bytes)
-        profile_from_caps(device, curves, memory_budget_bytes, 1.0)
+        for key in CAPS_NUMBERS:
+            if caps[key] or key not in UNMEASURED:
+                check(key, caps[key])
+        profile_from_caps(caps["device"], caps["curves"], caps["memory_budget_bytes"], 1.0)
     except KeyError as error:
         return f"{error.args[0]} is missing"
     except (TypeError, ValueError) as error:

@@ -390,9 +390,6 @@ def address_table(count: int) -> tuple[NDArray[np.int64], Callable[[Sequence[NDA
 
 _SMAPS: Final = Path("/proc/self/smaps")
 _COMPILER: Final = "libllvmlite"
-# Blocks of so many bytes have pages of their own, which go back as soon as a block is freed.
-LARGE_BYTES: Final = 1 << 20
-_M_MMAP_THRESHOLD: Final = -3  # of mallopt(3)
 _PARTS_OF_A_MAPPING: Final = 6  # range, permissions, offset, device, inode, path
 
 
@@ -408,16 +405,6 @@ def release_compiler() -> None:
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for start, stop in list(_clean_pages()):
             advise(start, stop - start, mmap.MADV_DONTNEED)
-
-
-def return_large_blocks() -> None:
-    """Have large blocks go back to the system when they are freed, where the C library is glibc.
-
-    By itself it raises the limit to the size of what was freed, up to 32 MB: after the first weights that were given up
-    later ones lie among small blocks, and leave holes that stay.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def return_memory() -> None:

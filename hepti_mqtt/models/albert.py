@@ -21,6 +21,7 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "AlbertForSequenceClassification": "classification",
     "AlbertForMaskedLM": "masked_token",
 }
+TOKENIZER_CLASSES: Final = {"albert": "AlbertTokenizer"}
 LAYER: Final = {
     "query": "attention.query",
     "key": "attention.key",
@@ -68,4 +69,4 @@ KINDS: Final = {
     "tiny-albert-mlm": make_kind("AlbertForMaskedLM", "albert", _TINY),
 }
 
-__all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

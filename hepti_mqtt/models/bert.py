@@ -40,6 +40,11 @@ ARCHITECTURES: Final[Mapping[str, _Kind]] = {
     "XLMRobertaForMaskedLM": _Kind("masked_token", "roberta."),
 }
 
+TOKENIZER_CLASSES: Final = {
+    "bert": "BertTokenizer",
+    "roberta": "RobertaTokenizer",
+    "xlm-roberta": "XLMRobertaTokenizer",
+}
 SHARED: Final = "layers.shared."
 LAYER: Final = {
     "query": "attention.self.query",

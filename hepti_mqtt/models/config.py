@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.spec import Activation
@@ -15,6 +15,22 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+
+
+_MOST_LABELS_PER_NAME: Final = 4  # of gaps in id2label; beyond, a number is a slip
+
+
+class KeyTable(NamedTuple):
+    """What a file of a model may say: each of its keys is read, has no effect on an answer, or has one value here.
+
+    only: the values that are computed; null, and a missing key, are always among them. closed: keys outside of the
+    table are refused; else they have no effect, as in the library that wrote the file.
+    """
+
+    read: frozenset[str]
+    without_effect: frozenset[str] = frozenset()
+    only: Mapping[str, tuple[Any, ...]] = {}
+    closed: bool = True
 
 
 class JsonConfig:
@@ -37,6 +53,18 @@ class JsonConfig:
         if value is None:
             raise ModelError(f"{self.file}: key {key!r} is missing; restore the file as the model was published")
         return value
+
+    def renamed(self, names: Mapping[str, str]) -> JsonConfig:
+        """Return this file under the keys that are read; names: the other names of keys, as some writers have them.
+
+        Raises ModelError where both names stand for different values.
+        """
+        data = dict(self.data)
+        for other, key in names.items():
+            value = data.pop(other, None)
+            if value is not None and data.setdefault(key, value) != value:
+                raise ModelError(f"{self.file}: {other} {value!r} and {key} {data[key]!r} are the same; remove one")
+        return JsonConfig(self.file, data)
 
     def bad_value(self, key: str, want: str, value: Any) -> ModelError:
         """Return the error for a value of the wrong kind."""
@@ -63,9 +91,9 @@ class JsonConfig:
             raise self.bad_value(key, "true or false", value)
         return value
 
-    def per_channel(self, key: str, channels: int, default: float | tuple[float, ...]) -> tuple[float, ...]:
+    def per_channel(self, key: str, channels: int) -> tuple[float, ...]:
         """Return one finite number per channel; a single one counts for all."""
-        value = self.get(key, default)
+        value = self.require(key)
         values = [value] * channels if _is_number(value) else value
         if not isinstance(values, Sequence) or len(values) != channels or not all(map(_is_number, values)):
             raise self.bad_value(key, f"{channels} numbers", value)
@@ -96,11 +124,30 @@ class JsonConfig:
             return tuple(f"LABEL_{i}" for i in range(self.positive("num_labels", 2)))
         if not isinstance(named, Mapping) or not named:
             raise self.bad_value("id2label", "an object of numbers and names", named)
-        by_number = {str(k): str(v) for k, v in named.items()}
-        numbers = [str(i) for i in range(len(named))]
-        if set(by_number) != set(numbers):
-            raise self.bad_value("id2label", f"numbered 0 to {len(named) - 1}", sorted(by_number))
-        return tuple(by_number[n] for n in numbers)
+        numbers = {int(k): str(v) for k, v in named.items() if str(k).isdecimal()}
+        # As many outputs as the weights of a model with all of these have: a number without a name is a gap.
+        count = max(1 + max(numbers, default=0), self.positive("num_labels", 1))
+        if len(numbers) < len(named) or count > _MOST_LABELS_PER_NAME * len(named):
+            raise self.bad_value("id2label", "an object of numbers from 0 and names", [*named][:8])
+        return tuple(numbers.get(i, f"LABEL_{i}") for i in range(count))
+
+    def check_keys(self, table: KeyTable) -> None:
+        """Raise UnsupportedModelError for what this file says and what is not computed here."""
+        for key, value in self.data.items():
+            if value is None or key in table.read or key in table.without_effect:
+                continue
+            if key in table.only:
+                # By type as well: 1 is equal to true, and 0 to false.
+                known = any(value == v and type(value) is type(v) for v in table.only[key])
+                why = f"only {', '.join(map(repr, table.only[key]))} is" if table.only[key] else "it is not"
+            else:
+                known = not table.closed
+                why = "its meaning is not"
+            if not known:
+                raise UnsupportedModelError(
+                    f"{self.file}: {key} {_short(value)} may change answers, and {why} supported; use a model without "
+                    "it, or remove the key if it does not matter"
+                )
 
     def heads(self, hidden: int, key: str = "num_attention_heads", of: str = "hidden_size") -> int:
         """Return the number of attention heads, which must divide `hidden`."""
@@ -116,6 +163,11 @@ class JsonConfig:
             raise UnsupportedModelError(
                 f"{self.file}: {key} {value!r} is not supported; supported: {', '.join(map(repr, supported))}"
             )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_number(value: Any) -> bool:

@@ -18,19 +18,24 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "DistilBertForSequenceClassification": "classification",
     "DistilBertForMaskedLM": "masked_token",
 }
+TOKENIZER_CLASSES: Final = {"distilbert": "BertTokenizer"}
 LAYER: Final = {
     "query": "attention.q_lin", "key": "attention.k_lin", "value": "attention.v_lin",
     "attention_out": "attention.out_lin", "attention_norm": "sa_layer_norm",
     "mlp_up": "ffn.lin1", "mlp_down": "ffn.lin2", "mlp_norm": "output_layer_norm",
 }  # fmt: skip
+# The reference has these in its code, whatever config.json says.
+_EPS: Final = 1e-12
+_NAMES: Final = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a DistilBERT; raises ModelError, UnsupportedModelError."""
+    config = config.renamed(_NAMES)
     fill = config.activation("activation")
     head = text.task_head(ARCHITECTURES[architecture], config, extras, pooler=False, classify="relu", fill=fill)
     keys = text.Keys("n_layers", "dim", "n_heads", "hidden_dim", "activation")
-    return text.encoder_spec("distilbert", architecture, config, extras, head, keys=keys)
+    return text.encoder_spec("distilbert", architecture, config, extras, head, keys=keys, eps=_EPS)
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
@@ -57,4 +62,4 @@ KINDS: Final = {
     "tiny-distilbert-mlm": make_kind("DistilBertForMaskedLM", "distilbert", _TINY, depth="n_layers"),
 }
 
-__all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

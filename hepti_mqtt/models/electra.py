@@ -18,6 +18,7 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ElectraForSequenceClassification": "classification",
     "ElectraForMaskedLM": "masked_token",
 }
+TOKENIZER_CLASSES: Final = {"electra": "BertTokenizer"}
 
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
@@ -53,4 +54,4 @@ KINDS: Final = {
     "tiny-electra-mlm": make_kind("ElectraForMaskedLM", "electra", _TINY),
 }
 
-__all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

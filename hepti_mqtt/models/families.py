@@ -16,8 +16,9 @@ from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
 from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit
 from hepti_mqtt.models.cnn import family as cnn
-from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.kinds import Kind
+from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
@@ -33,6 +34,8 @@ class Family(Protocol):
 
     It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
     by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
+    And, by model_type, the classes of transformers that make ids and pixels, `TOKENIZER_CLASSES` and
+    `PICTURE_CLASSES`, where the model's files name none.
     """
 
     @property
@@ -74,6 +77,20 @@ FAMILIES: Final[Mapping[str, Family]] = {
 _FAMILY_OF: Final[Mapping[str, Family]] = {a: family for family in FAMILIES.values() for a in family.ARCHITECTURES}
 _TYPES: Final = {kind.config["model_type"]: family for family in FAMILIES.values() for kind in family.KINDS.values()}
 _ENCODERS: Final = [name for name, family in FAMILIES.items() if _spec_class(family) is ModelSpec]
+
+# What config.json may say of any model and would change its answers; its families refuse what is their own.
+_KEYS: Final = KeyTable(
+    frozenset(),
+    only={
+        "add_cross_attention": (False,),
+        "auto_map": (),
+        "compression_config": (),
+        "is_encoder_decoder": (False,),
+        "pruned_heads": ({},),
+        "quantization_config": (),
+    },
+    closed=False,
+)
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> Spec:
@@ -170,6 +187,7 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
     architecture, activation or option that is not computed here, ModelError for missing or wrong keys.
     """
     checked = JsonConfig("config.json", config)
+    checked.check_keys(_KEYS)
     architectures = checked.require("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise checked.bad_value("architectures", "a list with one name", architectures)
@@ -188,6 +206,21 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
         )
     spec: Spec = _FAMILY_OF[architecture].spec(architecture, checked, extras)
     return spec
+
+
+def tokenizer_class(model_type: str) -> str | None:
+    """Return the class of transformers that makes the ids of models of a type, where their files name none."""
+    return _usual("TOKENIZER_CLASSES").get(model_type)
+
+
+def preprocessor(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Preprocessor:
+    """Return how the pictures of a model are read; raises ModelError, UnsupportedModelError."""
+    return Preprocessor(_usual("PICTURE_CLASSES").get(str(config.get("model_type", ""))), extras)
+
+
+@lru_cache
+def _usual(table: str) -> Mapping[str, str]:
+    return {kind: name for family in FAMILIES.values() for kind, name in getattr(family, table, {}).items()}
 
 
 @lru_cache(maxsize=64)

@@ -13,8 +13,9 @@ import numpy as np
 
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import GraphBuilder, roles
-from hepti_mqtt.models import plain, text
+from hepti_mqtt.models import plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, conv1d, norm, prefixed, table, weight
@@ -23,6 +24,11 @@ from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import TaskHead
 
 ARCHITECTURES: Final = {"GPT2LMHeadModel": "generation"}
+TOKENIZER_CLASSES: Final = {"gpt2": "GPT2Tokenizer"}
+_NAMES: Final = {
+    "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}  # fmt: skip
 LAYER: Final = {
     "attention_norm": "ln_1", "qkv": "attn.c_attn", "attention_out": "attn.c_proj",
     "mlp_norm": "ln_2", "mlp_up": "mlp.c_fc", "mlp_down": "mlp.c_proj",
@@ -31,13 +37,14 @@ LAYER: Final = {
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a GPT-2 model; raises ModelError, UnsupportedModelError."""
-    del extras
+    config = config.renamed(_NAMES)
     for key, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         config.require_one_of(key, value, value)
     for key in ("add_cross_attention", "reorder_and_upcast_attn"):
         config.require_one_of(key, False, False)
     hidden = config.positive("n_embd")
     vocab, positions = config.positive("vocab_size"), config.positive("n_positions")
+    end_tokens(config, extras, vocab)  # what would change the text is refused
     return ModelSpec(
         family="gpt2",
         architecture=architecture,
@@ -48,7 +55,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         norm_first=True,
         activation=config.activation("activation_function"),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        max_tokens=positions,
+        max_tokens=sentences.max_tokens(positions, extras),
         head=TaskHead("generation", "last", outputs=vocab, tied=config.flag("tie_word_embeddings", True)),
         text=TextStem(vocab, positions, types=1),
     )

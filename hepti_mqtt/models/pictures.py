@@ -1,18 +1,40 @@
-"""What a preprocessor_config.json says of pictures: which part of them a model sees, and the scale of its pixels."""
+"""How a model's files say that pictures are read: which part of them it sees, and the scale of its pixels.
+
+What a file leaves out is what the class that it names does; a mean and a deviation are never guessed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.config import JsonConfig, KeyTable
 
 FILE: Final = "preprocessor_config.json"
+PROCESSOR: Final = "processor_config.json"  # of transformers from 5.3 on, with the other file's content inside
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
-_CROP: Final = 224 / 256  # of a picture's shorter side that torchvision and ConvNeXT's preprocessor keep
-_WARPED: Final = 384  # from this side on ConvNeXT's preprocessor makes pictures square and crops nothing
+_CROP: Final = 224 / 256  # of a picture's shorter side that ConvNeXT's class keeps
+_WARPED: Final = 384  # from this side on it makes pictures square and crops nothing
+_BILINEAR: Final = 2
+_BICUBIC: Final = 3
+_FILTERS: Final = 5  # the last of Pillow's resampling filters
+
+KEYS: Final = KeyTable(
+    read=frozenset({
+        "crop_pct", "crop_size", "default_to_square", "do_center_crop", "do_normalize", "do_rescale", "do_resize",
+        "feature_extractor_type", "image_mean", "image_processor_type", "image_std", "resample", "rescale_factor",
+        "size",
+    }),
+    # do_convert_rgb: colours come as RGB here in any case. do_reduce_labels: of maps of segments.
+    without_effect=frozenset({
+        "_processor_class", "_valid_kwargs_names", "_valid_processor_keys", "data_format", "device",
+        "disable_grouping", "do_convert_rgb", "do_reduce_labels", "input_data_format", "model_input_names",
+        "processor_class", "return_tensors",
+    }),
+)  # fmt: skip
 
 
 class Crop(NamedTuple):
@@ -22,65 +44,149 @@ class Crop(NamedTuple):
     shortest: int
 
 
-def preprocessor(extras: Mapping[str, Any]) -> JsonConfig:
-    """Return the preprocessor's file, empty where there is none."""
-    return JsonConfig(FILE, extras.get(FILE, {}))
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """What a class of transformers does where its file says nothing; None: it differs between versions."""
+
+    size: int | dict[str, int]
+    resample: int | None
+    square: bool = False  # what an integer as size means
+    crop: int = 0  # 0: no cropping
+    by_part: bool = False  # crops a part of the picture, not a size
 
 
-def pixel_scale(
-    pre: JsonConfig, mean: float | tuple[float, ...], std: float | tuple[float, ...]
-) -> tuple[tuple[float, ...], ...]:
-    """Return mean and std per channel, of pixels from 0 to 1, with the preprocessor's factor in them."""
-    means: tuple[float, ...] = (0.0,) * 3
-    stds: tuple[float, ...] = (1.0,) * 3
-    if pre.flag("do_normalize", True):
-        means = pre.per_channel("image_mean", 3, mean)
-        stds = pre.per_channel("image_std", 3, std)
-        if min(stds) <= 0:
-            raise pre.bad_value("image_std", "numbers > 0", stds)
-    factor = 255 * (pre.number("rescale_factor", 1 / 255) if pre.flag("do_rescale", True) else 1.0)
-    return tuple(v / factor for v in means), tuple(v / factor for v in stds)
+_SHORTEST: Final = {"shortest_edge": 224}
+_CLASSES: Final[Mapping[str, _Class]] = {
+    "ViT": _Class(224, _BILINEAR, square=True),
+    "DeiT": _Class(256, _BICUBIC, square=True, crop=224),
+    "Siglip": _Class({"height": 224, "width": 224}, _BICUBIC),
+    "CLIP": _Class(_SHORTEST, _BICUBIC, crop=224),
+    "Bit": _Class(_SHORTEST, _BICUBIC, crop=224),
+    "MobileNetV1": _Class({"shortest_edge": 256}, _BILINEAR, crop=224),
+    "MobileNetV2": _Class({"shortest_edge": 256}, _BILINEAR, crop=224),
+    "ConvNext": _Class({"shortest_edge": 384}, None, by_part=True),
+}
 
 
-def find_crop(pre: JsonConfig, size: int | None) -> Crop:
-    """Return what of a picture a model sees; size: of its own, where it has one. Raises ModelError.
+class Preprocessor:
+    """The file that describes a model's pictures, and the class of transformers that it is for, if any."""
 
-    Without a file it is what torchvision does: of the picture with a shorter side of 256, 224 x 224 in the middle.
-    """
-    if not pre.data:
-        side = size or 224
-        return Crop(side, round(side / _CROP))
-    if not pre.flag("do_resize", True):
-        raise UnsupportedModelError(f"{FILE}: do_resize false is not supported: pictures come in any size")
-    wanted = pre.get("size", size or 224)
-    if pre.flag("do_center_crop", False):
-        found = Crop(_square(pre, "crop_size", size or 224), _shortest(pre, wanted))
-        if found.shortest < found.size:
-            raise ModelError(f"{FILE}: crop_size {found.size} is larger than size {wanted!r}; restore the file")
-    elif "crop_pct" in pre.data or "ConvNext" in str(pre.get("image_processor_type", "")):
-        side = _shortest(pre, wanted)
-        found = Crop(side, int(side / pre.number("crop_pct", _CROP)) if side < _WARPED else 0)
-    else:
-        found = Crop(_square(pre, "size", size or 224), 0)
-    if size not in (None, found.size):
-        raise ModelError(f"{FILE}: pictures become {found.size} x {found.size}, and the model reads {size} x {size}")
-    return found
+    def __init__(self, usual: str | None, extras: Mapping[str, Any]) -> None:
+        """Read and check the file; usual: the class of models of this type, if they have one.
 
+        Raises ModelError if there is none, UnsupportedModelError for what it asks for.
+        """
+        whole = extras.get(PROCESSOR)
+        inside = whole.get("image_processor") if isinstance(whole, Mapping) else None
+        if inside is not None:
+            self.config = JsonConfig(f"{PROCESSOR}: image_processor", inside)
+        elif FILE in extras:
+            self.config = JsonConfig(FILE, extras[FILE])
+        else:
+            raise ModelError(
+                f"{FILE} is missing, so it is not known how pictures become pixels; copy it from where the model is, "
+                'or write it: {"size": {"height": S, "width": S} or {"shortest_edge": S}, "do_center_crop", '
+                '"crop_size", "resample", "image_mean", "image_std"}'
+            )
+        on = {k: v for k, v in self.config.data.items() if not (k.startswith("do_") and v is False)}
+        JsonConfig(self.config.file, on).check_keys(KEYS)
+        self._class = self._known_class(usual)
+        self.resample = self._resample()
 
-def _shortest(pre: JsonConfig, wanted: Any) -> int:
-    """Return the shorter side that pictures get."""
-    if isinstance(wanted, Mapping):
-        wanted = wanted.get("shortest_edge")
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-        raise pre.bad_value("size", "an integer >= 1 or {'shortest_edge': an integer >= 1}", pre.get("size", None))
-    return wanted
+    def _known_class(self, usual: str | None) -> _Class | None:
+        """Return the class that the file names, else the usual one, if there is one."""
+        named = self.config.get("image_processor_type", self.config.get("feature_extractor_type", None))
+        if named is None:
+            return _CLASSES[usual] if usual is not None else None
+        kind = str(named)
+        for end in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
+            kind = kind.removesuffix(end)
+        if kind not in _CLASSES:
+            known = ", ".join(f"{name}ImageProcessor" for name in _CLASSES)
+            raise UnsupportedModelError(
+                f"{self.config.file}: image_processor_type {named!r} is not supported; supported: {known}"
+            )
+        return _CLASSES[kind]
 
+    def _resample(self) -> int:
+        """Return the number of Pillow's filter; raises ModelError where it is unknown."""
+        default = self._class.resample if self._class is not None else None
+        value = self.config.require("resample") if default is None else self.config.get("resample", default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _FILTERS:
+            raise self.config.bad_value("resample", f"a number from 0 to {_FILTERS}", value)
+        return value
 
-def _square(pre: JsonConfig, key: str, default: int) -> int:
-    """Return the side of a square that is given as one integer or as height and width."""
-    value = pre.get(key, default)
-    sides: set[Any] = {value.get("height"), value.get("width")} if isinstance(value, Mapping) else {value}
-    side = sides.pop()
-    if sides or not isinstance(side, int) or isinstance(side, bool) or side < 1:
-        raise pre.bad_value(key, "an integer >= 1, or equal height and width", value)
-    return side
+    def pixel_scale(self) -> tuple[tuple[float, ...], ...]:
+        """Return mean and std per channel, of pixels from 0 to 1, with the factor of the file in them."""
+        pre = self.config
+        means: tuple[float, ...] = (0.0,) * 3
+        stds: tuple[float, ...] = (1.0,) * 3
+        if pre.flag("do_normalize", True):
+            means, stds = (pre.per_channel(key, 3) for key in ("image_mean", "image_std"))
+            if min(stds) <= 0:
+                raise pre.bad_value("image_std", "numbers > 0", stds)
+        factor = 255 * (pre.number("rescale_factor", 1 / 255) if pre.flag("do_rescale", True) else 1.0)
+        return tuple(v / factor for v in means), tuple(v / factor for v in stds)
+
+    def crop(self, own: int | None) -> Crop:
+        """Return what of a picture a model sees; own: the size that it reads, where it has one.
+
+        Raises ModelError, and UnsupportedModelError where pictures would not all become squares of one size.
+        """
+        pre = self.config
+        if not pre.flag("do_resize", True):
+            raise UnsupportedModelError(f"{pre.file}: do_resize false is not supported: pictures come in any size")
+        found = self._by_part() if self._class is not None and self._class.by_part else self._by_size()
+        if own not in (None, found.size):
+            raise ModelError(f"{pre.file}: pictures become {found.size} x {found.size}, and the model reads {own}")
+        return found
+
+    def _by_part(self) -> Crop:
+        """Return the crop of ConvNeXT's class: a part of the shorter side."""
+        pre = self.config
+        if pre.flag("do_center_crop", False):
+            raise UnsupportedModelError(f"{pre.file}: do_center_crop is not supported together with crop_pct")
+        assert self._class is not None
+        side, square = self._side(pre.get("size", self._class.size))
+        if square:
+            raise pre.bad_value("size", "{'shortest_edge': an integer >= 1}", pre.get("size", None))
+        return Crop(side, int(side / pre.number("crop_pct", _CROP)) if side < _WARPED else 0)
+
+    def _by_size(self) -> Crop:
+        """Return the crop of all other classes: pictures become squares, or their middle is cut out."""
+        pre, known = self.config, self._class
+        if "crop_pct" in pre.data:
+            raise UnsupportedModelError(f"{pre.file}: crop_pct is for ConvNextImageProcessor alone; name that type")
+        side, square = self._side(pre.get("size", known.size) if known else pre.require("size"))
+        if not pre.flag("do_center_crop", known is not None and known.crop > 0):
+            if not square:
+                raise UnsupportedModelError(
+                    f"{pre.file}: size {pre.get('size', None)!r} without do_center_crop is not supported: pictures "
+                    "would keep their shape, and the model reads squares of one size"
+                )
+            return Crop(side, 0)
+        cut, whole = self._side(pre.get("crop_size", known.crop or 224) if known else pre.require("crop_size"), True)
+        if not whole or ((cut != side) if square else cut > side):
+            raise UnsupportedModelError(
+                f"{pre.file}: a crop_size of {cut} is not supported with a size of {pre.get('size', side)!r}"
+            )
+        return Crop(cut, 0 if square else side)
+
+    def _side(self, value: Any, square: bool | None = None) -> tuple[int, bool]:
+        """Return a side in pixels, and whether both sides get it, or the shorter one alone.
+
+        square: what an integer means, by default what the file or its class says.
+        """
+        if square is None:
+            square = self.config.flag("default_to_square", self._class is None or self._class.square)
+        sides = dict(zip(("height", "width"), value, strict=False)) if isinstance(value, list) else value
+        if isinstance(sides, Mapping):
+            sides = {k: v for k, v in sides.items() if v is not None}
+            square = {*sides} == {"height", "width"}
+            alike = len({*map(str, sides.values())}) == 1 and (square or {*sides} == {"shortest_edge"})
+            value = next(iter(sides.values())) if alike else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.config.bad_value(
+                "size", "an integer >= 1, equal height and width, or {'shortest_edge': an integer >= 1}", value
+            )
+        return value, square

@@ -1,4 +1,4 @@
-"""What encoders of text share: token embeddings, names of a layer's tensors, sentence-transformers directories.
+"""What encoders of text share: token embeddings, names of a layer's tensors, heads.
 
 m tokens, e columns of the embedding tables, h hidden, f MLP width. A spec's `text.width` is e where a dense layer takes
 embeddings to h columns, 0 where the tables have h columns themselves.
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
-from hepti_mqtt.models import plain
+from hepti_mqtt.models import plain, sentences
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight
@@ -50,10 +50,12 @@ def encoder_spec(
     types: int = 0,
     offset: int = 0,
     width: int = 0,
+    eps: float | None = None,
 ) -> ModelSpec:
     """Return the spec of an encoder of text that norms after each residual; raises ModelError, UnsupportedModelError.
 
-    types: rows of the table of token types, 0 without. offset: the first token's position. width: see TextStem.
+    types: rows of the table of token types, 0 without. offset: the first token's position. width: see TextStem. eps: of
+    the norms, by default as the file says.
     """
     config.require_one_of("position_embedding_type", "absolute", "absolute")
     config.require_one_of("is_decoder", False, False)
@@ -70,8 +72,8 @@ def encoder_spec(
         mlp=config.positive(keys.mlp),
         norm_first=False,
         activation=config.activation(keys.activation),
-        norm_eps=config.number("layer_norm_eps", 1e-12),
-        max_tokens=_max_tokens(positions - offset, extras),
+        norm_eps=config.number("layer_norm_eps", 1e-12) if eps is None else eps,
+        max_tokens=sentences.max_tokens(positions - offset, extras),
         head=head,
         text=TextStem(config.positive("vocab_size"), positions, types, offset, width),
     )
@@ -193,85 +195,12 @@ def task_head(
     dense layer before the labels, and before the vocabulary.
     """
     # Sentence-transformers loads the base model, whatever head `architectures` names.
-    if task == "masked_token" and "modules.json" in extras:
-        return _sentence_head(extras)
+    if task == "masked_token" and sentences.MODULES in extras:
+        return sentences.sentence_head(extras)
     if task == "masked_token":
         tied = config.flag("tie_word_embeddings", True)
         return TaskHead(task, "mask", outputs=config.positive("vocab_size"), activation=fill, tied=tied)
     if task == "classification":
         labels = config.labels()
         return TaskHead(task, "cls", pooler=True, outputs=len(labels), labels=labels, activation=classify)
-    return _sentence_head(extras) if "modules.json" in extras else TaskHead(task, "cls", pooler=pooler)
-
-
-def default_prompt(extras: Mapping[str, Any]) -> str:
-    """Return what a sentence-transformers directory puts before every text; raises ModelError."""
-    file = "config_sentence_transformers.json"
-    config = JsonConfig(file, extras.get(file, {}))
-    name, prompts = config.get("default_prompt_name", None), config.get("prompts", {})
-    if name is None:
-        return ""
-    if not isinstance(prompts, Mapping):
-        raise config.bad_value("prompts", "an object of names and texts", prompts)
-    found = prompts.get(name) if isinstance(name, str) else None
-    if not isinstance(found, str):
-        raise ModelError(
-            f"{file}: default_prompt_name {name!r} is not one of its prompts {[*prompts]}; restore the file"
-        )
-    return found
-
-
-def _max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
-    """Return the positions, or what sentence-transformers cuts texts to where that is less."""
-    file, tokenizer = "sentence_bert_config.json", "tokenizer_config.json"
-    length = JsonConfig(file, extras.get(file, {})).get("max_seq_length", None)
-    if length is not None:
-        return min(positions, JsonConfig(file, extras[file]).positive("max_seq_length"))
-    if "modules.json" not in extras:
-        return positions
-    # Where the tokenizer knows no limit, the file says 1e30.
-    return max(
-        1, int(min(positions, JsonConfig(tokenizer, extras.get(tokenizer, {})).number("model_max_length", positions)))
-    )
-
-
-def _sentence_head(extras: Mapping[str, Any]) -> TaskHead:
-    """Return the head of a sentence-transformers directory: Transformer, Pooling, and perhaps Normalize."""
-    modules = extras["modules.json"]
-    if not isinstance(modules, list) or not all(isinstance(m, Mapping) for m in modules):
-        raise ModelError("modules.json: expected a JSON list of modules; restore the file")
-    types = [str(m.get("type", "")).rpartition(".")[2] for m in modules]
-    if types not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or modules[0].get("path"):
-        raise UnsupportedModelError(
-            f"modules.json: modules {types} are not supported; supported: Transformer (in the directory itself), "
-            "Pooling, and then Normalize or nothing"
-        )
-    file = f"{modules[1].get('path', '')}/config.json"
-    if file not in extras:
-        raise ModelError(
-            f"{file} is missing, though modules.json names it; restore the file as the model was published"
-        )
-    pooling = JsonConfig(file, extras[file])
-    if default_prompt(extras) and not pooling.flag("include_prompt", True):
-        raise UnsupportedModelError(
-            f"{file}: include_prompt false is supported only without a default_prompt_name in "
-            "config_sentence_transformers.json, since all tokens are pooled here; use a model that pools its prompt"
-        )
-    modes = _modes(pooling)
-    normalize = types[-1] == "Normalize"
-    if modes in (["mean"], ["pooling_mode_mean_tokens"]):
-        return TaskHead("embedding", "mean", normalize=normalize)
-    if modes in (["cls"], ["pooling_mode_cls_token"]):
-        return TaskHead("embedding", "cls", normalize=normalize)
-    raise UnsupportedModelError(
-        f"{file}: pooling {modes} is not supported; supported: one of pooling_mode_mean_tokens, "
-        "pooling_mode_cls_token, or a pooling_mode of mean or cls"
-    )
-
-
-def _modes(pooling: JsonConfig) -> list[Any]:
-    """Return how rows are pooled: what `pooling_mode` names, or else the flags of old files that are set."""
-    named = pooling.get("pooling_mode", None)
-    if named is not None:
-        return named if isinstance(named, list) else [named]
-    return [key for key in pooling.data if key.startswith("pooling_mode_") and pooling.flag(key, False)]
+    return sentences.sentence_head(extras) if sentences.MODULES in extras else TaskHead(task, "cls", pooler=pooler)

@@ -28,13 +28,17 @@ class TextStem:
 
 @dataclass(frozen=True, slots=True)
 class ImageStem:
-    """Patch embeddings of square images; pixels arrive as uint8 [B, channels, size, size]."""
+    """Patch embeddings of square images; pixels arrive as uint8 [B, channels, size, size].
+
+    shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square.
+    """
 
     size: int
     patch: int
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    shortest: int = 0
 
     @property
     def patches(self) -> int:
@@ -73,7 +77,8 @@ class ModelSpec:
         if self.text is not None:
             return TextInput(self.text.vocab, self.max_tokens, self.head.pooling == "mask")
         assert self.image is not None
-        return ImageInput(self.image.size, self.image.channels, self.image.patches + 1)
+        image = self.image
+        return ImageInput(image.size, image.channels, image.patches + 1, image.shortest)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
         """Return the shape of the answer: [m, h] hidden, [masks, V] or [B, outputs] logits, or [B, h] embeddings."""

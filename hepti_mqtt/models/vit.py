@@ -28,6 +28,7 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ViTForImageClassification": "image_classification",
 }
 BASE_NAMES: Final = ("vit.", "")
+PICTURE_CLASSES: Final = {"vit": "ViT"}
 
 
 LAYER: Final = {
@@ -85,13 +86,9 @@ def _image_stem(config: JsonConfig, extras: Mapping[str, Any]) -> ImageStem:
         raise UnsupportedModelError(f"config.json: num_channels {channels} is not supported; supported: 3 (RGB)")
     if size % patch:
         raise ModelError(f"config.json: patch_size {patch} does not divide image_size {size}")
-    pre = pictures.preprocessor(extras)
-    pre.require_one_of("do_center_crop", False, False)
-    wanted = pre.get("size", size)
-    sides = wanted.values() if isinstance(wanted, Mapping) else (wanted,)
-    if any(side != size for side in sides):
-        raise ModelError(f"{pre.file}: size {wanted!r} is not config.json's image_size {size}; make both the same")
-    return ImageStem(size, patch, channels, *pictures.pixel_scale(pre, 0.5, 0.5))
+    pre = pictures.Preprocessor(PICTURE_CLASSES.get(str(config.get("model_type", ""))), extras)
+    mean, std = pre.pixel_scale()
+    return ImageStem(size, patch, channels, mean, std, pre.crop(size).shortest)
 
 
 def stem_tensors(spec: ModelSpec) -> Iterator[TensorSource]:

@@ -61,7 +61,8 @@ class Question:
 
     shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage, route:
     what the user pinned. relayed_pairs: (source, target) that have endpoints, but no way except over the broker.
-    packet_bytes: of the largest packet that gets through the broker, None if any does. learned: from earlier runs.
+    packet_bytes: of the largest packet that gets through to a device, by device; those that met no limit are missing.
+    learned: from earlier runs.
     requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
     accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
     then. errors: how far they do; weight_error: how far narrow weights do. is_exhaustive: work out the best of every
@@ -84,7 +85,7 @@ class Question:
     weight_dtype: WeightDtype = "f32"
     route: Route | None = None
     relayed_pairs: frozenset[DevicePair] = frozenset()
-    packet_bytes: int | None = None
+    packet_bytes: Mapping[str, int] = field(default_factory=dict)
     learned: Corrections = field(default_factory=Corrections)
     requests: int = 0
     objective: Objective = "latency"
@@ -221,9 +222,15 @@ def plan_packet(question: Question, plan: Plan) -> int:
     return max(largest_packet_bytes(question.naming, question.spec, shape, p) for p in parts)
 
 
+def packet_limit(question: Question, plan: Plan) -> int | None:
+    """Return the largest packet that gets through to every device of a plan, None if any does."""
+    return min((question.packet_bytes[d] for d in plan.devices if d in question.packet_bytes), default=None)
+
+
 def fits_packet_limit(question: Question, plan: Plan) -> bool:
-    """Return whether the broker takes every packet that a request of one sequence may need."""
-    return question.packet_bytes is None or plan_packet(question, plan) <= question.packet_bytes
+    """Return whether the weights, and every packet that a request of one sequence may need, get through."""
+    limit = packet_limit(question, plan)
+    return limit is None or max(tile_packet(question), plan_packet(question, plan)) <= limit
 
 
 def tile_packet(question: Question) -> int:

@@ -31,7 +31,15 @@ from hepti_mqtt.planner.candidates import (
     wire_error_key,
     with_route,
 )
-from hepti_mqtt.planner.price import Budget, Question, fits_packet_limit, plan_packet, price, tile_packet
+from hepti_mqtt.planner.price import (
+    Budget,
+    Question,
+    fits_packet_limit,
+    packet_limit,
+    plan_packet,
+    price,
+    tile_packet,
+)
 from hepti_mqtt.planner.refine import (
     SINGLE,
     Draft,
@@ -96,13 +104,12 @@ class Search:
         self.oversized: list[Draft] = []
         self.pruned: list[Candidate] = []
         self._number = 0  # of guesses so far
-        self._large_packets: list[int] = []
+        self._kept_out: list[Plan] = []  # by packets that do not get through
         self._larger: dict[str, list[Draft]] = {}  # by name, what is looked at after the sets that are half as large
         self._least: dict[tuple[str, int], float] = {}  # the best price by name and number of devices
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield the candidates, as `candidates` says."""
-        _check_tiles(self.question)
         guesses, hopeless = _by_room(self.question, list(_initial_plans(self.question)))
         if not self.question.is_exhaustive:
             guesses, self._larger = _by_size(guesses)
@@ -311,7 +318,7 @@ class Search:
             self.oversized.append(draft)
             return None
         if not fits_packet_limit(question, draft.plan):
-            self._large_packets.append(plan_packet(question, draft.plan))
+            self._kept_out.append(draft.plan)
             return None
         assert draft.memory is not None
         if draft.plan == c.plan:
@@ -362,9 +369,8 @@ class Search:
 
     def _explain(self, hopeless: Mapping[str, Draft]) -> None:
         """Note of each method that nothing of it fits, and raise PacketLimitError if packets alone are in the way."""
-        if not self.found and self._large_packets and not self.oversized:
-            what = f"every plan of {self.question.naming.model}"
-            raise PacketLimitError.of(what, min(self._large_packets), _BROKER, self.question.packet_bytes or 0)
+        if not self.found and self._kept_out and not self.oversized:
+            raise _packet_error(self.question, self._kept_out)
         explained = {c.name for c in self.found} | {draft.name for draft in self.oversized}
         for name, guess in hopeless.items():
             if name not in explained:
@@ -450,13 +456,6 @@ def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Guesses: every strategy and variant over sets of devices, with shares by speed.
-
-
-def _check_tiles(question: Question) -> None:
-    """Raise PacketLimitError if the weights do not get through the broker."""
-    if question.packet_bytes is not None and (tiles := tile_packet(question)) > question.packet_bytes:
-        what = f"bringing the weights of {question.naming.model}"
-        raise PacketLimitError.of(what, tiles, _BROKER, question.packet_bytes, narrows=False)
 
 
 def _by_room(question: Question, guesses: Sequence[Draft]) -> tuple[list[Draft], dict[str, Draft]]:
@@ -578,6 +577,16 @@ def _template(
     plan = Plan(model, version, strategy, devices, root, options, wire=question.wire, weight_dtype=dtype)
     plan = replace(plan, wire=candidate_wires(question, plan)[0])
     return Draft(with_route(question, plan, candidate_routes(question, devices)[0]), weights, is_divided=False)
+
+
+def _packet_error(question: Question, plans: Sequence[Plan]) -> PacketLimitError:
+    """Return the error that names the packet that is in the way of all plans: of the weights, or of the plans."""
+    limit = max(packet_limit(question, plan) or 0 for plan in plans)
+    if (tiles := tile_packet(question)) > limit:
+        what = f"bringing the weights of {question.naming.model}"
+        return PacketLimitError.of(what, tiles, _BROKER, limit, narrows=False)
+    smallest = min(plan_packet(question, plan) for plan in plans)
+    return PacketLimitError.of(f"every plan of {question.naming.model}", smallest, _BROKER, limit)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import PLANNER, PlanVersion, check_name
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, ExchangeKey, SlotDtype
+from hepti_mqtt.protocol.keys import TAG_BYTES, UNKEYED, FrameKey, frame_tag, same_tag
 from hepti_mqtt.protocol.plausible import COUNT, U32, U63, number
 from hepti_mqtt.protocol.topics import check_source
 from hepti_mqtt.spec import PlainShape, RequestShape, Want
@@ -37,12 +38,13 @@ def held_bytes(nbytes: int) -> int:
 #     offset 6    n bytes   the fields, a msgpack array in the order of `Frame` without the admission number, `kind`
 # and
 #                           `dtype` as indices of KINDS and DTYPES
-#     ...         zeros to offset 248
+#     ...         zeros to offset 240
+#     offset 240  8 bytes   the tag (`keys.frame_tag`), zeros under a plan without a key
 #     offset 248  8 bytes   the admission number, little-endian
 #     offset 256            the array, C order, little-endian; nothing after it
 #
 # The header has a fixed size so that the simulator counts bytes exactly, and a multiple of 64 so that the array is
-# aligned when the payload is. All before the admission number is the same in every request of a shape: it is written
+# aligned when the payload is. All before the tag is the same in every request of a shape: it is written
 # once, and read and checked once, which is most of what a small frame costs. Received bodies are views of the payload;
 # nothing is allocated before every size is checked. The normative text is docs/reference/wire.md.
 
@@ -59,7 +61,8 @@ MAGIC: Final = b"HPT4"
 HEADER_BYTES: Final = 256
 ALIGN: Final = 64
 _PREFIX_BYTES: Final = 6
-HEADER_PREFIX_BYTES: Final = 248  # the header but for its admission number
+HEADER_PREFIX_BYTES: Final = 240  # the header but for its tag and its admission number
+_RUN_ID_AT: Final = HEADER_PREFIX_BYTES + TAG_BYTES
 _CACHED_PREFIXES: Final = 512  # read headers that are remembered, 2 KB each: those of a large model's exchanges
 
 MAX_BODY_BYTES: Final = 256_000_000  # an MQTT packet ends at 268,435,455
@@ -83,7 +86,7 @@ class Frame:
     and the number of the message among those of its source. layer: where the tensor stands, as in the topic. shape: at
     most 4 dimensions; row_start: the first of its rows within the whole value. numbers: at most 8 counters (for
     example microseconds of computing and waiting, bytes sent). model may be empty in probes only. body: C order,
-    little-endian, exactly as many bytes as shape and dtype say.
+    little-endian, exactly as many bytes as shape and dtype say. header: of a frame that has come, as it was sent.
     """
 
     kind: FrameKind
@@ -99,6 +102,7 @@ class Frame:
     row_start: int = 0
     numbers: tuple[int, ...] = ()
     body: Body | NDArray[Any] = b""
+    header: bytes = b""
 
     def array(self) -> NDArray[Any]:
         """Return the body as a read-only array of `shape` and `dtype`: a view, no copy."""
@@ -110,29 +114,38 @@ class Frame:
         """Return whether both are the same frame: header and body."""
         return bytes(encode(self)) == bytes(encode(other))
 
+    def has_tag(self, key: FrameKey) -> bool:
+        """Return whether a frame that has come is of somebody who knows the key."""
+        return not key.key or _has_tag(key, self.header, _body_view(self))
+
 
 def frame_bytes(body_bytes: int) -> int:
     """Return the bytes of a frame whose array has `body_bytes`."""
     return HEADER_BYTES + body_bytes
 
 
-def encode(frame: Frame) -> bytes:
+def _has_tag(key: FrameKey, header: bytes, body: Body) -> bool:
+    tag = frame_tag(key, header[:HEADER_PREFIX_BYTES], header[_RUN_ID_AT:], body)
+    return same_tag(tag, header[HEADER_PREFIX_BYTES:_RUN_ID_AT])
+
+
+def encode(frame: Frame, key: FrameKey = UNKEYED) -> bytes:
     """Return the payload of a frame, with one copy of the body; as `encode_parts` otherwise."""
-    return b"".join(encode_parts(frame))
+    return b"".join(encode_parts(frame, key))
 
 
-def encode_parts(frame: Frame) -> tuple[bytes, memoryview]:
+def encode_parts(frame: Frame, key: FrameKey = UNKEYED) -> tuple[bytes, memoryview]:
     """Return the payload of a frame as its header and a view of its body, which is not copied.
 
     The body may be an array of any layout; it is sent in C order. Raises `WireError` if a field breaks the limits
     that `decode` checks.
     """
     body = _body_view(frame)
-    return frame_header(header_prefix(frame, body.nbytes), frame.run_id), body
+    return frame_header(header_prefix(frame, body.nbytes), run_id_bytes(frame.run_id), body, key), body
 
 
 def header_prefix(frame: Frame, body_bytes: int) -> bytes:
-    """Return a frame's header but for its admission number; raises `WireError` as `encode_parts` does."""
+    """Return a frame's header but for its tag and its admission number; raises `WireError` as `encode_parts` does."""
     if frame.kind not in _KIND_INDEX or frame.dtype not in _DTYPE_INDEX:
         raise WireError(f"cannot encode a frame of kind {frame.kind!r}, dtype {frame.dtype!r}")
     _check_fields(frame)
@@ -156,11 +169,16 @@ def header_prefix(frame: Frame, body_bytes: int) -> bytes:
     return b"".join((MAGIC, len(fields).to_bytes(2, "little"), fields)).ljust(HEADER_PREFIX_BYTES, b"\0")
 
 
-def frame_header(about: bytes, run_id: int) -> bytes:
-    """Return the header of a frame from what `about` returned; raises `WireError` for a number out of its range."""
+def run_id_bytes(run_id: int) -> bytes:
+    """Return the end of a frame's header; raises `WireError` for a number out of its range."""
     if type(run_id) is not int or not 0 <= run_id <= U63:
         raise WireError(f"the frame's admission {run_id!r} is not a number from 0 to {U63}")
-    return about + run_id.to_bytes(8, "little")
+    return run_id.to_bytes(8, "little")
+
+
+def frame_header(prefix: bytes, run_id: bytes, body: Body, key: FrameKey) -> bytes:
+    """Return the header of a frame from what `header_prefix` and `run_id_bytes` returned."""
+    return prefix + frame_tag(key, prefix, run_id, body) + run_id
 
 
 def decode(payload: Body) -> Frame:
@@ -172,11 +190,12 @@ def decode(payload: Body) -> Frame:
             f"{HEADER_BYTES} bytes; update the device that sent it"
         )
     before, after, frame = _decode_prefix(bytes(view[:HEADER_PREFIX_BYTES]))
-    run_id = int.from_bytes(view[HEADER_PREFIX_BYTES:HEADER_BYTES], "little")
+    header = bytes(view[:HEADER_BYTES])
+    run_id = int.from_bytes(header[_RUN_ID_AT:], "little")
     if run_id > U63:
         raise WireError(f"the frame's admission {run_id} is not a number from 0 to {U63}")
     _check_size(frame, len(view) - HEADER_BYTES)
-    values = (*before, run_id, *after, view[HEADER_BYTES:])
+    values = (*before, run_id, *after, view[HEADER_BYTES:], header)
     return Frame(*values)
 
 
@@ -190,7 +209,7 @@ def _decode_prefix(about: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...], Fram
     _check_fields(frame)
     values = tuple(getattr(frame, name) for name in Frame.__slots__)
     at = Frame.__slots__.index("run_id")
-    return values[:at], values[at + 1 : -1], frame
+    return values[:at], values[at + 1 : -2], frame
 
 
 def _fields(data: bytes) -> list[Any]:
@@ -317,6 +336,7 @@ def encode_work(
     shape: RequestShape | PlainShape,
     inputs: NDArray[Any],
     session: DecoderSession = _NO_SESSION,
+    key: FrameKey = UNKEYED,
 ) -> bytes:
     """Return the frame that hands a request to the devices.
 
@@ -335,7 +355,7 @@ def encode_work(
     head[: len(fields)] = fields
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
-    return encode(Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body))
+    return encode(Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body), key)
 
 
 def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
@@ -424,6 +444,7 @@ MAX_EXCHANGES: Final = 2048  # exchanges, 1 KB each: those of a large model
 class KnownExchange(NamedTuple):
     """What the frames of an exchange have in common. plan_key: model and epoch. nbytes: of a whole frame."""
 
+    header_prefix: bytes
     plan_key: tuple[str, PlanVersion]
     key: ExchangeKey
     dtype: np.dtype[Any]
@@ -446,6 +467,13 @@ class TensorArrival(NamedTuple):
         array.flags.writeable = False
         return array
 
+    def has_tag(self, key: FrameKey) -> bool:
+        """Return whether it is of somebody who knows the key."""
+        if not key.key:
+            return True
+        end, body = bytes(self.payload[HEADER_PREFIX_BYTES:HEADER_BYTES]), self.payload[HEADER_BYTES:]
+        return same_tag(frame_tag(key, self.exchange.header_prefix, end[TAG_BYTES:], body), end[:TAG_BYTES])
+
     def frame(self) -> Frame:
         """Return all that its frame says."""
         return decode(self.payload)
@@ -462,7 +490,7 @@ class ExchangeCache:
         exchange = self._known.get((peer, topic, bytes(payload[:HEADER_PREFIX_BYTES])))
         if exchange is None or exchange.nbytes != payload.nbytes:
             return None
-        run_id = int.from_bytes(payload[HEADER_PREFIX_BYTES:HEADER_BYTES], "little")
+        run_id = int.from_bytes(payload[_RUN_ID_AT:HEADER_BYTES], "little")
         return TensorArrival(exchange, run_id, payload) if run_id <= U63 else None
 
     def learn(self, peer: str, topic: str, payload: memoryview, frame: Frame) -> None:
@@ -471,7 +499,9 @@ class ExchangeCache:
             return  # an empty array has no place in a payload
         if len(self._known) >= MAX_EXCHANGES:
             self._known.clear()
-        self._known[peer, topic, bytes(payload[:HEADER_PREFIX_BYTES])] = KnownExchange(
+        prefix = bytes(payload[:HEADER_PREFIX_BYTES])
+        self._known[peer, topic, prefix] = KnownExchange(
+            prefix,
             (frame.model, frame.plan_version),
             (frame.node, frame.part, frame.source),
             np.dtype(NUMPY_DTYPE[frame.dtype]),

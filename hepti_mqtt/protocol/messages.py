@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from ipaddress import ip_address
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 import msgpack
 
@@ -20,13 +20,14 @@ from hepti_mqtt import __version__
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import PlanVersion, check_name
 from hepti_mqtt.plan import KEYS, Plan
-from hepti_mqtt.protocol import plausible
+from hepti_mqtt.protocol import keys, plausible
 from hepti_mqtt.protocol.frames import MAGIC, WANTS, Body, Frame, check_shape
 from hepti_mqtt.protocol.frames import decode as decode_frame
 from hepti_mqtt.protocol.plausible import MAX_PEERS, Check, Plain
 from hepti_mqtt.spec import PlainShape
 
 MAX_MESSAGE_BYTES: Final = 1_000_000
+MAX_SELF_BYTES: Final = 65_536  # of what a process says of itself, which others keep
 MAX_SHAPES: Final = 16
 MAX_SHAPE_NUMBERS: Final = 4096  # lengths and mask rows of one shape
 MAX_TOKEN: Final = 128
@@ -99,7 +100,7 @@ class Status:
     """Retained state of a device or the planner; boot orders a late will and a new start.
 
     doing, done, total: the activity of a starting device and its steps; empty in other states. version: of Hepti, ""
-    from those before 0.2.0.
+    from those before 0.2.0. public_key: of a planner, see `keys`.
     """
 
     state: Literal["online", "offline", "starting"]
@@ -108,6 +109,7 @@ class Status:
     done: int = 0
     total: int = 0
     version: str = ""
+    public_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class Caps:
     """What a device can do, retained.
 
     curves: measured time curves, opaque here. largest_packet_bytes: 0 if not yet measured. mqtt: protocol of its
-    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot.
+    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot. public_key: see
+    `keys`.
     """
 
     device: str
@@ -130,6 +133,7 @@ class Caps:
     largest_packet_bytes: int
     mqtt: int
     endpoint: Endpoint | None = None
+    public_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,7 @@ class Prepare:
     plan, spec: `to_dict` of Plan and ModelSpec. manifest: SHA-256 of the model's manifest. in_flight: concurrent
     requests. shapes: of expected requests, the most urgent first; the Programs of the first `build_first` are built
     before the device is ready, the others while it is idle. peers: devices with a mesh route to or from this one.
+    key: of the plan's frames, on the wire only as `Channel.wrapped`; empty for none. checked: what their tags cover.
     """
 
     transaction_id: int
@@ -178,6 +183,8 @@ class Prepare:
     shapes: tuple[PlainShape, ...] = ()
     build_first: int = 0
     peers: tuple[Peer, ...] = ()
+    key: bytes = b""
+    checked: keys.Checked = "header"
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +371,18 @@ def _token(value: Any) -> str:
     return value
 
 
+def _public_key(value: Any) -> str:
+    if value != "" and not keys.is_public_key(value):
+        raise ValueError("not a public key")
+    return str(value)
+
+
+def _frame_key(value: Any) -> bytes:
+    if type(value) is not bytes or len(value) not in (0, keys.KEY_BYTES):
+        raise ValueError(f"not a key of {keys.KEY_BYTES} bytes")
+    return value
+
+
 def _plain_shape(shape: PlainShape) -> list[Any]:
     return [WANTS.index(shape.want), shape.session_rows, list(shape.sizes), list(shape.mask_rows)]
 
@@ -409,6 +428,9 @@ def _by_peer(value: Any, length: int) -> dict[str, Any]:
 _STRUCTURED: Final[Mapping[str, Check]] = {
     "shapes": plausible.bounded("shapes", MAX_SHAPES, _shape),
     "endpoint": endpoint,
+    "public_key": _public_key,
+    "key": _frame_key,
+    "checked": plausible.one_of(*get_args(keys.Checked)),
     "edges": _peer_stats,
     "Prepare.peers": plausible.bounded("peers", MAX_PEERS, _peer),
     "PrepareFailed.peers": plausible.bounded("devices", MAX_PEERS, plausible.device_name),
@@ -440,17 +462,28 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: Body) -> Message:
-    """Return the control message of a payload; raises `WireError` on anything else."""
-    values = _unpack(payload)
+    """Return the control message of a payload, whatever its seal; raises `WireError` on anything else."""
+    return decode_sealed(payload)[0]
+
+
+def decode_sealed(payload: Body) -> tuple[Message, keys.Seal | None]:
+    """Return the control message of a payload, and its seal if it has one; raises `WireError` on anything else."""
+    said, seal = keys.split(payload)
+    values = _unpack(said)
     if not values or type(values[0]) is not int or values[0] not in CODES:
         raise WireError(f"a control message begins with a known code, not {values[:1]!r}; update the older program")
     message: Message = _build(CODES[values[0]], values[1:])
-    return message
+    return message, seal
 
 
 def decode_report(payload: Body) -> Message | Frame:
     """Return what an agent sent up: a frame if the payload begins with the frames' magic, else a control message."""
-    return decode_frame(payload) if bytes(payload[: len(MAGIC)]) == MAGIC else decode(payload)
+    return decode_sealed_report(payload)[0]
+
+
+def decode_sealed_report(payload: Body) -> tuple[Message | Frame, keys.Seal | None]:
+    """Return what an agent sent up as `decode_report`, and the seal of a message."""
+    return (decode_frame(payload), None) if bytes(payload[: len(MAGIC)]) == MAGIC else decode_sealed(payload)
 
 
 def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
@@ -460,7 +493,7 @@ def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
 
 def decode_heartbeat(payload: Body) -> Heartbeat:
     """Return the heartbeat of a payload; raises `WireError` on anything else."""
-    return _build(Heartbeat, _unpack(payload))
+    return _build(Heartbeat, _unpack(payload, MAX_SELF_BYTES))
 
 
 def encode_status(status: Status) -> bytes:
@@ -486,11 +519,12 @@ def decode_caps(payload: Body) -> Caps:
 def _pack(message: object, head: list[Any]) -> bytes:
     _verify(message)
     values = [getattr(message, entry.name) for entry in fields(message)]  # type: ignore[arg-type]
+    limit = MAX_SELF_BYTES if isinstance(message, Heartbeat) else MAX_MESSAGE_BYTES
     try:
         payload: bytes = msgpack.packb(head + values, default=_plain)
     except (ValueError, TypeError, OverflowError) as error:
         raise WireError(f"{type(message).__name__} cannot be packed: {error}") from error
-    _check_size(type(message).__name__, payload)
+    _check_size(type(message).__name__, payload, limit)
     return payload
 
 
@@ -502,8 +536,8 @@ def _plain(value: object) -> list[Any]:
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
-def _unpack(payload: Body) -> list[Any]:
-    _check_size("a message", payload)
+def _unpack(payload: Body, limit: int = MAX_MESSAGE_BYTES) -> list[Any]:
+    _check_size("a message", payload, limit)
     try:
         values = msgpack.unpackb(payload, strict_map_key=True)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
@@ -521,12 +555,12 @@ def _to_json(message: Any) -> bytes:
         payload = json.dumps(values, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
         raise WireError(f"{type(message).__name__} cannot be written as JSON: {error}") from error
-    _check_size(type(message).__name__, payload)
+    _check_size(type(message).__name__, payload, MAX_SELF_BYTES)
     return payload
 
 
 def _from_json(cls: type[Known], payload: Body) -> Known:
-    _check_size("a message", payload)
+    _check_size(cls.__name__, payload, MAX_SELF_BYTES)
     try:
         values = json.loads(bytes(payload))
     except (ValueError, RecursionError) as error:
@@ -540,9 +574,9 @@ def _from_json(cls: type[Known], payload: Body) -> Known:
         raise WireError(f"{cls.__name__} lacks {error}") from error
 
 
-def _check_size(what: str, payload: Body) -> None:
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{what} of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+def _check_size(what: str, payload: Body, limit: int) -> None:
+    if len(payload) > limit:
+        raise WireError(f"{what} of {len(payload)} bytes is over the limit of {limit}")
 
 
 def _verify(message: object) -> None:

@@ -31,6 +31,7 @@ MAX_CURVES: Final = 64
 MAX_POINTS: Final = 64  # of a curve
 MAX_ENTRIES: Final = 65_536  # of a list in a spec
 MAX_REASON: Final = 4096
+MIN_PACKET_BYTES: Final = 4096  # no broker of a site takes less: a device's own caps would not get through
 HASH_BYTES: Final = 32
 PROGRAMS_BYTES: Final = 8
 MAX_BOOT: Final = U32
@@ -217,13 +218,13 @@ FIELDS: Final[Mapping[str, Check]] = {
     "total": Number("steps"),
     "version": text,
     "device": device_name,
-    "cores": COUNT,
-    "threads": COUNT,
+    "cores": Number("", credible=(1, 1 << 16)),
+    "threads": Number("", credible=(1, 1 << 16)),
     "memory_budget_bytes": Number("bytes", credible=(0, 1 << 50)),
-    "rss_idle_bytes": BYTES,
+    "rss_idle_bytes": Number("bytes", credible=(0, 1 << 50)),
     "isa": text,
     "curves": plain,
-    "largest_packet_bytes": BYTES,
+    "largest_packet_bytes": Number("bytes", credible=(MIN_PACKET_BYTES, U63)),  # or 0: not measured
     "mqtt": one_of(4, 5),
     # Measured curves.
     "frame_s": real("s", 0, 1),

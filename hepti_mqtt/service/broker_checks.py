@@ -42,7 +42,7 @@ def ensure_single_planner(url: BrokerUrl, site: str) -> None:
         transport.subscribe([(topic, 1)])
         transport.connect()
         known = _retained_status(inbox, transport, topic)
-        if known is not None and known.state == "online" and _contradicted(inbox):
+        if known is not None and known.state != "offline" and _contradicted(inbox):
             raise ConfigError(
                 f"Site {site} already has a planner (boot {known.boot}). Stop it, or choose another --site."
             )
@@ -73,7 +73,7 @@ def _contradicted(inbox: queue.SimpleQueue[Status | State]) -> bool:
     until = time.monotonic() + ANSWER_S
     while (got := _get(inbox, until)) is not None:
         if isinstance(got, Status) and got != _QUESTION:
-            return got.state == "online"
+            return got.state != "offline"
     return False
 
 

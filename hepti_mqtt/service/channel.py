@@ -39,8 +39,10 @@ from hepti_mqtt.transport import (
 # Answers to resend: the broker reported no subscriber, or the send queue was full.
 
 
-UNHEARD: Final = 64  # waiting at once: each may hold one of the requests that the broker keeps in flight (512)
-UNHEARD_BYTES: Final = 16 << 20
+UNHEARD: Final = 256  # waiting at once: each may hold one of the requests that the broker keeps in flight (512)
+UNHEARD_BYTES: Final = 32 << 20
+CLIENT_UNHEARD: Final = 64  # of these, of one client: one that never listens must not push out what others wait for
+CLIENT_UNHEARD_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +59,57 @@ class OutgoingAnswer:
 
 
 class UnacknowledgedAnswers:
-    """Answers to resend, by due time; all methods may be called from any thread."""
+    """Answers to resend, by due time, few of each client; all methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all that follows
         self._waiting: deque[tuple[float, OutgoingAnswer]] = deque()  # the first due comes first
-        self._nbytes = 0
 
-    def has_room(self, answer: OutgoingAnswer) -> bool:
-        """Return whether one more unheard answer may wait; an empty queue takes one of any size."""
+    def put_unheard(self, due_s: float, answer: OutgoingAnswer) -> list[OutgoingAnswer]:
+        """Keep an answer that nobody has heard; return those that are given up for it.
+
+        They are the last of the same client, or of the one that has most if all of them have too many. The only answer
+        of a client may have any size.
+        """
         with self._lock:
-            few = len(self._waiting) < UNHEARD
-            return few and (not self._waiting or self._nbytes + len(answer.reply.payload) <= UNHEARD_BYTES)
+            self._waiting.append((due_s, answer))
+            client, gone = answer.reply.key.client, list[OutgoingAnswer]()
+            while _too_many(own := self._unheard_of(client), CLIENT_UNHEARD, CLIENT_UNHEARD_BYTES):
+                gone.append(self._give_up(own[-1]))
+            while _too_many(found := self._unheard_of(None), UNHEARD, UNHEARD_BYTES):
+                clients = {answer.reply.key.client for answer in found}
+                most = max(map(self._unheard_of, sorted(clients)), key=lambda own: (len(own), _nbytes(own)))
+                gone.append(self._give_up(most[-1]))
+            return gone
+
+    def _unheard_of(self, client: str | None) -> list[OutgoingAnswer]:
+        """Return the unheard answers of a client, or of all; what the connection had no room for is none of them."""
+        unheard = (answer for _, answer in self._waiting if answer.until_s is not None)
+        return [answer for answer in unheard if client in (None, answer.reply.key.client)]
+
+    def _give_up(self, answer: OutgoingAnswer) -> OutgoingAnswer:
+        self._waiting = deque(item for item in self._waiting if item[1] is not answer)
+        return answer
 
     def put(self, due_s: float, answer: OutgoingAnswer) -> None:
         """Keep an answer until it is due."""
         with self._lock:
             self._waiting.append((due_s, answer))
-            self._nbytes += len(answer.reply.payload)
 
     def take_due(self, now: float) -> OutgoingAnswer | None:
         """Remove and return the first answer that is due, None if there is none."""
         with self._lock:
             if not self._waiting or self._waiting[0][0] > now:
                 return None
-            _, answer = self._waiting.popleft()
-            self._nbytes -= len(answer.reply.payload)
-            return answer
+            return self._waiting.popleft()[1]
+
+
+def _nbytes(answers: Sequence[OutgoingAnswer]) -> int:
+    return sum(len(answer.reply.payload) for answer in answers)
+
+
+def _too_many(answers: Sequence[OutgoingAnswer], most: int, most_bytes: int) -> bool:
+    return len(answers) > most or (len(answers) > 1 and _nbytes(answers) > most_bytes)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -382,10 +408,13 @@ class RequestChannel:
         assert answer.requests is not None
         now = time.monotonic()
         until_s = now + RESEND_FOR_S if answer.until_s is None else answer.until_s
-        if heard or now > until_s or not self._unheard.has_room(answer):
+        if heard or now > until_s:
             self.journal.settle(answer.requests)
-        else:
-            self._unheard.put(now + RESEND_S, replace(answer, until_s=until_s))
+            return
+        for given_up in self._unheard.put_unheard(now + RESEND_S, replace(answer, until_s=until_s)):
+            client = given_up.reply.key.client
+            self._log.warn_once("unheard", client, f"Dropped answers of client {client}: it is subscribed to none.")
+            self.journal.settle(given_up.requests or ())
 
     # -- any thread -------------------------------------------------------------------------------------------------
 

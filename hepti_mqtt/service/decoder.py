@@ -62,15 +62,6 @@ DecodedMessage = (
 )
 
 
-def is_droppable(arrival: DecodedMessage) -> bool:
-    """Return whether a later message replaces this one; wills, outputs, reports and plan states are never repeated."""
-    match arrival:
-        case interface.DeviceHeartbeat() | interface.DeviceMessage(message=messages.PrepareProgress()):
-            return True
-        case _:
-            return False
-
-
 class MessageDecoder:
     """Topics and payloads to messages; invalid ones are counted and dropped.
 
@@ -170,7 +161,7 @@ def _heartbeat(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
 
 
 def _up(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
-    message = messages.decode_report(payload)
+    message, seal = messages.decode_sealed_report(payload)
     if isinstance(message, Frame):
         return interface.DeviceFrame(topic.device, message)
-    return interface.DeviceMessage(topic.device, message)
+    return interface.DeviceMessage(topic.device, message, seal)

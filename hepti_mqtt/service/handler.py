@@ -149,8 +149,7 @@ class RequestHandler:
         generation = None
         if prepared.new_tokens:
             prompt = tuple(prepared.inputs[1:].tolist())
-            end = requests.end_token(served.checkpoint)
-            generation = Generation(prompt, prepared.new_tokens, prepared.shape, end)
+            generation = Generation(prompt, prepared.new_tokens, prepared.shape, served.checkpoint.end_tokens)
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
         context = _ReplyContext(topic, prepared, now)
         self._quota.take(prepared.inputs.nbytes, context)

@@ -6,20 +6,22 @@ import base64
 import binascii
 import contextlib
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, describe
 
-# Modes of 8 bits per channel; Pillow clips 16 bits at white.
-_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
-_MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
+_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_GREY: Final = frozenset({"I;16", "I;16B", "I;16L"})  # 16 bits, of which Pillow takes the upper half of colours
+_MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", *_GREY})
 # Pillow decodes these in Python: seconds for a megabyte, with the interpreter locked.
 _SLOW: Final = {
     "ppm": "PPM of another largest value than 255",
@@ -27,25 +29,20 @@ _SLOW: Final = {
     "bmp_rle": "BMP with run lengths",
 }
 _WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory for decoding a pixel
+_LONG: Final = 4  # times the shorter side
 _SPACES: Final = b" \t\r\n"
+_URL: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
+_URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 _SCAN: Final = b"\xff\xda"  # marker in a JPEG file
 
 Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is stricter, with a better message
 
 
-def resampling(preprocessor: Mapping[str, Any]) -> Image.Resampling:
-    """Return the resampling filter of preprocessor_config.json; raises ModelError if it is unknown."""
-    value = preprocessor.get("resample", Image.Resampling.BILINEAR)
-    try:
-        return Image.Resampling(value)
-    except ValueError as error:
-        raise ModelError(f"preprocessor_config.json: 'resample' must be a number from 0 to 5, got {value!r}") from error
-
-
-def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: int) -> npt.NDArray[np.uint8]:
     """Return base64 pictures as uint8 [B, C, S, S]; mean and std are applied on the device.
 
-    items: with the names for errors. Raises RequestError for an invalid picture, or too many pixels in total.
+    items: with the names for errors. resample: the number of Pillow's filter. Raises RequestError for an invalid
+    picture, or too many pixels in total.
     """
     files = [_file(name, value) for name, value in items]
     total = 0
@@ -66,9 +63,10 @@ def _file(name: str, value: Any) -> bytes:
         raise RequestError(f"{name} must be a string of base64, not {describe(value)}")
     try:
         data = value.encode("ascii")
-        if any(space in data for space in _SPACES):
-            data = data.translate(None, _SPACES)
-        return base64.b64decode(data, validate=True)
+        if (url := _URL.match(data)) is not None:
+            data = unquote_to_bytes(data[url.end() :])
+        data = data.translate(_URL_SAFE, _SPACES).rstrip(b"=")
+        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{name} is not valid base64 ({error}); encode the picture's file with base64") from error
 
@@ -80,6 +78,8 @@ def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
         with Image.open(io.BytesIO(file), formats=_FORMATS) as opened:
             if opened.mode not in _MODES:
                 raise RequestError(f"{name} has the pixel format {opened.mode}; send 8 bits per channel")
+            if opened.format == "TIFF" and {tile.codec_name for tile in opened.tile} != {"raw"}:
+                raise RequestError(f"{name} is a compressed TIFF, which is not read here; send PNG or JPEG")
             slow = next((_SLOW[tile.codec_name] for tile in opened.tile if tile.codec_name in _SLOW), None)
             if slow is not None:
                 raise RequestError(f"{name} is {slow}, which takes too long to read; send PNG or JPEG")
@@ -94,26 +94,31 @@ def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
         ) from error
 
 
-def _pixels(name: str, file: bytes, reads: ImageInput, resample: Image.Resampling) -> npt.NDArray[np.uint8]:
+def _pixels(name: str, file: bytes, reads: ImageInput, resample: int) -> npt.NDArray[np.uint8]:
     """Return a picture as uint8 [C, S, S]."""
     with _opened(name, file) as picture:
         ImageOps.exif_transpose(picture, in_place=True)
         # Without this step Pillow drops a palette's transparency with a warning.
         known = picture.convert("RGBA") if "transparency" in picture.info else picture
+        if known.mode in _GREY:
+            known = Image.fromarray((np.asarray(known) >> 8).astype(np.uint8))
         colours = known if known.mode == "RGB" else known.convert("RGB")
         seen = _middle(colours, reads, resample) if reads.shortest else colours.resize((reads.size,) * 2, resample)
         return np.ascontiguousarray(np.asarray(seen, np.uint8).transpose(2, 0, 1))
 
 
-def _middle(picture: Image.Image, reads: ImageInput, resample: Image.Resampling) -> Image.Image:
+def _middle(picture: Image.Image, reads: ImageInput, resample: int) -> Image.Image:
     """Return the middle S x S of a picture whose shorter side becomes `shortest`; an odd rest is cut off at the end.
 
-    Only the crop is computed, so that a line of a million pixels stays cheap.
+    Of a long picture only the crop is computed, which may differ by one in a few pixels: a line of a million pixels
+    stays cheap.
     """
     width, height = picture.size
     short = min(width, height)
-    sides = [reads.shortest * side // short for side in (width, height)]
+    sides = (reads.shortest * width // short, reads.shortest * height // short)
     left, top = ((side - reads.size) // 2 for side in sides)
+    if max(sides) <= _LONG * reads.shortest:
+        return picture.resize(sides, resample).crop((left, top, left + reads.size, top + reads.size))
     x, y = (side / scaled for side, scaled in zip((width, height), sides, strict=True))
     box = (left * x, top * y, (left + reads.size) * x, (top + reads.size) * y)
     return picture.resize((reads.size,) * 2, resample, box)

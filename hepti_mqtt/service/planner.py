@@ -14,15 +14,16 @@ from functools import partial
 from pathlib import Path
 from secrets import token_bytes
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgpack
 
 from hepti_mqtt import __version__
-from hepti_mqtt.config.process import RateLimitedLog
+from hepti_mqtt.config.process import RateLimitedLog, return_large_blocks
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.protocol.keys import KEY_BYTES
+from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.plausible import max_plausible_boot
 from hepti_mqtt.runtime.coordinator import interface, session
 from hepti_mqtt.runtime.coordinator.fleet import LastWillDebounce
@@ -37,7 +38,6 @@ from hepti_mqtt.service.decoder import (
     PlannerStatus,
     RawRequest,
     RetainedPlan,
-    is_droppable,
 )
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
@@ -142,6 +142,7 @@ READER_THREADS: Final = 2  # requests of one client are read by one thread at a 
 ANSWER_THREADS: Final = 2
 TILES_QUEUED_BYTES: Final = 2 << 20
 
+PlannerState = Literal["starting", "online", "offline"]
 Answering = interface.AnswerRequest | interface.TokenReady | interface.RefuseRequest
 
 
@@ -156,6 +157,7 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
     start_preloading()
+    return_large_blocks()
     with contextlib.ExitStack() as stack:
         models = open_models(config, stack)
         ensure_single_planner(config.url, config.site)
@@ -178,7 +180,9 @@ class _Planner:
             for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
-        self.session = session.CoordinatorSession(config.site, boot, served, config.in_flight, broker, token_bytes(32))
+        self.session = session.CoordinatorSession(
+            config.site, boot, served, config.in_flight, broker, token_bytes(KEY_BYTES), config.checked
+        )
         self.will_debounce = LastWillDebounce(self.session)
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
@@ -206,6 +210,7 @@ class _Planner:
         self.channel = RequestChannel(
             config.url, name, place, self.control, self.decoder, self._enqueue_request, changed
         )
+        self.said: Will | None = None  # the status that is retained
         self.away = {"control", "requests"}  # lost connections; the session thread's
         self.bulk = PahoTransport(  # so that requests do not queue behind weights
             config.url,
@@ -247,13 +252,11 @@ class _Planner:
                 self.inbox.post(lambda: self._publish(self.topics.plan(arrival.model), b"", retain=True))
         elif isinstance(arrival, ImplausibleBoot):
             if arrival.kind == "planner_status":
-                self.inbox.post(lambda: self._publish(*self._status("online")))  # readers must not take it for ours
+                self.inbox.post(self._repair_status)  # readers must not take it for ours
         elif arrival is None:
             return
-        elif not is_droppable(arrival):
-            self.inbox.post(arrival)
-        elif not self.inbox.offer(arrival, len(payload)):
-            self._drop("inbox_full", f"an event on {topic}")
+        elif not self.inbox.accept(arrival.device, arrival, len(payload)):
+            self._drop("flood", f"a message of {arrival.device}, which sends more than is read")
 
     def _handle_connection(self, state: State) -> None:
         """Take what happened to the connection."""
@@ -447,6 +450,8 @@ class _Planner:
 
     def _connected(self) -> None:
         """Publish everything retained again after every connection: the broker may have lost it."""
+        if self.said is None:  # devices need the key before the first command
+            self._say("starting")
         self._handle(interface.BrokerConnection(online=True))
         self._announce("control")
         self.log.info("planner of site %s, boot %d, serves %s", self.config.site, self.boot, ", ".join(self.models))
@@ -455,15 +460,24 @@ class _Planner:
         """Publish that the planner is online once requests reach it; clients then resend their pending requests."""
         self.away.discard(connection)
         if not self.away:
-            self._publish(*self._status("online"))
+            self._say("online")
+
+    def _say(self, state: PlannerState) -> None:
+        """Publish this planner's status, and keep it to be repaired."""
+        self.said = self._status(state)
+        self._publish(*self.said)
 
     def _planner_seen(self, status: Status) -> None:
-        if status.boot > self.boot and status.state == "online":
+        if status.boot > self.boot and status.state != "offline":
             self.failure = ConfigError(
                 f"another planner (boot {status.boot}) has taken over site {self.config.site}; this one ends"
             )
-        elif (status.boot, status.state) != (self.boot, "online"):
-            self._publish(*self._status("online"))  # a late will, of an earlier planner or an earlier connection
+        elif self.said is not None and status != decode_status(self.said.payload):
+            self._repair_status()  # a late will, of an earlier planner or an earlier connection, or a forged status
+
+    def _repair_status(self) -> None:
+        if self.said is not None:
+            self._publish(*self.said)
 
     def _fail(self, error: HeptiError) -> None:
         self.failure = error
@@ -494,6 +508,7 @@ class _Planner:
         except NetworkError as error:
             self.decoder.log.record("unpublished", f"not published to {topic}: {error}")
 
-    def _status(self, state: str) -> Will:
-        status = Status("online" if state == "online" else "offline", self.boot, version=__version__)
+    def _status(self, state: PlannerState) -> Will:
+        key = "" if state == "offline" else self.session.fleet.public_key
+        status = Status(state, self.boot, version=__version__, public_key=key)
         return Will(self.topics.planner_status(), encode_status(status), 1, retain=True)

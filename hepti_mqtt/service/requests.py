@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,10 +20,10 @@ from tokenizers import Encoding, Tokenizer
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import BadNameError, ModelError, OverloadedError, RequestError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.models import single_sequence
-from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models import preprocessor, single_sequence
+from hepti_mqtt.models.sentences import TextRules
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
-from hepti_mqtt.models.text import default_prompt
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
@@ -126,12 +126,19 @@ def encode_text(
         raise ModelError(
             f"{checkpoint.path / 'tokenizer.json'} is missing, so texts cannot be read; copy it, or send token ids"
         )
-    tokenizer = checkpoint.tokenizer
-    encoding = _encode_prefix(tokenizer, name, _cleaned(checkpoint, value), reads.longest, characters)
+    texts = checkpoint.texts
+    tokenizer, text = texts.tokenizer, _cleaned(checkpoint.text_rules, value)
+    # Of a text whose beginning is cut off, all tokens are needed.
+    longest = len(text) if truncate and texts.side == "left" else reads.longest
+    encoding = _encode_prefix(tokenizer, name, text, longest, characters)
+    if (control := next((i for i in encoding.ids if i in texts.controls), None)) is not None:
+        raise RequestError(
+            f"{name} has the model's control token {tokenizer.id_to_token(control)!r} in it, which this tokenizer "
+            "cannot read as text; take it out"
+        )
     room = reads.longest - tokenizer.num_special_tokens_to_add(False)
     if truncate and len(encoding) > room:
-        _check_side(checkpoint, name)
-        encoding.truncate(max(room, 0))
+        encoding.truncate(max(room, 0), direction=texts.side)
     ids: list[int] = tokenizer.post_process(encoding).ids
     if not ids:
         raise RequestError(f"{name} has no tokens for model {checkpoint.model}; send some words")
@@ -143,23 +150,11 @@ def encode_text(
     return ids
 
 
-def _cleaned(checkpoint: Checkpoint, text: str) -> str:
+def _cleaned(rules: TextRules, text: str) -> str:
     """Return a text with the prompt and lower case that sentence-transformers applies before its tokenizer."""
-    if "modules.json" not in checkpoint.extras or checkpoint.spec.head.task != "embedding":
-        return text
-    file = "sentence_bert_config.json"
-    text = f"{default_prompt(checkpoint.extras)}{text}".strip()
-    return text.lower() if JsonConfig(file, checkpoint.extras.get(file, {})).flag("do_lower_case", False) else text
-
-
-def _check_side(checkpoint: Checkpoint, name: str) -> None:
-    """Raise RequestError if the model reads the end of long texts, as truncation here keeps the beginning."""
-    options = checkpoint.extras.get("tokenizer_config.json")
-    if isinstance(options, Mapping) and options.get("truncation_side") == "left":
-        raise RequestError(
-            f"{name} is too long, and of such a text model {checkpoint.model} reads the end ('truncation_side' in "
-            "tokenizer_config.json), which truncate would cut off; shorten it"
-        )
+    text = f"{rules.prompt}{text}"
+    text = text.strip() if rules.strip else text
+    return text.lower() if rules.lower == "text" else text
 
 
 def _encode_prefix(tokenizer: Tokenizer, name: str, text: str, longest: int, characters: CharacterBudget) -> Encoding:
@@ -336,12 +331,6 @@ def _decoded(
     return ModelInput(shape, inputs, is_list=False, top_k=top_k, wants_result=computes, new_tokens=new)
 
 
-def end_token(checkpoint: Checkpoint) -> int | None:
-    """Return the end-of-sequence token of a decoder's config, None if it has none."""
-    end = checkpoint.config.get("eos_token_id")
-    return end if is_int(end) else None
-
-
 def _is_several(key: str, value: Any) -> bool:
     """Return whether the user sent several inputs; ids may be one list or a list of lists."""
     if key == "ids":
@@ -407,14 +396,33 @@ def _items(key: str, value: Any, several: bool) -> list[tuple[str, Any]]:
 
 
 def _checked_ids(checkpoint: Checkpoint, reads: TextInput, name: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(is_int(v) for v in value):
+    if not isinstance(value, list):
         raise RequestError(f"{name} must be a list of integers, not {describe(value)}")
     if not value:
         raise RequestError(f"{name} is empty; send at least one token id")
-    for token in value:
+    for place, token in enumerate(value):
+        if not is_int(token):
+            raise RequestError(f"{name}[{place}] must be an integer, not {quoted(token)}")
         if not 0 <= token < reads.vocab:
             raise RequestError(f"{name} has the id {token}; model {checkpoint.model} knows 0 to {reads.vocab - 1}")
+    _check_single(checkpoint, name, value)
     return value
+
+
+def _check_single(checkpoint: Checkpoint, name: str, ids: Sequence[int]) -> None:
+    """Raise RequestError for ids of which a model makes something else than one text."""
+    spec = checkpoint.spec
+    stem = spec.text if isinstance(spec, ModelSpec) else None
+    if stem is None:
+        return
+    if stem.position_offset and stem.position_offset - 1 in ids:
+        raise RequestError(f"{name} has the padding id {stem.position_offset - 1}; send ids without padding")
+    separator = checkpoint.texts.separator if stem.types > 1 and checkpoint.has_tokenizer else None
+    if separator is not None and separator in ids[:-1]:
+        raise RequestError(
+            f"{name} has the separator {separator} before its end: it is a pair of texts, or has padding, which model "
+            f"{checkpoint.model} would read as one text; send one text without padding"
+        )
 
 
 def _pictures(
@@ -423,10 +431,10 @@ def _pictures(
     """Return all pixels [B, C, S, S]."""
     if "truncate" in request:
         raise RequestError("truncate is for texts; leave it out with pictures")
-    from hepti_mqtt.service.pictures import decode, resampling  # here: most planners read no pictures
+    from hepti_mqtt.service.pictures import decode  # here: most planners read no pictures
 
     key = "images" if several else "image"
-    resample = resampling(checkpoint.extras.get("preprocessor_config.json", {}))
+    resample = preprocessor(checkpoint.config, checkpoint.extras).resample
     return decode(_items(key, request[key], several), reads, resample)
 
 

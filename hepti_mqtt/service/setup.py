@@ -17,6 +17,7 @@ from hepti_mqtt.config.options import MAX_WEIGHT_ERROR, PlannerOptions, RequestP
 from hepti_mqtt.errors import ConfigError, ModelError, PlanError, RequestError, UnsupportedModelError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import weight_dtypes
+from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.manifest import Manifest
 from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES, Prepare, encode
 from hepti_mqtt.protocol.plausible import check_spec
@@ -57,8 +58,9 @@ class PlannerConfig:
 
     models: directory by name. pins: by model. in_flight: concurrent runs per model. batching: which requests run
     together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
-    refuses pins in requests. max_weight_error: how far narrow weights may move an answer. state_dir: of the boot
-    counter and journal, by default the user's. home_assistant: prefix of its discovery, None to announce nothing.
+    refuses pins in requests. checked: what the tags of frames cover. max_weight_error: how far narrow weights may move
+    an answer. state_dir: of the boot counter and journal, by default the user's. home_assistant: prefix of its
+    discovery, None to announce nothing.
     """
 
     url: BrokerUrl
@@ -69,6 +71,7 @@ class PlannerConfig:
     batching: Batching = field(default_factory=Batching)
     broker_mbit: float | None = None
     request_pins: RequestPins = "any"
+    checked: Checked = "header"
     max_weight_error: float = MAX_WEIGHT_ERROR
     state_dir: Path | None = None
     home_assistant: str | None = None
@@ -86,6 +89,7 @@ class PlannerConfig:
             batching=Batching(options.batch, options.batch_delay_ms / 1e3),
             broker_mbit=options.broker_mbit,
             request_pins=options.request_pins,
+            checked=options.frame_tags,
             max_weight_error=options.max_weight_error,
             home_assistant=options.home_assistant,
         )

@@ -310,20 +310,26 @@ class Backoff:
 
 # -- the inbox -------------------------------------------------------------------------------------------------------
 
+SENDER_EVENTS: Final = 1000  # that wait, of one sender
+SENDER_BYTES: Final = 64 << 20  # or one event of any size
+
 Event = TypeVar("Event")
 
 
 class Inbox(Generic[Event]):
     """Events for one reading thread.
 
-    What is repeated or may be missed (`offer`) is bounded by number and bytes, because a peer may send faster than the
-    reader works. What nobody repeats (`post`: wills, outputs, reports, control messages, this process's own
-    reports) is never refused. `overflowed` counts refused offers; `empty()` tells whether nothing waits. wake: called
-    after every event that was put, by the thread that did, for a reader that waits elsewhere too.
+    What may be missed (`offer`) is bounded by number and bytes, because a peer may send faster than the reader works;
+    `accept` bounds it for each sender, so that nobody is refused for what another says. What nobody repeats (`post`:
+    control messages, this process's own reports) is never refused. `overflowed` counts refusals;
+    `empty()` tells whether nothing waits. wake: called after every event that was put, by the thread that did, for a
+    reader that waits elsewhere too.
     """
 
     def __init__(self, limit: int = 16_384, limit_bytes: int = 96 << 20) -> None:
-        self._queue: SimpleQueue[tuple[Event, int]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Event, int, str]] = SimpleQueue()
+        self._of_sender: dict[str, tuple[int, int]] = {}  # events that wait, and their bytes
+        self._accepted = 0  # of all senders, that wait
         self._limit, self._limit_bytes = limit, limit_bytes
         self._lock = threading.Lock()
         self._offered_bytes = 0
@@ -338,23 +344,43 @@ class Inbox(Generic[Event]):
             waiting = self._offered_bytes - self._taken_bytes
             # One that is larger than the bound may still come alone, or it could never come at all.
             full = waiting > 0 and waiting + nbytes > self._limit_bytes
-            if full or self._queue.qsize() >= self._limit:
+            if full or self._queue.qsize() - self._accepted >= self._limit:
                 self.overflowed += 1
                 return False
             self._offered_bytes += nbytes
-        self._queue.put((event, nbytes))
+        self._queue.put((event, nbytes, ""))
+        self.wake()
+        return True
+
+    def accept(self, sender: str, event: Event, nbytes: int) -> bool:
+        """Put an event of a sender; return False, and count, if too much of the same one waits."""
+        with self._lock:
+            count, held = self._of_sender.get(sender, (0, 0))
+            if count >= SENDER_EVENTS or (count and held + nbytes > SENDER_BYTES):
+                self.overflowed += 1
+                return False
+            self._of_sender[sender] = (count + 1, held + nbytes)
+            self._accepted += 1
+        self._queue.put((event, nbytes, sender))
         self.wake()
         return True
 
     def post(self, event: Event) -> None:
         """Put an event that must not be lost, whatever waits already; safe in a signal handler."""
-        self._queue.put((event, 0))
+        self._queue.put((event, 0, ""))
         self.wake()
 
     def get(self, timeout_s: float | None = None) -> Event:
         """Wait for the next event and return it; raises queue.Empty if none comes within `timeout_s`."""
-        event, nbytes = self._queue.get(timeout=timeout_s)
-        self._taken_bytes += nbytes
+        event, nbytes, sender = self._queue.get(timeout=timeout_s)
+        if not sender:
+            self._taken_bytes += nbytes
+            return event
+        with self._lock:
+            self._accepted -= 1
+            count, held = self._of_sender.pop(sender)
+            if count > 1:
+                self._of_sender[sender] = (count - 1, held - nbytes)
         return event
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import queue
 import socket
+import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from broker_kinds import mosquitto_or_skip
+from site_processes import Site
 
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import Role
@@ -36,6 +38,18 @@ def closed_broker(
     with start_broker("mosquitto", closed=made.broker, address=host, port=port) as broker:
         assert broker.kind == "mosquitto", broker.reason
         yield made, broker
+
+
+class ClosedSite(Site):
+    """Processes that each come in with the login of their own name."""
+
+    def __init__(self, directory: Path, broker: EmbeddedBroker, models: Mapping[str, Path], folder: SiteFolder) -> None:
+        super().__init__(directory, broker, models)
+        self.folder = folder
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        self.url = str(self.folder.login(name))
+        return super().start(name, *arguments)
 
 
 class Someone:

@@ -24,6 +24,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import psutil
+from mutations import MUTATIONS
 from site_processes import PATIENCE_S, SITE, Site, poll
 
 from hepti_mqtt import models
@@ -31,7 +32,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError, WireError
-from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed
@@ -41,6 +42,7 @@ TOLERANCE = 5e-5
 CAPTURED = 40  # messages kept of each kind of topic
 AT_ONCE = 20  # hostile messages between two looks at the clock
 INVENTED = 40_000
+OUTLASTS_S = 5.0  # for so long after the last message requests may fail
 KINDS = {
     "status", "caps", "heartbeat", "up", "command", "request", "response", "planner_status", "plan", "work", "weights",
     "activation", "event",
@@ -54,12 +56,15 @@ class Asked:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
+    longest_trouble_s: float = 0.0  # from the first of several failures on end to the next right answer
+    last_failure_s: float = 0.0  # when the last request was sent that failed, by time.monotonic()
     failures: list[str] = field(default_factory=list)  # when, by the clock of the logs, and in whose words
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self, url: str, expected: dict[str, np.ndarray], client: str) -> None:
         """Ask one thing after the other until the end."""
         with Hepti.connect(url, site=SITE, client_id=client) as hepti:
+            trouble_since: float | None = None
             for number in range(1 << 30):
                 if self.stop.is_set():
                     return
@@ -71,11 +76,18 @@ class Asked:
                     outcome = "no end" if isinstance(error, TimeoutError) else f"error {error.code}"
                     took_s = time.monotonic() - begun
                     self.failures.append(f"{time.strftime('%H:%M:%S')} {client} after {took_s:.1f} s: {error}")
+                    self.last_failure_s = max(self.last_failure_s, begun)
                 else:
                     right = np.allclose(found, expected[text], atol=TOLERANCE)
                     outcome = "right" if right else "wrong"
                 self.outcomes[outcome] += 1
-                self.longest_s = max(self.longest_s, time.monotonic() - begun)
+                now = time.monotonic()
+                self.longest_s = max(self.longest_s, now - begun)
+                if outcome != "right":
+                    trouble_since = now if trouble_since is None else trouble_since
+                elif trouble_since is not None:
+                    self.longest_trouble_s = max(self.longest_trouble_s, now - trouble_since)
+                    trouble_since = None
 
 
 class Attacker:
@@ -88,6 +100,7 @@ class Attacker:
         self.answers: Counter[str] = Counter()
         self.waiting: set[str] = set()  # ids of our own requests, valid ones, that have no answer
         self.sent: Counter[str] = Counter()
+        self.last_sent_s = 0.0
         self.transport = self._connection(url, "says", self._heard, "hepti/v1/" + SITE + "/#", 0)
         # What answers us must not be dropped behind our own echo.
         self.answered = self._connection(url, "hears", self._counted, TOPICS.responses("attacker"), 1)
@@ -133,6 +146,7 @@ class Attacker:
     def say(self, kind: str, topic: str, payload: bytes, retain: bool = False) -> None:
         """Publish, and wait while too much waits to be sent."""
         self.sent[kind] += 1
+        self.last_sent_s = time.monotonic()
         while True:
             try:
                 self.transport.publish(topic, payload, 1, retain)
@@ -158,36 +172,6 @@ class Attacker:
         if pick.random() < 0.1:  # another topic's payload
             payload = pick.choice(self.captured[pick.choice(sorted(self.captured))])[1]
         return kind, topic, pick.choice(MUTATIONS)(bytearray(payload), pick)
-
-
-def _flip(data: bytearray, pick: random.Random) -> bytes:
-    for _ in range(pick.choice((1, 1, 2, 8))):
-        if data:
-            data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
-    return bytes(data)
-
-
-def _cut(data: bytearray, pick: random.Random) -> bytes:
-    return bytes(data[: pick.randrange(len(data) + 1)])
-
-
-def _longer(data: bytearray, pick: random.Random) -> bytes:
-    at = pick.randrange(len(data) + 1)
-    return bytes(data[:at]) + pick.randbytes(pick.choice((1, 4, 64, 4096))) + bytes(data[at:])
-
-
-def _extreme(data: bytearray, pick: random.Random) -> bytes:
-    """Put the largest and smallest numbers where others were."""
-    number = pick.choice((b"\xff" * 8, b"\x00" * 8, b"\x7f" + b"\xff" * 7, b"9" * 8, b"-1"))
-    at = pick.randrange(len(data) + 1)
-    return bytes(data[:at]) + number + bytes(data[at + len(number) :])
-
-
-def _again(data: bytearray, _pick: random.Random) -> bytes:
-    return bytes(data)
-
-
-MUTATIONS: tuple[Callable[[bytearray, random.Random], bytes], ...] = (_flip, _flip, _cut, _longer, _extreme, _again)
 
 
 def boot_of(topic: str, payload: bytes) -> int:
@@ -227,9 +211,8 @@ def _flood(ask: Callable[..., None]) -> None:
 
 
 def _prepare(attacker: Attacker, name: str, field_: str, value: int) -> None:
-    found = [m for m in attacker.captured["command"] if m[1][:2] and msgpack.unpackb(m[1])[0] == 1]
-    topic, payload = found[0]
-    values = msgpack.unpackb(payload)
+    commands = [(topic, msgpack.unpackb(keys.split(payload)[0])) for topic, payload in attacker.captured["command"]]
+    topic, values = next(command for command in commands if command[1][0] == 1)
     values[2]["epoch"] = [values[2]["epoch"][0], 1_000_000 + attacker.random.randrange(1_000_000)]
     values[3][field_] = value
     attacker.say(name, topic, msgpack.packb(values))
@@ -253,10 +236,13 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
     try:
         for thread in clients:
             thread.start()
-        poll(lambda: set(attacker.captured) >= KINDS, f"a message of each of {KINDS}")
+        poll(lambda: not KINDS - set(attacker.captured), f"a message of each kind, besides {set(attacker.captured)},")
         attacker.capturing = False  # from now on much of what is heard is our own
         before = memory_mb(site)
         _mutations(attacker, count)
+        mutated_until_s = attacker.last_sent_s
+        attacker.pause.wait(2 * OUTLASTS_S)
+        outlasting = asked.last_failure_s > mutated_until_s + OUTLASTS_S
         after_mutations, steps, unanswered = memory_mb(site), {}, Counter[str]()
         for name, act in named(attacker):
             act()
@@ -280,6 +266,8 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
         "requests": dict(asked.outcomes),
         "failures": asked.failures,
         "longest_s": round(asked.longest_s, 2),
+        "longest_trouble_s": round(asked.longest_trouble_s, 2),
+        "outlasting": outlasting,
         "memory_mb": {"before": before, "after mutations": after_mutations, **steps},
         "ended": [name for name, process in site.running.items() if process.poll() is not None],
         "log_lines": {name: site.log(name).count("\n") for name in site.running},

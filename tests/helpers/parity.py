@@ -24,6 +24,7 @@ from torch_oracle import known, outputs, scaled
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models import FAMILIES, reference
 from hepti_mqtt.models.config import ACTIVATIONS
+from hepti_mqtt.models.pictures import FILE, IMAGENET_MEAN, IMAGENET_STD
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.service.requests import read_input
 
@@ -161,6 +162,7 @@ def onnx_files(root):
         with torch.no_grad():
             randomised(model)
         path = root / f"{name}.onnx"
+        write_pictures(root, 224)
         torch.onnx.export(model, torch.zeros(1, 3, 224, 224), str(path), dynamo=False)
         with Checkpoint.open(path) as checkpoint:
             inputs, shape = request(checkpoint.spec)
@@ -202,7 +204,16 @@ def written(root, model, **options):
         randomised(model)
     path = Path(tempfile.mkdtemp(dir=root))
     model.save_pretrained(path, **options)
+    vit = model.config.model_type == "vit"
+    write_pictures(path, model.config.image_size if vit else 224, vit)
     return path
+
+
+def write_pictures(path, side, half=False):
+    """Write how pictures are read, as most nets want them; half: a mean and deviation of 0.5."""
+    mean, std = ([0.5] * 3, [0.5] * 3) if half else (IMAGENET_MEAN, IMAGENET_STD)
+    size = {"size": side, "image_processor_type": "ViTImageProcessor"}
+    (path / FILE).write_text(json.dumps({**size, "image_mean": mean, "image_std": std}))
 
 
 def sentences():

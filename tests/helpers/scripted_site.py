@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, price_plans, simulate_plan
-from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.frames import Frame, decode, decode_work
+from hepti_mqtt.protocol import keys, messages
+from hepti_mqtt.protocol.frames import Frame, decode, decode_work, encode
+from hepti_mqtt.protocol.keys import Channel, FrameKey
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
@@ -94,9 +96,10 @@ class Site:
         searches: bool = True,
         decider: Callable[[Question], Decision] = decide,
         pricer: Callable[[Question, Plan], Candidate] = simulate_plan,
+        secret: bytes | None = None,
     ) -> None:
         served = tuple(ServedModel(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
-        self.session = CoordinatorSession("home", 7, served, in_flight)
+        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret)
         self.now = 0.0
         self.searches, self.decider, self.pricer = searches, decider, pricer
         self.boots: dict[str, int] = {}
@@ -288,3 +291,73 @@ def settled(*devices: str, models: Sequence[str] = (), **options: Any) -> Site:
     site.join(*devices)
     site.settle()
     return site
+
+
+SECRET = b"1" * 32  # of the planner
+
+
+def private_of(device: str) -> bytes:
+    """Return the private key of a scripted device."""
+    return device.encode().ljust(32, b"-")
+
+
+class KeyedSite(Site):
+    """A site whose devices have joined and have agreed on a secret with the planner."""
+
+    def __init__(self, *devices: str, **options: Any) -> None:
+        super().__init__(secret=SECRET, **options)
+        self.channels: dict[str, Channel] = {}
+        for device in devices:
+            secret = keys.agree(private_of(device), keys.public_key(SECRET))
+            self.channels[device] = Channel(secret, count(1), at_planner=False)
+            self.boots[device] = 1
+            self.describe(device, private_of(device))
+            self.event(interface.DeviceStatus(device, Status("online", 1)))
+        self.tick(1.1)
+
+    def describe(self, device: str, private: bytes) -> None:
+        """Let a device publish its caps, with this key."""
+        said = replace(caps(device, self.boots[device]), public_key=keys.public_key(private))
+        self.event(interface.DeviceCaps(device, said))
+
+    def ready_message(self, device: str) -> messages.Ready:
+        """Return what a device says when it is ready with the plan that it was asked to prepare last."""
+        asked = self.prepares()[device]
+        plan = Plan.from_dict(asked.plan)
+        return messages.Ready(asked.transaction_id, plan.model, plan.version, 1000, programs_digest(SPEC, plan))
+
+    def say(self, device: str, message: messages.Message, channel: Channel | None) -> None:
+        """Let a message come in the name of a device, sealed by a channel."""
+        payload = messages.encode(message) if channel is None else channel.seal(messages.encode(message))
+        self.event(interface.DeviceMessage(device, *messages.decode_sealed(payload)))
+
+    def ready(self, *devices: str) -> None:
+        """Let devices be ready with what they were asked to prepare."""
+        for device in devices or self.prepares():
+            self.say(device, self.ready_message(device), self.channels[device])
+
+    def _speak(self, device: str, probe: messages.Prepare) -> None:
+        plan = Plan.from_dict(probe.plan)
+        ready = messages.Ready(probe.transaction_id, plan.model, plan.version, 1000, bytes(8))
+        self.say(device, ready, self.channels[device])
+
+    def frame_key(self, device: str) -> FrameKey:
+        """Return the key of the last plan's frames, as a device knows it."""
+        asked = self.prepares()[device]
+        plan = Plan.from_dict(asked.plan)
+        return FrameKey(self.channels[device].wrapped(asked.key, plan.model, plan.version), asked.checked)
+
+    def give_answer(self, run_id: int, key: FrameKey, value: float) -> None:
+        """Let every device of a run report, the root with an output of this value."""
+        work = self.work[run_id]
+        shape, _ = decode_work(work)
+        plan = next(p for p in self.plans(work.model) if p.version == work.plan_version)
+        body, named = (
+            np.full((len(shape.sizes), SPEC.hidden), value, np.float32),
+            (work.model, work.plan_version, run_id),
+        )
+        said = [Frame("output", *named, source=plan.root, dtype="f32", shape=body.shape, body=body)]
+        numbers = {device: (2000, 500, 100, int(device == plan.root)) for device in plan.devices}
+        said += [Frame("done", *named, source=device, numbers=own) for device, own in numbers.items()]
+        for frame in said:
+            self.event(interface.DeviceFrame(frame.source, decode(encode(frame, key))))

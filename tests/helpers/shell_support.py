@@ -61,7 +61,7 @@ class NowBuilder:
 
 
 class Device:
-    def __init__(self, memory_bytes=1 << 30, limit=None):
+    def __init__(self, memory_bytes=1 << 30, limit=None, private_key=b""):
         log = logging.getLogger("test")
         self.inbox = Finite()
         self.planes, self.announced, self.limit = {}, [], limit
@@ -85,6 +85,7 @@ class Device:
             self.complaints,
             self.announce,
             log,
+            private_key=private_key,
         )
 
     def make(self, plane, on_message, on_state):

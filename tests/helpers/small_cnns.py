@@ -48,4 +48,5 @@ def cnn(side: int, *nodes: Node, names: str = "n") -> Spec:
         "nodes": made,
         "id2label": {"0": "a", "1": "b", "2": "c"},
     }
-    return spec_from_config(config, {})
+    pictures = {"size": side, "resample": 2, "image_mean": 0.5, "image_std": 0.25}
+    return spec_from_config(config, {"preprocessor_config.json": pictures})

@@ -41,6 +41,7 @@ from hepti_mqtt.runtime.worker import session as worker_session
 from hepti_mqtt.runtime.worker.executor import pack
 
 SITE, MODEL = "home", "m"
+SECRET = b"\1" * 32  # of the planner
 ALONE = Batching(max_requests=1)  # each request has a run of its own, so that its bytes are what the simulator says
 
 
@@ -107,7 +108,7 @@ class Swarm:
         self.last_on: dict[tuple[str, str], float] = {}
         self.workers = Workers(1)
         served = ServedModel(MODEL, spec, b"\0" * 32, 16, pins or Pins(), batching)
-        self.planner = coordinator_session.CoordinatorSession(SITE, 1, (served,), secret=b"\1" * 32)
+        self.planner = coordinator_session.CoordinatorSession(SITE, 1, (served,), secret=SECRET)
         self.walls: set[tuple[str, str]] = set()  # (source, target) that cannot connect
         self.direct = 0  # frames that went between peers
         self.learns, self.known, self.exchanges = True, 0, ExchangeCache()  # frames of exchanges that were known

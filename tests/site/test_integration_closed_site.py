@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from closed_broker import closed_broker
-from site_processes import PATIENCE_S, SITE, Site, poll
+from closed_broker import ClosedSite, closed_broker
+from site_processes import PATIENCE_S, SITE, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli import demo
 from hepti_mqtt.cli.main import _ENTRY_POINTS, main
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.errors import RefusedError
 from hepti_mqtt.transport import BrokerUrl
 
@@ -26,23 +25,12 @@ USERS = {"a": "device", "b": "device", "c": "device", "alice": "client", "hall":
 NOT_AT_A_BROKER = {"simulate", "model", "bench", "lab", "site", "broker"}
 
 
-class ClosedSite(Site):
-    """Processes that each come in with the login of their own name."""
-
-    folder: SiteFolder
-
-    def start(self, name: str, *arguments: str) -> Any:
-        self.url = str(self.folder.login(name))
-        return super().start(name, *arguments)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClosedSite]:
     directory = tmp_path_factory.mktemp("closed")
     model = make_model("tiny-bert", directory / "model", seed=3)
     with closed_broker(directory / "site", USERS, SITE) as (folder, broker):
-        found = ClosedSite(directory, broker, {"tiny": model})
-        found.folder = folder
+        found = ClosedSite(directory, broker, {"tiny": model}, folder)
         try:
             found.planner()
             for name in ("a", "b"):

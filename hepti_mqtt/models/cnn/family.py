@@ -22,7 +22,8 @@ from hepti_mqtt.spec import RequestShape, TaskHead
 
 def _kind(architecture: str, model_type: str, size: int, labels: int, **more: Any) -> Kind:
     made = make_kind(architecture, model_type, labels=labels, image_size=size, **more)
-    extras = {
+    part = {"crop_pct": 0.875, "image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": size}}
+    extras: dict[str, Any] = {
         "crop_size": {"height": size, "width": size},
         "do_center_crop": True,
         "image_mean": list(IMAGENET_MEAN),
@@ -30,6 +31,8 @@ def _kind(architecture: str, model_type: str, size: int, labels: int, **more: An
         "resample": 2,
         "size": {"shortest_edge": round(size * 256 / 224)},
     }
+    if model_type == "resnet":  # the class of its pictures crops by a part
+        extras = {**{k: v for k, v in extras.items() if "crop" not in k}, **part}
     return replace(made, extras={FILE: extras})
 
 
@@ -99,8 +102,9 @@ KINDS: Final[Mapping[str, Kind]] = {
 # [Y, X, C]; a convolution's matrix has rows in the order (ky, kx, c).
 
 
-__all__ = ["ARCHITECTURES", "KINDS", "SPEC", "STORAGES", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "KINDS", "PICTURE_CLASSES", "SPEC", "STORAGES", "graph", "reference", "spec", "tensors"]
 
+PICTURE_CLASSES: Final = {"resnet": "ConvNext", "mobilenet_v2": "MobileNetV2"}
 LISTED: Final = "ConvNet"  # its nodes stand in config.json
 LISTED_CLASSIFIER: Final = "ConvNetForImageClassification"
 ARCHITECTURES: Final = {
@@ -116,10 +120,9 @@ reference = plain.reference
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> CnnSpec:
     """Return the spec of a config.json; raises ModelError, UnsupportedModelError."""
-    pre = pictures.preprocessor(extras)
-    own = None if architecture in hugging_face.ARCHITECTURES else config.square("image_size")
-    frame = pictures.find_crop(pre, own)
-    mean, std = pictures.pixel_scale(pre, pictures.IMAGENET_MEAN, pictures.IMAGENET_STD)
+    pre = pictures.Preprocessor(PICTURE_CLASSES.get(str(config.get("model_type", ""))), extras)
+    frame = pre.crop(None if architecture in hugging_face.ARCHITECTURES else config.square("image_size"))
+    mean, std = pre.pixel_scale()
     labels = () if architecture == LISTED else config.labels()
     try:
         nodes = _nodes(architecture, config, frame.size, len(labels))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from math import exp, inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -13,7 +15,8 @@ from hepti_mqtt.cost.profiles import Cluster, default_frame_cost
 from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster
 from hepti_mqtt.plan import DevicePair, Plan
 from hepti_mqtt.planner.estimates import SiteEstimates
-from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, Peer, Status, is_compatible
+from hepti_mqtt.protocol.keys import UNKEYED, Channel, Checked, FrameKey, Seal, agree, frame_key, public_key
+from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, Message, Peer, Status, encode, is_compatible
 from hepti_mqtt.runtime.coordinator.interface import (
     BrokerConnection,
     CoordinatorCommand,
@@ -39,6 +42,8 @@ RETURN_S: Final = 10.0  # so long a device that has left may come back before re
 RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
 QUARANTINE_MAX_S: Final = 300.0  # ... and after twice as long each time, at most
+SETBACKS: Final = 3  # times that a device cost others a run or a plan ...
+SETBACK_WINDOW_S: Final = 30.0  # ... in which it is put aside; a request survives as many losses
 HEARTBEAT_TIMEOUT_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
 SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
@@ -55,7 +60,9 @@ class Member:
     left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
     hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
     boot_before: of the start that plans used, when a new start appeared before the end of the old one.
-    unreachable_until_s: peers that it could not connect to.
+    unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be. channel: for
+    messages that nobody else can forge, None if the device or this planner has no key. coming_caps: of a later start.
+    setbacks: when it cost others a run or a plan; unreliable: it is put aside for that.
     """
 
     name: str
@@ -73,7 +80,11 @@ class Member:
     quarantines: int = 0
     mute: bool = False
     unreachable_until_s: dict[str, float] = field(default_factory=dict)
-    implausible_reported: bool = False
+    implausible: str = ""
+    setbacks: deque[float] = field(default_factory=lambda: deque(maxlen=SETBACKS))
+    unreliable: bool = False
+    channel: Channel | None = None
+    coming_caps: Caps | None = None
     contradiction_reported: bool = False
 
     @property
@@ -111,12 +122,17 @@ class Member:
 class Fleet:
     """All devices of the site, and what is believed of them; a boot counter orders what was retained against the new.
 
-    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. mesh: whether devices can be
-    introduced to each other.
+    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. secret: the planner's, from which
+    its keys and the tokens of peers follow; without it nobody is introduced to anybody. checked: what the tags of
+    frames cover.
     """
 
-    def __init__(self, broker_bytes_per_s: float | None = None, *, mesh: bool = False) -> None:
-        self._broker_bytes_per_s, self._mesh = broker_bytes_per_s, mesh
+    def __init__(
+        self, broker_bytes_per_s: float | None = None, *, secret: bytes | None = None, checked: Checked = "header"
+    ) -> None:
+        self._broker_bytes_per_s, self.secret, self._checked = broker_bytes_per_s, secret, checked
+        self.public_key = "" if secret is None else public_key(secret)
+        self._numbers = count(1)  # of messages to devices
         self.members: dict[str, Member] = {}
         self.estimates = SiteEstimates()
         self._losses, self._watched_from_s = 0, inf
@@ -141,17 +157,19 @@ class Fleet:
     def record_status(self, name: str, status: Status, now: float) -> str | None:
         """Take a status; return "joined", "left", "starting" or None.
 
-        A late will of an earlier boot changes nothing.
+        A late will of an earlier boot changes nothing, nor does a start of a device that is online.
         """
         member = self.member(name)
-        if status.boot < member.boot:
+        if status.boot < member.boot or (status.boot == member.boot and member.online and status.state == "starting"):
             return None
         was, again = member.usable, status.boot > member.boot
         if was and again:
             member.boot_before = member.boot
         member.boot, member.online, member.last_heartbeat_s = status.boot, status.state == "online", now
-        if again or not member.online:
+        if (again or not member.online) and not member.unreliable:
             member.quarantined_until_s = None
+        if again and (coming := member.coming_caps) is not None and coming.boot == status.boot:
+            self._take_caps(member, coming)
         since = None if again else member.starting_s
         member.starting_s = None if status.state != "starting" else now if since is None else since
         if again:  # it may have another endpoint, and another way to those of others
@@ -163,26 +181,73 @@ class Fleet:
         return "joined" if member.usable and not was else None
 
     def record_caps(self, name: str, caps: Caps) -> str | None:
-        """Take caps; return "joined" if they make the device usable, "left" if they are those of a new start.
+        """Take caps; return "joined" if they make the device usable, "left" if they make it useless.
 
-        A device of an incompatible version is refused.
+        Those of a later start than that of a usable device wait for its status: what they say may be forged.
         """
         member = self.member(name)
         if caps.boot < member.boot:
             return None
-        if member.caps is not None and member.caps.boot != caps.boot:
-            member.refused = ""
-        if member.caps is None or member.caps.boot != caps.boot:  # it has measured itself again
-            self.estimates.forget_device(name)
-        was, member.caps = member.usable, caps
-        at, profile = caps.endpoint, self._reported(member, 0).profile()
-        self.estimates.add_device(name, member.kind, None if at is None or at.loopback else default_frame_cost(profile))
-        if not is_compatible(caps.version):
-            self.refuse(name)
+        was = member.usable
+        if was and caps.boot > member.boot:
+            member.coming_caps = caps
+            return None
+        self._take_caps(member, caps)
         if was and not member.usable:
-            member.online = False  # its status of the same boot follows
             return "left"
         return "joined" if member.usable and not was else None
+
+    def _take_caps(self, member: Member, caps: Caps) -> None:
+        """A device is as it says; one of an incompatible version is refused."""
+        if not self._agree(member, caps):
+            return
+        known, member.caps = member.caps, caps
+        if known is not None and (known.boot, known.version) != (caps.boot, caps.version):
+            member.refused = ""
+        if known is None or known.boot != caps.boot:  # it has measured itself again
+            self.estimates.forget_device(member.name)
+        at, profile = caps.endpoint, self._reported(member, 0).profile()
+        cost = None if at is None or at.loopback else default_frame_cost(profile)
+        self.estimates.add_device(member.name, member.kind, cost)
+        if not is_compatible(caps.version):
+            self.refuse(member.name)
+
+    def _agree(self, member: Member, caps: Caps) -> bool:
+        """Agree with a device on a secret; return whether its caps are believed.
+
+        A device that has shown its secret has neither another one nor another version before its next start.
+        """
+        known = member.caps if member.caps is not None and member.caps.boot == caps.boot else None
+        is_same = known is not None and (known.public_key, known.version) == (caps.public_key, caps.version)
+        if self.secret is None or is_same:
+            return True
+        if known is not None and member.channel is not None and member.channel.verified:
+            return False
+        secret = agree(self.secret, caps.public_key) if caps.public_key else None
+        member.channel = None if secret is None else Channel(secret, self._numbers, at_planner=True)
+        return True
+
+    def seal(self, name: str, message: Message) -> bytes:
+        """Return the payload of a message to a device."""
+        payload, member = encode(message), self.members.get(name)
+        return payload if member is None or member.channel is None else member.channel.seal(payload)
+
+    def accepts(self, name: str, seal: Seal | None) -> bool:
+        """Return whether a message may be of the device whose name it has."""
+        member = self.members.get(name)
+        return member is None or member.channel is None or member.channel.accepts(seal)
+
+    def frame_key(self, plan: Plan) -> FrameKey:
+        """Return the key of a plan's frames; it has one if all of its devices can hold a secret."""
+        channels = (self.member(device).channel for device in plan.devices)
+        if self.secret is None or any(channel is None for channel in channels):
+            return UNKEYED
+        return frame_key(self.secret, plan.model, plan.version, self._checked)
+
+    def wrapped_key(self, plan: Plan, name: str) -> bytes:
+        """Return the key of a plan's frames as one of its devices alone can read it."""
+        key, channel = self.frame_key(plan).key, self.member(name).channel
+        return key if channel is None else channel.wrapped(key, plan.model, plan.version)
 
     def record_heartbeat(
         self, name: str, heartbeat: Heartbeat, now: float, *, busy: bool = False, loading: bool = False
@@ -199,7 +264,7 @@ class Fleet:
         member.heartbeat, member.last_heartbeat_s = heartbeat, now
         self._silent.discard(name)
         if member.quarantined_until_s is not None and now > member.quarantined_until_s:
-            member.quarantined_until_s = None
+            member.quarantined_until_s, member.unreliable = None, False
             return "joined" if member.usable else None
         if heartbeat.boot == member.boot and not member.online and member.caps is not None:
             member.online = True
@@ -225,6 +290,21 @@ class Fleet:
         member.mute = mute
         member.quarantined_until_s = now + min(QUARANTINE_S * 2**member.quarantines, QUARANTINE_MAX_S)
         member.quarantines += 1
+
+    def record_setback(self, name: str, now: float) -> bool:
+        """A device has cost others a run or a plan; return whether it is put aside for that, also if it starts again.
+
+        It stays where nobody else could serve.
+        """
+        member = self.members[name]
+        member.setbacks.append(now)
+        often = len(member.setbacks) == SETBACKS and now - member.setbacks[0] <= SETBACK_WINDOW_S
+        if not often or not any(other.usable for other in self.members.values() if other is not member):
+            return False
+        member.setbacks.clear()
+        self.quarantine(name, now, mute=False)
+        member.unreliable = True
+        return True
 
     def record_loss(self, name: str, now: float) -> int | None:
         """A device that plans used is lost; return the boot counter that it had, None if it was put aside."""
@@ -290,10 +370,13 @@ class Fleet:
         for member in self.members.values():
             if member.refused:
                 why[member.name] = member.refused
+            elif member.caps is None and member.implausible:
+                why[member.name] = member.implausible
             elif member.quarantined_until_s is not None:
                 silent = "sent no message" if member.mute else "made no progress"
+                how = "cost others too many runs or plans" if member.unreliable else f"{silent} while others waited"
                 times = f" ({member.quarantines} times)" if member.quarantines > 1 else ""
-                why[member.name] = f"{silent} while others waited{times}; retried later"
+                why[member.name] = f"{how}{times}; retried later"
         return {name: words for name, words in why.items() if self.members[name].online}
 
     def expected(self, now: float) -> set[str]:
@@ -321,16 +404,15 @@ class Fleet:
         """Return the devices that plans may use."""
         return {m.name: m for m in self.members.values() if m.usable}
 
-    def max_packet_bytes(self) -> int | None:
-        """Return the largest packet that gets through to every usable device, None if no limit was met."""
-        limits = [m.caps.largest_packet_bytes for m in self.usable().values() if m.caps is not None]
-        met = [limit for limit in limits if 0 < limit < PROBED_PACKET_BYTES]
-        return min(met, default=None)
+    def packet_limits(self) -> dict[str, int]:
+        """Return the largest packet that gets through to each usable device that has met a limit."""
+        limits = {m.name: m.caps.largest_packet_bytes for m in self.usable().values() if m.caps is not None}
+        return {name: limit for name, limit in limits.items() if 0 < limit < PROBED_PACKET_BYTES}
 
     def cluster(self, reserved: Mapping[str, int]) -> Cluster:
         """Return profiles and links of the usable devices, less the bytes that other models hold on them."""
         found = [self._reported(m, reserved.get(m.name, 0)) for m in self.usable().values()]
-        return reported_cluster(found, self._broker_bytes_per_s, mesh=self._mesh)
+        return reported_cluster(found, self._broker_bytes_per_s, mesh=self.secret is not None)
 
     def _reported(self, member: Member, reserved_bytes: int) -> ReportedDevice:
         """Return a device as it has described itself, with the means of what is believed of it."""
@@ -348,11 +430,13 @@ class Fleet:
         )
 
 
-def peers_of(plan: Plan, device: str, fleet: Fleet, secret: bytes | None) -> tuple[Peer, ...]:
+def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
     """Return the peers of a device under a mesh plan, with the tokens by which each lets the other in.
 
     Tokens follow from the planner's secret, the plan version and the pair, so a repeated Prepare carries the same.
     """
+
+    secret = fleet.secret
 
     def token(source: str, target: str) -> str:  # "" where the broker relays what goes this way
         if secret is None or (source, target) in plan.relayed_pairs:
@@ -448,6 +532,8 @@ PROBE_TIMEOUT_S: Final = 0.5  # for an answer to a probe, or as long as the run 
 PROBE_TIMEOUT_MAX_S: Final = 5.0
 PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
 PROGRESS_S: Final = 20.0  # with words, and without progress
+LOAD_MAX_S: Final = 300.0  # with progress, and as long as its weights take over a link of ...
+SLOWEST_LOAD_BYTES_PER_S: Final = 1e5
 STALLED_S: Final = 0.5  # a tick that comes so late says that this process was held up, not others
 
 
@@ -511,6 +597,8 @@ class HangDetector:
                 late[device] = HungDevice(device, "does not answer while it prepares a plan")
             elif now - begun_s > PROGRESS_S:
                 late[device] = HungDevice(device, "prepares a plan without progress", is_silent=False)
+            elif now - record.begun_s > LOAD_MAX_S + record.needed_bytes(device) / SLOWEST_LOAD_BYTES_PER_S:
+                late[device] = HungDevice(device, "takes too long to prepare a plan", is_silent=False)
         return late
 
 

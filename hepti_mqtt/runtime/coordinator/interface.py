@@ -11,6 +11,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Decision, Question
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
+from hepti_mqtt.protocol.keys import Seal
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RunStats
 from hepti_mqtt.runtime.machinery import Publish, Transition
@@ -42,10 +43,11 @@ class DeviceHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMessage:
-    """A control message from a device."""
+    """A control message from a device, and its seal."""
 
     device: str
     message: messages.Message
+    seal: Seal | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import count
 from typing import Any, Final, Literal, get_args
 
@@ -98,11 +99,19 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
 )
 
 
-class Ids:
-    """The numbers that a planner gives out: plan versions under its boot counter, and transaction ids."""
+MAX_POSTPONED_S: Final = 5.0  # by which devices that join and leave put off a search together
+GUESS_BITS: Final = 24  # of a run id below 2^63
 
-    def __init__(self, boot: int) -> None:
-        self._boot, self._plans, self._transactions = boot, count(1), count(1)
+
+class Ids:
+    """The numbers that a planner gives out: plan versions under its boot counter, transaction ids and run ids.
+
+    secret: makes run ids that nobody can guess; without it they are 1, 2, 3, ...
+    """
+
+    def __init__(self, boot: int, secret: bytes | None = None) -> None:
+        self._boot, self._secret = boot, secret
+        self._plans, self._transactions, self._runs = count(1), count(1), count(1)
 
     def next_version(self) -> PlanVersion:
         """Return a plan version that no plan has had."""
@@ -111,6 +120,14 @@ class Ids:
     def next_transaction(self) -> int:
         """Return the id of a new transaction."""
         return next(self._transactions)
+
+    def next_run(self) -> int:
+        """Return a run id above all before it: devices run the ops of the oldest run first."""
+        number = next(self._runs)
+        if self._secret is None:
+            return number
+        guess = blake2b(number.to_bytes(8, "little"), key=self._secret, digest_size=GUESS_BITS // 8, person=b"run id")
+        return number << GUESS_BITS | int.from_bytes(guess.digest(), "little")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -192,7 +209,8 @@ class Search:
     """A search that is wanted or runs.
 
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
-    one even if it is no better. plans: if not empty, what it is for is to price these.
+    one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s: when it was first
+    wanted.
     """
 
     due_s: float
@@ -202,6 +220,7 @@ class Search:
     plans: tuple[Plan, ...] = ()
     ticket: int = 0
     plan_version: PlanVersion | None = None
+    wanted_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -239,6 +258,10 @@ class PlanRecord:
     def versions(self) -> set[PlanVersion]:
         """Return the plans that devices may hold of it."""
         return {self.plan.version, *(run.version for run in self.plan.executables)}
+
+    def needed_bytes(self, device: str) -> int:
+        """Return the memory that it needs on a device, as far as it was priced."""
+        return self.decision.chosen.price.needs.get(device, 0)
 
     def last_exchange_s(self) -> float:
         """Return when there was last an exchange with the devices."""
@@ -368,13 +391,15 @@ class PlanLifecycle:
         wanted, running = self.wanted, self.searching
         if wanted is None:
             state = self._machine.begin(self._label, now, why)
-            wanted = Search(
-                due_s, soon_s, running is not None and running.forced, state, plans if running is None else ()
-            )
+            forced_before, plans = running is not None and running.forced, plans if running is None else ()
+            wanted = Search(due_s, soon_s, forced_before, state, plans, wanted_s=now)
             self._searches.append(wanted)
         else:
             self.step(wanted, "want", now, why)
             wanted.plans = ()
+            # Whatever comes meanwhile, it begins: a device that comes and goes all the time must not keep plans away.
+            due_s = min(due_s, max(wanted.due_s, wanted.wanted_s + MAX_POSTPONED_S))
+            soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
     def start_search(self, ticket: int, plan_version: PlanVersion, now: float) -> None:

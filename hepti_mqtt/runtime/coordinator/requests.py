@@ -21,6 +21,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
+from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.task_queue import TaskQueue
 
@@ -99,7 +100,7 @@ class Generation:
     prompt: tuple[int, ...]
     max_new_tokens: int
     shape: RequestShape
-    end_token: int | None = None
+    end_tokens: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
     session: int = 0
     plan_version: PlanVersion | None = None
@@ -109,7 +110,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """Return whether the last token is there."""
-        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] == self.end_token)
+        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] in self.end_tokens)
 
     def start_session(self, plan_version: PlanVersion, session: int) -> None:
         """Start over under a plan version: the next run computes the prompt and all tokens so far."""
@@ -254,7 +255,8 @@ class Run:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
     output before all reports, and token_index of the token taken then. task_queue: of leased tasks. lost_devices:
     devices without which it continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan;
-    only_beside_loads: and had bytes to load all the time. beside_search: the planner's machine searched.
+    only_beside_loads: and had bytes to load all the time. beside_search: the planner's machine searched. frame_key: of
+    its frames.
     """
 
     run_id: int
@@ -281,6 +283,7 @@ class Run:
     beside_loads: bool = False
     only_beside_loads: bool = True
     beside_search: bool = False
+    frame_key: FrameKey = UNKEYED
 
     @property
     def plan_version(self) -> PlanVersion:

@@ -16,7 +16,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.planner.decisions import ACTIVATE_S
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.messages import Message, Peer, PrepareFailed, Ready
+from hepti_mqtt.protocol.messages import Message, PrepareFailed, Ready
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.fleet import Fleet, peers_of
 from hepti_mqtt.runtime.coordinator.interface import (
@@ -51,7 +51,7 @@ PUBLISHED_TRANSITIONS: Final = 32  # transitions in a published record
 class Rollout:
     """Prepares, activates and releases the plans of all groups; the session decides which plan comes next.
 
-    in_flight: runs at once per model. secret: as in `peers_of`.
+    in_flight: runs at once per model.
     """
 
     def __init__(
@@ -62,10 +62,9 @@ class Rollout:
         scheduler: Scheduler,
         ids: Ids,
         in_flight: int,
-        secret: bytes | None,
     ) -> None:
         self.ids, self._topics, self._groups, self._fleet = ids, topics, groups, fleet
-        self._scheduler, self._in_flight, self._secret = scheduler, in_flight, secret
+        self._scheduler, self._in_flight = scheduler, in_flight
 
     def question(self, group: PlanGroup, now: float) -> Question:
         """Return the question for a group's next plan, under a new plan version."""
@@ -91,7 +90,7 @@ class Rollout:
             self.ids.next_version(),
             in_flight=self._in_flight,
             relayed_pairs=self._fleet.relayed_pairs(now),
-            packet_bytes=self._fleet.max_packet_bytes(),
+            packet_bytes=self._fleet.packet_limits(),
             learned=group.methods.corrections(now),
             is_exhaustive=False,
             active=group.last_plan,
@@ -100,7 +99,7 @@ class Rollout:
 
     def command_device(self, device: str, message: messages.Message) -> Publish:
         """Return the publish of a message to a device."""
-        return Publish(self._topics.command(device), messages.encode(message), 1)
+        return Publish(self._topics.command(device), self._fleet.seal(device, message), 1)
 
     def publish_plan(self, group: PlanGroup) -> PublishPlan:
         """Return what publishes the record of a model's plans, those of requests' pins among them."""
@@ -161,20 +160,20 @@ class Rollout:
                 record.transaction_id, plan.to_dict(), spec, served.manifest, self._in_flight, foreseen, needed
             )
             waiting = [d for d in plan.devices if d in record.unready_devices]
-            out += [self.command_device(d, replace(message, peers=self._peers(plan, d))) for d in waiting]
+            out += [self.command_device(d, self._addressed(message, plan, d)) for d in waiting]
         return out
+
+    def _addressed(self, message: messages.Prepare, plan: Plan, device: str) -> messages.Prepare:
+        """Return a Prepare with what one device alone is to know: its peers, and the key of the plan's frames."""
+        peers, key = peers_of(plan, device, self._fleet), self._fleet.wrapped_key(plan, device)
+        return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked)
 
     def probe(self, group: PlanGroup, plan: Plan, devices: list[str]) -> list[CoordinatorCommand]:
         """Send devices the Prepare of a plan again; a device that has the plan answers with Ready."""
         served = group.served
         parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight
-        prepare = (
-            (d, messages.Prepare(self.ids.next_transaction(), *parts, peers=self._peers(plan, d))) for d in devices
-        )
-        return [self.command_device(*asked) for asked in prepare]
-
-    def _peers(self, plan: Plan, device: str) -> tuple[Peer, ...]:
-        return peers_of(plan, device, self._fleet, self._secret)
+        prepare = ((d, messages.Prepare(self.ids.next_transaction(), *parts)) for d in devices)
+        return [self.command_device(d, self._addressed(message, plan, d)) for d, message in prepare]
 
     def release(self, plan: Plan) -> list[CoordinatorCommand]:
         """Return the commands that release a plan on its devices."""

@@ -25,6 +25,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     TokenReady,
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     MICRO_BATCH_TOKENS,
@@ -114,11 +115,13 @@ class Scheduler:
     understood or came too late, by name.
     """
 
-    def __init__(self, topics: Topics, groups: PlanGroups, in_flight: int, counters: Counter[str]) -> None:
-        self._topics, self._groups, self._in_flight, self._counters = topics, groups, in_flight, counters
+    def __init__(
+        self, topics: Topics, groups: PlanGroups, fleet: Fleet, ids: Ids, in_flight: int, counters: Counter[str]
+    ) -> None:
+        self._topics, self._groups, self._fleet, self._ids, self._in_flight = topics, groups, fleet, ids, in_flight
+        self._counters = counters
         self._held: dict[str, float] = {}  # until when requests for a model wait for others
         self._number = 0
-        self._run_id = 0
         self._session = 0
 
     @property
@@ -250,6 +253,9 @@ class Scheduler:
             return []
         group, run = found
         out: list[CoordinatorCommand] = []
+        if not frame.has_tag(run.frame_key):
+            self._counters["forged"] += 1
+            return []
         if run.contradicts(event.device, frame):  # one of both is forged
             self._counters["contradicted"] += 1
             return self._retry_or_fail(group, run, RemoteError(f"two answers of {event.device} differ"), MAX_ATTEMPTS)
@@ -352,10 +358,10 @@ class Scheduler:
         for run in self._runs():
             run.broker_was_lost = True
 
-    def retry_after_broker_loss(self, fleet: Fleet) -> list[CoordinatorCommand]:
+    def retry_after_broker_loss(self) -> list[CoordinatorCommand]:
         """Retry the runs that the loss of the broker cut short, as soon as all of their devices are back."""
         cut = [(group, run) for group in self._groups for run in group.runs.values() if run.broker_was_lost]
-        back = [(group, run) for group, run in cut if fleet.all_back(run.plan.devices)]
+        back = [(group, run) for group, run in cut if self._fleet.all_back(run.plan.devices)]
         return [command for group, run in back for command in self.retry(group, run, blameless=True)]
 
     def fail_request(self, group: PlanGroup, request: Request, error: HeptiError) -> list[CoordinatorCommand]:
@@ -380,7 +386,7 @@ class Scheduler:
     def _dispatch(
         self, group: PlanGroup, plan: Plan, items: tuple[WorkItem, ...], now: float
     ) -> list[CoordinatorCommand]:
-        self._run_id += 1
+        run_id = self._ids.next_run()
         part, session = concatenate([item.batch for item in items]), DecoderSession()
         generation = items[0].request.generation
         if generation is not None:
@@ -390,7 +396,8 @@ class Scheduler:
             part, session = generation.next_batch()
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
-        payload = encode_work(plan.model, plan.version, self._run_id, part.shape, part.inputs, session)
+        key = self._fleet.frame_key(plan)
+        payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, session, key)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._concurrent_runs(group.name, plan)
         expectation = group.expected(plan)
@@ -405,8 +412,8 @@ class Scheduler:
         others = [run for run in self._runs() if run.is_computing]
         for run in others:
             run.ran_alone = False
-        group.runs[self._run_id] = Run(
-            self._run_id,
+        group.runs[run_id] = Run(
+            run_id,
             items,
             part.shape,
             plan,
@@ -420,6 +427,7 @@ class Scheduler:
             probe_at_s=doubt,
             expected_end_s=until_s,
             task_queue=TaskQueue(tasks, plan.devices, now) if tasks else None,
+            frame_key=key,
         )
         return [Publish(topic, payload, 1)]
 
@@ -486,8 +494,8 @@ class Scheduler:
 
     def _cancel(self, group: PlanGroup, run: Run) -> list[CoordinatorCommand]:
         group.runs.pop(run.run_id, None)
-        payload = messages.encode(messages.Cancel(run.plan.model, run.plan_version, run.run_id))
-        out: list[CoordinatorCommand] = [Publish(self._topics.command(d), payload, 1) for d in run.plan.devices]
+        cancel = messages.Cancel(run.plan.model, run.plan_version, run.run_id)
+        out: list[CoordinatorCommand] = [self._command(device, cancel) for device in run.plan.devices]
         return out + self._answer_generation(group, run)  # which may have waited for its reports alone
 
     # -- leased tasks ---------------------------------------------------------------------------------------------
@@ -514,8 +522,10 @@ class Scheduler:
         return [self._lease(run, d, (task,)) for d, task in run.task_queue.lease_tasks(now)]
 
     def _lease(self, run: Run, device: str, tasks: tuple[int, ...]) -> CoordinatorCommand:
-        lease = messages.LeaseTasks(run.plan.model, run.plan_version, run.run_id, tasks)
-        return Publish(self._topics.command(device), messages.encode(lease), 1)
+        return self._command(device, messages.LeaseTasks(run.plan.model, run.plan_version, run.run_id, tasks))
+
+    def _command(self, device: str, message: messages.Message) -> CoordinatorCommand:
+        return Publish(self._topics.command(device), self._fleet.seal(device, message), 1)
 
     # -- generation -----------------------------------------------------------------------------------------------
     #

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
@@ -18,6 +18,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Verdict
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.fleet import Fleet, HangDetector
 from hepti_mqtt.runtime.coordinator.interface import (
@@ -54,8 +55,9 @@ RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan wh
 class CoordinatorSession:
     """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
 
-    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device's. secret: random bytes from
-    which the tokens follow that peers let each other in with; without it nobody is asked to.
+    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device. secret: KEY_BYTES random
+    bytes from which run ids, keys and the tokens of peers follow; without it there are no keys, and no mesh. checked:
+    what the tags of frames cover.
     """
 
     def __init__(
@@ -66,17 +68,19 @@ class CoordinatorSession:
         in_flight: int = 2,
         broker_bytes_per_s: float | None = None,
         secret: bytes | None = None,
+        checked: Checked = "header",
     ) -> None:
         self.site = site
         self.topics = Topics(site)
         self.boot = boot
         self.in_flight = in_flight
-        self.fleet = Fleet(broker_bytes_per_s, mesh=secret is not None)
+        self.fleet = Fleet(broker_bytes_per_s, secret=secret, checked=checked)
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters, self.fleet.estimates)
         self._online, self._begun = True, False
-        self._scheduler = Scheduler(self.topics, self.groups, in_flight, self.counters)
-        self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, Ids(boot), in_flight, secret)
+        ids = Ids(boot, secret)
+        self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
+        self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
         self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
@@ -96,6 +100,9 @@ class CoordinatorSession:
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Take one event and return the commands that follow from it."""
+        if isinstance(event, DeviceMessage) and not self.fleet.accepts(event.device, event.seal):
+            self.counters["forged"] += 1
+            return []
         if not self._begun:  # if no device comes the search says so, and requests do not wait for ever
             self._begun = True
             for group in self.groups:
@@ -147,11 +154,11 @@ class CoordinatorSession:
     def _handle_caps(self, event: DeviceCaps, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
             return []
-        wrong = implausible_caps(event.device, event.caps.curves, event.caps.memory_budget_bytes)
+        wrong = implausible_caps(asdict(event.caps))
         if wrong is not None:
             self.counters["foreign_caps"] += 1
             return self._warn_implausible(
-                event.device, f"Refused the caps of {event.device} ({wrong}). Update its agent."
+                event.device, f"Refused the caps of {event.device} ({wrong}). Restart its agent, or update it."
             )
         member = self.fleet.member(event.device)
         before = member.refused
@@ -167,7 +174,7 @@ class CoordinatorSession:
         busy, loading = any(run.is_computing for run in runs), bool(self._loading_devices())
         change = self.fleet.record_heartbeat(device, heartbeat, now, busy=busy, loading=loading)
         changed = self._handle_change(device, change, now)
-        changed += self._scheduler.retry_after_broker_loss(self.fleet) if self._online else []
+        changed += self._scheduler.retry_after_broker_loss() if self._online else []
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
@@ -177,7 +184,7 @@ class CoordinatorSession:
     def _warn_implausible(self, device: str, text: str) -> list[CoordinatorCommand]:
         """Tell once of a device that says what cannot be."""
         member = self.fleet.member(device)
-        told, member.implausible_reported = member.implausible_reported, True
+        told, member.implausible = member.implausible, text
         return [] if told else [LogEvent("refused", text)]
 
     def _warn_contradicted(self) -> list[CoordinatorCommand]:
@@ -222,21 +229,22 @@ class CoordinatorSession:
                     group.plans.request_search(now + SETTLE_S, now, f"{device} is starting", soon_s=soon_s)
             return [LogEvent("starting", f"{device} is starting")]
         if change == "left":
-            out = self._handle_lost(device, "went offline", now)
+            out = self._handle_lost(device, "went offline", now, says_so=True)
             if device in self.fleet.usable():  # it came back under a new boot counter at once
                 out += self._handle_change(device, "joined", now)
             return out
         return []
 
-    def _handle_lost(self, device: str, how: str, now: float) -> list[CoordinatorCommand]:
+    def _handle_lost(self, device: str, how: str, now: float, *, says_so: bool = False) -> list[CoordinatorCommand]:
+        """Go on without a device; one that has left by its own word, under requests, may do so a few times."""
         out: list[CoordinatorCommand] = [LogEvent("left", f"{device} {how}")]
-        boot = self.fleet.record_loss(device, now)
+        boot, lost_runs = self.fleet.record_loss(device, now), False
         for group in self.groups:
             plans, why = group.plans, f"{device} {how}"
             preparing = plans.preparing
             for record in (plans.active, preparing):
                 if boot is not None and record is not None and device in record.plan.devices:
-                    needed_bytes = record.decision.chosen.price.needs.get(device, 0)
+                    needed_bytes = record.needed_bytes(device)
                     group.crash_backoff.record_departure(device, boot, needed_bytes, record.last_exchange_s(), now)
             if preparing is not None and device in preparing.plan.devices:
                 out += self._rollout.abandon(group, preparing, "lost", now, why)
@@ -251,7 +259,10 @@ class CoordinatorSession:
                     plans.request_search(now, now, why, forced=True)
                     out.append(self._rollout.publish_plan(group))
                 for run in [r for r in group.runs.values() if r.plan_version == lost]:
+                    lost_runs = True
                     out += self._scheduler.handle_lost_device(group, run, device, now)
+        if lost_runs and says_so and self.fleet.record_setback(device, now):
+            out.append(LogEvent("put_aside", f"{device} has cost too many runs"))
         return out
 
     # -- planning -------------------------------------------------------------------------------------------------
@@ -398,6 +409,9 @@ class CoordinatorSession:
         if group is None:
             return []
         record = group.plans.preparing
+        failed = message if isinstance(message, messages.PrepareFailed) and message.code != "memory" else None
+        if failed is not None and self.fleet.record_setback(device, now):
+            return self._handle_lost(device, f"refuses every plan ({failed.text})", now)
         if way := self._standby.release_for_memory(record, device, message, now):
             return way
         if isinstance(message, messages.Ready) and record is not None and not record.has_same_programs(device, message):

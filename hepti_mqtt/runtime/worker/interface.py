@@ -12,6 +12,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
+from hepti_mqtt.protocol.keys import Seal
 from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import BoundProgram
@@ -143,9 +144,10 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class MessageIn:
-    """A control message from the planner."""
+    """A control message from the planner, and its seal."""
 
     message: messages.Message
+    seal: Seal | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from hepti_mqtt.models import largest_shape, spec_from_dict
 from hepti_mqtt.plan import Plan, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import programs_digest, resident_weights, sources_of
 from hepti_mqtt.program import WeightRef
+from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.protocol.plausible import MAX_REASON, check, check_spec
 from hepti_mqtt.protocol.topics import Topics
@@ -127,6 +128,7 @@ class ResidentPlan:
     whose Programs are to be built; `prebuild_shapes` only while idle. mesh_sources: peers whose frames come directly;
     the filters are for the others. loaded: with the urgent Programs. subscribed: the filters are acknowledged and the
     peers were joined. programs: by request shape, least recently used first. state: changed by `ResidentPlans` only.
+    frame_key: of all frames of the plan.
     """
 
     plan: Plan
@@ -143,6 +145,7 @@ class ResidentPlan:
     urgent_shapes: deque[RequestShape]
     prebuild_shapes: deque[RequestShape]
     mesh_sources: tuple[Peer, ...] = ()
+    frame_key: FrameKey = UNKEYED
     weights: Mapping[WeightRef, Weight] | None = None
     loaded: bool = False
     filters_acknowledged: bool = False
@@ -219,6 +222,7 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         urgent_shapes=deque(different[: message.build_first]),
         prebuild_shapes=deque(different[message.build_first :]),
         mesh_sources=heard,
+        frame_key=FrameKey(message.key, message.checked),
     )
 
 

@@ -25,7 +25,9 @@ from hepti_mqtt.protocol.frames import (
     frame_header,
     header_prefix,
     held_bytes,
+    run_id_bytes,
 )
+from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import Array, BoundProgram, Executor, OutgoingTensor, Step
@@ -176,7 +178,7 @@ class DecoderSessions:
 class PreparedSend(NamedTuple):
     """How the tensor of a Send leaves the device, the same in every run of its Program.
 
-    header_prefix: the frame header without the run id. nbytes: of all PUBLISH packets.
+    header_prefix: the frame header without tag and run id. nbytes: of all PUBLISH packets.
     """
 
     header_prefix: bytes
@@ -191,7 +193,8 @@ class WorkerRun:
     """A run on this device, begun by `frame`.
 
     inputs: kept for tasks that are leased later. compute_s: of its ops so far. sent_bytes: of its PUBLISH packets.
-    outputs_sent: parts of the output that were sent. run_id_bytes: the end of its frame headers.
+    outputs_sent: parts of the output that were sent. frame_key: of its plan. run_id_bytes: the end of its frames'
+    headers.
     """
 
     frame: Frame
@@ -199,6 +202,7 @@ class WorkerRun:
     session: DecoderSession
     inputs: Array
     sends: dict[int, PreparedSend]
+    frame_key: FrameKey = UNKEYED
     compute_s: float = 0.0
     sent_bytes: int = 0
     outputs_sent: int = 0
@@ -207,7 +211,7 @@ class WorkerRun:
 
     def __post_init__(self) -> None:
         self.key = self.frame.model, self.frame.plan_version
-        self.run_id_bytes = frame_header(b"", self.frame.run_id)
+        self.run_id_bytes = run_id_bytes(self.frame.run_id)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -273,11 +277,18 @@ class WorkerRuns:
         self._executor.free_buffers()
 
     def cancel(self, run_id: int) -> None:
-        """Give up a request of which somebody else may have lost something."""
-        if (request := self._runs.get(run_id)) is not None:  # what was cached may be incomplete
+        """Give up a request of which somebody else may have lost something; one that is not here is no business of it.
+
+        A run is cancelled behind its work frame, so a number that is unknown here would only keep a later run out.
+        """
+        request, frame = self._runs.get(run_id), self._building.drop(run_id)
+        if request is not None:  # what was cached may be incomplete
             self._sessions.end((*request.key, request.session.number))
-        if (frame := self._building.drop(run_id)) is not None:
+        if frame is not None:
             self._sessions.end((frame.model, frame.plan_version, decode_session(frame).number))
+        if request is None and frame is None:
+            self._counters["unknown_cancel"] += 1
+            return
         self.end(run_id)
 
     # -- Programs -------------------------------------------------------------------------------------------------
@@ -333,7 +344,7 @@ class WorkerRuns:
             states = self._session_arrays(resident, bound, session, inputs, shape)
         except SessionLostError as error:
             return self._refuse(frame, "session", str(error))
-        self._runs[frame.run_id] = WorkerRun(frame, now, session, inputs, bound.sends)
+        self._runs[frame.run_id] = WorkerRun(frame, now, session, inputs, bound.sends, resident.frame_key)
         self._executor.admit(frame.run_id, bound, states)
         for key in bound.template.inputs:
             self._executor.deliver(frame.run_id, key, inputs)
@@ -416,7 +427,7 @@ class WorkerRuns:
     def try_fill(self, arrival: TensorArrival) -> bool:
         """Fill the slot of a run that waits for this arrival; False, and nothing has changed, where it is not so."""
         request = self._runs.get(arrival.run_id)
-        if request is None or request.key != arrival.exchange.plan_key:
+        if request is None or request.key != arrival.exchange.plan_key or not arrival.has_tag(request.frame_key):
             return False
         try:
             return self._executor.deliver(arrival.run_id, arrival.exchange.key, arrival.array()) == "filled"
@@ -472,9 +483,8 @@ class WorkerRuns:
             way = request.sends[outgoing.place] = self._prepare_send(request, outgoing)
         body = outgoing.array.data.cast("B") if way.has_body else _NOTHING
         request.sent_bytes += way.nbytes
-        return [
-            Publish(topic, way.header_prefix + request.run_id_bytes, 0, way.plane, False, body) for topic in way.topics
-        ]
+        header = frame_header(way.header_prefix, request.run_id_bytes, body, request.frame_key)
+        return [Publish(topic, header, 0, way.plane, False, body) for topic in way.topics]
 
     def _prepare_send(self, request: WorkerRun, outgoing: OutgoingTensor) -> PreparedSend:
         op, (model, _) = outgoing.op, request.key
@@ -485,7 +495,8 @@ class WorkerRuns:
 
     def _output(self, request: WorkerRun, outgoing: OutgoingTensor) -> Publish:
         request.outputs_sent += 1
-        out = Publish(self._topics.reports(self._device), encode(self._frame_for(request, outgoing, "output")), 1)
+        frame = self._frame_for(request, outgoing, "output")
+        out = Publish(self._topics.reports(self._device), encode(frame, request.frame_key), 1)
         request.sent_bytes += publish_bytes(out.topic, out.nbytes, out.qos)
         return out
 
@@ -528,7 +539,7 @@ class WorkerRuns:
         if request.session.final:
             self._sessions.end((model, plan_version, request.session.number))
         done = self._frame_of("done", model, plan_version, run_id, np.empty(0, np.uint8), numbers)
-        return [Publish(topic, encode(done), 1)]
+        return [Publish(topic, encode(done, request.frame_key), 1)]
 
     def fail_after_loss(self, source: str | None, keys: Iterable[PlanKey], text: str) -> list[Command]:
         """Give up the runs of plan versions that miss frames of a device, or all of them; they are retried."""

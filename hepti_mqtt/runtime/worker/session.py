@@ -173,6 +173,7 @@ class WorkerSession:
         self.plans = ResidentPlans(device, self.counters)
         self._mesh = MeshRoutes()
         self._being_analysed: dict[PlanKey, messages.Prepare] = {}  # the last Prepare of each plan
+        self._doubted: set[PlanKey] = set()  # of these, those that the planner may have released unnoticed
         self.runs = WorkerRuns(device, self.topics, self.counters)
         self._illegal = 0  # illegal steps that were logged
 
@@ -211,8 +212,8 @@ class WorkerSession:
             )
             self.runs.reset()
         else:
-            out = [c for key in self._being_analysed for c in self._mesh.leave(key)]
-            self._being_analysed.clear()  # a planner that still wants them asks again
+            out = []
+            self._doubted |= self._being_analysed.keys()
             self.plans.mark_all_unconfirmed(now, event.why)
         return [*out, *self._unload(), *self.runs.next_build(self.plans.residents())]
 
@@ -248,6 +249,7 @@ class WorkerSession:
         if key not in self._being_analysed and len(self._being_analysed) >= MAX_BEING_ANALYSED:
             text = f"{self.device} is already analysing {MAX_BEING_ANALYSED} plans"
             return [self._failed(message.transaction_id, key, PlanError.code, text)]
+        self._doubted.discard(key)
         is_repeated, self._being_analysed[key] = key in self._being_analysed, message
         if is_repeated:
             return [self._progress(message.transaction_id, key)]
@@ -265,6 +267,8 @@ class WorkerSession:
         if message.plan != event.prepare.plan:  # repeated with another plan: one of both was forged
             return [*self._mesh.admit(key, message), AnalysePrepare(message)]
         del self._being_analysed[key]
+        doubted = key in self._doubted
+        self._doubted.discard(key)
         if isinstance(event.result, HeptiError):
             self.counters["bad_prepare"] += 1
             text = f"{self.device}: {event.result}"
@@ -285,6 +289,8 @@ class WorkerSession:
             )
             return [*out, *self._mesh.leave(key), self._failed(resident.transaction_id, key, "memory", text, missing)]
         self.plans.add(resident, now)
+        if doubted:
+            self.plans.step(resident, "doubt", now)
         load = Load(
             message.transaction_id, plan.model, plan.version, message.manifest, resident.refs, self._spare_bytes()
         )
@@ -394,6 +400,7 @@ class WorkerSession:
 
     def _release(self, keys: Collection[PlanKey], event: EndEvent, now: float, why: str = "") -> list[Command]:
         out = [c for key in keys if self._being_analysed.pop(key, None) is not None for c in self._mesh.leave(key)]
+        self._doubted &= self._being_analysed.keys()
         self.plans.end(keys, event, now, why)
         return [*out, *self._unload()]
 
@@ -424,6 +431,9 @@ class WorkerSession:
         resident = self.plans.get(frame.model, frame.plan_version)
         if resident is None or not resident.ready:
             self.counters["dead_epoch"] += 1
+            return []
+        if not frame.has_tag(resident.frame_key):
+            self.counters["forged"] += 1
             return []
         if frame.kind == "work" and resident.state != "active":
             self.plans.step(resident, "request", now)

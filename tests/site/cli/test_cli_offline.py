@@ -331,6 +331,8 @@ def small_net(path: Path) -> Path:
     graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:], weights)
     version = [onnx.helper.make_operatorsetid("", 17)]
     onnx.save(onnx.helper.make_model(graph, opset_imports=version, ir_version=9), path)
+    pictures = {"size": 9, "resample": 2, "image_mean": 0.5, "image_std": 0.5}
+    (path.parent / "preprocessor_config.json").write_text(json.dumps(pictures))
     return path
 
 

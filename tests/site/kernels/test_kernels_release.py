@@ -40,10 +40,10 @@ assert again(2) == 3, "it compiles afterwards too"
 LARGE_BLOCKS = """
 import ctypes, sys
 import numpy as np
-from hepti_mqtt.kernels import jit
+from hepti_mqtt.config.process import return_large_blocks
 
 if sys.argv[1] == "returned":
-    jit.return_large_blocks()
+    return_large_blocks()
 malloc_info = ctypes.CDLL(None).mallinfo2
 malloc_info.restype = type("Info", (ctypes.Structure,), {"_fields_": [(str(n), ctypes.c_size_t) for n in range(10)]})
 weights = np.ones(16 << 20, np.uint8)

@@ -375,6 +375,7 @@ def test_a_tokenizer_that_adds_nothing_may_find_nothing(tmp_path):
     path = make_model("tiny-bert", tmp_path / "m")
     data = json.loads((path / "tokenizer.json").read_text())
     (path / "tokenizer.json").write_text(json.dumps({**data, "post_processor": None}))
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with Checkpoint.open(path) as checkpoint:
         assert read_input(checkpoint, {"text": "the door"}).shape.size == 2
         with pytest.raises(RequestError):
@@ -419,7 +420,7 @@ def test_a_special_token_across_the_border_is_not_taken_apart(reader, shift, mon
     """Cut in two it would be several words."""
     longest = reader.spec.input_spec.longest
     special = "<|the|door|>"
-    reader.tokenizer.add_special_tokens([special])
+    reader.tokenizer.add_tokens([special])
     monkeypatch.setattr(service_requests, "CHARACTERS_PER_TOKEN", 2)
     text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
     ids = reader.tokenizer.encode(text, add_special_tokens=False).ids
@@ -498,12 +499,65 @@ def test_other_models_get_texts_as_they_are(tmp_path):
     assert ids_of(path, " the") != ids_of(path, "the")
 
 
-def test_a_model_that_reads_the_ends_of_long_texts_is_not_given_their_beginnings(tmp_path):
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
+def test_of_long_texts_a_model_reads_the_end_if_its_files_say_so(tmp_path, file):
     path = make_model("tiny-minilm", tmp_path / "m", seed=1)
-    (path / "tokenizer_config.json").write_text(json.dumps({"truncation_side": "left"}))
-    assert ids_of(path, "the", truncate=True)
-    with pytest.raises(RequestError):
-        ids_of(path, "the," * 200, truncate=True)
+    cut = {"truncation": {"direction": "Left", "max_length": 9, "strategy": "LongestFirst", "stride": 0}}
+    data = json.loads((path / file).read_text())
+    (path / file).write_text(json.dumps(data | (cut if file == "tokenizer.json" else {"truncation_side": "left"})))
+    with Checkpoint.open(path) as opened:
+        text, limit = "the " * 100 + "door of the sensor", opened.spec.input_spec.longest
+        ids = read_input(opened, {"text": text, "truncate": True}).inputs.tolist()
+        assert ids == [ids[0], *opened.tokenizer.encode(text, add_special_tokens=False).ids[2 - limit :], ids[-1]]
+
+
+@pytest.mark.parametrize("kind", ["tiny-bert", "tiny-bert-mlm"])
+def test_control_tokens_in_a_text_are_text_but_for_the_mask(tmp_path, kind):
+    with Checkpoint.open(make_model(kind, tmp_path / "m")) as opened:
+        number = opened.tokenizer.token_to_id
+        for token in ("[CLS]", "[SEP]", "[PAD]", "[MASK]"):
+            given = {"text": f"a {token} b", "want": "hidden"}
+            found = read_input(opened, given).inputs.tolist()[1:-1]
+            assert (number(token) in found) == (token == "[MASK]" and kind.endswith("mlm"))
+            assert len(found) > 3 or number(token) in found
+
+
+def test_a_control_token_that_would_be_one_is_refused(tmp_path):
+    """Of a vocabulary that has it among its words."""
+    path = make_model("tiny-bert", tmp_path / "m")
+    data = json.loads((path / "tokenizer.json").read_text())
+    data["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    (path / "tokenizer.json").write_text(json.dumps(data))
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    data["normalizer"] = None
+    (path / "tokenizer.json").write_text(json.dumps(data))
+    with Checkpoint.open(path) as opened, pytest.raises(RequestError):
+        read_input(opened, {"text": "a [SEP] b"})
+
+
+@pytest.mark.parametrize("ids", [[2, 9, 3, 9, 3], [2, 9, 3, 0, 0]])
+def test_ids_of_two_texts_are_refused_by_a_model_with_token_types(tmp_path, ids):
+    with Checkpoint.open(make_model("tiny-bert", tmp_path / "m")) as opened:
+        with pytest.raises(RequestError):
+            read_input(opened, {"ids": ids})
+        assert read_input(opened, {"ids": ids[:3]}).shape.sizes == (3,)
+    with Checkpoint.open(make_model("tiny-distilbert", tmp_path / "d")) as opened:
+        assert read_input(opened, {"ids": ids}).shape.sizes == (5,)
+
+
+def test_ids_that_are_padding_are_refused_where_they_move_the_others(tmp_path):
+    with Checkpoint.open(make_model("tiny-roberta", tmp_path / "m")) as opened:
+        assert read_input(opened, {"ids": [0, 9, 2]}).shape.sizes == (3,)
+        with pytest.raises(RequestError):
+            read_input(opened, {"ids": [0, 9, 2, 1]})
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 1.0, "7", None, True, [7]], ids=str)
+def test_what_is_no_id_is_named_with_its_place(text, wrong):
+    with pytest.raises(RequestError, match=r"ids\[2\]"):
+        read_input(
+            text, {"ids": [[2, 3], [2, 3], [2, wrong, 3]]} if isinstance(wrong, list) else {"ids": [2, 3, wrong]}
+        )
 
 
 @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=30), st.data())

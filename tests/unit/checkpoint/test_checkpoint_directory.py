@@ -404,8 +404,8 @@ def test_padding_and_truncation_of_the_tokenizer_are_off(bert):
 @pytest.mark.parametrize("text", ["{}", "", "[1]", '{"version": "1.0"}'])
 def test_a_broken_tokenizer_is_a_model_error(bert, text):
     (bert / "tokenizer.json").write_text(text)
-    with Checkpoint.open(bert) as checkpoint, pytest.raises(ModelError):
-        checkpoint.tokenizer.encode("a")
+    with pytest.raises(ModelError):
+        Checkpoint.open(bert)
 
 
 @pytest.mark.parametrize("as_object", [False, True])

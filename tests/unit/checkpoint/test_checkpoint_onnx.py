@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -58,6 +59,8 @@ class Made:
         given = helper.make_tensor_value_info("x", FLOAT, dims)
         ends = [helper.make_tensor_value_info(name, FLOAT, None) for name in (last, *more)]
         graph = helper.make_graph(self.nodes, "net", [given], ends, self.weights)
+        pictures = {"size": SIDE, "resample": 2, "image_mean": 0.4, "image_std": 0.3}
+        (path.parent / "preprocessor_config.json").write_text(json.dumps(pictures))
         onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
         return path
 
@@ -148,7 +151,6 @@ def test_the_hidden_state_before_a_flattening_has_the_channels_of_onnx(tmp_path)
 def test_a_directory_names_labels_and_pictures(tmp_path):
     every_operator(tmp_path / "model.onnx")
     (tmp_path / "config.json").write_text('{"id2label": {"0": "a", "1": "b", "2": "c", "3": "d", "4": "e"}}')
-    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 13, "width": 13}}')
     with Checkpoint.open(tmp_path) as checkpoint:
         assert checkpoint.spec.head.labels == ("a", "b", "c", "d", "e")
         assert checkpoint.spec.shortest == 0

@@ -70,6 +70,42 @@ def tensor(model=MODEL, layer=2, source="d2", kind="tensor"):
     return frames.encode(frame)
 
 
+STATUS, CAPS = TOPICS.status("d1"), TOPICS.caps("d1")
+
+
+@pytest.mark.parametrize(
+    ("topic", "said"),
+    [
+        (STATUS, protocol_messages.encode_status(protocol_messages.Status("offline", 9))),
+        (STATUS, protocol_messages.encode_status(protocol_messages.Status("starting", 8))),
+        (STATUS, b"{}"),
+        (STATUS, b""),
+        (CAPS, b"{}"),
+        (CAPS, b""),
+    ],
+)
+def test_what_was_published_in_this_device_s_name_is_replaced_at_once(wired, topic, said):
+    own = {STATUS: protocol_messages.encode_status(protocol_messages.Status("online", 9)), CAPS: b'{"device": "d1"}'}
+    wired.hear(topic, said)
+    for place, payload in own.items():
+        wired.network.publish("control", place, payload, 1, True)
+        wired.hear(place, payload)
+    sent = wired.planes["control"].published
+    assert len(sent) == 2, "neither before there is something of its own, nor for its own echo"
+    wired.hear(topic, said)
+    assert sent[2:] == [(topic, own[topic], 1, True)]
+
+
+def test_another_agent_of_this_name_that_started_later_keeps_its_status(wired):
+    wired.network.publish(
+        "control", STATUS, protocol_messages.encode_status(protocol_messages.Status("online", 9)), 1, True
+    )
+    later = protocol_messages.Status("online", 10)
+    wired.hear(STATUS, protocol_messages.encode_status(later))
+    assert len(wired.planes["control"].published) == 1
+    assert wired.events() == [OwnStatus(later)]
+
+
 def work(model=MODEL):
     return frames.encode_work(model, EPOCH, 5, TokenBatch((2,)), np.array([1, 2], np.int32))
 
@@ -77,7 +113,7 @@ def work(model=MODEL):
 def test_base_subscriptions_of_both_planes(wired):
     (control,) = wired.planes["control"].subscribed.values()
     (data,) = wired.planes["data"].subscribed.values()
-    names = ("dev/d1/cmd", "weights/d1", "weights/all", "planner/status", "dev/d1/status")
+    names = ("dev/d1/cmd", "weights/d1", "weights/all", "planner/status", "dev/d1/status", "dev/d1/caps")
     assert control == tuple((f"hepti/v1/home/{name}", 1) for name in names)
     assert data == (("hepti/v1/home/dev/d1/probe", 0),)
     assert wired.network.base_subscription_tokens == {("control", 1), ("data", 1)}
@@ -128,7 +164,6 @@ def test_probes_go_to_the_prober_and_trials_of_large_packets_nowhere(wired):
         (TOPICS.activation(MODEL, 2, "d2", "d1"), tensor(kind="output")),
         (TOPICS.activation(MODEL, 2, "d2", "d1"), tensor()[:-1]),
         (TOPICS.probe("d1"), frames.MAGIC + b"junk"),
-        (TOPICS.caps("d1"), b"{}"),
         ("some/other/topic", b""),
     ],
 )

@@ -39,7 +39,8 @@ PRE = "preprocessor_config.json"
 
 
 def spec_of(kind, pre=None, **changes):
-    extras = KINDS[kind].extras if pre is None else {PRE: pre}
+    known = {"image_mean": 0.5, "image_std": 0.5, "resample": 2}
+    extras = KINDS[kind].extras if pre is None else {PRE: known | pre}
     return models.spec_from_config({**KINDS[kind].config, **changes}, extras)
 
 
@@ -100,10 +101,10 @@ def test_layers_are_parted_where_one_map_alone_is_read():
 @pytest.mark.parametrize(
     ("pre", "size", "shortest"),
     [
-        ({}, 61, 70),
+        ({"size": {"shortest_edge": 70}, "image_processor_type": "CLIPImageProcessor", "crop_size": 61}, 61, 70),
         ({"size": {"shortest_edge": 70}, "do_center_crop": True, "crop_size": {"height": 61, "width": 61}}, 61, 70),
-        ({"size": {"shortest_edge": 61}, "crop_pct": 0.875}, 61, 69),
-        ({"size": 61, "image_processor_type": "ConvNextImageProcessor"}, 61, 69),
+        ({"size": {"shortest_edge": 61}, "feature_extractor_type": "ConvNextFeatureExtractor"}, 61, 69),
+        ({"size": 61, "image_processor_type": "ConvNextImageProcessorFast", "crop_pct": 0.8}, 61, 76),
         ({"size": {"height": 61, "width": 61}}, 61, 0),
     ],
 )

@@ -50,7 +50,11 @@ MODULES = [
 MEAN = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False, "word_embedding_dimension": 32}
 
 
+PICTURES = {"image_mean": 0.5, "image_std": 0.5, "resample": 2, "size": 20}
+
+
 def spec_of(base, extras=None, **changes):
+    extras = {"preprocessor_config.json": PICTURES, **(extras or {})} if "image_size" in base else extras
     config = {k: v for k, v in {**base, **changes}.items() if v != "absent"}
     return models.spec_from_config(config, extras or {})
 
@@ -68,7 +72,7 @@ WRONG = [
     *((BERT, {"architectures": value}) for value in ([], "BertModel")),
     (BERT, {"max_position_embeddings": 2, "architectures": ["RobertaModel"]}),
     (BERT, {"pad_token_id": "x", "architectures": ["RobertaModel"]}),
-    *((BERT, {"id2label": value, **CLASSIFIER}) for value in ({}, {"0": "a", "2": "b"}, 5)),
+    *((BERT, {"id2label": value, **CLASSIFIER}) for value in ({}, {"a": "b"}, {"0": "a", "9": "b"}, 5)),
     (BERT, {"num_labels": 0, **CLASSIFIER}),
     *((VIT, {"patch_size": value}) for value in (6, 2.5)),
     *((VIT, {"image_size": value}) for value in ([20, 30], 0)),
@@ -110,13 +114,20 @@ PROMPT = "config_sentence_transformers.json"
 ASKED = {"default_prompt_name": "q", "prompts": {"q": "x"}}
 
 
+POOLED = {"1_Pooling/config.json": MEAN}
+
+
 WRONG_FILES = [
     *({"modules.json": value} for value in ({}, [1], MODULES, MODULES[:1])),
     {"modules.json": [*MODULES[:2], {"type": "sentence_transformers.models.Dense"}]},
     {"modules.json": [{**MODULES[0], "path": "0_Transformer"}, *MODULES[1:]]},
+    {
+        "modules.json": [{**m, "type": m["type"].replace("sentence_transformers", "custom_st")} for m in MODULES],
+        **POOLED,
+    },
     *({"1_Pooling/config.json": pooling, "modules.json": MODULES} for pooling in POOLINGS),
     {"tokenizer_config.json": {"model_max_length": "9"}, **SENTENCE},
-    {"sentence_bert_config.json": {"max_seq_length": "128"}},
+    {"sentence_bert_config.json": {"max_seq_length": "128"}, **SENTENCE},
     *({PROMPT: value, **SENTENCE} for value in PROMPTS),
     {PROMPT: ASKED, **SENTENCE, "1_Pooling/config.json": {**MEAN, "include_prompt": False}},
 ]
@@ -135,13 +146,14 @@ def test_a_bert_config_becomes_a_spec():
 
 
 def test_a_vit_config_becomes_a_spec():
-    pre = {"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3], "size": {"height": 20, "width": 20}}
+    pre = {**PICTURES, "image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3], "size": {"height": 20, "width": 20}}
     spec = spec_of(VIT, {"preprocessor_config.json": pre}, id2label={"1": "dog", "0": "cat"})
     assert (spec.family, spec.norm_first, spec.max_tokens) == ("vit", True, 17)
     assert (spec.head.task, spec.head.outputs, spec.head.labels) == ("image_classification", 2, ("cat", "dog"))
     assert spec.image.mean == pytest.approx((0.1, 0.2, 0.3))
     assert spec.image.std == pytest.approx((1, 2, 3))
-    assert spec_of(VIT).image.mean == (0.5, 0.5, 0.5)
+    with pytest.raises(ModelError):
+        spec_of(VIT, {"preprocessor_config.json": {k: v for k, v in pre.items() if k != "image_mean"}})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +166,7 @@ def test_a_vit_config_becomes_a_spec():
     ],
 )
 def test_the_preprocessors_scale_goes_into_mean_and_std(pre):
-    image = spec_of(VIT, {"preprocessor_config.json": pre}).image
+    image = spec_of(VIT, {"preprocessor_config.json": {"resample": 3, "size": 20, **pre}}).image
     for channel in range(3):
         for pixel in (0, 17, 255):
             value = pixel * pre.get("rescale_factor", 1 / 255) if pre.get("do_rescale", True) else pixel
@@ -162,6 +174,12 @@ def test_the_preprocessors_scale_goes_into_mean_and_std(pre):
                 mean, std = ([v] * 3 if isinstance(v, float) else v for v in (pre["image_mean"], pre["image_std"]))
                 value = (value - mean[channel]) / std[channel]
             assert (pixel / 255 - image.mean[channel]) / image.std[channel] == pytest.approx(value)
+
+
+def test_a_number_without_a_name_is_a_label_too():
+    labels = {"0": "a", "1": "b", "3": "d"}
+    assert spec_of(BERT, id2label=labels, **CLASSIFIER).head.labels == ("a", "b", "LABEL_2", "d")
+    assert spec_of(BERT, id2label=labels, num_labels=5, **CLASSIFIER).head.outputs == 5
 
 
 def test_roberta_positions_begin_behind_the_padding_id():
@@ -200,7 +218,7 @@ def test_without_a_limit_of_its_own_a_sentence_model_has_its_tokenizers(length, 
     assert spec_of(BERT, extras).max_tokens == want
     del extras["sentence_bert_config.json"]
     assert spec_of(BERT, extras).max_tokens == min(own or 40, 40)
-    assert spec_of(BERT, files).max_tokens == (length or 40)  # no directory of sentence-transformers
+    assert spec_of(BERT, files).max_tokens == min(own or 40, 40)  # no directory of sentence-transformers
 
 
 @pytest.mark.parametrize("architecture", ["BertForMaskedLM", "RobertaForMaskedLM", "ElectraForMaskedLM"])
@@ -246,7 +264,7 @@ def test_wrong_sentence_transformers_files_are_named(extras):
 )
 def test_wrong_preprocessors_are_named(pre):
     with pytest.raises(ModelError) as caught:
-        spec_of(VIT, {"preprocessor_config.json": pre})
+        spec_of(VIT, {"preprocessor_config.json": {**PICTURES, **pre} if isinstance(pre, dict) else pre})
     assert "preprocessor_config.json" in str(caught.value)
 
 

@@ -197,15 +197,20 @@ def test_balancing_gives_the_stronger_device_more():
     assert 1.5 < share["strong"] / share["weak"] < 5
 
 
+def limits(nbytes: int) -> dict[str, int]:
+    """Return a packet limit that every device has met."""
+    return dict.fromkeys(NAMES, nbytes)
+
+
 @no_cover
 def test_a_plan_whose_packets_do_not_get_through_is_not_chosen():
     free, decision = question(BASE, four_pis(940)), on_a_good_network()
     best = decision.chosen.plan
     sizes = {c.name: plan_packet(free, c.plan) for c in decision.ranking}
-    limited = decide(replace(free, packet_bytes=sizes[best.method] - 1))
+    limited = decide(replace(free, packet_bytes=limits(sizes[best.method] - 1)))
     assert limited.chosen.name != best.method or len(limited.chosen.plan.devices) != len(best.devices)
     assert plan_packet(free, limited.chosen.plan) < sizes[best.method]
-    allowed = decide(replace(free, packet_bytes=sizes[best.method])).chosen.plan
+    allowed = decide(replace(free, packet_bytes=limits(sizes[best.method]))).chosen.plan
     assert replace(allowed, reason=best.reason) == best, "other candidates may not get through, so another is next best"
 
 
@@ -221,17 +226,17 @@ def test_shares_are_not_moved_to_where_packets_do_not_get_through():
         for found in (divided(asked, next(_initial_plans(asked))).plan, decide(asked).chosen.plan)
     ]
     assert sizes[0] < sizes[1]
-    limited = decide(replace(asked, packet_bytes=sum(sizes) // 2)).chosen.plan
+    limited = decide(replace(asked, packet_bytes=dict.fromkeys("ab", sum(sizes) // 2))).chosen.plan
     assert plan_packet(asked, limited) <= sum(sizes) // 2
 
 
 def test_a_broker_that_takes_no_weights_is_named_with_its_setting():
     with pytest.raises(PacketLimitError) as caught:
-        decide(question(BASE, four_pis(940), packet_bytes=100_000))
+        decide(question(BASE, four_pis(940), packet_bytes=limits(100_000)))
     assert "max_packet_size" in str(caught.value)
     limit = tile_packet(question(BASE, four_pis(940)))
     with pytest.raises(PacketLimitError):
-        decide(question(BASE, four_pis(940), strategy="row", devices=("pi0", "pi1"), packet_bytes=limit))
+        decide(question(BASE, four_pis(940), strategy="row", devices=("pi0", "pi1"), packet_bytes=limits(limit)))
 
 
 SMALL = FAMILIES["bert-embedding"]
@@ -441,7 +446,7 @@ def test_what_the_broker_does_not_carry_does_not_meet_its_packet_limit():
     plan = decide(asked).chosen.plan
     by_broker = plan_packet(asked, with_route(asked, plan, "broker"))
     assert plan_packet(asked, plan) < by_broker
-    limit = replace(asked, packet_bytes=by_broker - 1, options=plan.options)
+    limit = replace(asked, packet_bytes=limits(by_broker - 1), options=plan.options)
     assert decide(limit).chosen.plan.route == "mesh"
 
 

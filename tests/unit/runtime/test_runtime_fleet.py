@@ -18,12 +18,14 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     BACKOFF_S,
     CRASH_WINDOW_S,
     DEBOUNCE_S,
+    LOAD_MAX_S,
     MAX_MEMBERS,
     MEMORY_FACTOR,
     QUARANTINE_S,
     RELAYED_S,
     REPEAT_WINDOW_S,
     RETURN_S,
+    SETBACKS,
     SILENT_S,
     STARTING_S,
     WILL_RECONNECT_S,
@@ -66,6 +68,22 @@ def test_lost_device_in_flight_is_issued_again_once_under_a_new_plan() -> None:
     site.answer(1)  # what the survivors of the first run still send comes late
     assert site.answers["r1"].plan.devices == ("a",)
     assert site.session.counters["late"] > 0
+
+
+def test_a_device_that_is_online_has_not_started_again_before_its_status_says_so() -> None:
+    """Caps and statuses can be forged; the device itself says at once what is right."""
+    site = settled("a")
+    for boot in (1, 2):
+        site.event(interface.DeviceCaps("a", caps("a", boot)))
+    site.event(interface.DeviceStatus("a", Status("starting", 1, "measuring")))
+    site.submit("r1")
+    site.answer(1)
+    assert "r1" in site.answers
+    assert not site.notes()["left"]
+    site.boots["a"] = 2
+    site.event(interface.DeviceStatus("a", Status("online", 2)))
+    assert site.notes()["left"] == 1
+    assert "a" in site.session.fleet.usable(), "by the caps that came before"
 
 
 def test_nobody_is_silent_while_what_was_said_waits_to_be_read() -> None:
@@ -575,6 +593,88 @@ def test_a_device_that_starts_anew_is_a_new_one_at_once() -> None:
     assert heard.site.plan is None
 
 
+# -- devices that cost others runs or plans ---------------------------------------------------------------------------
+
+
+def test_a_device_that_comes_and_goes_under_requests_is_put_aside_and_costs_none_its_answer() -> None:
+    site = settled("a", "b", decider=everyone)
+    for number in range(SETBACKS):
+        assert set(site.plan.devices) == {"a", "b"}
+        site.submit(f"r{number}")
+        site.leave("b")
+        site.join("b")
+        site.settle()
+        site.answer(max(site.work))
+        site.settle()
+    assert len(site.answers) == SETBACKS
+    assert site.plan.devices == ("a",)
+    assert set(site.session.fleet.unused_reasons()) == {"b"}
+    site.pass_by(int(QUARANTINE_S) + 2)
+    site.ready()
+    assert set(site.plan.devices) == {"a", "b"}, "after a while it is tried again"
+
+
+def test_a_device_that_refuses_every_plan_is_put_aside_before_requests_are_refused_for_it() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.submit("r1")
+    for _ in range(SETBACKS):
+        site.tick(1.1)
+        site.failed("b", "plan")
+    site.tick(1.1)
+    site.ready("a")
+    assert site.plan is not None
+    assert site.plan.devices == ("a",)
+    site.answer(max(site.work))
+    assert "r1" in site.answers
+
+
+def test_a_device_that_comes_and_goes_all_the_time_keeps_no_plan_from_another() -> None:
+    site = Site()
+    site.join("a")
+    site.submit("r1")
+    for _ in range(200):
+        site.tick(0.05)
+        site.join("b")
+        site.leave("b")
+        site.ready(*{"a"} & set(site.prepares()))
+        if site.work:
+            break
+    site.answer(1)
+    assert "r1" in site.answers
+
+
+def test_a_device_that_makes_progress_for_ever_holds_no_plan_up_for_ever() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.submit("r1", within=1e6)
+    site.tick(1.1)
+    for _ in range(int(LOAD_MAX_S) + 30):
+        site.ready("a")
+        if site.plan is not None:
+            break
+        asked = site.prepares()["b"]
+        plan = Plan.from_dict(asked.plan)
+        more = messages.PrepareProgress(asked.transaction_id, plan.model, plan.version, int(site.now), 1 << 40)
+        site.event(interface.DeviceMessage("b", more))
+        site.tick(1.0)
+    assert site.plan is not None
+    assert site.plan.devices == ("a",)
+    site.answer(max(site.work))
+    assert "r1" in site.answers
+
+
+def test_the_only_device_is_not_put_aside() -> None:
+    site = settled("a")
+    for number in range(1 + SETBACKS):
+        site.submit(f"r{number}")
+        site.leave("a")
+        site.join("a")
+        site.settle()
+        site.answer(max(site.work))
+    assert len(site.answers) == SETBACKS + 1
+
+
 # -- introductions ----------------------------------------------------------------------------------------------------
 
 HERE, THERE = Endpoint("127.0.0.1", 1), Endpoint("192.0.2.7", 2)
@@ -583,7 +683,7 @@ SECURE = replace(THERE, fingerprint="0f" * 32)
 
 
 def membership(*, mesh: bool = True, **endpoints: Endpoint | None) -> Fleet:
-    members = Fleet(mesh=mesh)
+    members = Fleet(secret=SECRET if mesh else None)
     for name, endpoint in endpoints.items():
         start(members, name, 1, endpoint)
     return members
@@ -624,28 +724,26 @@ def test_a_pair_that_could_not_connect_is_tried_again_after_a_while_or_a_new_sta
 
 def test_both_ends_of_a_pair_are_told_one_token_and_nobody_else_is():
     members = membership(a=THERE, b=THERE, c=THERE)
-    told = {d: {p.device: p for p in peers_of(mesh(), d, members, SECRET)} for d in "abc"}
+    told = {d: {p.device: p for p in peers_of(mesh(), d, members)} for d in "abc"}
     for one in "abc":
         for other in set("abc") - {one}:
             assert told[one][other].token_in == told[other][one].token_out != ""
     tokens = [p.token_in for peers in told.values() for p in peers.values()]
     assert len(set(tokens)) == len(tokens) == 6
-    assert peers_of(mesh(), "a", members, SECRET) == tuple(told["a"].values()), (
-        "a Prepare that is repeated says the same"
-    )
-    later = peers_of(replace(mesh(), version=PlanVersion(1, 2)), "a", members, SECRET)
+    assert peers_of(mesh(), "a", members) == tuple(told["a"].values()), "a Prepare that is repeated says the same"
+    later = peers_of(replace(mesh(), version=PlanVersion(1, 2)), "a", members)
     assert not {p.token_in for p in later} & set(tokens)
 
 
 def test_relayed_pairs_and_plans_over_the_broker_have_no_tokens():
     members = membership(a=THERE, b=THERE, c=None)
-    (b,) = peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members, SECRET)
+    (b,) = peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members)
     assert (b.device, b.token_out) == ("b", "")
     assert b.token_in
-    assert peers_of(replace(mesh(), route="broker"), "a", members, SECRET) == ()
+    assert peers_of(replace(mesh(), route="broker"), "a", members) == ()
 
 
 def test_without_a_secret_nobody_is_introduced():
     members = membership(mesh=False, a=THERE, b=THERE)
     assert members.cluster({}).endpoints == frozenset()
-    assert all(not p.token_in and not p.token_out for p in peers_of(mesh(), "a", members, None))
+    assert all(not p.token_in and not p.token_out for p in peers_of(mesh(), "a", members))

@@ -21,21 +21,51 @@ from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.requests import Pins
 
 
-@pytest.mark.parametrize(
-    ("limits", "smallest"),
-    [((0, 50_000, 60_000, 4 << 20), 50_000), ((0, 4 << 20, 256 << 20), None)],
-    ids=["met", "what passed on trial is no limit"],
-)
-def test_search_knows_the_smallest_packet_limit_that_a_device_met(
-    limits: tuple[int, ...], smallest: int | None
-) -> None:
+def with_limits(**limits: int) -> Site:
+    """Return a site whose devices have met these packet limits."""
     site = Site(searches=False)
-    for name, limit in zip("abcd", limits, strict=False):
+    for name, limit in limits.items():
         site.boots[name] = 1
         site.event(interface.DeviceCaps(name, replace(caps(name, 1), largest_packet_bytes=limit)))
         site.event(interface.DeviceStatus(name, Status("online", 1)))
     site.tick(1.1)
-    assert site.solves[-1].question.packet_bytes == smallest
+    return site
+
+
+def test_search_knows_the_packet_limit_that_each_device_met() -> None:
+    site = with_limits(a=0, b=50_000, c=60_000, d=4 << 20, e=256 << 20)
+    assert site.solves[-1].question.packet_bytes == {"b": 50_000, "c": 60_000}, "what passed on trial is no limit"
+
+
+def test_a_device_with_a_packet_limit_limits_its_own_plans_alone() -> None:
+    site = with_limits(a=0, b=5_000)
+    site.solve(site.solves[-1])
+    site.ready()
+    assert site.plan is not None
+    assert site.plan.devices == ("a",), "the weights do not get through to the other one"
+    site.submit("r1")
+    site.answer(1)
+    assert "r1" in site.answers
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [{"largest_packet_bytes": 1}, {"cores": 0}, {"threads": 1 << 40}, {"memory_budget_bytes": 1 << 60}],
+    ids=lambda absurd: next(iter(absurd)),
+)
+def test_a_device_that_says_what_cannot_be_is_put_aside_and_named(absurd: dict[str, int]) -> None:
+    site = settled("a")
+    site.event(interface.DeviceCaps("a", replace(caps("a", 1), **absurd)))
+    site.event(interface.DeviceCaps("b", replace(caps("b", 1), **absurd)))
+    site.event(interface.DeviceStatus("b", Status("online", 1)))
+    site.tick(1.1)
+    assert set(site.session.fleet.usable()) == {"a"}, "one that was believed before serves on with that"
+    assert set(site.session.fleet.unused_reasons()) == {"b"}
+    site.submit("r1")
+    site.answer(1)
+    assert "r1" in site.answers
+    site.join("b")
+    assert not site.session.fleet.unused_reasons()
 
 
 def test_drift_plans_again_and_keeps_a_plan_that_is_no_worse() -> None:
@@ -195,7 +225,7 @@ def test_devices_of_one_kind_that_differ_by_noise_get_equal_slowdowns() -> None:
 
 
 def test_plans_are_made_with_what_devices_measured_of_their_peers() -> None:
-    found = Fleet(mesh=True)
+    found = Fleet(secret=bytes(32))
     for name in ("a", "b", "c"):
         endpoint = None if name == "c" else Endpoint("192.0.2.7", 1883)
         found.record_caps(name, replace(caps(name, 1), endpoint=endpoint))
@@ -342,7 +372,7 @@ Told = tuple[float | None, float | None]
 
 def as_the_planner_sees(endpoint: Endpoint | None, told: dict[str, tuple[Told, float]]) -> Cluster:
     """Return the cluster of devices that told what frames and bytes cost, and a slowdown."""
-    members = Fleet(mesh=True)
+    members = Fleet(secret=bytes(32))
     for name, ((frame_s, byte_s), slowdown) in told.items():
         members.record_caps(name, replace(caps(name, 1), endpoint=endpoint))
         members.record_status(name, Status("online", 1), 0.0)

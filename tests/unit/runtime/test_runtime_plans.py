@@ -19,7 +19,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fleet import RETURN_S
 from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, RESTORE_AFTER_S
-from hepti_mqtt.runtime.coordinator.plans import PLANS
+from hepti_mqtt.runtime.coordinator.plans import PLANS, Ids
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import PREPARE_TIMEOUT_S, PUBLISHED_TRANSITIONS
 from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_S
@@ -38,6 +38,13 @@ def overdue(site: Site) -> None:
     site.submit("r", within=1e6)
     site.tick(OVERDUE_S / 2)
     site.tick(OVERDUE_S)
+
+
+def test_run_ids_rise_and_cannot_be_guessed() -> None:
+    own, others = (Ids(1, secret) for secret in (b"1" * 32, b"2" * 32))
+    runs = [own.next_run() for _ in range(100)]
+    assert runs == sorted(set(runs))
+    assert not set(runs) & {others.next_run() for _ in range(100)}
 
 
 NARROW = Pins(weight_dtype="w8a8")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from sites import FAMILIES, METHODS, MODEL, TOLERANCE, always, plan, request, tensors
 from sites import everyone as divided
-from swarm import ALONE, Swarm, plan_of, profile_curve
+from swarm import ALONE, SECRET, Swarm, plan_of, profile_curve
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
@@ -23,6 +23,7 @@ from hepti_mqtt.planner import Question, price
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.messages import Endpoint, Peer, Prepare
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
 from hepti_mqtt.runtime.worker import session
 from hepti_mqtt.runtime.worker.runs import EARLY_BYTES
@@ -229,8 +230,11 @@ def test_early_frames_of_a_wrong_shape_cost_an_attempt_and_no_answer():
     template = host.plans.get(MODEL, plan_of(swarm).version).programs[SHAPE].template
     exchanges = [key for key in template.slot_of_exchange if key[2] == "d1"]
     assert len(exchanges) > 1
+    ids = Ids(1, SECRET)
+    first, second = ids.next_run(), ids.next_run()
+    assert first < second
     for node, part, _ in exchanges:
-        frame = stranger(swarm, run_id=2, node=node, part=part)
+        frame = stranger(swarm, run_id=second, node=node, part=part)
         assert host.handle(session.FrameIn(frame), swarm.now) == []
     ask(swarm, "second")
     assert host.counters["bad_shape"] == 1, "the first one ends the run"

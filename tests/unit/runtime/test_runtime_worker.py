@@ -442,7 +442,17 @@ def test_a_plan_is_studied_once_however_often_it_is_asked_for() -> None:
     assert device.plans.get(*ONE).transaction_id == 7
 
 
-@pytest.mark.parametrize("event", [*(e for name, e in ENDS.items() if name != "failed"), MayHaveMissedCommands("away")])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_plan_that_is_studied_while_commands_may_be_missed_is_in_doubt_until_it_is_asked_for_again(again) -> None:
+    device, order = asked(prepare(fixed=HALVES))
+    assert device.handle(MayHaveMissedCommands("away"), 0.0) == []
+    if again:
+        device.handle(MessageIn(prepare(fixed=HALVES)), 0.0)
+    assert [type(c) for c in studied(device, order)] == [Subscribe, Load]
+    assert device.plans.unconfirmed() == ([] if again else [ONE])
+
+
+@pytest.mark.parametrize("event", [e for name, e in ENDS.items() if name != "failed"])
 def test_a_plan_that_is_given_up_while_it_is_studied_does_not_come(event: WorkerEvent) -> None:
     device, order = asked(prepare(fixed=HALVES))
     assert device.handle(event, 0.0) == []
@@ -645,6 +655,16 @@ def test_a_request_that_ends_while_it_waits_is_forgotten(how: str) -> None:
     device.run()
     assert device.done() == []
     assert device.session.runs.idle
+
+
+def test_cancels_of_runs_that_are_not_here_keep_no_later_run_out() -> None:
+    device = prepared()
+    for run_id in range(200):
+        device.tell(messages.Cancel(*ONE, run_id))
+    admission = device.ask(shape(4))
+    device.build()
+    device.run()
+    assert device.done() == [admission]
 
 
 def test_a_request_that_comes_twice_while_it_waits_runs_once() -> None:

@@ -42,7 +42,16 @@ from hepti_mqtt.service import channel as journal_module
 from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
 from hepti_mqtt.service.answers import decode_output
-from hepti_mqtt.service.channel import MAX_DELIVERY_ATTEMPTS, MAX_MARKS, UNHEARD, UNHEARD_BYTES, Journal, RequestChannel
+from hepti_mqtt.service.channel import (
+    CLIENT_UNHEARD,
+    CLIENT_UNHEARD_BYTES,
+    MAX_DELIVERY_ATTEMPTS,
+    MAX_MARKS,
+    UNHEARD,
+    UNHEARD_BYTES,
+    Journal,
+    RequestChannel,
+)
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
@@ -394,10 +403,10 @@ class Site:
         self.counters = decoder.counters
         monkeypatch.setattr(self.post._requests, "acknowledge", lambda receipt: self.settled.append(receipt.packet))
 
-    def answer(self, packet, payload=b"{}"):
+    def answer(self, packet, payload=b"{}", client="me"):
         """Answer a request that the broker keeps."""
-        asked = RawRequest("m", "me", b"{}", Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
-        self.post.send(Reply("res", payload, RequestKey("m", "me", f"q{packet}")), [asked])
+        asked = RawRequest("m", client, b"{}", Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
+        self.post.send(Reply("res", payload, RequestKey("m", client, f"q{packet}")), [asked])
 
 
 @pytest.fixture
@@ -479,18 +488,18 @@ def test_an_answer_that_nobody_hears_goes_out_again_for_a_while(site, post_clock
 
 
 def test_requests_of_a_client_that_does_not_listen_do_not_fill_the_broker(site, post_clock):
-    for packet in range(UNHEARD):
+    for packet in range(CLIENT_UNHEARD):
         site.answer(packet)
     site.answers.taken(heard=False)
     assert not site.settled, "as when a broker has been killed, and all readers are on their way back"
-    for packet in range(UNHEARD, UNHEARD + 100):
+    for packet in range(CLIENT_UNHEARD, CLIENT_UNHEARD + 100):
         site.answer(packet)
     site.answers.taken(heard=False)
-    assert site.settled == list(range(UNHEARD, UNHEARD + 100))
+    assert site.settled == list(range(CLIENT_UNHEARD, CLIENT_UNHEARD + 100))
     post_clock.now += post_module.RESEND_S
     site.post.resend_due(post_clock.now)
     site.answers.taken(heard=True)
-    assert sorted(site.settled) == list(range(UNHEARD + 100)), "one that is heard makes room"
+    assert sorted(site.settled) == list(range(CLIENT_UNHEARD + 100)), "one that is heard makes room"
     del site.settled[:]
     site.answer(1000)
     site.answers.taken(heard=False)
@@ -499,15 +508,30 @@ def test_requests_of_a_client_that_does_not_listen_do_not_fill_the_broker(site, 
 
 def test_answers_that_nobody_hears_fill_no_memory(site, post_clock):
     for packet in range(3):
-        site.answer(packet, b"{%d" % packet + b" " * (UNHEARD_BYTES // 2))
+        site.answer(packet, b"{%d" % packet + b" " * (CLIENT_UNHEARD_BYTES // 2))
     site.answers.taken(heard=False)
     assert site.settled == [1, 2]
     post_clock.now += post_module.RESEND_S
     site.post.resend_due(post_clock.now)
     site.answers.taken(heard=True)
-    site.answer(3, b" " * (2 * UNHEARD_BYTES))
+    site.answer(3, b" " * (2 * CLIENT_UNHEARD_BYTES))
     site.answers.taken(heard=False)
     assert site.settled == [1, 2, 0], "one waits, however large"
+
+
+@pytest.mark.parametrize("size", [10, UNHEARD_BYTES // 100], ids=["many", "large"])
+def test_clients_that_do_not_listen_push_out_no_answer_of_one_that_does(site, post_clock, size):
+    site.answer(0, client="late")
+    for packet in range(1, 2 * UNHEARD):
+        site.answer(packet, b" " * size, client=f"deaf-{packet % 5}")
+    site.answers.taken(heard=False)
+    assert 0 not in site.settled
+    kept = 2 * UNHEARD - len(site.settled)
+    assert kept <= UNHEARD
+    assert (kept - 1) * size <= UNHEARD_BYTES
+    post_clock.now += 3.0
+    site.post.resend_due(post_clock.now)
+    assert b"{}" in site.answers.taken(heard=True)
 
 
 def test_an_answer_that_finds_no_room_goes_out_when_there_is_some(site, post_clock, caplog):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.transport import Inbox
+from hepti_mqtt.transport.base import SENDER_BYTES, SENDER_EVENTS
 
 
 @given(st.lists(st.tuples(st.sampled_from(["offer", "post", "get"]), st.integers(0, 60)), max_size=80))
@@ -27,6 +28,18 @@ def test_what_peers_offer_is_bounded_and_order_is_kept(operations):
             assert inbox.get() == expected.pop(0)[0]
         assert inbox.empty() is not bool(expected)
     assert inbox.overflowed == refused
+
+
+def test_what_one_sender_sends_is_bounded_and_keeps_nobody_else_out():
+    inbox = Inbox(limit=10, limit_bytes=100)
+    taken = sum(inbox.accept("loud", number, 1) for number in range(2 * SENDER_EVENTS))
+    assert taken == SENDER_EVENTS
+    assert [inbox.accept("large", number, SENDER_BYTES) for number in range(2)] == [True, False]
+    assert inbox.accept("quiet", "heard", 1)
+    assert inbox.offer("a request", 100)
+    got = [inbox.get() for _ in range(SENDER_EVENTS + 3)]
+    assert got == [*range(SENDER_EVENTS), 0, "heard", "a request"]
+    assert inbox.accept("loud", 1, SENDER_BYTES), "nothing is left in the account"
 
 
 def test_many_threads_lose_nothing_and_account_for_everything():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import get_args
 
 import msgpack
 import numpy as np
@@ -20,6 +21,7 @@ from hepti_mqtt.protocol import frames as protocol_frames
 from hepti_mqtt.protocol.frames import (
     DTYPES,
     HEADER_BYTES,
+    HEADER_PREFIX_BYTES,
     KINDS,
     DecoderSession,
     ExchangeCache,
@@ -32,6 +34,7 @@ from hepti_mqtt.protocol.frames import (
     frame_bytes,
     work_bytes,
 )
+from hepti_mqtt.protocol.keys import UNKEYED, Checked, FrameKey
 from hepti_mqtt.spec import PlainShape
 from hepti_mqtt.transport.buffers import Buffers
 
@@ -63,7 +66,7 @@ def any_frame(draw):
 
 
 def fields(frame: Frame) -> tuple:
-    return tuple(getattr(frame, name) for name in Frame.__slots__ if name != "body")
+    return tuple(getattr(frame, name) for name in Frame.__slots__ if name not in ("body", "header"))
 
 
 @given(any_frame())
@@ -122,6 +125,33 @@ def test_golden_bytes():
     assert hashlib.sha256(encode(WIDEST)).hexdigest()[:16] == "363cebb10058c6ac"
 
 
+KEYS = [FrameKey(b"k" * 32, checked) for checked in get_args(Checked)]
+
+
+@given(any_frame(), st.sampled_from(KEYS), st.data())
+def test_a_tag_is_of_one_key_and_of_every_byte_that_it_covers(frame, key, data):
+    payload = bytearray(encode(frame, key))
+    back = decode(payload)
+    assert fields(back) == fields(frame)
+    assert back.has_tag(key)
+    assert back.has_tag(UNKEYED)
+    assert not back.has_tag(FrameKey(b"l" * 32, key.checked))
+    assert not decode(encode(frame)).has_tag(key)
+    covered = len(payload) if key.checked == "whole" else HEADER_BYTES
+    bit = data.draw(st.integers(0, 8 * covered - 1))
+    payload[bit // 8] ^= 1 << bit % 8
+    try:
+        forged = decode(payload)
+    except WireError:
+        return
+    assert not forged.has_tag(key)
+
+
+def test_golden_tags():
+    header, whole = (encode(GOLDEN, key)[HEADER_BYTES - 16 : HEADER_BYTES - 8].hex() for key in KEYS)
+    assert (header, whole) == ("c186b59b6265ff65", "ada4de55509d909b")
+
+
 def test_the_indices_on_the_wire_never_change():
     assert KINDS == ("tensor", "work", "output", "done", "tile", "probe")
     assert DTYPES == ("f32", "f16", "i8", "u8", "i32")
@@ -163,7 +193,7 @@ def test_random_bytes_are_a_wire_error(data):
 
 def forged(**changes: object) -> bytes:
     """Return a payload whose header holds the golden frame's fields with some of them replaced."""
-    names = [n for n in Frame.__slots__ if n not in ("plan_version", "run_id", "body")]
+    names = [n for n in Frame.__slots__ if n not in ("plan_version", "run_id", "body", "header")]
     names[2:2] = ["boot", "number"]
     values = dict(zip(names, msgpack.unpackb(encode(GOLDEN)[6 : len(GOLDEN_HEADER)]), strict=True)) | changes
     packed = msgpack.packb(list(values.values()))
@@ -207,7 +237,7 @@ def test_an_admission_number_beyond_63_bits_is_a_wire_error():
     with pytest.raises(WireError):
         decode(payload)
     with pytest.raises(WireError):
-        frames.frame_header(frames.header_prefix(GOLDEN, 16), -1)
+        frames.run_id_bytes(-1)
 
 
 def test_a_header_that_was_read_before_is_no_leave_for_another_body():
@@ -216,7 +246,7 @@ def test_a_header_that_was_read_before_is_no_leave_for_another_body():
     for wrong in (payload + b"x", b"HPT1" + payload[4:]):
         with pytest.raises(WireError):
             decode(wrong)
-    again = decode(frames.frame_header(frames.header_prefix(GOLDEN, 16), 43) + payload[HEADER_BYTES:])
+    again = decode(encode(replace(GOLDEN, run_id=43)))
     assert again.run_id == 43
     np.testing.assert_array_equal(again.array(), GOLDEN.body)
 
@@ -391,9 +421,9 @@ def test_memory_of_a_payload_is_not_used_again_while_its_array_is_there():
     assert address - HEADER_BYTES in {np.frombuffer(buffers.take(100), np.uint8).ctypes.data for _ in range(3)}
 
 
-def test_any_other_byte_before_the_admission_number_has_to_be_checked():
+def test_any_other_byte_before_the_tag_has_to_be_checked():
     known, sent = learned(), bytearray(payload())
-    for at in range(HEADER_BYTES - 8):
+    for at in range(HEADER_PREFIX_BYTES):
         sent[at] ^= 1
         assert known.arrival("a", TOPIC, memoryview(bytes(sent))) is None, at
         sent[at] ^= 1

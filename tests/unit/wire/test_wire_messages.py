@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args
 
 import msgpack
 import numpy as np
@@ -19,6 +20,7 @@ from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
 from hepti_mqtt.protocol import messages as wire
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.frames import encode as encode_frame
+from hepti_mqtt.protocol.keys import Checked, public_key
 from hepti_mqtt.protocol.messages import (
     Activate,
     Cancel,
@@ -77,7 +79,19 @@ ENDPOINTS = st.builds(
 TOKENS = st.text("0123456789abcdef", max_size=64)
 PEERS = st.lists(st.builds(Peer, NAMES, ENDPOINTS, TOKENS, TOKENS), max_size=3).map(tuple)
 MESSAGES = st.one_of(
-    st.builds(Prepare, COUNTS, PLAIN, PLAIN, HASHES, COUNTS, st.lists(SHAPES, max_size=16).map(tuple), COUNTS, PEERS),
+    st.builds(
+        Prepare,
+        COUNTS,
+        PLAIN,
+        PLAIN,
+        HASHES,
+        COUNTS,
+        st.lists(SHAPES, max_size=16).map(tuple),
+        COUNTS,
+        PEERS,
+        st.just(b"") | HASHES,
+        st.sampled_from(get_args(Checked)),
+    ),
     st.builds(Activate, COUNTS, NAMES, EPOCHS),
     st.builds(Release, COUNTS, NAMES, EPOCHS),
     st.builds(Cancel, NAMES, EPOCHS, COUNTS),
@@ -100,7 +114,17 @@ STATUSES = st.builds(
     st.integers(0, 2**40),
 )
 CAPS = st.builds(
-    Caps, NAMES, BOOTS, *[COUNTS] * 4, TEXTS, TEXTS, PLAIN, COUNTS, st.sampled_from([4, 5]), st.none() | ENDPOINTS
+    Caps,
+    NAMES,
+    BOOTS,
+    *[COUNTS] * 4,
+    TEXTS,
+    TEXTS,
+    PLAIN,
+    COUNTS,
+    st.sampled_from([4, 5]),
+    st.none() | ENDPOINTS,
+    st.sampled_from(["", public_key(bytes(31) + b"\7")]),
 )
 MEASURED = st.none() | FLOATS
 HEARTBEATS = st.builds(
@@ -134,17 +158,20 @@ def test_a_frame_on_the_way_up_is_told_apart_by_its_magic():
         decode_report(b"HPT1")
 
 
+UNKEYED = " c400 a6686561646572"
+
+
 @pytest.mark.parametrize(
     ("message", "golden"),
     [
-        (Prepare(1, {"a": 1}, {}, bytes(32), 2), "99 01 01 81 a161 01 80 c420" + "00" * 32 + "02 90 00 90"),
+        (Prepare(1, {"a": 1}, {}, bytes(32), 2), "9b 01 01 81 a161 01 80 c420" + "00" * 32 + "02 90 00 90" + UNKEYED),
         (
             Prepare(1, {}, {}, bytes(32), 2, peers=(Peer("b", Endpoint("10.0.0.7", 80), "o", "i"),)),
-            "99 01 01 80 80 c420" + "00" * 32 + "02 90 00 91 96 a162 a831302e302e302e37 50 a0 a16f a169",
+            "9b 01 01 80 80 c420" + "00" * 32 + "02 90 00 91 96 a162 a831302e302e302e37 50 a0 a16f a169" + UNKEYED,
         ),
         (
             Prepare(1, {}, {}, bytes(32), 2, (PlainShape((3, 4), "hidden"), PlainShape((5,), session_rows=64)), 1),
-            "99 01 01 80 80 c420" + "00" * 32 + "02 92 9401009203 0490 9400409105 90 01 90",
+            "9b 01 01 80 80 c420" + "00" * 32 + "02 92 9401009203 0490 9400409105 90 01 90" + UNKEYED,
         ),
         (Activate(1, "m", PlanVersion(2, 3)), "94 02 01 a16d 92 02 03"),
         (Release(1, "m", PlanVersion(2, 3)), "94 03 01 a16d 92 02 03"),
@@ -294,6 +321,7 @@ def test_depth_and_size_are_limited_in_both_directions():
         (b"\x91" * 5000, (decode, decode_heartbeat)),
         (b"[" * 100_000, (decode_status, decode_caps)),
         (bytes(wire.MAX_MESSAGE_BYTES + 1), (decode, decode_heartbeat, decode_status, decode_caps)),
+        (b'{"state": "online", "boot": 1}'.ljust(wire.MAX_SELF_BYTES + 1), (decode_status,)),
     ):
         for parse in parsers:
             with pytest.raises(WireError):

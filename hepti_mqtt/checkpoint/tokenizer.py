@@ -1,0 +1,321 @@
+"""Reads a directory's tokenizer as transformers would, with one difference: control tokens in a user's text are text.
+
+Every option of tokenizer_config.json that changes ids is honoured or refused; what has no effect on ids is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from tokenizers import Tokenizer, pre_tokenizers
+
+from hepti_mqtt.checkpoint.safetensors_file import read_json
+from hepti_mqtt.checkpoint.tokenizer_classes import (
+    AS_IT_IS,
+    CLASSES,
+    CONFIG,
+    FILE,
+    Part,
+    TokenizerClass,
+    differs,
+)
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.models import tokenizer_class
+from hepti_mqtt.models.config import JsonConfig, KeyTable
+
+TOKENS_MAP: Final = "special_tokens_map.json"
+ADDED: Final = "added_tokens.json"
+_SENTENCEPIECE: Final = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
+_ROLES: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_FLAGS: Final = ("lstrip", "normalized", "rstrip", "single_word", "special")
+# The others of its keys have no effect on ids: the classes read these alone.
+_CLEANED: Final = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+_KEYS: Final = KeyTable(read=frozenset(), only={"auto_map": (), _CLEANED: (False,)}, closed=False)
+_NOTHING: Final = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """A tokenizer without padding and truncation, and what else is known of its tokens.
+
+    side: which end of a long text is cut off. mask, separator: ids, None where there is none. controls: ids that
+    only the model's own template may bring.
+    """
+
+    tokenizer: Tokenizer
+    side: Literal["left", "right"]
+    mask: int | None
+    separator: int | None
+    controls: frozenset[int]
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether a directory has a tokenizer, good or bad."""
+    return any((path / name).is_file() for name in (FILE, *(c.files[0] for c in CLASSES.values() if c.files)))
+
+
+def open_tokenizer(
+    path: Path, config: Mapping[str, Any], extras: Mapping[str, Any], *, masks: bool, lower: bool, generates: bool
+) -> TextTokenizer:
+    """Return the tokenizer of a directory.
+
+    masks: texts may have the mask token. lower: lower case comes first. Raises ModelError if there is none or a bad
+    one, UnsupportedModelError for one that versions of transformers read in different ways.
+    """
+    options = JsonConfig(CONFIG, _options(extras))
+    options.check_keys(_KEYS)
+    known = _class(options, config)
+    tokens = {role: _named(options, role, known) for role in _ROLES}
+    data = _data(path, extras, known, tokens["unk"])
+    try:
+        parts = _canonical(data)
+    except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
+        raise ModelError(f"{path / FILE} is not a valid tokenizer ({error}); copy it again") from error
+    if data["model"].get("dropout"):
+        raise UnsupportedModelError(f"{path / FILE}: dropout is not supported: the same text would give other tokens")
+    if generates and data["model"].get("type") != "BPE" and options.flag("clean_up_tokenization_spaces", False):
+        raise UnsupportedModelError(f"{CONFIG}: clean_up_tokenization_spaces true is not supported; remove it")
+    if known is None:
+        _check_as_it_is(options, parts)
+    else:
+        _check_model(data["model"], known, tokens["unk"])
+        parts = {
+            "normalizer": known.normalizer(options, parts["normalizer"]),
+            "pre_tokenizer": known.pre_tokenizer(options, parts["pre_tokenizer"]),
+            "post_processor": parts["post_processor"],
+            "decoder": known.decoder,
+        }
+    if lower:
+        parts["normalizer"] = _lowered(parts["normalizer"])
+    side = options.get("truncation_side", (data.get("truncation") or {}).get("direction", "Right"))
+    if str(side).lower() not in ("left", "right"):
+        raise options.bad_value("truncation_side", "left or right", side)
+    _check_added(data, options)
+    _check_named(data, options, tokens, known)
+    tokenizer = _built(path, data, parts, tokens["mask"] if masks else None, options)
+    if known is not None and known.around is not None:
+        _put_around(tokenizer, known, [tokens[role] for role in known.around])
+    ids = {role: tokenizer.token_to_id(token) for role, token in tokens.items() if token}
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    usual = {ids.get(role) for role, token in (known.tokens if known else {}).items() if tokens[role] == token}
+    unknown = data["model"].get("unk_id", tokenizer.token_to_id(str(data["model"].get("unk_token") or "")))
+    free = {unknown, ids.get("unk"), ids.get("mask") if masks else None}
+    left: Literal["left", "right"] = "left" if str(side).lower() == "left" else "right"
+    return TextTokenizer(
+        tokenizer,
+        left,
+        ids.get("mask"),
+        ids.get("sep"),
+        frozenset(i for i in special | usual if i is not None and i not in free),
+    )
+
+
+def _options(extras: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of tokenizer_config.json; of special tokens the older file counts, where that has them."""
+    options, named = (JsonConfig(name, extras.get(name, {})).data for name in (CONFIG, TOKENS_MAP))
+    return options if "added_tokens_decoder" in options else {**options, **named}
+
+
+def _class(options: JsonConfig, config: Mapping[str, Any]) -> TokenizerClass | None:
+    """Return the class that the files name, else the one of the model's type; None: tokenizer.json counts as it is."""
+    named = options.get("tokenizer_class", config.get("tokenizer_class"))
+    kind = str(tokenizer_class(str(config.get("model_type"))) if named is None else named).removesuffix("Fast")
+    if kind in AS_IT_IS or kind == "None":
+        return None
+    if kind not in CLASSES:
+        raise UnsupportedModelError(
+            f"{CONFIG}: tokenizer_class {named!r} is not supported; supported: {', '.join(CLASSES)}, and "
+            f"PreTrainedTokenizerFast, with which {FILE} counts as it is"
+        )
+    return CLASSES[kind]
+
+
+def _named(options: JsonConfig, role: str, known: TokenizerClass | None) -> str:
+    """Return a special token, empty where there is none."""
+    default = known.tokens.get(role, "") if known is not None else ""
+    token = options.get(f"{role}_token", default)
+    token = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(token, str):
+        raise options.bad_value(f"{role}_token", "a string", token)
+    return token
+
+
+def _data(path: Path, extras: Mapping[str, Any], known: TokenizerClass | None, unknown: str) -> dict[str, Any]:
+    """Return tokenizer.json, or the same made from the vocabulary files of the class."""
+    if (path / FILE).is_file():
+        data = read_json(path / FILE)
+        if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+            raise ModelError(f"{path / FILE} is not a valid tokenizer (it has no model); copy it again")
+        if "type" not in data["model"] and known is not None:  # files of the first versions
+            data["model"]["type"] = known.model
+        return data
+    if known is None or not known.files or not all((path / name).is_file() for name in known.files):
+        found = next((name for name in _SENTENCEPIECE if (path / name).is_file()), None)
+        way = (
+            f"make it from {found} on a machine with transformers: "
+            "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+            if found
+            else "copy it from where the model is"
+        )
+        raise ModelError(f"{path / FILE} is missing, so texts cannot be read or written; {way}")
+    model = _model_of_files([path / name for name in known.files], unknown)
+    added = JsonConfig(ADDED, extras.get(ADDED, {})).data
+    entries = [
+        {"id": i, "content": token, **dict.fromkeys(_FLAGS, False), "normalized": True} for token, i in added.items()
+    ]
+    return {"version": "1.0", "added_tokens": sorted(entries, key=lambda entry: int(entry["id"])), "model": model}
+
+
+def _model_of_files(files: Sequence[Path], unknown: str) -> dict[str, Any]:
+    """Return the model of vocab.txt, or of vocab.json and merges.txt."""
+    try:
+        if len(files) == 1:
+            lines = files[0].read_text(encoding="utf-8-sig").split("\n")
+            words = lines[:-1] if lines[-1] == "" else lines
+            vocab = {word.removesuffix("\r"): i for i, word in enumerate(words)}
+            sizes = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+            return {"type": "WordPiece", "vocab": vocab, "unk_token": unknown, **sizes}
+        merges = [line for line in files[1].read_text(encoding="utf-8-sig").splitlines() if line]
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{files[0].parent}: its vocabulary cannot be read ({error}); copy it again") from error
+    merges = merges[1:] if merges and merges[0].startswith("#version") else merges
+    return {"type": "BPE", "vocab": read_json(files[0]), "merges": merges}
+
+
+_PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+
+
+def _canonical(data: Mapping[str, Any]) -> dict[str, Part]:
+    """Return the parts of a tokenizer as the newest format writes them."""
+    parts = {name: data.get(name) for name in _PARTS}
+    return {name: value for name, value in json.loads(_bare(parts).to_str()).items() if name in _PARTS}
+
+
+def _bare(parts: Mapping[str, Part]) -> Tokenizer:
+    """Return a tokenizer of these parts without a vocabulary."""
+    bare: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "model": _NOTHING,
+    }
+    return Tokenizer.from_str(json.dumps({**bare, **parts}))
+
+
+def _check_model(model: Mapping[str, Any], known: TokenizerClass, unknown: str) -> None:
+    """Raise UnsupportedModelError unless the class would build the same model."""
+    if model.get("type") != known.model:
+        raise differs("model", f"{known.model}, and it is {model.get('type')}")
+    for key, values in known.parameters.items():
+        if model.get(key) not in values:
+            raise differs("model", f"{key} is {model.get(key)!r}")
+    if known.model == "WordPiece" and model.get("unk_token", "[UNK]") != unknown:
+        raise differs("model", f"unk_token is {unknown!r}")
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    if known.model == "BPE" and model.get("unk_token") and not alphabet <= model["vocab"].keys():
+        raise differs("model", "its bytes are not all in the vocabulary")
+
+
+def _check_as_it_is(options: JsonConfig, parts: Mapping[str, Part]) -> None:
+    """Raise UnsupportedModelError for an option that tokenizer.json alone would contradict."""
+    found = parts["pre_tokenizer"] or {}
+    wanted = options.get("add_prefix_space", None)
+    if wanted is not None and found.get("add_prefix_space", wanted) != wanted:
+        raise differs("pre_tokenizer", f"add_prefix_space is {wanted!r} in {CONFIG}")
+
+
+def _check_added(data: Mapping[str, Any], options: JsonConfig) -> None:
+    """Raise UnsupportedModelError if both files name words beside the vocabulary, and other ones."""
+    named = options.get("added_tokens_decoder", None)
+    if named is None:
+        return
+    try:
+        stated = {(int(i), token["content"]) for i, token in named.items() if not token.get("special")}
+        found = {(int(t["id"]), t["content"]) for t in data.get("added_tokens") or () if not t.get("special")}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise options.bad_value("added_tokens_decoder", "an object of numbers and tokens", named) from error
+    if stated != found:
+        raise differs("added_tokens", f"{sorted(stated ^ found)[:4]} are in one of both files alone")
+
+
+def _check_named(
+    data: Mapping[str, Any], options: JsonConfig, tokens: Mapping[str, str], known: TokenizerClass | None
+) -> None:
+    """Raise UnsupportedModelError for a control token that is a word like any other in tokenizer.json."""
+    added = [*(data.get("added_tokens") or ()), *(options.get("added_tokens_decoder", None) or {}).values()]
+    special = {token["content"] for token in added if token.get("special")}
+    usual = {*known.tokens.values()} if known is not None else set()
+    for role, token in tokens.items():
+        other = token not in special and token not in usual and role != "mask"  # masks are found in texts in any case
+        if token and other and _number(data["model"].get("vocab") or {}, token) is not None:
+            raise differs("added_tokens", f"{role}_token {token!r} is a word like any other")
+
+
+def _lowered(normalizer: Part) -> Part:
+    """Return a normalizer that makes lower case first, unless it does so anyway."""
+    lower = {"type": "Lowercase"}
+    steps = [] if normalizer is None else [normalizer]
+    if normalizer is not None and normalizer["type"] == "Sequence":
+        steps = normalizer["normalizers"]
+    return normalizer if lower in steps else {"type": "Sequence", "normalizers": [lower, *steps]}
+
+
+def _built(
+    path: Path, data: dict[str, Any], parts: Mapping[str, Part], mask: str | None, options: JsonConfig
+) -> Tokenizer:
+    """Return the tokenizer; mask: the only control token that is found in texts."""
+    added = list(_with_mask(data, mask, options)) if mask else data.get("added_tokens") or []
+    whole = {**data, **parts, "added_tokens": added, "truncation": None, "padding": None}
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(whole))
+    except Exception as error:  # as above
+        raise ModelError(f"{path / FILE} is not a valid tokenizer ({error}); copy it again") from error
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _with_mask(data: Mapping[str, Any], mask: str, options: JsonConfig) -> Iterable[dict[str, Any]]:
+    """Yield the added tokens, the mask token among the words; how it is found is what the newest file says."""
+    entries = data.get("added_tokens") or []
+    stated = options.get("added_tokens_decoder", None) or {}
+    entry = next((t for t in entries if t["content"] == mask), None)
+    flags = next((t for t in stated.values() if isinstance(t, Mapping) and t.get("content") == mask), entry or {})
+    vocab = data["model"].get("vocab") or {}
+    number = entry["id"] if entry else _number(vocab, mask)
+    for token in entries:
+        if token is not entry:
+            yield token
+    if number is not None:
+        yield {"id": number, "content": mask} | {flag: bool(flags.get(flag)) for flag in _FLAGS} | {"special": False}
+
+
+def _number(vocab: Any, token: str) -> int | None:
+    """Return the id of a token of a vocabulary, which is an object, or a list of tokens and scores."""
+    if isinstance(vocab, Mapping):
+        return vocab.get(token)
+    return next((i for i, (piece, _) in enumerate(vocab) if piece == token), None)
+
+
+def _put_around(tokenizer: Tokenizer, known: TokenizerClass, tokens: Sequence[str]) -> None:
+    """Let the class's tokens stand around every text, where it overrules tokenizer.json or that says nothing."""
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    if None in ids:
+        raise ModelError(f"{FILE} has no {' or no '.join(tokens)}, which its class puts around texts; copy it again")
+    if tokenizer.post_processor is None:
+        start, end = ([{"SpecialToken": {"id": token, "type_id": 0}}] for token in tokens)
+        single = [*start, {"Sequence": {"id": "A", "type_id": 0}}, *end]
+        special = {t: {"id": t, "ids": [i], "tokens": [t]} for t, i in zip(tokens, ids, strict=True)}
+        part = {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        }
+        tokenizer.post_processor = _bare({"post_processor": {**part, "special_tokens": special}}).post_processor
+    probe = tokenizer.encode("a", add_special_tokens=False)
+    if known.always and tokenizer.post_process(probe).ids != [ids[0], *probe.ids, ids[1]]:
+        raise differs("post_processor", f"{tokens[0]}, the text, {tokens[1]}")

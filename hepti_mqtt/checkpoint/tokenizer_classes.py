@@ -1,0 +1,197 @@
+"""How the classes of transformers build their tokenizers: what tokenizer.json says, they may overrule.
+
+From transformers 5 on a class builds all parts itself, from the options in tokenizer_config.json; before, the parts of
+tokenizer.json counted, but for some options. So an option that is stated counts. A part of tokenizer.json that its
+class would build in another way, with nothing stated, is refused: versions differ in what they make of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.models.config import JsonConfig
+
+Part = dict[str, Any] | None  # as tokenizer.json has it
+
+FILE: Final = "tokenizer.json"
+CONFIG: Final = "tokenizer_config.json"
+
+_BERT_TOKENS: Final = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
+_ROBERTA_TOKENS: Final = {"bos": "<s>", "eos": "</s>", "sep": "</s>", "cls": "<s>", "unk": "<unk>", "pad": "<pad>"} | {
+    "mask": "<mask>",
+}  # fmt: skip
+_ALBERT_TOKENS: Final = _BERT_TOKENS | {"bos": "[CLS]", "eos": "[SEP]", "unk": "<unk>", "pad": "<pad>"}
+_GPT2_TOKENS: Final = dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>")
+_EMPTY: Final = (None, "")
+_BPE: Final = {
+    "continuing_subword_prefix": _EMPTY, "end_of_word_suffix": _EMPTY, "fuse_unk": (None, False),
+    "byte_fallback": (None, False), "ignore_merges": (None, False),
+}  # fmt: skip
+_MARK: Final = "\u2581"  # what stands for a space
+_SPACES: Final = {"type": "WhitespaceSplit"}
+_BYTES: Final = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+
+
+class TokenizerClass(NamedTuple):
+    """A class of transformers.
+
+    tokens: its special tokens by role. parameters: values that its model may have, of type `model`. normalizer,
+    pre_tokenizer: return the part to use for options and what tokenizer.json has. around: roles of the tokens before
+    and behind a text; always: whatever tokenizer.json says. files: what a vocabulary is read from, without it.
+    """
+
+    model: str
+    tokens: Mapping[str, str]
+    parameters: Mapping[str, tuple[Any, ...]]
+    normalizer: Callable[[JsonConfig, Part], Part]
+    pre_tokenizer: Callable[[JsonConfig, Part], Part]
+    around: tuple[str, str] | None
+    always: bool
+    decoder: Part
+    files: tuple[str, ...] = ()
+
+
+def differs(part: str, why: str) -> UnsupportedModelError:
+    """Return the error for a part of tokenizer.json that its class would build in another way."""
+    return UnsupportedModelError(
+        f"{FILE}: its {part} is not the one of its class in transformers ({why}), whose versions differ in which of "
+        f'them counts; save the tokenizer again, or name "tokenizer_class": "PreTrainedTokenizerFast" in {CONFIG}, if '
+        f"{FILE} is to count as it is"
+    )
+
+
+def _option(options: JsonConfig, key: str, default: Any, found: Part, name: str) -> Any:
+    """Return an option: what is stated, else the class's default, which must be what tokenizer.json has."""
+    if key in options.data:
+        return options.data[key]
+    if found is not None and found.get(name) != default:
+        raise differs(str(found["type"]), f"{name} is {found.get(name)!r} there, and {CONFIG} has no {key!r}")
+    return default
+
+
+def _bert_normalizer(options: JsonConfig, found: Part) -> Part:
+    if found is not None and (found["type"] != "BertNormalizer" or not found["clean_text"]):
+        raise differs("normalizer", "a BertNormalizer that cleans texts")
+    if found is not None and found["strip_accents"] == found["lowercase"]:
+        found = {**found, "strip_accents": None}  # which means the same
+    return {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": _option(options, "tokenize_chinese_chars", True, found, "handle_chinese_chars"),
+        "strip_accents": _option(options, "strip_accents", None, found, "strip_accents"),
+        "lowercase": _option(options, "do_lower_case", True, found, "lowercase"),
+    }
+
+
+def _bert_pre_tokenizer(_options: JsonConfig, found: Part) -> Part:
+    if found not in (None, {"type": "BertPreTokenizer"}):
+        raise differs("pre_tokenizer", "a BertPreTokenizer")
+    return {"type": "BertPreTokenizer"}
+
+
+def _no_normalizer(_options: JsonConfig, found: Part) -> Part:
+    if found is not None:
+        raise differs("normalizer", "none")
+    return None
+
+
+def _bytes(options: JsonConfig, found: Part) -> Part:
+    if found is not None and (found["type"] != "ByteLevel" or not found["use_regex"]):
+        raise differs("pre_tokenizer", "a ByteLevel that splits by its regular expression")
+    prefix = _option(options, "add_prefix_space", False, found, "add_prefix_space")
+    return {**_BYTES, "add_prefix_space": prefix}
+
+
+def _steps(found: Part) -> list[dict[str, Any]]:
+    """Return the normalizers of a sequence, without those that change spaces alone: words are split at spaces next."""
+    if found is None:
+        return []
+    steps = found["normalizers"] if found["type"] == "Sequence" else [found]
+    spaces = ({"Regex": " {2,}"}, {"Regex": "\\s{2,}"})
+    return [s for s in steps if s["type"] != "Strip" and not (s["type"] == "Replace" and s["pattern"] in spaces)]
+
+
+def _sentencepiece_normalizer(_options: JsonConfig, found: Part) -> Part:
+    if [step["type"] for step in _steps(found)] not in ([], ["Precompiled"]):
+        raise differs("normalizer", "the one of its sentencepiece model")
+    return found
+
+
+def _albert_normalizer(options: JsonConfig, found: Part) -> Part:
+    steps = _steps(found)
+    lower = {"type": "Lowercase"} in steps if found is not None else True
+    accents = {"type": "StripAccents"} not in steps if found is not None else False
+    given = {"type": "ALBERT's normalizer", "lower case": lower, "keeps accents": accents}
+    wanted: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": quote}, "content": '"'} for quote in ("``", "''")
+    ]
+    if not _option(options, "keep_accents", False, given, "keeps accents"):
+        wanted += [{"type": "NFKD"}, {"type": "StripAccents"}]
+    if _option(options, "do_lower_case", True, given, "lower case"):
+        wanted.append({"type": "Lowercase"})
+    known = ("Lowercase", "NFKD", "StripAccents")
+    if found is not None and [s for s in steps if s["type"] not in known][:2] != wanted[:2]:
+        raise differs("normalizer", "one that begins with two kinds of quotes")
+    rest = [step for step in steps if step["type"] == "Precompiled"]
+    if len(rest) != len([s for s in steps if s["type"] not in known]) - 2 * (found is not None):
+        raise differs("normalizer", "quotes, accents, case, and the one of its sentencepiece model")
+    return {"type": "Sequence", "normalizers": wanted + rest}
+
+
+def _words(options: JsonConfig, found: Part) -> Part:
+    """Return sentencepiece's splitting: at spaces, each of which is marked in front of its word."""
+    steps = found["pretokenizers"] if found is not None and found["type"] == "Sequence" else [found] if found else []
+    mark = steps[-1] if steps else None
+    if steps and (steps[:-1] not in ([], [_SPACES]) or (mark or {}).get("type") != "Metaspace"):
+        raise differs("pre_tokenizer", "one that splits at spaces and marks them")
+    if mark is not None and (mark["replacement"] != _MARK or not mark["split"]):
+        raise differs("pre_tokenizer", f"one that marks spaces with {_MARK!r}")
+    given = {"type": "Metaspace", "prefix": mark["prepend_scheme"] == "always"} if mark is not None else None
+    scheme = "always" if _option(options, "add_prefix_space", True, given, "prefix") else "never"
+    marked = {"type": "Metaspace", "replacement": _MARK, "prepend_scheme": scheme, "split": True}
+    return {"type": "Sequence", "pretokenizers": [_SPACES, marked]}
+
+
+_BERT: Final = TokenizerClass(
+    "WordPiece",
+    _BERT_TOKENS,
+    {"continuing_subword_prefix": (None, "##"), "max_input_chars_per_word": (None, 100)},
+    _bert_normalizer,
+    _bert_pre_tokenizer,
+    ("cls", "sep"),
+    True,
+    {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    ("vocab.txt",),
+)
+_GPT2: Final = TokenizerClass(
+    "BPE", _GPT2_TOKENS, _BPE, _no_normalizer, _bytes, None, False, _BYTES, ("vocab.json", "merges.txt")
+)
+_XLM_ROBERTA: Final = TokenizerClass(
+    "Unigram",
+    _ROBERTA_TOKENS,
+    {"unk_id": (3,), "byte_fallback": (None, False)},
+    _sentencepiece_normalizer,
+    _words,
+    ("bos", "eos"),
+    True,
+    {"type": "Metaspace", "replacement": _MARK, "prepend_scheme": "always", "split": True},
+)
+CLASSES: Final[Mapping[str, TokenizerClass]] = {
+    "BertTokenizer": _BERT,
+    "DistilBertTokenizer": _BERT,
+    "ElectraTokenizer": _BERT,
+    "GPT2Tokenizer": _GPT2,
+    "RobertaTokenizer": _GPT2._replace(tokens=_ROBERTA_TOKENS, around=("cls", "sep"), always=True),
+    "XLMRobertaTokenizer": _XLM_ROBERTA,
+    "AlbertTokenizer": _XLM_ROBERTA._replace(
+        tokens=_ALBERT_TOKENS,
+        parameters={"unk_id": (1,), "byte_fallback": (None, False)},
+        normalizer=_albert_normalizer,
+        around=("cls", "sep"),
+        always=False,
+    ),
+}
+# tokenizer.json counts as it is.
+AS_IT_IS: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})

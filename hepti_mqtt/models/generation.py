@@ -1,0 +1,71 @@
+"""What a model's files say of the text that it generates: where it ends, and what else would change it.
+
+The most likely token follows here, so what only shapes a sampled text has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hepti_mqtt.models.config import JsonConfig, KeyTable
+
+FILE: Final = "generation_config.json"
+
+_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "begin_suppress_tokens": ([],),
+    "bad_words_ids": ([],),
+    "diversity_penalty": (0, 0.0),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1, 1.0),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_decoder_ids": ([],),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1, 1.0),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "penalty_alpha": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "sequence_bias": ({}, []),
+    "stop_strings": ([],),
+    "suppress_tokens": ([],),
+    "watermarking_config": ({},),
+}
+# Of a sampled text, of several texts, of its length (which a request names), of what else is returned, of speed.
+_WITHOUT_EFFECT: Final = frozenset({
+    "_from_model_config", "assistant_confidence_threshold", "assistant_early_exit",
+    "assistant_ensemble_weight", "assistant_lookbehind",
+    "bos_token_id", "cache_config", "cache_implementation", "compile_config", "continuous_batching_config",
+    "decoder_start_token_id", "disable_compile", "do_sample", "early_stopping", "epsilon_cutoff", "eta_cutoff",
+    "is_assistant", "length_penalty", "low_memory", "max_cache_len", "max_length", "max_matching_ngram_size",
+    "max_new_tokens", "max_time", "min_p", "monitor_progress", "name_or_path", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_logits", "output_scores", "pad_token_id", "prefill_chunk_size", "prompt_lookup_num_tokens",
+    "remove_invalid_values", "renormalize_logits", "return_dict_in_generate", "speculation_type", "target_lookbehind",
+    "temperature", "top_h", "top_k", "top_p", "transformers_version", "typical_p", "use_cache", "use_mtp",
+})  # fmt: skip
+_KEYS: Final = KeyTable(frozenset({"eos_token_id"}), _WITHOUT_EFFECT, _NEUTRAL)
+_OLD_KEYS: Final = KeyTable(frozenset(), only=_NEUTRAL, closed=False)  # where config.json has them
+
+
+def end_tokens(config: JsonConfig, extras: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
+    """Return the tokens after which a text ends, none if no file names one.
+
+    generation_config.json counts where it is there, else config.json. Raises UnsupportedModelError for what would
+    change the most likely text, ModelError for end tokens that are no tokens.
+    """
+    if FILE in extras:
+        config = JsonConfig(FILE, extras[FILE])
+        config.check_keys(_KEYS)
+    else:
+        config.check_keys(_OLD_KEYS)
+    named = config.get("eos_token_id", [])
+    found = named if isinstance(named, list) else [named]
+    if not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < vocab for v in found):
+        raise config.bad_value("eos_token_id", f"a token from 0 to {vocab - 1}, or a list of them", named)
+    return tuple(sorted(set(found)))
