@@ -34,7 +34,7 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PATH=/opt/venv/bin:$PATH
 RUN useradd --uid 1000 --create-home hepti && install -d -o hepti -g hepti /var/cache/hepti
 COPY --from=packages /opt/venv /opt/venv
 COPY --from=packages /opt/minilm /opt/minilm
-# Tiles of weights, measurements and the boot counter live in the home, compiled kernels in a place that agents of one
+# Tiles of weights, and measurements live in the home, compiled kernels in a place that agents of one
 # machine may share: mount volumes there. Nothing else is written.
 USER hepti
 WORKDIR /home/hepti

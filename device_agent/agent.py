@@ -14,17 +14,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from secrets import token_bytes
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import platformdirs
 import psutil
 
 from device_agent.background import BackgroundTuning, StartupStatus, prepare_kernels
+from device_agent.budget import Budget
 from device_agent.config import AgentConfig, mesh_address
 from device_agent.heartbeat import HeartbeatThread, Meter
 from device_agent.links import MeshLinks, open_links
-from device_agent.loader import LoaderThread, LoadEvent, TileCache, WeightLoader
-from device_agent.machine import HealthMonitor, free_memory, memory_budget
+from device_agent.loader import WINDOW, LoaderThread, LoadEvent, TileCache, WeightLoader
+from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memory_budget
 from device_agent.measure import Curves, load_or_measure, measurement_file
 from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, Stop
 from device_agent.probes import Prober
@@ -32,9 +33,8 @@ from device_agent.shell import BuilderThread, SessionLoop
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import StopRequested, StopSignals, return_large_blocks
 from hepti_mqtt.config.settings import data_link
-from hepti_mqtt.config.state import next_boot
 from hepti_mqtt.errors import ConfigError, NetworkError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.ids import Start, check_name
 from hepti_mqtt.kernels import Workers, isa, jit
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
@@ -53,7 +53,9 @@ from hepti_mqtt.transport import (
     PahoTransport,
     Transport,
     Will,
+    claim,
     data_connection_possible,
+    new_boot,
     open_broker_warning,
 )
 
@@ -61,7 +63,7 @@ APP: Final = "hepti"
 
 
 class AgentDirectories(NamedTuple):
-    """Where one device keeps its state (boot counter, lock, measurement) and its weight tiles."""
+    """Where one device keeps its state (lock, measurement) and its weight tiles."""
 
     state: Path
     tiles: Path
@@ -139,9 +141,7 @@ def run_agent(config: AgentConfig, stop: StopSignals | None = None) -> None:
     with device_lock(places.state), stop or StopSignals() as signals:
         agent: _Agent | None = None
         try:
-            # A cache that is opened leaves room on the disk: tiles go before the boot counter does.
-            room = partial(TileCache, places.tiles, config.cache_bytes or 1, Counter())
-            agent = _Agent(config, places, next_boot(places.state, free_space=room))
+            agent = _Agent(config, places, new_boot())
             agent.run(signals)
         except StopRequested:
             signals.ignore_further()
@@ -156,7 +156,7 @@ class _Agent:
     """All parts of one agent, wired."""
 
     def __init__(self, config: AgentConfig, places: AgentDirectories, boot: int) -> None:
-        self._config, self._boot, self._places = config, boot, places
+        self._config, self._start, self._places = config, Start(0, boot), places
         self._log = config.log
         self._topics = Topics(config.site)
         self._private_key = token_bytes(KEY_BYTES)
@@ -165,8 +165,15 @@ class _Agent:
         self._loader_counters: Counter[str] = Counter()
         self._prober = Prober(config.device_id, boot)
         cache = TileCache(places.tiles, config.cache_bytes, self._loader_counters)
-        weights = WeightLoader(cache, self._loading, self._request_tiles, self._loader_counters)
-        self._loader = LoaderThread(weights, self._loader_counters, self._log)
+        self._budget = budget = Budget(throttled=has_cpu_quota())
+        weights = WeightLoader(
+            cache,
+            self._loading,
+            self._request_tiles,
+            self._loader_counters,
+            lambda: 1 if budget.running else WINDOW,
+        )
+        self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget)
         self._network = Network(
             self._topics,
             config.device_id,
@@ -197,7 +204,7 @@ class _Agent:
         self._reached = "control" not in waiting
         if not waiting:
             self._warn_if_open()
-        with StartupStatus(self._publish_starting, self._boot, self._log) as starting:
+        with StartupStatus(self._publish_starting, self._start, self._log) as starting:
             workers, curves = self._measure(starting)
         signals.raise_if_requested()
         rss_idle = int(psutil.Process().memory_info().rss)
@@ -215,10 +222,10 @@ class _Agent:
         config = self._config
         session = WorkerSession(config.device_id, config.site, budget)
         self._meter = meter = Meter(curves)
-        self._links = open_links(config, self._topics, self._boot, self._complaints)
+        self._links = open_links(config, self._topics, self._start.boot, self._complaints)
         self._caps = Caps(
             device=config.device_id,
-            boot=self._boot,
+            boot=self._start.boot,
             cores=psutil.cpu_count() or 1,
             threads=config.threads,
             memory_budget_bytes=budget,
@@ -230,10 +237,10 @@ class _Agent:
             mqtt=0,
             public_key=public_key(self._private_key),
         )
-        self._builder = BuilderThread(config.device_id, self._topics, workers, self.inbox.post)
+        self._builder = BuilderThread(config.device_id, self._topics, workers, self.inbox.post, self._budget)
         self._shell = shell = SessionLoop(
             session,
-            self._boot,
+            self._start,
             self.inbox,
             self._network,
             self._loader,
@@ -244,11 +251,12 @@ class _Agent:
             self._log,
             self._links,
             self._private_key,
+            self._budget,
         )
         self._heartbeat = HeartbeatThread(
             self._topics,
             config.device_id,
-            self._boot,
+            self._start.boot,
             self._network,
             HealthMonitor(config.url),
             meter,
@@ -263,7 +271,7 @@ class _Agent:
             config.threads,
             config.memory_bytes or free_memory(),
             meter,
-            lambda: shell.last_op_s,
+            self._budget,
             self._publish_caps,
             self._log,
         )
@@ -290,29 +298,33 @@ class _Agent:
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _will(self) -> Will:
-        status = encode_status(Status("offline", self._boot, version=__version__))
-        return Will(self._topics.status(self._config.device_id), status, 1, True)
+        return Will(self._topics.status(self._config.device_id), self._status("offline"), 1, True)
+
+    def _status(self, state: Literal["online", "offline"]) -> bytes:
+        return encode_status(Status(state, self._start.boot, version=__version__, term=self._start.term))
 
     def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> Transport:
         config = self._config
-        client_id, name = f"hepti-{config.site}-{config.device_id}-{plane}", f"hepti-{plane}"
+        # Two agents of one name must both stay connected until they have found out which of them ends.
+        client_id = f"hepti-{config.site}-{config.device_id}-{plane}-{self._start.boot:08x}"
+        name = f"hepti-{plane}"
         if plane == "data" and data_link() != "paho" and data_connection_possible():
             return DataConnection(config.url, client_id, on_message=on_message, on_state=on_state, name=name)
-        return PahoTransport(
-            config.url,
-            client_id,
-            on_message=on_message,
-            on_state=on_state,
-            # MQTT 5 costs paho more per frame than 3.1.1 and gives the data plane nothing.
-            protocol=None if plane == "control" else 4,
-            will=self._will() if plane == "control" else None,
-            name=name,
+        # MQTT 5 costs paho more per frame than 3.1.1 and gives the data plane nothing.
+        protocol = None if plane == "control" else 4
+        made = PahoTransport(
+            config.url, client_id, on_message=on_message, on_state=on_state, protocol=protocol, name=name
         )
+        if plane == "control":
+            self._control = made
+        return made
 
     def _connect(self, planes: tuple[Plane, ...]) -> tuple[Plane, ...]:
         """Connect planes once; return those for which no broker was there. Raises NetworkError without `retry`."""
         for place, plane in enumerate(planes):
             try:
+                if plane == "control":
+                    self._claim_name()
                 self._network.connect(plane, CONNECT_TIMEOUT_S)
             except NetworkError as exc:
                 if not self._config.retry:
@@ -321,6 +333,14 @@ class _Agent:
                     self._log.warning("%s; retrying until the broker answers", exc)
                 return planes[place:]
         return ()
+
+    def _claim_name(self) -> None:
+        """Follow the last start under our name; before the connection, whose will says so."""
+        if not self._start.term:
+            topic, name = self._topics.status(self._config.device_id), f"hepti-{self._config.site}"
+            name = f"{name}-{self._config.device_id}"
+            self._start = claim(self._config.url, topic, name, self._start.boot, CONNECT_TIMEOUT_S).start
+            self._control.will = self._will()
 
     def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: StopSignals) -> None:
         delay_s = BACKOFF_S[0]
@@ -366,9 +386,8 @@ class _Agent:
         self._caps = replace(self._caps, largest_packet_bytes=largest or 0, mqtt=link.protocol)
         self._prober.set_packet_limit(limit, link.broker_is_local)
         self._publish_caps()
-        online = encode_status(Status("online", self._boot, version=__version__))
-        self._network.publish("control", self._topics.status(device), online, 1, True)
-        self._log.info("%s is online at site %s (boot %d)", device, self._config.site, self._boot)
+        self._network.publish("control", self._topics.status(device), self._status("online"), 1, True)
+        self._log.info("%s is online at site %s (start %d)", device, self._config.site, self._start.term)
         if self._heartbeat is not None:
             self._heartbeat.start()
         if self._tuning is not None:

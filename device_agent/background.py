@@ -7,17 +7,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil, inf
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Final, Self
 
+from device_agent.budget import Budget
 from device_agent.heartbeat import Meter
 from device_agent.machine import free_memory, usable_cores
 from device_agent.measure import has_narrow_curves, load_or_measure
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.ids import Start
 from hepti_mqtt.kernels import Workers, isa, precompile
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.jit import cache_directory, release_compiler, return_memory
@@ -37,12 +40,12 @@ class StartupStatus:
     def __init__(
         self,
         publish: Callable[[Status], None],
-        boot: int,
+        start: Start,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._publish, self._log, self._clock = publish, log, clock
-        self._status = Status("starting", boot, version=__version__)
+        self._status = Status("starting", start.boot, version=__version__, term=start.term)
         self._logged_s = float("-inf")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="hepti-starting", daemon=True)
@@ -60,7 +63,7 @@ class StartupStatus:
 
     def update(self, doing: str, done: int = 0, total: int = 0) -> None:
         """Say what is done now, and how much of it is done already."""
-        status = Status("starting", self._status.boot, doing, done, total, __version__)
+        status = replace(self._status, doing=doing, done=done, total=total)
         if status == self._status:
             return
         now, other = self._clock(), doing != self._status.doing
@@ -106,7 +109,6 @@ def prepare_kernels(threads: int, status: StartupStatus, log: logging.Logger) ->
 
 POLL_S: Final = 1.0
 CLOSE_S: Final = 1.0
-IDLE_S: Final = 5.0  # a device without an op for this long is idle
 MISMATCH_RATIO: Final = 1.5  # of observed to measured time, in either direction
 MISMATCH_S: Final = 30.0  # of requests
 REMEASURE_S: Final = 600.0  # before the next measurement; doubles each time, as a mismatch may be permanent
@@ -138,8 +140,8 @@ class RemeasurePolicy:
 class BackgroundTuning:
     """A thread from `start` to `close`.
 
-    measurement: its file. threads, memory_bytes: as at the first measurement. last_op_s: returns when an op was last
-    run. publish_caps: publishes the curves of `meter`.
+    measurement: its file. threads, memory_bytes: as at the first measurement. publish_caps: publishes the curves of
+    `meter`. budget: of background work; a measurement needs the whole device.
     """
 
     def __init__(
@@ -148,12 +150,12 @@ class BackgroundTuning:
         threads: int,
         memory_bytes: int,
         meter: Meter,
-        last_op_s: Callable[[], float],
+        budget: Budget,
         publish_caps: Callable[[], None],
         log: logging.Logger,
     ) -> None:
         self._file, self._threads, self._memory_bytes = measurement, threads, memory_bytes
-        self._meter, self._stepped_s, self._announce = meter, last_op_s, publish_caps
+        self._meter, self._budget, self._announce = meter, budget, publish_caps
         self._log = log
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hepti-tuning", daemon=True)
@@ -171,7 +173,7 @@ class BackgroundTuning:
 
     def _run(self) -> None:
         try:
-            warm = precompile.load_rest(self._threads, lambda *_: self._give_up())
+            warm = precompile.load_rest(self._threads, lambda *_: self._give_up(), self._rest)
             release_compiler()
             self._log.info("all kernels ready (%d compiled here, %d from the cache)", *warm)
             self._watch()
@@ -189,8 +191,15 @@ class BackgroundTuning:
                 if doubted:
                     doubts.record_measurement(time.monotonic())
 
+    def _rest(self, seconds: float) -> None:
+        """Take what a kernel has taken off the budget, and wait for the next one's turn."""
+        self._budget.spend(seconds, time.perf_counter())
+        while (pause_s := self._budget.pause_s(time.perf_counter())) and not self._closing.wait(pause_s):
+            continue
+        self._give_up()
+
     def _idle(self) -> bool:
-        return time.perf_counter() - self._stepped_s() > IDLE_S
+        return self._budget.is_unused(time.perf_counter())
 
     def _measure(self, force: bool) -> None:
         """Measure with the memory that is free beside the weights; a request meanwhile voids the result."""
@@ -198,7 +207,7 @@ class BackgroundTuning:
         memory_bytes = min(self._memory_bytes, free_memory())
 
         def undisturbed() -> bool:
-            return self._stepped_s() < begun_s
+            return self._budget.last_run_s(time.perf_counter()) < begun_s
 
         try:
             with compile_lock(cache_directory(), self._give_up):

@@ -227,6 +227,7 @@ class HeartbeatThread:
             edges={} if links is None else links.peer_stats(),
             peer_frame_s=None if frame is None else frame.frame_s,
             peer_byte_s=None if frame is None else frame.byte_s,
+            clock_s=time.time(),
         )
         self._network.publish("control", self._topics.heartbeat(self._device), encode_heartbeat(heartbeat), 0)
         for payload in self._prober.due_probes(now, busy=now - self._stepped_s() < BUSY_S):

@@ -18,15 +18,16 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final, Literal, NamedTuple
 
+from device_agent.budget import Budget, give_way
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes
+from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes, part
 from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
+from hepti_mqtt.runtime.worker.residents import Place
 
 RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
 _SMALL: Final = 20
@@ -246,7 +247,7 @@ class LoadJob:
                 f"the manifest is that of model {manifest.model}, not {self.load.model}; restart the planner"
             )
         self.manifest = manifest
-        for ref in self.load.refs:
+        for ref in dict.fromkeys(self.load.matrices.values()):
             if ref in held:
                 self.weights[ref] = held[ref]
                 continue
@@ -279,7 +280,7 @@ class LoadJob:
 # int8 blocks of which a part is missing (`cost.memory.loading_overhead_bytes`).
 
 
-WINDOW: Final = 16  # requested tiles that have not come yet
+WINDOW: Final = 16  # requested tiles that have not come yet; one while exchanges share the link
 RETRY_S: Final = 3.0
 PROGRESS_S: Final = 0.5
 MAX_MISMATCHES: Final = 3
@@ -288,20 +289,12 @@ MAX_REMEMBERED: Final = 1 << 16  # hashes once asked for: a late answer to them 
 LoadEvent = Loaded | LoadFailed | LoadProgress
 
 
-@dataclass(slots=True)
-class _ResidentWeight:
-    weight: Weight
-    nbytes: int
-    users: set[tuple[str, PlanVersion]]
-
-
 class WeightLoader:
-    """Makes weights resident and shares them between plan versions.
+    """Makes matrices resident, of which the weights of plan versions are views; the session says which of them stay.
 
-    Those that no epoch uses any more stay as long as there is room, so that a plan that comes back is there at once.
-
-    emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. counters: `tiles_asked`,
-    `tiles_reasked`, `tiles_received`, `tile_bytes_received`, `tiles_cached`, `tiles_mismatched`, `tiles_unneeded`.
+    emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. window: returns how many
+    tiles may be requested now. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`,
+    `tiles_cached`, `tiles_mismatched`, `tiles_unneeded`.
     """
 
     def __init__(
@@ -310,13 +303,14 @@ class WeightLoader:
         emit: Callable[[LoadEvent], None],
         request_tiles: Callable[[str, tuple[bytes, ...]], None],
         counters: Counter[str],
+        window: Callable[[], int] = lambda: WINDOW,
     ) -> None:
         self._cache = cache
         self._emit = emit
-        self._ask = request_tiles
+        self._ask, self._window = request_tiles, window
         self._counters = counters
         self._jobs: deque[LoadJob] = deque()
-        self._held: dict[tuple[bytes, WeightRef], _ResidentWeight] = {}  # last used, last in order
+        self._held: dict[Place, Weight] = {}
         self._requested_before: set[bytes] = set()
         self._last_arrival_s = 0.0
         self._last_report_s = float("-inf")
@@ -325,34 +319,26 @@ class WeightLoader:
 
     def load(self, load: Load, now: float) -> None:
         """Begin, or queue, a load, and say so."""
-        self._jobs.append(job := LoadJob(load, total_bytes=max(weights_bytes(load.refs), 1)))
-        wanted = {(load.manifest, ref) for ref in load.refs}
-        self._make_room(load.spare_bytes, wanted)
+        self._keep(load.keep)
+        new = {m for m in load.matrices.values() if (load.manifest, m) not in self._held}
+        self._jobs.append(job := LoadJob(load, total_bytes=max(weights_bytes(new), 1)))
         if len(self._jobs) == 1:
             self._begin(now)
         if any(other is job for other in self._jobs):
             self._emit_progress(job)
 
     def unload(self, unload: Unload, now: float) -> None:
-        """Cancel the load of a plan version, or give up its weights if no other uses them."""
+        """Cancel the load of a plan version, or give up what of its weights is not to be kept."""
         key = (unload.model, unload.plan_version)
         active = self._jobs[0] if self._jobs else None
         self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.plan_version) != key)
-        for held in self._held.values():
-            held.users.discard(key)
-        self._make_room(unload.spare_bytes)
+        self._keep(unload.keep)
         if self._jobs and self._jobs[0] is not active:
             self._begin(now)
         return_memory()
 
-    def _make_room(self, spare_bytes: float, wanted: Collection[tuple[bytes, WeightRef]] = ()) -> None:
-        """Give up weights that nobody uses or wants, oldest first, until the others take at most `spare_bytes`."""
-        spare = [ref for ref, held in self._held.items() if not held.users and ref not in wanted]
-        left = sum(self._held[ref].nbytes for ref in spare)
-        for ref in spare:
-            if left <= spare_bytes:
-                break
-            left -= self._held.pop(ref).nbytes
+    def _keep(self, places: Collection[Place]) -> None:
+        self._held = {place: weight for place, weight in self._held.items() if place in places}
 
     # -- what the network says -----------------------------------------------------------------------------------
 
@@ -466,16 +452,17 @@ class WeightLoader:
 
     def _plan(self, job: LoadJob, manifest: Manifest) -> None:
         """Find out which tiles are needed and where each of them goes."""
-        held = ((ref, self._held.get((job.load.manifest, ref))) for ref in job.load.refs)
-        job.plan_tiles(manifest, {ref: there.weight for ref, there in held if there is not None})
+        own = job.load.manifest
+        job.plan_tiles(manifest, {matrix: weight for (digest, matrix), weight in self._held.items() if digest == own})
         for digest in job.destinations:
             (job.on_disk if digest in self._cache else job.to_request).append(digest)
 
     def _ask_more(self, job: LoadJob, now: float) -> None:
-        if len(job.requested) > WINDOW // 2 or not job.to_request:
+        window = self._window()
+        if len(job.requested) > window // 2 or not job.to_request:
             return
         new: list[bytes] = []
-        while job.to_request and len(job.requested) + len(new) < WINDOW and job.may_accept(job.to_request[0]):
+        while job.to_request and len(job.requested) + len(new) < window and job.may_accept(job.to_request[0]):
             digest = job.to_request.popleft()
             if digest in job.missing and digest not in job.deferred:
                 new.append(digest)
@@ -505,12 +492,9 @@ class WeightLoader:
 
     def _finish(self, job: LoadJob, now: float) -> None:
         load = job.load
-        for ref, weight in job.weights.items():
-            place = (load.manifest, ref)
-            held = self._held.pop(place, None) or _ResidentWeight(weight, weights_bytes([ref]), set())
-            held.users.add((load.model, load.plan_version))
-            self._held[place] = held
-        self._emit(Loaded(load.model, load.plan_version, job.weights))
+        self._held.update(((load.manifest, matrix), weight) for matrix, weight in job.weights.items())
+        views = {ref: part(job.weights[matrix], matrix, ref) for ref, matrix in load.matrices.items()}
+        self._emit(Loaded(load.model, load.plan_version, views))
         self._next(now)
 
     def _fail(self, job: LoadJob, error: HeptiError, now: float) -> None:
@@ -570,12 +554,17 @@ Input = Load | Unload | TileIn | RequestAgain
 
 
 class LoaderThread:
-    """Runs a `WeightLoader` in a thread of its own; `post` is safe from any thread."""
+    """Runs a `WeightLoader` in its own thread, tile by tile as the budget allows; `post` is safe from any thread."""
 
-    def __init__(self, loader: WeightLoader, counters: Counter[str], log: logging.Logger) -> None:
+    def __init__(
+        self, loader: WeightLoader, counters: Counter[str], log: logging.Logger, budget: Budget | None = None
+    ) -> None:
         self._loader = loader
         self._counters = counters
         self._log = log
+        self._budget = budget or Budget()
+        self._arrived: deque[TileIn] = deque()
+        self._has_more = False  # perhaps a tile on disk
         self._inputs: SimpleQueue[Input | Literal["stop"]] = SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
@@ -602,21 +591,25 @@ class LoaderThread:
         self._inputs.put(item)
 
     def _run(self) -> None:
-        busy = False
-        while True:
-            deadline = self._loader.deadline()
-            timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        give_way()
+        while (item := self._next()) != "stop":
             try:
-                item = self._inputs.get(block=not busy, timeout=timeout)
-            except Empty:
-                item = None
-            if item == "stop":
-                return
-            try:
-                busy = self._turn(item)
+                self._turn(item)
             except Exception as exc:
                 self._abandon(exc)
-                busy = True  # the next load may be on disk, and then nothing else wakes this thread
+                self._has_more = True  # the next load may be on disk, and then nothing else wakes this thread
+
+    def _next(self) -> Input | Literal["stop"] | None:
+        """Return what was posted, None once there is work to go on with."""
+        if self._arrived or self._has_more:
+            timeout_s: float | None = self._budget.pause_s(time.perf_counter())
+        else:
+            deadline = self._loader.deadline()
+            timeout_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        try:
+            return self._inputs.get(block=timeout_s != 0, timeout=timeout_s)
+        except Empty:
+            return None
 
     def _abandon(self, cause: Exception) -> None:
         """Fail the current load; never raises, because this thread must go on."""
@@ -627,19 +620,30 @@ class LoaderThread:
         except Exception:
             self._log.exception("the load that failed could not be given up")
 
-    def _turn(self, item: Input | None) -> bool:
-        now = time.monotonic()
+    def _turn(self, item: Input | None) -> None:
+        now, begun_s = time.monotonic(), time.thread_time()
         match item:
             case Load():
                 self._loader.load(item, now)
             case Unload():
                 self._loader.unload(item, now)
-            case TileIn(body, mine):
-                with self._lock:
-                    self._queued_bytes -= len(body)
-                self._loader.on_tile(body, mine, now)
+            case TileIn():
+                self._arrived.append(item)
             case RequestAgain():
                 self._loader.request_again(now)
             case None:
-                self._loader.retry_if_due(now)
-        return self._loader.step(now)
+                if not self._arrived:  # else what was asked for has come
+                    self._loader.retry_if_due(now)
+        self._has_more = self._has_more or item is not None
+        if self._budget.pause_s(time.perf_counter()) == 0:
+            self._step(now)
+        self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
+
+    def _step(self, now: float) -> None:
+        """Take one tile, one that has come before one on disk."""
+        if self._arrived:
+            tile = self._arrived.popleft()
+            with self._lock:
+                self._queued_bytes -= len(tile.body)
+            self._loader.on_tile(tile.body, tile.addressed_here, now)
+        self._has_more = self._loader.step(now)

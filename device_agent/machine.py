@@ -64,9 +64,20 @@ def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
 
 def usable_cores(root: Path = SYSTEM) -> float:
     """Return how many cores the affinity and the quotas of the control groups leave this process."""
-    whole = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = (_quota(group) for group in _groups(root, "cpu"))
-    return min([float(whole), *(quota for quota in quotas if quota is not None)])
+    return min([_allowed_cores(), *_quotas(root)])
+
+
+def has_cpu_quota(root: Path = SYSTEM) -> bool:
+    """Return whether a quota of the control groups can stop this process before it has used all of its cores."""
+    return usable_cores(root) < _allowed_cores()
+
+
+def _allowed_cores() -> float:
+    return float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def _quotas(root: Path) -> list[float]:
+    return [quota for group in _groups(root, "cpu") if (quota := _quota(group)) is not None]
 
 
 def core_capacities(root: Path = SYSTEM) -> list[int]:

@@ -272,7 +272,7 @@ class Network:
         except WireError:
             self._repair(topic, payload)
             raise
-        if status.boot <= own.boot:
+        if status.start <= own.start:
             self._repair(topic, payload)
         self._inbox.post(OwnStatus(status))
 

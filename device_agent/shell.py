@@ -13,6 +13,7 @@ from math import inf
 from queue import SimpleQueue
 from typing import Any, Final
 
+from device_agent.budget import Budget, give_way
 from device_agent.heartbeat import METERED, Meter
 from device_agent.links import IdleProbes, MeshLinks
 from device_agent.loader import LoaderThread, RequestAgain
@@ -34,13 +35,14 @@ from device_agent.network import (
 from device_agent.probes import BUSY_S
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.ids import PlanVersion, Start
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import TensorArrival
 from hepti_mqtt.protocol.keys import Channel, agree
 from hepti_mqtt.protocol.messages import is_compatible
-from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES, max_plausible_boot
+from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
+from hepti_mqtt.protocol.starts import NameHolder
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane, Publish
 from hepti_mqtt.runtime.worker.executor import Step
@@ -75,13 +77,20 @@ from hepti_mqtt.transport import Inbox
 class BuilderThread:
     """Builds Programs, and studies plans, of `device`; `post` is safe from any thread, `emit` is called on its own.
 
-    The session orders one Program at a time and each plan once, so that nothing piles up here.
+    The session orders one Program at a time and each plan once, so that nothing piles up here. A plan or a request
+    waits for each, so that other background work waits for them: they are taken off its budget.
     """
 
     def __init__(
-        self, device: str, topics: Topics, workers: Workers, emit: Callable[[ProgramBuilt | PrepareAnalysed], None]
+        self,
+        device: str,
+        topics: Topics,
+        workers: Workers,
+        emit: Callable[[ProgramBuilt | PrepareAnalysed], None],
+        budget: Budget,
     ) -> None:
         self._device, self._topics, self._workers, self._emit = device, topics, workers, emit
+        self._budget = budget
         self._orders: SimpleQueue[BuildProgram | AnalysePrepare | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hepti-builder", daemon=True)
 
@@ -100,11 +109,14 @@ class BuilderThread:
         self._orders.put(order)
 
     def _run(self) -> None:
+        give_way()
         while (order := self._orders.get()) is not None:
+            begun_s = time.thread_time()
             if isinstance(order, AnalysePrepare):
                 self._emit(analyse(order, self._device, self._topics))
             else:
                 self._emit(build(order, self._device, self._workers))
+            self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -123,7 +135,8 @@ class SessionLoop:
     announce: publishes caps and status for what the broker said to the control connection; returns the largest packet
     that the broker takes, in bytes, None without a limit. links: to peers, None without mesh; then the thread waits for
     them and for the inbox in one place. private_key: from which this device and the planner agree on a secret; empty
-    for none. announce_offline: whether `offline` must still be published after `run`.
+    for none. budget: of background work, which hears when runs are under way and when they wait. announce_offline:
+    whether `offline` must still be published after `run`.
     An error in one event, op or command is counted, logged and, if its transaction or request is known, reported; the
     session continues.
     """
@@ -131,7 +144,7 @@ class SessionLoop:
     def __init__(
         self,
         session: WorkerSession,
-        boot: int,
+        start: Start,
         inbox: Inbox[AgentEvent],
         network: Network,
         loader: LoaderThread,
@@ -142,9 +155,10 @@ class SessionLoop:
         log: logging.Logger,
         links: MeshLinks | None = None,
         private_key: bytes = b"",
+        budget: Budget | None = None,
     ) -> None:
-        self._links, self._private_key = links, private_key
-        self._session, self._boot, self._inbox, self._network = session, boot, inbox, network
+        self._links, self._private_key, self._budget = links, private_key, budget or Budget()
+        self._session, self._inbox, self._network = session, inbox, network
         self._loader, self._meter, self._complaints, self._announce, self._log = (
             loader,
             meter,
@@ -157,7 +171,9 @@ class SessionLoop:
         self._told = 0  # how much of the session's story is in the log
         self._up: dict[Plane, LinkUp] = {}
         self._announced = False
-        self._planner_boot: int | None = None
+        self._name = NameHolder(start)
+        self._planner: Start | None = None
+        self._agreed_boot: int | None = None  # of the planner whose key is agreed on
         self._planner_key, self._numbers = "", count(1)  # numbers: of messages to planners
         self._planner_version: str | None = None  # None: no planner has shown itself yet
         self.announce_offline = True
@@ -212,6 +228,8 @@ class SessionLoop:
         while True:
             step = None if not inbox.empty() else session.next_step()
             if step is None:
+                if inbox.empty():
+                    self._budget.note(session.runs.has_any, True, clock())
                 if links is not None and inbox.empty():
                     self._poll_peers(links, session.deadline)
                     heard = clock()
@@ -222,6 +240,7 @@ class SessionLoop:
                 self.handle_event(event)
                 continue
             self.last_op_s = clock()
+            self._budget.note(True, False, self.last_op_s)
             self._compute(step)
             if links is not None and links.has_peers and (now := clock()) - heard > PEER_POLL_S:
                 self._poll_peers(links, 0.0)
@@ -414,17 +433,18 @@ class SessionLoop:
     # -- statuses ------------------------------------------------------------------------------------------------
 
     def _planner_status(self, event: PlannerStatus) -> None:
-        if event.status.state == "offline" or not self._is_plausible_boot("the planner", event.status.boot):
+        status = event.status
+        if status.state == "offline":
             return
-        if self._planner_boot is not None and event.status.boot < self._planner_boot:
-            return  # of an earlier start: a broker that lost its last save retains it
-        self._planner_version = event.status.version
-        is_new = event.status.boot != self._planner_boot
-        self._agree(event.status.public_key, is_new)
-        if is_new:
-            self._planner_boot = event.status.boot
-            self._feed_session(PlannerLost(event.status.boot))
-        if event.status.state == "online":
+        self._agree(status.public_key, status.boot != self._agreed_boot)
+        self._agreed_boot = status.boot
+        # One of a lower term is late: a broker that lost its last save retained it. If the broker lost all, the term of
+        # a planner that serves may be lower, too; it releases our plans itself when it meets us.
+        if self._planner is None or status.start > self._planner:
+            self._planner = status.start
+            self._feed_session(PlannerLost(status.boot))
+        self._planner_version = status.version
+        if status.state == "online":
             self._loader.post(RequestAgain())
 
     def _agree(self, public_key: str, is_new: bool) -> None:
@@ -470,27 +490,19 @@ class SessionLoop:
 
         The network has corrected what was retained already, unless it names a later start.
         """
-        status = event.status
-        believed = self._is_plausible_boot(f"another {self._session.device}", status.boot)
-        if believed and status.boot > self._boot:
+        verdict = self._name.handle(event.status, time.monotonic())
+        if verdict == "taken":
             error = ConfigError(
-                f"another agent with the name {self._session.device} has started on this site (boot {status.boot} "
-                f"after {self._boot}); give one of them another --id"
+                f"another agent with the name {self._session.device} has started on this site; give one of them "
+                "another --id"
             )
             self._inbox.post(Stop(error, announce_offline=False))
+        if verdict != "contradict":
             return
-        if (status.boot, status.state) == (self._boot, "offline"):
+        if event.status.boot == self._name.start.boot:
             self._feed_session(MayHaveMissedCommands("the broker has published our will"))
-        if status.boot > self._boot and self._announced:
+        if event.status.start > self._name.start and self._announced:
             self.packet_limit_bytes = self._announce(self._up["control"])
-
-    def _is_plausible_boot(self, who: str, boot: int) -> bool:
-        """Return whether a boot counter is plausible; log one that is in the future."""
-        if boot <= max_plausible_boot(self._boot, time.time()):
-            return True
-        text = f"ignored boot counter {boot} of {who}: it is in the future. Set its clock, or clear its retained status"
-        self._complaints.record("implausible_boot", text)
-        return False
 
 
 def _unexpected(error: Exception) -> Exception | None:

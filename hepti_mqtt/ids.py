@@ -13,8 +13,19 @@ RESERVED_NAMES: Final = frozenset({PLANNER, ALL_DEVICES})
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
+class Start(NamedTuple):
+    """A start of a process under its name: of two starts the greater one is the newer.
+
+    term: one more than the last one's that the broker had retained. boot: random, and says which start a message is of;
+    it decides between starts that read the broker at the same time.
+    """
+
+    term: int
+    boot: int
+
+
 class PlanVersion(NamedTuple):
-    """A plan's place in time: the planner's boot counter, then a number that grows with every plan."""
+    """A plan's name: the boot of the planner's start, then a number that grows with every plan of it."""
 
     boot: int
     number: int

@@ -28,9 +28,10 @@ from hepti_mqtt.strategies import STRATEGIES, Division, Method
 from hepti_mqtt.task_queue import LoweredTasks, nonempty_tasks
 
 CACHE_SIZE: Final = 32  # graphs under tables that are kept
+KEPT_RESIDENTS: Final = 64  # weight ranges of a device under a plan that are kept
 
 
-class _PlanKey:
+class PlanKey:
     """A plan as a key of what it divides: only what its Programs depend on."""
 
     __slots__ = ("hash", "key", "plan")
@@ -52,7 +53,7 @@ class _PlanKey:
         return self.hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _PlanKey) and self.key == other.key
+        return isinstance(other, PlanKey) and self.key == other.key
 
 
 def lower_plan(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
@@ -64,11 +65,11 @@ def lower_plan(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
 
     Raises KeyError for an unknown strategy, ValueError for shares or a storage of weights that do not fit the model.
     """
-    return _lowered(spec, _PlanKey(plan.executables[0]), shape)
+    return _lowered(spec, PlanKey(plan.executables[0]), shape)
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _lowered(spec: Spec, divided: _PlanKey, shape: RequestShape) -> Lowered:
+def _lowered(spec: Spec, divided: PlanKey, shape: RequestShape) -> Lowered:
     if divided.plan.weight_dtype not in weight_dtypes(spec):
         raise ValueError(f"{spec.architecture} does not support weights in {divided.plan.weight_dtype}")
     plan, whole = divided.plan, graph(spec, shape)
@@ -93,11 +94,11 @@ def _table(division: Division) -> Table:
 
 def task_count(spec: Spec, plan: Plan) -> int:
     """Return how many tasks are in the task queue of each run of a plan, 0 if it has none."""
-    return _tasks(spec, _PlanKey(plan)) if _task_places(plan) else 0
+    return _tasks(spec, PlanKey(plan)) if _task_places(plan) else 0
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _tasks(spec: Spec, divided: _PlanKey) -> int:
+def _tasks(spec: Spec, divided: PlanKey) -> int:
     return nonempty_tasks(graph(spec, largest_shape(spec)), divided.plan, _task_places(divided.plan), _table)
 
 
@@ -262,12 +263,14 @@ def covering_plans(spec: Spec, plan: Plan) -> tuple[Plan, ...]:
 
 
 def resident_weights(spec: Spec, plan: Plan, device: str) -> tuple[WeightRef, ...]:
-    """Return every weight range that any request's Program of this device uses: what the loader must hold."""
-    found = (
-        made
-        for wide in covering_plans(spec, plan.for_device(device))
-        for made in lowered_for_longest(spec, wide, device)
-    )
+    """Return every weight range that any request's Program of this device uses; the last ones are kept."""
+    return _resident_weights(spec, PlanKey(plan.for_device(device)), device)
+
+
+@lru_cache(maxsize=KEPT_RESIDENTS)
+def _resident_weights(spec: Spec, divided: PlanKey, device: str) -> tuple[WeightRef, ...]:
+    plan = divided.plan
+    found = (made for wide in covering_plans(spec, plan) for made in lowered_for_longest(spec, wide, device))
     refs = dict.fromkeys(ref for made in found for ref in made.weight_refs(device))
     return tuple(narrow_weight(ref, plan.weight_dtype) for ref in refs)
 

@@ -112,7 +112,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
     except HeptiError as exc:
         yield Finding("broker", f"{url.place}: {exc}", "fix this first", exc.exit_code)
         return
-    yield _site(text, site)
+    yield from _site(text, site)
 
 
 def _echoes(url: BrokerUrl, topic: str, large_bytes: int) -> tuple[float, float]:
@@ -151,15 +151,19 @@ def _wait(get: Callable[..., T], right: Callable[[T], bool]) -> None:
         raise NetworkError("the broker does not echo a device's probe topic: check its access list") from None
 
 
-def _site(text: str, site: str) -> Finding:
+def _site(text: str, site: str) -> Iterator[Finding]:
     try:
         with Hepti.connect(text, site=site) as hepti:
             found = hepti.devices(wait_s=1.5)
             names = [d["device"] for d in found if d["status"] == "online"]
             names += [f"{d['device']} ({output.status_text(d)})" for d in found if d["status"] == "starting"]
             served = hepti.models(timeout=2.0)
+            clocks = hepti.odd_clocks(found)
     except (NetworkError, WireError) as exc:
-        return Finding(f"site {site}", str(exc), "start a planner: hepti planner --model NAME=DIR")
+        yield Finding(f"site {site}", str(exc), "start a planner: hepti planner --model NAME=DIR")
+        return
     online = ", ".join(names) or "none"
     advice = "" if names else "start an agent on a device: hepti agent --id NAME"
-    return Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
+    yield Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
+    for line in clocks:
+        yield Finding("clocks", line, output.CLOCK_ADVICE)

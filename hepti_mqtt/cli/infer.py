@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,13 @@ from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.config.options import variant_options
-from hepti_mqtt.errors import ConfigError, HeptiError, PlanError
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, PlanError, UnknownModelError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
 
 LONG_VECTOR, FEW_NUMBERS = 16, 6
 LONG_TEXT, FEW_CHARACTERS = 2000, 60
+ANSWER_S: Final = 120.0  # for an answer, if the user names no time
 NO_PLAN_PATIENCE_S: Final = 3.0  # after the planner has said that there is no plan: devices may be on their way
 
 
@@ -34,8 +36,10 @@ def infer(args: argparse.Namespace) -> int:
     """Send the request; print the answer, or with --json the object that DESIGN documents."""
     if args.plan_only and (args.check or args.repeat > 1):
         raise ConfigError("--plan-only computes nothing: leave --check and --repeat out")
+    patient = args.timeout is not None
+    args.timeout = args.timeout or ANSWER_S
     with Hepti.connect(require_broker(args), site=args.site, client_id=args.client) as hepti:
-        shown = _wait_for_plan(hepti, args)
+        shown = _wait_for_plan(hepti, args, patient)
         with check_readable("the model"):
             spec = spec_from_dict(shown["spec"])
         body = request_body(args, spec) | ({"want": "plan"} if args.plan_only else {})
@@ -43,9 +47,8 @@ def infer(args: argparse.Namespace) -> int:
         if tokens and not args.json and args.repeat == 1:
             answers = [stream(hepti, args, body)]
         else:
-            answers = send_repeatedly(
-                hepti, args.model, body, pin_arguments(args), args.repeat, args.timeout, args.deadline_ms
-            )
+            asked = {**pin_arguments(args), "wait_for_plan": patient}
+            answers = send_repeatedly(hepti, args.model, body, asked, args.repeat, args.timeout, args.deadline_ms)
         if args.want != "hidden":
             answers[-1] = hepti.foretold(answers[-1], **body, **pin_arguments(args), timeout_s=args.timeout)
         error = None
@@ -60,16 +63,31 @@ def infer(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wait_for_plan(hepti: Hepti, args: argparse.Namespace) -> Mapping[str, Any]:
+def _wait_for_plan(hepti: Hepti, args: argparse.Namespace, patient: bool) -> Mapping[str, Any]:
+    """Return the record of the model's plans when one is active.
+
+    patient: wait for a planner, a model and a plan until the time is over, and say what for; else fail fast.
+    """
+    until, progress = time.monotonic() + args.timeout, output.ProgressLines()
+    while True:
+        try:
+            return _current_record(hepti, args, max(until - time.monotonic(), 0.1))
+        except (NetworkError, UnknownModelError, PlanError) as error:
+            if not patient or (left := until - time.monotonic()) <= 0:
+                raise
+            progress.print("waiting", f"waiting, for at most {left:.0f} s more: {error}")
+
+
+def _current_record(hepti: Hepti, args: argparse.Namespace, timeout: float) -> Mapping[str, Any]:
     """Return the record of the model's plans when one is active; fails fast without planner or model.
 
     A request with pins is searched for on its own, so it is sent even if there is no plan without them.
     """
-    record = hepti.plan(args.model, timeout=PLANNER_S)
+    record = hepti.plan(args.model, timeout=min(PLANNER_S, timeout))
     if pin_arguments(args) and record.get("pinned"):
         return record  # the site is up; the planner's own plan may have made room for what was pinned
     try:
-        return hepti.wait_ready(args.model, args.timeout, patience_s=NO_PLAN_PATIENCE_S)
+        return hepti.wait_ready(args.model, timeout, patience_s=NO_PLAN_PATIENCE_S)
     except PlanError:
         if not pin_arguments(args):
             raise

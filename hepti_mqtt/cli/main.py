@@ -114,7 +114,9 @@ def _infer(sub: argparse.ArgumentParser) -> None:
         "--deadline-ms", type=positive_int, help="milliseconds until the request ends with the error `deadline`"
     )
     sub.add_argument(
-        "--timeout", type=positive_seconds, default=120.0, help="seconds to wait for an answer (default 120)"
+        "--timeout",
+        type=positive_seconds,
+        help="seconds to wait for an answer (default 120); if given, also for a planner and a first plan",
     )
     add_pin_arguments(sub)
 

@@ -15,6 +15,7 @@ from hepti_mqtt.config import process
 
 MIB: Final = 2**20
 EVERY_S: Final = 3.0  # between two progress lines about the same thing
+CLOCK_ADVICE: Final = "set it (timedatectl): certificates and logs go by it, nothing else does"
 MAX_ACTIVITY_CHARS: Final = 60  # characters of what a device says it is doing
 
 if TYPE_CHECKING:

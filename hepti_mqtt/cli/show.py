@@ -143,7 +143,7 @@ def devices(args: argparse.Namespace) -> int:
     """Print every device of the site with what it said of itself."""
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         found = hepti.devices(wait_s=args.wait)
-        unused = hepti.unused()
+        clocks, unused = hepti.odd_clocks(found), hepti.unused()
         if not found and not hepti.planner_online:
             raise ConfigError(
                 f"there is no planner and no device at site {args.site}; check --site and HEPTI_SITE, or start them: "
@@ -152,7 +152,8 @@ def devices(args: argparse.Namespace) -> int:
     refused = {d["device"]: why for d in found if (why := unusable_reason(d)) is not None}
     if args.json:
         reasons = unused | refused
-        output.print_json({"site": args.site, "devices": [{**d, "refused": reasons.get(d["device"])} for d in found]})
+        told = [{**d, "refused": reasons.get(d["device"])} for d in found]
+        output.print_json({"site": args.site, "devices": told, "odd_clocks": clocks})
         return 0
     rows = []
     for d in found:
@@ -197,6 +198,7 @@ def devices(args: argparse.Namespace) -> int:
         if (wrong := sanitize_device(d)[1]) is not None:
             print(f"{d['device']} published implausible data: {wrong}. Restart its agent")
     print_peer_traffic(found)
+    output.print_lines([f"{line}: {output.CLOCK_ADVICE}" for line in clocks])
     return 0
 
 

@@ -19,7 +19,14 @@ from typing import Any, Final, Union
 
 from PIL import Image
 
-from hepti_mqtt.client.session import Answer, ClientSession, PartialAnswer, RequestEnded, RequestPublish
+from hepti_mqtt.client.session import (
+    Answer,
+    ClientSession,
+    PartialAnswer,
+    RequestEnded,
+    RequestPublish,
+    odd_clocks,
+)
 from hepti_mqtt.config import Settings
 from hepti_mqtt.errors import (
     BadNameError,
@@ -126,6 +133,7 @@ def request_body(
 
 GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
 PAUSE_S: Final = 0.2  # at most, between two retained records
+ANSWER_S: Final = 60.0  # for an answer, if the caller names no time
 PLANNER_S: Final = 5.0  # for a planner that restarts
 
 
@@ -215,7 +223,8 @@ class Hepti:
         route: str | None = None,
         objective: str | None = None,
         report: bool | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
+        wait_for_plan: bool | None = None,
     ) -> Answer:
         """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
 
@@ -223,39 +232,57 @@ class Hepti:
         result; want="plan": computes nothing; the answer comes when the plan is active and has the predicted cost.
         empty="zero": zeros instead of an error for empty texts. strategy ("auto" to free it), options, devices, wire,
         accuracy, weights, route, objective pin the planner's choice for this request alone. report: the answer waits
-        for the devices' counters. If the broker is lost, the request is sent again after reconnection.
+        for the devices' counters. timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has
+        none is waited for, too; by default if timeout_s is given. If the broker is lost, the request is sent again
+        after reconnection.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or without an answer within timeout_s, NetworkError if broker or planner are away all that time.
         """
-        future = self.submit(
-            model,
-            text=text,
-            texts=texts,
-            ids=ids,
-            image=image,
-            images=images,
-            truncate=truncate,
-            empty=empty,
-            want=want,
-            top_k=top_k,
-            max_new_tokens=max_new_tokens,
-            deadline_ms=deadline_ms,
-            strategy=strategy,
-            options=options,
-            devices=devices,
-            wire=wire,
-            accuracy=accuracy,
-            weights=weights,
-            route=route,
-            objective=objective,
-            report=report,
-        )
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise self._timeout_error(timeout_s) from None
+        request: dict[str, Any] = {
+            "text": text,
+            "texts": texts,
+            "ids": ids,
+            "image": image,
+            "images": images,
+            "truncate": truncate,
+            "empty": empty,
+            "want": want,
+            "top_k": top_k,
+            "max_new_tokens": max_new_tokens,
+            "deadline_ms": deadline_ms,
+            "strategy": strategy,
+            "options": options,
+            "devices": devices,
+            "wire": wire,
+            "accuracy": accuracy,
+            "weights": weights,
+            "route": route,
+            "objective": objective,
+            "report": report,
+        }
+        wait_s = ANSWER_S if timeout_s is None else timeout_s
+        until = time.monotonic() + wait_s
+        while True:
+            future = self.submit(model, **request)
+            try:
+                return future.result(max(until - time.monotonic(), 0.0))
+            except TimeoutError:
+                future.cancel()
+                raise self._timeout_error(wait_s) from None
+            except PlanError:
+                waits = timeout_s is not None if wait_for_plan is None else wait_for_plan
+                if not waits or not self._gets_plan(model, until):
+                    raise
+
+    def _gets_plan(self, model: str, until: float) -> bool:
+        """Return whether a model that has no plan at all gets one; until: by `time.monotonic`."""
+
+        def has_plan() -> bool:
+            record = self._session.record(model)
+            return record is not None and record["active"] is not None
+
+        return not self._wait_until(has_plan, 0.0) and self._wait_until(has_plan, until - time.monotonic())
 
     def generate(
         self, model: str, *, max_new_tokens: int, timeout_s: float = 60.0, **request: Any
@@ -426,6 +453,12 @@ class Hepti:
         """Return why the planner leaves online devices out of all plans, by name; empty without a planner."""
         with self._changed:
             return self._session.unused()
+
+    def odd_clocks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return in words which clocks of the site differ from most others; found: by `devices`, just now."""
+        now_s = time.time()
+        with self._changed:
+            return odd_clocks(found, self._session.clocks(), now_s)
 
     def _all_heard(self) -> bool:
         online = [d for d in self._session.devices.values() if d.status is not None and d.status.state == "online"]

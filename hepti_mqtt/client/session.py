@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -190,7 +190,7 @@ class DeviceView:
         """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None).
 
         For a starting device also `doing`, `done` and `total`. `caps_unread`: why its caps are invalid. `caps_boot`:
-        the boot counter of its caps.
+        the boot of its caps.
         """
         out: dict[str, Any] = {} if self.caps is None else {**asdict(self.caps), "caps_boot": self.caps.boot}
         out |= {"caps_unread": self.caps_error} if self.caps_error else {}
@@ -246,6 +246,11 @@ class ClientSession:
         """Return why the planner leaves online devices out of all plans, by name, from its readable records."""
         records = [self.records[name] for name in self.models() if name not in self.unreadable_records]
         return {device: why for record in records for device, why in record["unused"].items()}
+
+    def clocks(self) -> dict[str, float] | None:
+        """Return by how many seconds devices' clocks are ahead of the planner's, as it says; None without one."""
+        said = [self.records[name].get("clocks", {}) for name in self.models()]
+        return said[0] if said else None
 
     def _served(self, model: str) -> bool:
         if model not in self.records or self.planner is None or not self.planner_online:
@@ -311,7 +316,10 @@ class ClientSession:
         if topic.kind == "response":
             return self._answered(topic, payload, now)
         if topic.kind == "planner_status":
-            self.planner = messages.decode_status(payload) if payload else None
+            status = messages.decode_status(payload) if payload else None
+            if status == messages.QUESTION:
+                return []
+            self.planner = status
             # This may be a new planner, or a broker without persistence may have dropped requests while the planner
             # was away. The planner recognises those it already has.
             return list(self.to_resend()) if self.planner_online else []
@@ -361,7 +369,10 @@ class ClientSession:
             return
         device = self.devices.get(topic.device, DeviceView())
         if topic.kind == "status":
-            device.status = messages.decode_status(payload)
+            status = messages.decode_status(payload)
+            if status == messages.QUESTION:
+                return
+            device.status = status
         elif topic.kind == "caps":
             self._caps(device, payload)
         else:
@@ -377,6 +388,36 @@ class ClientSession:
         except (WireError, ValueError, TypeError) as error:
             self.counters["unread caps"] += 1
             device.caps, device.caps_error = None, str(error)
+
+
+ODD_CLOCK_S: Final = 60.0  # a clock that differs by more is named
+HERE: Final = "this machine"
+
+
+def odd_clocks(
+    found: Sequence[Mapping[str, Any]], seen_by_planner: Mapping[str, float] | None, now_s: float
+) -> list[str]:
+    """Return in words which clocks differ from most others.
+
+    found: by `Hepti.devices`, just now. seen_by_planner: seconds by which devices are ahead of the planner, without
+    those that are not; None without a planner. now_s: unix time here.
+    """
+    ahead = {HERE: 0.0}
+    for device in found:
+        if clock_s := (device.get("heartbeat") or {}).get("clock_s"):
+            ahead[device["device"]] = clock_s - now_s
+    if seen_by_planner is not None and len(ahead) > 1:
+        name = next(name for name in ahead if name != HERE)
+        ahead["the planner"] = ahead[name] - seen_by_planner.get(name, 0.0)
+    # The clock that most others agree with; of equally many the first, which is ours.
+    usual = max(ahead.values(), key=lambda one: sum(abs(one - other) <= ODD_CLOCK_S for other in ahead.values()))
+    odd = {name: s - usual for name, s in ahead.items() if abs(s - usual) > ODD_CLOCK_S}
+    return [f"the clock of {name} is {_span(abs(s))} {'ahead' if s > 0 else 'behind'}" for name, s in odd.items()]
+
+
+def _span(seconds: float) -> str:
+    unit, one_s = next(u for u in (("days", 86_400), ("hours", 3600), ("minutes", 60)) if seconds >= u[1])
+    return f"{seconds / one_s:.3g} {unit}"
 
 
 def _plain(value: Any) -> Any:

@@ -25,11 +25,33 @@ OP_BYTES: Final = 3 << 10
 COLUMN_BYTES: Final = 8
 
 
-def weights_bytes(refs: Iterable[WeightRef]) -> int:
-    """Return the resident bytes of distinct weight ranges, as the kernels pack them."""
-    from hepti_mqtt.kernels import weight_bytes  # here: see clock.py
+def matrices(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> dict[WeightRef, WeightRef]:
+    """Return for each weight range the one that is resident for it and of which it is a view.
 
-    return sum(weight_bytes(ref) for ref in set(refs))
+    That is a held one where it lies inside; ranges that touch are loaded as one. So a device that holds all of a
+    matrix loads nothing where another part of it becomes its own.
+    """
+    from hepti_mqtt.kernels.weights import is_part, joined, kin  # here: see clock.py
+
+    there: dict[tuple[object, ...], dict[WeightRef, None]] = {}
+    for matrix in held:
+        there.setdefault(kin(matrix), {})[matrix] = None
+    if not there:
+        return joined(refs)
+    found: dict[WeightRef, WeightRef | None] = {}
+    for ref in refs:
+        wider = there.get(kin(ref), {})
+        found[ref] = ref if ref in wider else next((m for m in wider if is_part(ref, m)), None)
+    new = joined(ref for ref, matrix in found.items() if matrix is None)
+    return {ref: new[ref] if matrix is None else matrix for ref, matrix in found.items()}
+
+
+def weights_bytes(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> int:
+    """Return the bytes of the `matrices` of weight ranges, as the kernels pack them, without those that are held."""
+    from hepti_mqtt.kernels import weight_bytes
+
+    there = set(held)
+    return sum(weight_bytes(matrix) for matrix in set(matrices(refs, there).values()) - there)
 
 
 def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
@@ -43,7 +65,7 @@ def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
     from hepti_mqtt.kernels.weights import BLOCK, PANELS
 
     staged, ahead, begun = 0, 0, 0
-    for ref in refs:
+    for ref in dict.fromkeys(matrices(refs).values()):
         if not (nbytes := loading_bytes(ref)):
             continue
         width = PANELS[ref.weight_dtype].width

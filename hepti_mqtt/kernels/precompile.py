@@ -70,12 +70,19 @@ def _jobs(which: Which, threads: int) -> list[_Job]:
     return sorted(jobs, key=lambda job: order.get(job.name, len(order)))
 
 
-def fill_cache(which: Which, threads: int, tell: Tell = lambda *_: None, most: int | None = None) -> None:
+def fill_cache(
+    which: Which,
+    threads: int,
+    tell: Tell = lambda *_: None,
+    most: int | None = None,
+    rest: Callable[[float], None] = lambda _: None,
+) -> None:
     """Compile what the cache lacks in other processes; return when it is there, or when they cannot go on.
 
     which: what `jit.compile_first` needs, what `compile_all` needs, or the latter `behind` an agent's work: slowly, one
     kernel at a time. threads: of the pool that will run them. tell: gets (kernels that are there, all of them) again
-    and again; what it raises ends the work. most: processes at once, by default one per core. Without a cache it
+    and again; what it raises ends the work. most: processes at once, by default one per core. rest: gets the
+    seconds that a kernel took `behind` an agent's work, and returns when the next may be compiled. Without a cache it
     returns at once, and every process compiles for itself. Raises ConfigError for a wrong setting of the environment.
     """
     require_known()
@@ -93,8 +100,10 @@ def fill_cache(which: Which, threads: int, tell: Tell = lambda *_: None, most: i
     with Compilers([sys.executable, "-m", "hepti_mqtt.kernels.precompile", *arguments], most) as compilers:
         if which == "behind":
             for job in left:
+                begun_s = time.perf_counter()
                 with compile_lock(directory, missing):
                     compilers.compile([] if job.done() else [job.place], missing)
+                rest(time.perf_counter() - begun_s)
                 time.sleep(_PAUSE_S)
         else:
             with compile_lock(directory, missing):
@@ -165,12 +174,12 @@ def load(everything: bool) -> jit.Warm:
     return jit.warm()
 
 
-def load_rest(threads: int, tell: Tell) -> jit.Warm:
+def load_rest(threads: int, tell: Tell, rest: Callable[[float], None]) -> jit.Warm:
     """Compile what is missing behind the agent's work, one kernel after the other, and load it.
 
-    Threads that need one of these kernels meanwhile wait. tell: as of `fill_cache`.
+    Threads that need one of these kernels meanwhile wait. tell, rest: as of `fill_cache`.
     """
-    jit.compile_all(lambda: fill_cache("behind", threads, tell))
+    jit.compile_all(lambda: fill_cache("behind", threads, tell, rest=rest))
     if threads > 1:
         pool_threads.prepare()
     return jit.warm()

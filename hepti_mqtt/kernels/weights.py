@@ -19,8 +19,9 @@ import contextlib
 import math
 import mmap
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
@@ -331,6 +332,81 @@ class WeightBuffer:
                 )
         self._taken.add(part)
         return (bottom - top) * (right - left)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranges that lie inside others: a weight may be a view of columns of a larger one, cut where its panels begin and end.
+
+
+def is_part(ref: WeightRef, matrix: WeightRef) -> bool:
+    """Return whether the weight of `ref` is a view of that of `matrix`: whole panels of it, or any part of a vector."""
+    if ref == matrix:
+        return True
+    step = _cut_step(matrix)
+    if not step or kin(ref) != kin(matrix):
+        return False
+    (first, last), (start, stop) = ref.columns, matrix.columns
+    ends = last == stop or (last - start) % step == 0
+    return start <= first <= last <= stop and (first - start) % step == 0 and ends
+
+
+def kin(ref: WeightRef) -> tuple[object, ...]:
+    """Return what a range has in common with those of which it may be a part."""
+    return (ref.tensor, ref.rows, ref.layout, ref.weight_dtype)
+
+
+def _cut_step(ref: WeightRef) -> int:
+    """Return of how many columns a part is a multiple; 0 where there are no parts."""
+    if ref.layout == "packed":
+        return PANELS[ref.weight_dtype].width
+    return 1 if ref.rows == (0, 1) else 0
+
+
+def joined(refs: Iterable[WeightRef]) -> dict[WeightRef, WeightRef]:
+    """Return for each range the one that it is a part of: those of a tensor that touch are one, if parts can be cut."""
+    found = {ref: ref for ref in refs}
+    alike: dict[tuple[object, ...], list[WeightRef]] = {}
+    for ref in found:
+        alike.setdefault(kin(ref), []).append(ref)
+    for several in alike.values():
+        if len(several) > 1:
+            found.update(_joined(sorted(several, key=attrgetter("columns"))))
+    return found
+
+
+def _joined(refs: list[WeightRef]) -> dict[WeightRef, WeightRef]:
+    """Return `joined` of ranges of one tensor, which begin one after the other."""
+    step, found = _cut_step(refs[0]), dict[WeightRef, WeightRef]()
+    (start, stop), parts = refs[0].columns, refs[:1]
+    for ref in refs[1:]:
+        first, last = ref.columns
+        wide = max(stop, last)
+        cut = (
+            step
+            and (first - start) % step == 0
+            and all(end == wide or (end - start) % step == 0 for end in (stop, last))
+        )
+        if not cut or first > stop:
+            found.update(dict.fromkeys(parts, parts[0]._replace(columns=(start, stop))))
+            start, wide, parts = first, last, []
+        stop = wide
+        parts.append(ref)
+    return {**found, **dict.fromkeys(parts, parts[0]._replace(columns=(start, stop)))}
+
+
+def part(weight: Weight, matrix: WeightRef, ref: WeightRef) -> Weight:
+    """Return the weight of `ref` as a view of that of `matrix`, which it `is_part` of."""
+    if ref == matrix:
+        return weight
+    first, last = (column - matrix.columns[0] for column in ref.columns)
+    if isinstance(weight, np.ndarray):
+        return weight[first:last]
+    width = weight.panels.shape[2]
+    own = slice(first // width, -(-last // width))
+    if isinstance(weight, PackedMatrix):
+        return replace(weight, panels=weight.panels[own], columns=last - first)
+    scales, sums = weight.scales[own], weight.sums[own]
+    return replace(weight, panels=weight.panels[own], scales=scales, sums=sums, columns=last - first)
 
 
 def allocate(ref: WeightRef) -> WeightBuffer:

@@ -17,12 +17,12 @@ from zlib import crc32
 import numpy as np
 
 from hepti_mqtt.cost.memory import weights_bytes
+from hepti_mqtt.cost.moves import bytes_to_load
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.candidates import Candidate, Decision
 from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Spec
 
 SURE: Final = 0.95  # probability that a plan is better
@@ -253,7 +253,7 @@ def with_loads(question: Question, decision: Decision, active: Candidate | None)
 
     Devices hold the weights of the question's residents, and of the active plan.
     """
-    held = [*question.residents, *([] if active is None else [active.plan])]
+    held = [*([] if active is None else [active.plan]), *question.residents]
     ranking = tuple(_with_loads(question.spec, c, held, active) for c in decision.ranking)
     return replace(decision, chosen=replace(ranking[0], plan=decision.chosen.plan), ranking=ranking)
 
@@ -263,17 +263,13 @@ def _with_loads(spec: Spec, c: Candidate, held: Sequence[Plan], active: Candidat
         return c
     lacks, fits = {}, True
     for device in c.plan.devices:
-        wanted = set(resident_weights(spec, c.plan, device))
-        lacks[device] = weights_bytes(wanted - _weights(spec, held, device))
+        lacks[device] = bytes_to_load(spec, c.plan, device, held)
         if active is not None and device in active.plan.devices:
-            shared = weights_bytes(wanted & _weights(spec, [active.plan], device))
+            beside = bytes_to_load(spec, c.plan, device, [active.plan])
+            shared = weights_bytes(resident_weights(spec, c.plan, device)) - beside
             together = c.price.needs[device] + active.price.needs[device] - shared
             fits = fits and together <= c.price.memory_bytes[device]
     return replace(c, load_bytes=lacks, fits_beside=fits)
-
-
-def _weights(spec: Spec, plans: Sequence[Plan], device: str) -> set[WeightRef]:
-    return {ref for plan in plans if device in plan.devices for ref in resident_weights(spec, plan, device)}
 
 
 def load_seconds(nbytes: Mapping[str, int], bytes_per_s: Mapping[str, float]) -> float:

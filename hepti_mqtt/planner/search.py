@@ -9,11 +9,12 @@ from itertools import islice
 from math import inf
 from typing import Final
 
+from hepti_mqtt.cost.moves import bytes_to_load
 from hepti_mqtt.errors import ConfigError, PacketLimitError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs_digest, resident_weights
+from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.planner.candidates import (
     THOROUGH,
     Candidate,
@@ -58,7 +59,6 @@ from hepti_mqtt.planner.refine import (
     with_memory,
 )
 from hepti_mqtt.planner.replicas import replica_plans
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import pixels
 from hepti_mqtt.strategies import STRATEGIES, Method
@@ -194,14 +194,8 @@ class Search:
     def _has_weights(self, plan: Plan) -> bool:
         """Return whether the devices of a plan have all of its weights."""
         spec, stand = self.question.spec, (self.question.active, *self.question.residents)
-        for device in plan.devices:
-            held: set[WeightRef] = set()
-            for other in stand:
-                if other is not None and device in other.devices:
-                    held.update(resident_weights(spec, other, device))
-            if not held.issuperset(resident_weights(spec, plan, device)):
-                return False
-        return True
+        held = [other for other in stand if other is not None]
+        return not any(bytes_to_load(spec, plan, device, held) for device in plan.devices)
 
     # -- by lower bound -------------------------------------------------------------------------------------------
 

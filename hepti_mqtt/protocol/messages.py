@@ -18,7 +18,7 @@ import msgpack
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import PlanVersion, check_name
+from hepti_mqtt.ids import PlanVersion, Start, check_name
 from hepti_mqtt.plan import KEYS, Plan
 from hepti_mqtt.protocol import keys, plausible
 from hepti_mqtt.protocol.frames import MAGIC, WANTS, Body, Frame, check_shape
@@ -97,7 +97,7 @@ class PeerStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Retained state of a device or the planner; boot orders a late will and a new start.
+    """Retained state of a device or the planner; boot and term: of its start, see `ids.Start`.
 
     doing, done, total: the activity of a starting device and its steps; empty in other states. version: of Hepti, ""
     from those before 0.2.0. public_key: of a planner, see `keys`.
@@ -110,6 +110,15 @@ class Status:
     total: int = 0
     version: str = ""
     public_key: str = ""
+    term: int = 0
+
+    @property
+    def start(self) -> Start:
+        """Return the start that published it."""
+        return Start(self.term, self.boot)
+
+
+QUESTION: Final = Status("offline", 0)  # published, not retained, by who asks for the status of a running process
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +152,7 @@ class Heartbeat:
     cpu_other: 0..1 of all cores, without the agent and a local broker. slowdown: observed over predicted op time, 1 is
     as measured. counters: bytes, packets, drops, ... since the boot. peers: the measured links to peers; edges: the
     traffic with them. peer_frame_s, peer_byte_s: the device's cost per frame from or to a peer, and per byte of it,
-    None until there were some.
+    None until there were some. clock_s: its wall clock in unix time, which only people read; 0 if unknown.
     """
 
     boot: int
@@ -160,6 +169,7 @@ class Heartbeat:
     edges: Mapping[str, PeerStats] = field(default_factory=dict)
     peer_frame_s: float | None = None
     peer_byte_s: float | None = None
+    clock_s: float = 0.0
 
 
 # -- control messages ------------------------------------------------------------------------------------------------
@@ -604,13 +614,12 @@ def _checked(cls: type[Any], name: str, check: Check, value: Any) -> Any:
 
 
 RECORD: Final = (
-    "boot", "active", "preparing", "pinned", "pinned_preparing", "spec", "directory", "in_flight", "unused",
-    "candidates", "progress", "reason", "story", "considered", "evidence",
-    "error",
+    "boot", "active", "preparing", "pinned", "pinned_preparing", "spec", "directory", "in_flight", "unused", "clocks",
+    "candidates", "progress", "reason", "story", "considered", "evidence", "error",
 )  # fmt: skip
 _KINDS: Final = {
     **dict.fromkeys(("pinned", "pinned_preparing", "candidates", "story", "considered"), list),
-    **dict.fromkeys(("unused", "progress", "evidence"), Mapping),
+    **dict.fromkeys(("unused", "progress", "clocks", "evidence"), Mapping),
 }
 CANDIDATE: Final = (
     "name", "devices", "route", "wire", "wire_error", "predicted_ms", "expected_ms", "bytes", "feasible", "missing",

@@ -34,9 +34,7 @@ MAX_REASON: Final = 4096
 MIN_PACKET_BYTES: Final = 4096  # no broker of a site takes less: a device's own caps would not get through
 HASH_BYTES: Final = 32
 PROGRAMS_BYTES: Final = 8
-MAX_BOOT: Final = U32
-MAX_CLOCK_SKEW_S: Final = 30 * 86_400
-MIN_SET_CLOCK_S: Final = 1_700_000_000  # a clock that shows less was never set
+MAX_TERM: Final = U32
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +210,8 @@ FIELDS: Final[Mapping[str, Check]] = {
     "tasks": bounded("tasks", MAX_TASKS, COUNT),
     # Status and capabilities.
     "state": one_of("online", "offline", "starting"),
-    "boot": Number("unix s", 0, MAX_BOOT),
+    "boot": Number("", 0, U32),
+    "term": Number("starts", 0, MAX_TERM),
     "doing": text,
     "done": Number("steps"),
     "total": Number("steps"),
@@ -240,6 +239,7 @@ FIELDS: Final[Mapping[str, Check]] = {
     "curve.seconds": real("s", 1e-9, 3600),
     # Heartbeats.
     "seq": COUNT,
+    "clock_s": real("unix s", 0, MAX_REAL),
     "cpu_other": real("of all cores", 0, 1),
     "free_bytes": BYTES,
     "temperature_c": Number("°C", -MAX_REAL, MAX_REAL, real=True, optional=True),
@@ -311,16 +311,6 @@ def check_spec(value: Any, name: str = "spec") -> None:
             check_spec(part, name)
     elif isinstance(value, float) and not isfinite(value):
         raise ValueError(f"{name} {value} is not finite")
-
-
-def max_plausible_boot(own: int, unix_s: float) -> int:
-    """Return the highest boot counter that another start may have, seen from one with the counter `own`.
-
-    Beyond it a counter was forged, or a clock is wrong by more than `MAX_CLOCK_SKEW_S`. If our own clock was never set,
-    every counter is accepted.
-    """
-    known = max(own, int(unix_s))
-    return known + MAX_CLOCK_SKEW_S if known >= MIN_SET_CLOCK_S else MAX_BOOT
 
 
 def limits_table() -> str:

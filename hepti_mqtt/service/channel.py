@@ -115,7 +115,7 @@ def _too_many(answers: Sequence[OutgoingAnswer], most: int, most_bytes: int) -> 
 # ----------------------------------------------------------------------------------------------------------------------
 # Request journal: which requests are unacknowledged at the broker, and which an earlier planner already answered.
 #
-# The broker delivers unacknowledged requests again after a planner crash. A file beside the boot counter records which
+# The broker delivers unacknowledged requests again after a planner crash. A file in its state directory records which
 # of them may have been answered, and how many planners have crashed on each.
 
 

@@ -10,7 +10,6 @@ from hepti_mqtt.config.process import RateLimitedLog
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
-from hepti_mqtt.protocol.plausible import MAX_BOOT
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.transport import Delivery
@@ -40,15 +39,6 @@ class RetainedPlan:
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class ImplausibleBoot:
-    """A status, caps or heartbeat with a boot counter in the future: forged, or from a wrong clock."""
-
-    topic: str
-    kind: str
-    boot: int
-
-
 DecodedMessage = (
     interface.DeviceStatus
     | interface.DeviceCaps
@@ -58,24 +48,17 @@ DecodedMessage = (
     | RawRequest
     | PlannerStatus
     | RetainedPlan
-    | ImplausibleBoot
 )
 
 
 class MessageDecoder:
-    """Topics and payloads to messages; invalid ones are counted and dropped.
+    """Topics and payloads to messages; invalid ones are counted and dropped."""
 
-    latest_boot: returns the highest plausible boot counter.
-    """
-
-    def __init__(
-        self, site: str, latest_boot: Callable[[], int] = lambda: MAX_BOOT, log: RateLimitedLog | None = None
-    ) -> None:
+    def __init__(self, site: str, log: RateLimitedLog | None = None) -> None:
         self.topics = Topics(site)
-        self._latest_boot = latest_boot
         self.log = log or RateLimitedLog(logging.getLogger("hepti.planner"))
         self.counters = self.log.counters
-        self._decoders: Mapping[str, Callable[[ParsedTopic, bytes], DecodedMessage]] = {
+        self._decoders: Mapping[str, Callable[[ParsedTopic, bytes], DecodedMessage | None]] = {
             "status": _status,
             "caps": _caps,
             "heartbeat": _heartbeat,
@@ -112,7 +95,7 @@ class MessageDecoder:
             if decoder is None:
                 self.counters["foreign"] += 1
                 return None
-            arrival = decoder(parsed, payload)
+            return decoder(parsed, payload)
         except WireError as error:
             if parsed is not None and parsed.kind == "caps":
                 text = f"Refused {parsed.device}: its caps are not valid ({error}). Update its agent."
@@ -120,33 +103,11 @@ class MessageDecoder:
             else:
                 self.counters["malformed"] += 1
             return None
-        boot = _boot(arrival)
-        if boot <= self._latest_boot():
-            return arrival
-        self.log.warn_once(
-            "implausible_boot",
-            topic,
-            f"Ignored {topic}: boot counter {boot} is in the future. Set that machine's clock and delete `boot` in its "
-            "state directory, or clear the topic if it was forged.",
-        )
-        return ImplausibleBoot(topic, parsed.kind, boot)
 
 
-def _boot(arrival: DecodedMessage) -> int:
-    """Return the boot counter that a message names, 0 if it names none."""
-    match arrival:
-        case interface.DeviceStatus(status=said) | PlannerStatus(status=said):
-            return said.boot
-        case interface.DeviceCaps(caps=caps):
-            return caps.boot
-        case interface.DeviceHeartbeat(heartbeat=heartbeat):
-            return heartbeat.boot
-        case _:
-            return 0
-
-
-def _status(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
-    return interface.DeviceStatus(topic.device, messages.decode_status(payload))
+def _status(topic: ParsedTopic, payload: bytes) -> DecodedMessage | None:
+    status = messages.decode_status(payload)
+    return None if status == messages.QUESTION else interface.DeviceStatus(topic.device, status)
 
 
 def _caps(topic: ParsedTopic, payload: bytes) -> DecodedMessage:

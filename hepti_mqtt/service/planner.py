@@ -9,7 +9,9 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from secrets import token_bytes
@@ -21,19 +23,18 @@ import msgpack
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, return_large_blocks
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.ids import Start, check_name
 from hepti_mqtt.protocol.keys import KEY_BYTES
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
-from hepti_mqtt.protocol.plausible import max_plausible_boot
+from hepti_mqtt.protocol.starts import NameHolder
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator import interface, session
-from hepti_mqtt.runtime.coordinator.fleet import LastWillDebounce
+from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.service.broker_checks import ensure_single_planner
 from hepti_mqtt.service.channel import RequestChannel
 from hepti_mqtt.service.decoder import (
-    ImplausibleBoot,
     MessageDecoder,
     PlannerStatus,
     RawRequest,
@@ -42,12 +43,13 @@ from hepti_mqtt.service.decoder import (
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.home_assistant import HomeAssistant
-from hepti_mqtt.service.setup import PlannerConfig, next_boot, open_models, state_directory
+from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
-from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle
+from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, run_into
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.transport import (
+    BrokerUrl,
     Connected,
     Disconnected,
     Inbox,
@@ -55,6 +57,8 @@ from hepti_mqtt.transport import (
     Refused,
     State,
     Will,
+    claim,
+    new_boot,
     open_broker_warning,
 )
 
@@ -65,6 +69,7 @@ def encode_record(
     shown: PublishPlan,
     zero_s: float = 0.0,
     unused: Mapping[str, str] = MappingProxyType({}),
+    clocks: Mapping[str, float] = MappingProxyType({}),
     evidence: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> bytes:
     """Return the msgpack map of a model's plans.
@@ -76,8 +81,9 @@ def encode_record(
     have taught. reason: why the first one was chosen. error: {code, message, detail} where none was found. progress:
     [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
     oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
-    why devices that are online are used for no plan, by name. considered: what the rule said last of other plans, the
-    best first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. `protocol/messages.py`
+    why devices that are online are used for no plan, by name. clocks: by how many seconds a device's clock is ahead of
+    the planner's, where it is by more than a minute. considered: what the rule said last of other plans, the best
+    first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. `protocol/messages.py`
     names all keys, for who reads it.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
@@ -93,6 +99,7 @@ def encode_record(
         "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a name may be any bytes
         "in_flight": shown.in_flight,
         "unused": dict(unused),
+        "clocks": dict(clocks),
         "candidates": [
             {
                 "name": c.name,
@@ -132,9 +139,11 @@ def encode_record(
 
 
 TICK_S: Final = 0.1
+MAX_ECHOES: Final = 16
+ODD_CLOCK_S: Final = 60.0
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
-MAX_UNREAD: Final = 256  # requests that wait to be parsed
+MAX_UNREAD: Final = 512  # requests that wait to be parsed
 MAX_UNREAD_BYTES: Final = 64 << 20
 MAX_UNREFUSED: Final = 4096  # further requests, which wait to be refused
 MAX_UNREFUSED_BYTES: Final = 32 << 20
@@ -159,31 +168,46 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     start_preloading()
     return_large_blocks()
     with contextlib.ExitStack() as stack:
+        claiming: Future[Start] = Future()
+        threading.Thread(
+            target=run_into, args=(claiming, partial(claim_site, config.url, config.site)), name="claim", daemon=True
+        ).start()
         models = open_models(config, stack)
-        ensure_single_planner(config.url, config.site)
+        start = claiming.result()
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
-        boot = next_boot(config.site, time.time(), config.state_dir)
-        _Planner(config, boot, models).run(stop or threading.Event())
+        _Planner(config, start, models).run(stop or threading.Event())
+
+
+def claim_site(url: BrokerUrl, site: str) -> Start:
+    """Return the start of a new planner of a site.
+
+    Raises ConfigError if a running planner serves it; NetworkError and RefusedError of the connection.
+    """
+    found = claim(url, Topics(site).planner_status(), f"hepti-{site}-planner", new_boot(), look=True)
+    if found.held:
+        raise ConfigError(f"Site {site} already has a planner. Stop it, or choose another --site.")
+    return found.start
 
 
 class _Planner:
-    def __init__(self, config: PlannerConfig, boot: int, models: Mapping[str, OpenModel]) -> None:
-        self.config, self.boot, self.models = config, boot, models
+    def __init__(self, config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> None:
+        self.config, self.start, self.models = config, start, models
+        self.name = NameHolder(start)
         self.log = config.log
-        self.decoder = MessageDecoder(
-            config.site, lambda: max_plausible_boot(boot, time.time()), RateLimitedLog(self.log)
-        )
+        self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log))
         self.topics = self.decoder.topics
         served = tuple(
             ServedModel(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
             for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
+        self.clocks: dict[str, float] = {}
+        self.shown: dict[str, PublishPlan] = {}
         self.session = session.CoordinatorSession(
-            config.site, boot, served, config.in_flight, broker, token_bytes(KEY_BYTES), config.checked
+            config.site, start.boot, served, config.in_flight, broker, token_bytes(KEY_BYTES), config.checked
         )
-        self.will_debounce = LastWillDebounce(self.session)
+        self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.accuracy = {n: MeasuredErrors.of(m.checkpoint, config.max_weight_error) for n, m in models.items()}
@@ -211,6 +235,7 @@ class _Planner:
             config.url, name, place, self.control, self.decoder, self._enqueue_request, changed
         )
         self.said: Will | None = None  # the status that is retained
+        self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # statuses that have not come back to us
         self.away = {"control", "requests"}  # lost connections; the session thread's
         self.bulk = PahoTransport(  # so that requests do not queue behind weights
             config.url,
@@ -222,13 +247,12 @@ class _Planner:
         )
         self.tiles = TileServer(
             config.site,
-            boot,
+            start.boot,
             {n: m.checkpoint for n, m in models.items()},
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
             lambda error: self.inbox.post(partial(self._fail, error)),
         )
-
         self.home = self._home_assistant(config.home_assistant)
 
     def _home_assistant(self, prefix: str | None) -> HomeAssistant | None:
@@ -250,9 +274,6 @@ class _Planner:
         elif isinstance(arrival, RetainedPlan):
             if arrival.model not in self.models:
                 self.inbox.post(lambda: self._publish(self.topics.plan(arrival.model), b"", retain=True))
-        elif isinstance(arrival, ImplausibleBoot):
-            if arrival.kind == "planner_status":
-                self.inbox.post(self._repair_status)  # readers must not take it for ours
         elif arrival is None:
             return
         elif not self.inbox.accept(arrival.device, arrival, len(payload)):
@@ -265,6 +286,7 @@ class _Planner:
         elif isinstance(state, Disconnected):
             self.log.warning("the broker is away: %s", state.reason)
             self.inbox.post(lambda: self.away.add("control"))
+            self.inbox.post(lambda: self.name.handle_loss(time.monotonic()))
             self.inbox.post(interface.BrokerConnection(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
@@ -382,9 +404,9 @@ class _Planner:
         while not stop.is_set() and self.failure is None:
             left = min(tick_at, self.session.due_s) - time.monotonic()
             try:
-                item = self.inbox.get(left) if left > 0 else interface.Tick(has_backlog=not self.inbox.empty())
+                item = self.inbox.get(left) if left > 0 else self._tick()
             except queue.Empty:
-                item = interface.Tick()
+                item = self._tick()
             if isinstance(item, interface.Tick):
                 tick_at = time.monotonic() + TICK_S
                 self.channel.resend_due(time.monotonic())
@@ -393,6 +415,17 @@ class _Planner:
             self.throttle.run_before_searches(
                 partial(self._run_guarded, item if callable(item) else partial(self._handle, item))
             )
+
+    def _tick(self) -> interface.Tick:
+        heard_s = self.control.heard_s
+        if "control" not in self.away and self.session.fleet.usable():
+            found = self.watch.look(heard_s, time.monotonic())
+            if found == "ask":
+                self._publish_event("alive", "is the broker there?")  # which it acknowledges
+            elif found is not None:
+                self.log.warning("the broker %s", "is silent" if found == "away" else "is heard again")
+                self._handle(interface.BrokerConnection(online=found == "back", is_new=False))
+        return interface.Tick(has_backlog=not self.inbox.empty(), heard_s=heard_s)
 
     def _run_guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -409,11 +442,28 @@ class _Planner:
             wanted = [interface.RefuseRequest(event.request, self._internal_error(error))]
         for command in wanted:
             self._run_guarded(partial(self._execute, command))
+        if isinstance(event, interface.DeviceHeartbeat):
+            self._compare_clock(event.device, event.heartbeat.clock_s)
         self.forecasts.set_busy_models(computing := self.session.groups.models_in_use())
         self.throttle.set_serving(bool(computing))
+        self.tiles.set_serving(bool(computing))
         if (standing := self.session.snapshot()) != self.standing:
             self.standing = standing
             self.forecasts.set_plans(standing)
+
+    def _compare_clock(self, device: str, clock_s: float) -> None:
+        """Tell people of a device whose clock differs from ours; nothing else depends on clocks."""
+        ahead_s = clock_s - time.time()
+        ahead_s = ahead_s if clock_s and abs(ahead_s) > ODD_CLOCK_S else 0.0
+        if abs(ahead_s - self.clocks.get(device, 0.0)) <= ODD_CLOCK_S or device not in self.session.fleet.members:
+            return
+        self.clocks[device] = ahead_s
+        self.clocks = {name: s for name, s in self.clocks.items() if s and name in self.session.fleet.members}
+        if ahead_s:
+            text = f"the clock of {device} differs from this machine's by {abs(ahead_s):.0f} s; set the wrong one"
+            self.decoder.log.warn_once("odd_clock", device, text)
+        for shown in self.shown.values():
+            self._publish_plan(shown)
 
     def _execute(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish):
@@ -423,13 +473,17 @@ class _Planner:
         elif isinstance(command, interface.Solve):
             (self.hurried if command.hurried else self.searching).submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
-            self.tiles.ask(command.model, command.device, command.hashes)
+            rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
+            self.tiles.ask(command.model, command.device, command.hashes, rate)
         elif isinstance(command, interface.PublishPlan):
             self._publish_plan(command)
         else:
             self.log.info("%s: %s", command.kind, command.text)
-            said = json.dumps({"kind": command.kind, "text": command.text, "time": time.time()})
-            self._publish(self.topics.event(command.kind), said.encode())
+            self._publish_event(command.kind, command.text)
+
+    def _publish_event(self, kind: str, text: str) -> None:
+        said = json.dumps({"kind": kind, "text": text, "time": time.time()})
+        self._publish(self.topics.event(kind), said.encode())
 
     def _queue_answer(self, command: Answering) -> None:
         client, answer = command.request.key.client, partial(self._answer, command)
@@ -443,18 +497,22 @@ class _Planner:
     def _publish_plan(self, shown: interface.PublishPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
         served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
+        self.shown[shown.model] = shown
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
-        record = encode_record(served, self.boot, shown, time.time() - now, unused, evidence)
+        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence)
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:
         """Publish everything retained again after every connection: the broker may have lost it."""
+        self.echoes.clear()
         if self.said is None:  # devices need the key before the first command
             self._say("starting")
         self._handle(interface.BrokerConnection(online=True))
         self._announce("control")
-        self.log.info("planner of site %s, boot %d, serves %s", self.config.site, self.boot, ", ".join(self.models))
+        self.log.info(
+            "planner of site %s, start %d, serves %s", self.config.site, self.start.term, ", ".join(self.models)
+        )
 
     def _announce(self, connection: str) -> None:
         """Publish that the planner is online once requests reach it; clients then resend their pending requests."""
@@ -465,18 +523,21 @@ class _Planner:
     def _say(self, state: PlannerState) -> None:
         """Publish this planner's status, and keep it to be repaired."""
         self.said = self._status(state)
-        self._publish(*self.said)
+        self._repair_status()
 
     def _planner_seen(self, status: Status) -> None:
-        if status.boot > self.boot and status.state != "offline":
-            self.failure = ConfigError(
-                f"another planner (boot {status.boot}) has taken over site {self.config.site}; this one ends"
-            )
-        elif self.said is not None and status != decode_status(self.said.payload):
+        if self.echoes and status == decode_status(self.echoes[0]):
+            self.echoes.popleft()
+            return
+        verdict = self.name.handle(status, time.monotonic())
+        if verdict == "taken":
+            self.failure = ConfigError(f"another planner has taken over site {self.config.site}; this one ends")
+        elif self.said is not None and (verdict == "contradict" or status != decode_status(self.said.payload)):
             self._repair_status()  # a late will, of an earlier planner or an earlier connection, or a forged status
 
     def _repair_status(self) -> None:
         if self.said is not None:
+            self.echoes.append(self.said.payload)
             self._publish(*self.said)
 
     def _fail(self, error: HeptiError) -> None:
@@ -510,5 +571,5 @@ class _Planner:
 
     def _status(self, state: PlannerState) -> Will:
         key = "" if state == "offline" else self.session.fleet.public_key
-        status = Status(state, self.boot, version=__version__, public_key=key)
+        status = Status(state, self.start.boot, version=__version__, public_key=key, term=self.start.term)
         return Will(self.topics.planner_status(), encode_status(status), 1, retain=True)

@@ -1,9 +1,8 @@
-"""How a planner starts: boot counter, configuration, models."""
+"""How a planner starts: configuration, models."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from platformdirs import user_state_path
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.config import Settings, state
+from hepti_mqtt.config import Settings
 from hepti_mqtt.config.options import MAX_WEIGHT_ERROR, PlannerOptions, RequestPins
 from hepti_mqtt.errors import ConfigError, ModelError, PlanError, RequestError, UnsupportedModelError, WireError
 from hepti_mqtt.ids import check_name
@@ -29,27 +28,19 @@ from hepti_mqtt.transport import BrokerUrl
 
 
 def state_directory(site: str, directory: Path | None = None) -> Path:
-    """Return the state directory of a site's planner; directory: instead of the user's."""
-    return (directory or user_state_path("hepti")) / "planner" / site
+    """Return the state directory of a site's planner, made if missing; directory: instead of the user's.
 
-
-def next_boot(site: str, unix_s: float, directory: Path | None = None) -> int:
-    """Return max(stored + 1, unix_s) for the planner of `site`, and store it; no two starts get the same.
-
-    directory: instead of the user's state directory. Raises ConfigError if it is not writable.
+    Raises ConfigError if it cannot be made.
     """
-    place = state_directory(site, directory)
+    place = (directory or user_state_path("hepti")) / "planner" / site
     try:
         place.mkdir(parents=True, exist_ok=True)
-        lock = (place / "lock").open("w")
     except OSError as error:
         raise ConfigError(
             f"the planner's state cannot be kept in {place}: {error.strerror or error}; make it writable, or set "
             "XDG_STATE_HOME"
         ) from error
-    with lock:  # of two planners that start together, the later must be the newer
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return state.next_boot(place, lambda: unix_s)
+    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +50,8 @@ class PlannerConfig:
     models: directory by name. pins: by model. in_flight: concurrent runs per model. batching: which requests run
     together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
     refuses pins in requests. checked: what the tags of frames cover. max_weight_error: how far narrow weights may move
-    an answer. state_dir: of the boot counter and journal, by default the user's. home_assistant: prefix of its
-    discovery, None to announce nothing.
+    an answer. state_dir: of the journal, by default the user's. home_assistant: prefix of its discovery, None to
+    announce nothing.
     """
 
     url: BrokerUrl

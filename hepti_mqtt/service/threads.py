@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -14,6 +15,7 @@ from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.runtime.coordinator.interface import Solve
 
 Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(slots=True)
@@ -254,3 +256,11 @@ class SearchThrottle:
             last = self._clock(), self._computed()
 
         return pause
+
+
+def run_into(future: Future[Outcome], act: Callable[[], Outcome]) -> None:
+    """Settle a future with what an action returns or raises."""
+    try:
+        future.set_result(act())
+    except BaseException as error:
+        future.set_exception(error)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from typing import Final
 
 from hepti_mqtt.checkpoint import Checkpoint
@@ -16,13 +18,39 @@ from hepti_mqtt.protocol.topics import Topics
 
 PAUSE_S: Final = 0.01  # between attempts while the send queue is full
 
+PART: Final = 0.1  # of a device's rate, while runs are under way: exchanges go first
+
 _log = logging.getLogger(__name__)
+
+
+class TilePace:
+    """When each device may get its next tile. While no run is under way that is now; time is an argument."""
+
+    def __init__(self) -> None:
+        self.serving = False  # whether runs are under way
+        self._rates: dict[str, float] = {}
+        self._free_s: dict[str, float] = {}
+
+    def set_rate(self, device: str, bytes_per_s: float) -> None:
+        """Set what a device's link is believed to carry."""
+        self._rates[device] = bytes_per_s
+
+    def due_s(self, devices: Iterable[str]) -> float:
+        """Return when all of some devices may get a tile; 0: at once."""
+        return max((self._free_s.get(device, 0.0) for device in devices), default=0.0) if self.serving else 0.0
+
+    def record(self, devices: Iterable[str], nbytes: int, now: float) -> None:
+        """Record a tile to some devices."""
+        for device in devices:
+            if (rate := self._rates.get(device)) is not None:
+                self._free_s[device] = now + nbytes / (PART * rate)
 
 
 class TileServer:
     """Publishes requested tiles: those of one device in order, those of several devices in turn.
 
-    So on a slow link a device waits for one tile of each other device, not for all, and is not taken for hung.
+    So on a slow link a device waits for one tile of each other device, not for all, and is not taken for hung. Beside
+    runs each gets its tiles at the pace of `TilePace`.
 
     publish(topic, payload): at QoS 1; raises NetworkError while its queue is full, which bounds the tiles in memory.
     unreadable(model, device, error): the weights can no longer be read. changed(error): they are others than those that
@@ -44,16 +72,25 @@ class TileServer:
         self._publish, self._unreadable, self._weights_changed = publish, unreadable, changed
         self._wanted: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
         self._sent: dict[str, int] = {}  # by device: number of its last tile since the queue was empty
+        self._pace = TilePace()
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self.counters: Counter[str] = Counter()
 
-    def ask(self, model: str, device: str, hashes: Iterable[bytes]) -> None:
-        """Queue tiles for a device; callable on any thread."""
+    def ask(self, model: str, device: str, hashes: Iterable[bytes], bytes_per_s: float = inf) -> None:
+        """Queue tiles for a device, whose link is believed to carry `bytes_per_s`; callable on any thread."""
         with self._changed:
+            self._pace.set_rate(device, bytes_per_s)
             for digest in hashes:
                 self._wanted.setdefault((model, digest), set()).add(device)
             self._changed.notify()
+
+    def set_serving(self, is_serving: bool) -> None:
+        """Set whether runs are under way; callable on any thread."""
+        if is_serving != self._pace.serving:
+            with self._changed:
+                self._pace.serving = is_serving
+                self._changed.notify()
 
     def run(self) -> None:
         """Publish requested tiles until `close`; the body of a thread."""
@@ -76,6 +113,8 @@ class TileServer:
                 to = ALL_DEVICES if len(devices) > 1 else next(iter(devices))
                 self.counters["to_all" if to == ALL_DEVICES else "to_one"] += 1
                 self._send(self._topics.weights(to), payload)
+                with self._changed:
+                    self._pace.record(devices, len(payload), time.monotonic())
 
     def close(self) -> None:
         """End `run`."""
@@ -85,16 +124,21 @@ class TileServer:
 
     def _next(self) -> tuple[tuple[str, bytes], set[str]] | None:
         with self._changed:
-            while not self._wanted and not self._closed.is_set():
-                self._changed.wait()
+            while not (ready := self._ready()) and not self._closed.is_set():
+                due_s = min(map(self._pace.due_s, self._wanted.values()), default=inf)
+                self._changed.wait(None if due_s == inf else max(due_s - time.monotonic(), 0.0))
             if self._closed.is_set():
                 return None
             # Ties go to the first requested.
-            key = min(self._wanted, key=lambda wanted: min(self._sent.get(d, 0) for d in self._wanted[wanted]))
+            key = min(ready, key=lambda wanted: min(self._sent.get(d, 0) for d in self._wanted[wanted]))
             devices = self._wanted.pop(key)
             number = 1 + max(self._sent.values(), default=0)
             self._sent = self._sent | dict.fromkeys(devices, number) if self._wanted else {}
             return key, devices
+
+    def _ready(self) -> list[tuple[str, bytes]]:
+        now = time.monotonic()
+        return [wanted for wanted, devices in self._wanted.items() if self._pace.due_s(devices) <= now]
 
     def _payload(self, model: str, digest: bytes) -> bytes:
         checkpoint = self._checkpoints[model]

@@ -29,10 +29,12 @@ from hepti_mqtt.transport.broker_limits import (
 )
 from hepti_mqtt.transport.control import PahoTransport
 from hepti_mqtt.transport.data_connection import DataConnection, data_connection_possible
+from hepti_mqtt.transport.name_claim import Claim, claim, new_boot
 from hepti_mqtt.transport.url import BrokerUrl
 
 __all__ = [
     "BrokerUrl",
+    "Claim",
     "Connected",
     "Counts",
     "DataConnection",
@@ -52,9 +54,11 @@ __all__ = [
     "Subscribed",
     "Transport",
     "Will",
+    "claim",
     "data_connection_possible",
     "is_loopback",
     "largest_packet",
+    "new_boot",
     "open_broker_warning",
     "open_line",
     "queue_capacity",

@@ -5,6 +5,7 @@ What paho 2.2 does not do, and is done here:
   takes a broker for silent whose answer waits behind a message that takes long to send: `_Client`.
 - It sends everything again at once after a reconnection, whatever the broker's Receive Maximum or Maximum Packet Size:
   unacknowledged messages are handed to it again on every connection, within the window.
+- It tries the addresses of a name one after the other, each for the whole time.
 - It falls back to MQTT 3.1 but not from 5 to 3.1.1: the version is chosen before each attempt.
 - It bounds its queue by messages, not bytes, and forgets subscriptions.
 - It would repeat a message on which a broker hangs up for ever: `_HangUps`.
@@ -64,7 +65,7 @@ from hepti_mqtt.transport.base import (
     unavailable,
     wrong_version,
 )
-from hepti_mqtt.transport.sockets import buffered, linger, local, no_delay, unacknowledged
+from hepti_mqtt.transport.sockets import buffered, connect_any, linger, local, no_delay, unacknowledged
 from hepti_mqtt.transport.url import BrokerUrl
 
 STALLED_S: Final = 2 * KEEPALIVE_S  # as long as paho takes to find out
@@ -124,8 +125,9 @@ class PahoTransport:
     """A connection to one broker over MQTT 3.1.1 or 5, with its own network thread.
 
     client_id: made such that no other user can know it (`BrokerUrl.client_id`). protocol: 4 (3.1.1), 5, or None to try
-    5 and fall back where the broker refuses the version. clean: forget the session of the last connection.
-    on_message(topic, payload), on_state: called on the network thread; they must only hand over. name: for the log.
+    5 and fall back where the broker refuses the version. will: may be set until `connect`. clean: forget the session of
+    the last connection. on_message(topic, payload), on_state: called on the network thread; they must only hand over.
+    name: for the log.
     on_delivery: takes messages instead of on_message, and the broker keeps each of QoS 1 until it is acknowledged; how
     many may wait for that is the broker's limit (`max_inflight_messages` of Mosquitto).
     max_queued_bytes: bound of what waits for the network or, at QoS 1, for its acknowledgement; one message larger than
@@ -152,7 +154,7 @@ class PahoTransport:
     ) -> None:
         self.url, self.client_id, self.name = url, url.client_id(client_id), name
         self.on_message, self._on_state, self.on_delivery = on_message, on_state, on_delivery
-        self.clean, self._will, self._max_queued_bytes = clean, will, max_queued_bytes
+        self.clean, self.will, self._max_queued_bytes = clean, will, max_queued_bytes
         # The network thread must not take it while it holds paho's lock of messages: publishers do so the other way.
         self._changed = threading.Condition(threading.RLock())  # guards all that follows
         self._client: _Client | None = None
@@ -279,6 +281,11 @@ class PahoTransport:
             return replace(self._counts)
 
     @property
+    def heard_s(self) -> float:
+        """Return when bytes last came on this connection, by `time.monotonic`."""
+        return max(self._attempt.heard_at, self._attempt.up_at)
+
+    @property
     def connected(self) -> bool:
         """Return whether the connection is up at this moment."""
         return self._attempt.up
@@ -368,8 +375,8 @@ class PahoTransport:
         context = self.url.ssl_context()
         if context is not None:
             client.tls_set_context(context)
-        if self._will is not None:
-            client.will_set(self._will.topic, self._will.payload, self._will.qos, self._will.retain)
+        if self.will is not None:
+            client.will_set(self.will.topic, self.will.payload, self.will.qos, self.will.retain)
         return client
 
     def is_client(self, client: _Client) -> bool:
@@ -574,8 +581,8 @@ class PahoTransport:
 class _Client(Client):
     """paho's client on its own thread; see the top of this file for what is different.
 
-    Of paho's private parts it uses the loop and its wake-up, its end of a connection, and the version to speak, which
-    paho itself changes when it falls back to 3.1.
+    Of paho's private parts it uses the loop and its wake-up, the beginning and the end of a connection, and the version
+    to speak, which paho itself changes when it falls back to 3.1.
     """
 
     def __init__(self, owner: PahoTransport) -> None:
@@ -621,6 +628,9 @@ class _Client(Client):
             self.thread.join(max(deadline - time.monotonic(), 0.0))
             if not self.thread.is_alive():
                 self._reset_sockets(sockpair_only=True)  # paho leaves its wake-up to the garbage collector
+
+    def _create_socket_connection(self) -> socket.socket:
+        return connect_any(self.host, self.port, self.connect_timeout)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 

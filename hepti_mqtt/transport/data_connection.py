@@ -70,6 +70,7 @@ from hepti_mqtt.transport.codec import (
 from hepti_mqtt.transport.sockets import (
     Connection,
     TlsConnection,
+    connect_any,
     local,
     low_water,
     mesh_possible,
@@ -463,7 +464,7 @@ class Link:
     def _connect(self, timeout_s: float) -> None:
         url = self._url
         try:
-            self._sock = sock = socket.create_connection((url.host, url.port), timeout_s)
+            self._sock = sock = connect_any(url.host, url.port, timeout_s)
             context = url.ssl_context()
             if context is not None:  # shakes hands at once, within the same time
                 self._sock = secured = context.wrap_socket(sock, server_hostname=url.host)

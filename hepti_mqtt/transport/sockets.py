@@ -5,6 +5,7 @@ Each device has a TLS key of its own, and peers pin its certificate by the finge
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -16,8 +17,11 @@ import ssl
 import sys
 import termios
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from math import inf
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -27,6 +31,7 @@ from hepti_mqtt.transport.codec import Buffer, Malformed
 SEND_BUFFER: Final = 2 << 20  # so that the kernel takes whole payloads at once; it caps this at net.core.wmem_max
 RECEIVE_AHEAD: Final = 2 << 20  # what it may hold while we compute
 _KEEP_ALIVE: Final = (("NODELAY", 1), ("KEEPIDLE", 10), ("KEEPINTVL", 5), ("KEEPCNT", 3), ("USER_TIMEOUT", 15_000))
+STAGGER_S: Final = 0.25  # before the next address of a name is tried, too
 RECORD: Final = 16_384  # what one TLS record holds
 _CHACHA_FIRST: Final = "ECDHE+CHACHA20:ECDHE+AESGCM"
 _CERTIFICATE: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
@@ -98,6 +103,62 @@ def begin(host: str, port: int) -> socket.socket:
     tune_receiver(sock)
     sock.connect_ex((host, port))  # what comes of it is asked for once the socket can be written
     return sock
+
+
+def connect_any(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Return a socket that is connected to the first address of a name that accepts, with this timeout.
+
+    Addresses of both families in turn, the next one when one fails or `STAGGER_S` after it (RFC 8305): a dead one
+    before a good one must not take all the time. Raises OSError of the last one that failed, TimeoutError.
+    """
+    until = time.monotonic() + timeout_s
+    ahead = deque(_in_turn(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    tried: dict[int, socket.socket] = {}
+    poller, next_s = select.poll(), -inf
+    error = OSError(f"{host} has no address")
+    try:
+        while ahead or tried:
+            if (now := time.monotonic()) >= until:
+                raise TimeoutError("timed out")
+            if ahead and (now >= next_s or not tried):
+                family, _, protocol, _, address = ahead.popleft()
+                next_s = now + STAGGER_S
+                try:
+                    sock = socket.socket(family, socket.SOCK_STREAM, protocol)
+                except OSError as failed:  # no such family here
+                    error = failed
+                    continue
+                sock.setblocking(False)
+                if (code := sock.connect_ex(address)) not in (0, errno.EINPROGRESS):
+                    error, next_s = OSError(code, os.strerror(code)), -inf
+                    sock.close()
+                    continue
+                tried[sock.fileno()] = sock
+                poller.register(sock, select.POLLOUT)
+            wait_s = (min(next_s, until) if ahead else until) - now
+            for descriptor, _ in poller.poll(max(wait_s, 0.0) * 1000):
+                poller.unregister(descriptor)
+                sock = tried[descriptor]
+                if not (code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                    del tried[descriptor]
+                    sock.settimeout(timeout_s)
+                    return sock
+                error, next_s = OSError(code, os.strerror(code)), -inf
+                tried.pop(descriptor).close()
+        raise error
+    finally:
+        for sock in tried.values():
+            sock.close()
+
+
+Address = tuple[Any, Any, int, str, Any]
+
+
+def _in_turn(found: Sequence[Address]) -> list[Address]:
+    """Return addresses in their order, those of the two families by turns."""
+    first = [a for a in found if a[0] == found[0][0]]
+    others = [a for a in found if a[0] != found[0][0]]
+    return [a for pair in zip_longest(first, others) for a in pair if a is not None]
 
 
 def low_water(sock: socket.socket, nbytes: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cost.memory import weights_bytes
+from hepti_mqtt.cost.memory import matrices, weights_bytes
 from hepti_mqtt.cost.profiles import DeviceProfile
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
@@ -130,8 +130,7 @@ class SimulatedDevice:
             return []
         load = self.loads[0]
         if load.missing_bytes < 0:
-            missing = set() if self.resident else set(load.refs) - self.held.keys()
-            load.missing_bytes = load.total_bytes = weights_bytes(missing)
+            load.missing_bytes = load.total_bytes = 0 if self.resident else weights_bytes(load.refs, self.held)
             self.loaded_bytes += load.total_bytes
             load.ready_s = now + PREPARE_S * slowdown
         was, step = load.missing_bytes, seconds * min(link, cost.bytes_per_s / max(slowdown, 0.3))
@@ -147,11 +146,12 @@ class SimulatedDevice:
         return [self._ready(load.prepare.transaction_id, load.plan, load.spec)]
 
     def _hold(self, refs: tuple[WeightRef, ...]) -> None:
-        for ref in refs:
-            self.held[ref] = self.held.get(ref) or weights_bytes([ref])
-            self.held.move_to_end(ref)
+        needed = dict.fromkeys(matrices(refs, self.held).values())
+        for matrix in needed:
+            self.held[matrix] = self.held.get(matrix) or weights_bytes([matrix])
+            self.held.move_to_end(matrix)
         total = sum(self.held.values())
-        while total > max(self.profile.memory_bytes, sum(self.held[ref] for ref in refs)):
+        while total > max(self.profile.memory_bytes, sum(self.held[matrix] for matrix in needed)):
             total -= self.held.popitem(last=False)[1]
 
     def _progress(self, load: _Load) -> messages.PrepareProgress:

@@ -11,7 +11,7 @@ A_PLAN = Plan("m", PlanVersion(1, 1), "single", ("a",), "a").to_dict()
 def a_record(**data):
     """Return a record without plans, and with `data`."""
     empty = {"boot": 1, "active": None, "preparing": None, "pinned": [], "spec": {}, "directory": "/m", "in_flight": 2}
-    told = {"unused": {}, "candidates": [], "progress": {}, "reason": "", "story": [], "error": None}
+    told = {"unused": {}, "clocks": {}, "candidates": [], "progress": {}, "reason": "", "story": [], "error": None}
     told |= {"considered": [], "evidence": {}}
     empty["pinned_preparing"] = []
     return {**empty, **told, **data}

@@ -9,6 +9,7 @@ from collections import Counter, deque
 import numpy as np
 
 from device_agent.loader import TileCache, WeightLoader
+from hepti_mqtt.cost.memory import matrices
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import PackedMatrix
 from hepti_mqtt.program import WeightRef
@@ -54,8 +55,14 @@ class Model:
             self.tiles[hashes[-1]] = data
         return TensorEntry(name, tensor.shape, dtype, transposed, tuple(hashes))
 
-    def load(self, number=1, refs=None, txn=1):
-        return Load(txn, MODEL, PlanVersion(1, number), self.manifest.digest, self.refs if refs is None else refs)
+    def load(self, number=1, refs=None, txn=1, keep=(), held=()):
+        """Return a load that keeps itself and what it is told to keep; held: matrices that are there."""
+        places = matrices(self.refs if refs is None else refs, held)
+        own = self.places(places.values())
+        return Load(txn, MODEL, PlanVersion(1, number), self.manifest.digest, places, own | self.places(keep))
+
+    def places(self, refs=None):
+        return frozenset((self.manifest.digest, ref) for ref in (self.refs if refs is None else refs))
 
     def expected(self, ref):
         tensor = self.tensors[ref.tensor].astype(np.float32)

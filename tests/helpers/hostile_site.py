@@ -32,6 +32,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError, WireError
+from hepti_mqtt.ids import Start
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
@@ -48,6 +49,7 @@ KINDS = {
     "activation", "event",
 }  # fmt: skip
 TOPICS = Topics(SITE)
+NOBODY = Start(0, 0)
 
 
 @dataclass
@@ -159,8 +161,8 @@ class Attacker:
 
     def takes_over(self, topic: str, payload: bytes) -> bool:
         """Return whether a message says that there is a newer planner or agent: by design the one before ends then."""
-        own = [boot_of(t, p) for said in self.captured.values() for t, p in said if t == topic]
-        return boot_of(topic, payload) > max(own, default=0)
+        own = [start_of(t, p) for said in self.captured.values() for t, p in said if t == topic]
+        return start_of(topic, payload) > max(own, default=NOBODY)
 
     def mutated(self) -> tuple[str, str, bytes]:
         """Return kind, topic and payload of a captured message that was changed."""
@@ -174,12 +176,12 @@ class Attacker:
         return kind, topic, pick.choice(MUTATIONS)(bytearray(payload), pick)
 
 
-def boot_of(topic: str, payload: bytes) -> int:
-    """Return the boot counter that a status names, 0 for what is none."""
+def start_of(topic: str, payload: bytes) -> Start:
+    """Return the start that a status names, the least for what is none."""
     try:
-        return messages.decode_status(payload).boot if "status" in TOPICS.parse(topic).kind else 0
+        return messages.decode_status(payload).start if "status" in TOPICS.parse(topic).kind else NOBODY
     except WireError:
-        return 0
+        return NOBODY
 
 
 def named(attacker: Attacker) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -10,6 +10,7 @@ from device_agent.heartbeat import Meter
 from device_agent.network import ErrorLog, LinkUp, Network, Stop, SubscriptionAcknowledged
 from device_agent.probes import Prober
 from device_agent.shell import SessionLoop
+from hepti_mqtt.ids import Start
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.protocol import frames, messages
@@ -76,7 +77,7 @@ class Device:
         self.meter = Meter(swarm.curves(1e9))
         self.shell = SessionLoop(
             self.session,
-            BOOT,
+            Start(1, BOOT),
             self.inbox,
             self.network,
             self.loader,

@@ -364,7 +364,7 @@ class Swarm:
 
     def _loaded(self, name: str, host: Host, command: interface.Load) -> None:
         if host.alive:
-            event = worker_session.Loaded(command.model, command.plan_version, pack(self.tensors, command.refs))
+            event = worker_session.Loaded(command.model, command.plan_version, pack(self.tensors, command.matrices))
             self._host_commands(name, host, host.session.handle(event, self.now))
 
     def _built(self, name: str, host: Host, command: interface.BuildProgram) -> None:

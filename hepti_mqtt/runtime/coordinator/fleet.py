@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from math import exp, inf
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from hepti_mqtt import __version__
 from hepti_mqtt.cost.profiles import Cluster, default_frame_cost
 from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster
+from hepti_mqtt.ids import Start
 from hepti_mqtt.plan import DevicePair, Plan
 from hepti_mqtt.planner.estimates import SiteEstimates
 from hepti_mqtt.protocol.keys import UNKEYED, Channel, Checked, FrameKey, Seal, agree, frame_key, public_key
@@ -49,6 +50,7 @@ SILENT_S: Final = 15.0  # a device that is starting says so every other second; 
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
 LOSS_S: Final = 86400.0  # a device is taken to be lost once in so long, until losses are seen
+NO_START: Final = Start(0, 0)
 MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
 
@@ -59,17 +61,18 @@ class Member:
     refused: why plans do not use it until it restarts. starting_s: since when it is starting.
     left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
     hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
-    boot_before: of the start that plans used, when a new start appeared before the end of the old one.
-    unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be. channel: for
-    messages that nobody else can forge, None if the device or this planner has no key. coming_caps: of a later start.
-    setbacks: when it cost others a run or a plan; unreliable: it is put aside for that.
+    boot_before: of the start that plans used, when a new start appeared before the end of the old one. other_caps: the
+    last ones of a start whose status has not come yet. unreachable_until_s: peers that it could not connect to.
+    implausible: what it has said that cannot be. channel: for messages that nobody else can forge, None if the device
+    or this planner has no key. setbacks: when it cost others a run or a plan; unreliable: it is put aside for that.
     """
 
     name: str
-    boot: int = 0
+    start: Start = NO_START
     boot_before: int = 0
     online: bool = False
     caps: Caps | None = None
+    other_caps: Caps | None = None
     heartbeat: Heartbeat | None = None
     last_heartbeat_s: float = 0.0
     starting_s: float | None = None
@@ -84,12 +87,20 @@ class Member:
     setbacks: deque[float] = field(default_factory=lambda: deque(maxlen=SETBACKS))
     unreliable: bool = False
     channel: Channel | None = None
-    coming_caps: Caps | None = None
     contradiction_reported: bool = False
 
     @property
+    def boot(self) -> int:
+        """Return the boot of the device's start, 0 before it has said one."""
+        return self.start.boot
+
+    def is_there(self, now: float) -> bool:
+        """Return whether the known start is heard; while it is, none of a lower term follows it."""
+        return (self.online or self.starting_s is not None) and now - self.last_heartbeat_s <= HEARTBEAT_TIMEOUT_S
+
+    @property
     def usable(self) -> bool:
-        """Return whether plans may use the device: online, not refused, and described by caps of the same boot."""
+        """Return whether plans may use the device: online, not refused, and described by caps of the same start."""
         there = self.online and not self.refused and self.quarantined_until_s is None
         return there and self.caps is not None and self.caps.boot == self.boot
 
@@ -120,7 +131,7 @@ class Member:
 
 
 class Fleet:
-    """All devices of the site, and what is believed of them; a boot counter orders what was retained against the new.
+    """All devices of the site, and what is believed of them; `ids.Start` orders what was retained against the new.
 
     broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. secret: the planner's, from which
     its keys and the tokens of peers follow; without it nobody is introduced to anybody. checked: what the tags of
@@ -157,41 +168,50 @@ class Fleet:
     def record_status(self, name: str, status: Status, now: float) -> str | None:
         """Take a status; return "joined", "left", "starting" or None.
 
-        A late will of an earlier boot changes nothing, nor does a start of a device that is online.
+        A late will of an earlier start changes nothing, nor does the beginning of a start that is online.
         """
         member = self.member(name)
-        if status.boot < member.boot or (status.boot == member.boot and member.online and status.state == "starting"):
+        again = status.boot != member.boot
+        if again and status.start < member.start and (status.state == "offline" or member.is_there(now)):
             return None
-        was, again = member.usable, status.boot > member.boot
-        if was and again:
-            member.boot_before = member.boot
-        member.boot, member.online, member.last_heartbeat_s = status.boot, status.state == "online", now
-        if (again or not member.online) and not member.unreliable:
+        if not again and member.online and status.state == "starting":
+            return None
+        was = member.usable
+        if again:
+            self._begin(member, status.start)
+        member.start, member.online, member.last_heartbeat_s = status.start, status.state == "online", now
+        if not member.online and not member.unreliable:
             member.quarantined_until_s = None
-        if again and (coming := member.coming_caps) is not None and coming.boot == status.boot:
-            self._take_caps(member, coming)
-        since = None if again else member.starting_s
+        since = member.starting_s
         member.starting_s = None if status.state != "starting" else now if since is None else since
-        if again:  # it may have another endpoint, and another way to those of others
-            self._forget_unreachable(member)
         if was and (again or not member.online):
             return "left"
         if member.starting_s is not None and since is None:
             return "starting"
         return "joined" if member.usable and not was else None
 
+    def _begin(self, member: Member, start: Start) -> None:
+        """Take a new start of a device, with its caps if they came first."""
+        if member.usable:
+            member.boot_before = member.boot
+        member.start, member.starting_s = start, None
+        if not member.unreliable:
+            member.quarantined_until_s = None
+        self._forget_unreachable(member)  # it may have another endpoint, and another way to those of others
+        caps, member.other_caps = member.other_caps, None
+        if caps is not None:
+            self.record_caps(member.name, caps)
+
     def record_caps(self, name: str, caps: Caps) -> str | None:
         """Take caps; return "joined" if they make the device usable, "left" if they make it useless.
 
-        Those of a later start than that of a usable device wait for its status: what they say may be forged.
+        Those of another start wait for its status: what they say may be forged.
         """
         member = self.member(name)
-        if caps.boot < member.boot:
+        if caps.boot != member.boot:
+            member.other_caps = caps
             return None
         was = member.usable
-        if was and caps.boot > member.boot:
-            member.coming_caps = caps
-            return None
         self._take_caps(member, caps)
         if was and not member.usable:
             return "left"
@@ -254,11 +274,15 @@ class Fleet:
     ) -> str | None:
         """Take a heartbeat; a device that was only believed lost is back.
 
-        busy: it has a part in a run. loading: it, or one that it works with, loads weights.
+        One of another start counts if the known one is not there: it shows that this one is, whatever its term. busy:
+        it has a part in a run. loading: it, or one that it works with, loads weights.
         """
         member = self.member(name)
-        if heartbeat.boot < member.boot:
-            return None
+        if heartbeat.boot != member.boot:
+            if member.usable or member.is_there(now):
+                return None
+            self._begin(member, Start(0, heartbeat.boot))
+            member.online = False
         if member.caps is not None and member.caps.boot == heartbeat.boot:
             self.estimates.record_heartbeat(name, heartbeat, now, busy=busy, loading=loading)
         member.heartbeat, member.last_heartbeat_s = heartbeat, now
@@ -266,7 +290,7 @@ class Fleet:
         if member.quarantined_until_s is not None and now > member.quarantined_until_s:
             member.quarantined_until_s, member.unreliable = None, False
             return "joined" if member.usable else None
-        if heartbeat.boot == member.boot and not member.online and member.caps is not None:
+        if not member.online and member.caps is not None:
             member.online = True
             return "joined" if member.usable else None
         return None
@@ -307,7 +331,7 @@ class Fleet:
         return True
 
     def record_loss(self, name: str, now: float) -> int | None:
-        """A device that plans used is lost; return the boot counter that it had, None if it was put aside."""
+        """A device that plans used is lost; return the boot that it had, None if it was put aside."""
         member = self.members[name]
         member.left_s = now
         self._losses += 1
@@ -325,6 +349,7 @@ class Fleet:
         self._silent, self._met_s = set(self.members), now
         for member in self.members.values():
             member.last_heartbeat_s = now
+            member.last_message_s = max(member.last_message_s, now)
 
     def all_back(self, names: Collection[str]) -> bool:
         """Return whether a heartbeat of each of these devices has come since the broker was met again."""
@@ -453,8 +478,8 @@ def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
 # Crash backoff: each repeated crash soon after a Prepare lowers the memory that plans may use on a device.
 #
 # A control group with less memory than the device reports kills the agent each time the same plan comes. One crash is
-# no sign: a single device that is restarted must serve again at once. A device that returns with the same boot counter
-# was only disconnected.
+# no sign: a single device that is restarted must serve again at once. A device that returns with the same boot was
+# only disconnected.
 
 
 CRASH_WINDOW_S: Final = 30.0  # a crash within this time of a Prepare may be due to the plan
@@ -491,7 +516,7 @@ class CrashBackoff:
             self._gone[device] = _Departure(boot, needed_bytes)
 
     def record_return(self, device: str, boot: int, now: float) -> None:
-        """Record that a device is back; with a new boot counter it had crashed."""
+        """Record that a device is back; with a new boot it had crashed."""
         gone = self._gone.pop(device, None)
         if gone is not None and gone.boot != boot:
             self._record_crash(device, gone.needed_bytes, now)
@@ -534,7 +559,7 @@ PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
 PROGRESS_S: Final = 20.0  # with words, and without progress
 LOAD_MAX_S: Final = 300.0  # with progress, and as long as its weights take over a link of ...
 SLOWEST_LOAD_BYTES_PER_S: Final = 1e5
-STALLED_S: Final = 0.5  # a tick that comes so late says that this process was held up, not others
+STALLED_S: Final = 0.5  # a tick that comes so late says that this process, or the broker, was held up, not others
 
 
 class HungDevice(NamedTuple):
@@ -550,11 +575,15 @@ class HangDetector:
 
     def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout) -> None:
         self._groups, self._fleet, self._rollout = groups, fleet, rollout
-        self._ticked_s = float("inf")
+        self._ticked_s = self._heard_s = float("inf")
 
-    def tick(self, now: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
-        """Return probes recently devices, and the devices that did not answer while others can serve."""
-        stalled, self._ticked_s = now - self._ticked_s > STALLED_S, now
+    def tick(self, now: float, heard_s: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
+        """Return probes of late devices, and the devices that did not answer while others can serve.
+
+        heard_s: when the broker was last heard. Devices are not silent while it is.
+        """
+        stalled = now - self._ticked_s > STALLED_S or heard_s - self._heard_s > STALLED_S
+        self._ticked_s, self._heard_s = now, heard_s
         out: list[CoordinatorCommand] = []
         silent: dict[str, HungDevice] = {}
         for group in self._groups:
@@ -564,12 +593,12 @@ class HangDetector:
                     continue
                 if run.probed_s is None or stalled:
                     out += self._probe_run(group, run, now)
-                elif now > run.probed_s + min(max(run.expected_s, PROBE_TIMEOUT_S), PROBE_TIMEOUT_MAX_S):
+                elif heard_s > run.probed_s < now - min(max(run.expected_s, PROBE_TIMEOUT_S), PROBE_TIMEOUT_MAX_S):
                     how = "does not answer while a run is overdue"
                     late |= {device: HungDevice(device, how) for device in self._silent_devices(run)}
             record = group.plans.preparing
             if record is not None and record.state == "preparing":
-                late |= self._unprepared(record, now)
+                late |= self._unprepared(record, heard_s)
             # Nobody else can serve where pins name the devices.
             named = group.plans.pins.devices or ()
             silent |= {device: word for device, word in late.items() if device not in named}
@@ -607,7 +636,8 @@ class HangDetector:
 
 
 DEBOUNCE_S: Final = 0.2  # between a broker's last words and the end of our own connection, at the most
-WILL_RECONNECT_S: Final = 3.0  # in which devices meet a broker again that has retained that they are gone
+WILL_RECONNECT_S: Final = 3.0  # in which devices meet a broker again that has retained that they are gone ...
+WILL_RECONNECT_MAX_S: Final = 6.0  # ... and if it was away for longer: they try again every 5 s
 
 
 class LastWillDebounce:
@@ -620,7 +650,7 @@ class LastWillDebounce:
     def __init__(self, session: CoordinatorSession) -> None:
         self._session = session
         self._held: dict[str, tuple[float, DeviceStatus]] = {}
-        self._back_by_s = float("-inf")
+        self._back_by_s, self._away_s = -inf, inf
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Take one event and return the commands that follow from it, and from wills whose delay is over."""
@@ -631,10 +661,42 @@ class LastWillDebounce:
                 self._held[event.device] = (max(now + DEBOUNCE_S, self._back_by_s), event)
                 return []
         elif isinstance(event, BrokerConnection):
-            self._held.clear()
-            self._back_by_s = now + WILL_RECONNECT_S if event.online else self._back_by_s
+            if event.is_new:
+                self._held.clear()
+            if event.online:
+                self._back_by_s = now + min(max(now - self._away_s, WILL_RECONNECT_S), WILL_RECONNECT_MAX_S)
+            self._away_s = inf if event.online else min(self._away_s, now)
         elif isinstance(event, Tick):
             for will in [will for due_s, will in self._held.values() if due_s <= now]:
                 del self._held[will.device]
                 out += self._session.handle(will, now)
         return out + self._session.handle(event, now)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A broker that is silent: frozen, or cut off. Its devices cannot be heard then, and nobody is to blame for it.
+
+
+QUIET_S: Final = 1.5  # without a byte of the broker: then it is asked
+FROZEN_S: Final = 1.5  # without an answer: then it counts as away
+
+
+class BrokerWatch:
+    """Finds out that a connected broker is silent, long before the connection is given up; time is an argument."""
+
+    def __init__(self) -> None:
+        self._asked_s = inf
+        self._silent = False
+
+    def look(self, heard_s: float, now: float) -> Literal["ask", "away", "back"] | None:
+        """Return what to do: ask the broker for a sign of life, or take it that it is away, or back again."""
+        if now - heard_s < QUIET_S:
+            was, self._asked_s, self._silent = self._silent, inf, False
+            return "back" if was else None
+        if self._asked_s == inf:
+            self._asked_s = now
+            return "ask"
+        if not self._silent and now - self._asked_s >= FROZEN_S:
+            self._silent = True
+            return "away"
+        return None

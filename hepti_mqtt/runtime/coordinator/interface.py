@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from hepti_mqtt.errors import HeptiError
@@ -101,17 +102,23 @@ class WeightsUnreadable:
 class BrokerConnection:
     """The planner's own connection to the broker was lost, or stands (again).
 
-    Meanwhile silence says nothing about a device; afterwards the broker may have lost its retained messages.
+    Meanwhile silence says nothing about a device; afterwards the broker may have lost its retained messages. is_new:
+    False where it is the connection of before, on which the broker was silent.
     """
 
     online: bool
+    is_new: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; has_backlog: messages still wait to be read, so no device counts as silent."""
+    """Time has passed; has_backlog: messages still wait to be read, so no device counts as silent.
+
+    heard_s: when the broker was last heard, by the session's clock; nobody can be heard later.
+    """
 
     has_backlog: bool = False
+    heard_s: float = inf
 
 
 CoordinatorEvent = (

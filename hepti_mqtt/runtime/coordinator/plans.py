@@ -104,7 +104,7 @@ GUESS_BITS: Final = 24  # of a run id below 2^63
 
 
 class Ids:
-    """The numbers that a planner gives out: plan versions under its boot counter, transaction ids and run ids.
+    """The numbers that a planner gives out: plan versions under its boot, transaction ids and run ids.
 
     secret: makes run ids that nobody can guess; without it they are 1, 2, 3, ...
     """

@@ -97,6 +97,8 @@ def _min_tokens(plan: Plan) -> int:
 
 MAX_QUEUED_PER_CLIENT: Final = 64  # requests of one client that wait, per model
 MAX_QUEUED: Final = 256  # and of all clients
+MAX_IN_BURST: Final = 512  # after a pause: as many as a broker hands over
+BURST_S: Final = 10.0  # so long clients and broker may take to hand over what they have kept
 MAX_QUEUED_BYTES: Final = 256 << 20  # of what all of them bring
 MAX_ATTEMPTS: Final = 4
 LINK_LOSS_WINDOW_S: Final = 5.0  # one lost connection between two devices may cost a request four runs
@@ -122,6 +124,7 @@ class Scheduler:
         self._counters = counters
         self._held: dict[str, float] = {}  # until when requests for a model wait for others
         self._number = 0
+        self._burst_until_s = -inf
         self._session = 0
 
     @property
@@ -143,7 +146,11 @@ class Scheduler:
             return None
         return group, run
 
-    def refuse_or_none(self, request: Request) -> list[CoordinatorCommand] | None:
+    def expect_burst(self, now: float) -> None:
+        """The broker is back: what it and clients have kept meanwhile comes at once, and is no overload."""
+        self._burst_until_s = now + BURST_S
+
+    def refuse_or_none(self, request: Request, now: float) -> list[CoordinatorCommand] | None:
         """Return the commands that refuse or ignore a request; None if it may be queued."""
         name = request.key.model
         same = next((j for j in self._groups.requests(name) if j.key == request.key), None)
@@ -155,11 +162,13 @@ class Scheduler:
         waiting = list(
             {id(item.request): item.request for group in self._groups.of_model(name) for item in group.queue}.values()
         )
-        if (of_client := sum(j.key.client == request.key.client for j in waiting)) >= MAX_QUEUED_PER_CLIENT:
+        is_burst = now < self._burst_until_s
+        most_of_client, most = (MAX_IN_BURST, MAX_IN_BURST) if is_burst else (MAX_QUEUED_PER_CLIENT, MAX_QUEUED)
+        if (of_client := sum(j.key.client == request.key.client for j in waiting)) >= most_of_client:
             text = f"{of_client} requests of {request.key.client} wait for {name} already; wait for some answers"
             return self.refuse_overloaded(request, text)
         nbytes = sum(j.nbytes for j in waiting)
-        if len(waiting) >= MAX_QUEUED or (waiting and nbytes + request.nbytes > MAX_QUEUED_BYTES):
+        if len(waiting) >= most or (waiting and nbytes + request.nbytes > MAX_QUEUED_BYTES):
             text = f"{len(waiting)} requests of {nbytes} bytes wait for {name} already; try again later, or add devices"
             return self.refuse_overloaded(request, text)
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from math import inf
 from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
@@ -53,7 +54,7 @@ RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan wh
 
 
 class CoordinatorSession:
-    """The state machine of the planner; `boot` is its boot counter, in_flight the runs at once per model.
+    """The state machine of the planner; boot: of its start, in_flight the runs at once per model.
 
     broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device. secret: KEY_BYTES random
     bytes from which run ids, keys and the tokens of peers follow; without it there are no keys, and no mesh. checked:
@@ -149,7 +150,9 @@ class CoordinatorSession:
     def _handle_status(self, event: DeviceStatus, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
             return []
-        return self._handle_change(event.device, self.fleet.record_status(event.device, event.status, now), now)
+        before = self.fleet.member(event.device).refused
+        out = self._handle_change(event.device, self.fleet.record_status(event.device, event.status, now), now)
+        return self._tell_refused(event.device, before) + out
 
     def _handle_caps(self, event: DeviceCaps, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
@@ -160,10 +163,14 @@ class CoordinatorSession:
             return self._warn_implausible(
                 event.device, f"Refused the caps of {event.device} ({wrong}). Restart its agent, or update it."
             )
-        member = self.fleet.member(event.device)
-        before = member.refused
+        before = self.fleet.member(event.device).refused
         out = self._handle_change(event.device, self.fleet.record_caps(event.device, event.caps), now)
-        return [LogEvent("refused", member.refused), *out] if member.refused not in ("", before) else out
+        return self._tell_refused(event.device, before) + out
+
+    def _tell_refused(self, device: str, before: str) -> list[CoordinatorCommand]:
+        """Tell of a device that is refused now, and was not before."""
+        refused = self.fleet.member(device).refused
+        return [LogEvent("refused", refused)] if refused not in ("", before) else []
 
     def _handle_heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
         device = event.device
@@ -230,7 +237,7 @@ class CoordinatorSession:
             return [LogEvent("starting", f"{device} is starting")]
         if change == "left":
             out = self._handle_lost(device, "went offline", now, says_so=True)
-            if device in self.fleet.usable():  # it came back under a new boot counter at once
+            if device in self.fleet.usable():  # a new start of it is here already
                 out += self._handle_change(device, "joined", now)
             return out
         return []
@@ -275,7 +282,7 @@ class CoordinatorSession:
 
     def _handle_request(self, event: RequestArrived, now: float) -> list[CoordinatorCommand]:
         request = event.request
-        turned_away = self._scheduler.refuse_or_none(request)
+        turned_away = self._scheduler.refuse_or_none(request, now)
         if turned_away is not None:
             return turned_away
         group, out = self._rollout.group_for(request, now)
@@ -439,14 +446,15 @@ class CoordinatorSession:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
-        out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now)
+        heard_s = min(event.heard_s, now) if self._online else -inf
+        out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now, heard_s)
         out += [*self._scheduler.lease_overdue(now), *self._warn_contradicted()]
         for group in self.groups:
-            out += self._rollout.tick(group, now)
+            out += self._rollout.tick(group, heard_s)
             for run in list(group.runs.values()):
-                if now - run.dispatched_s > LATE_FACTOR * run.expected_s:
+                if heard_s - run.dispatched_s > LATE_FACTOR * run.expected_s:
                     self.fleet.estimates.record_overdue(run.plan.devices, now)
-                if self._online and now > run.deadline_s:
+                if heard_s > run.deadline_s and not run.broker_was_lost:
                     out.append(LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it"))
                     out += [*self._rollout.mark_suspect(group, run.plan, now), *self._scheduler.retry(group, run)]
             out += self._scheduler.refuse_expired(group, now)
@@ -460,10 +468,11 @@ class CoordinatorSession:
             out.append(LogEvent("illegal_step", text))
         return out
 
-    def _drop_silent(self, now: float) -> list[CoordinatorCommand]:
+    def _drop_silent(self, now: float, heard_s: float) -> list[CoordinatorCommand]:
         """Drop devices without heartbeats; probe those that others wait for, quarantine the silent."""
-        lost = [self._handle_lost(device, "sends no heartbeats", now) for device in self.fleet.mark_silent_offline(now)]
-        out, silent = self._hang_detector.tick(now)
+        gone = self.fleet.mark_silent_offline(heard_s)
+        lost = [self._handle_lost(device, "sends no heartbeats", now) for device in gone]
+        out, silent = self._hang_detector.tick(now, heard_s)
         out = [command for commands in lost for command in commands] + out
         for device, how, mute in silent:
             self.fleet.quarantine(device, now, mute)
@@ -475,4 +484,8 @@ class CoordinatorSession:
         self._scheduler.mark_broker_lost()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.fleet.reset_silence(now)
+            self._scheduler.expect_burst(now)
+            for group in self.groups:
+                if (record := group.plans.preparing) is not None:
+                    record.progress_s, record.device_progress_s, record.prepare_sent_s = now, {}, -inf
         return [self._rollout.publish_plan(group) for group in self.groups.defaults()] if event.online else []

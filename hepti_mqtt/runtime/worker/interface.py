@@ -16,7 +16,7 @@ from hepti_mqtt.protocol.keys import Seal
 from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import BoundProgram
-from hepti_mqtt.runtime.worker.residents import ResidentPlan
+from hepti_mqtt.runtime.worker.residents import Place, ResidentPlan
 from hepti_mqtt.spec import RequestShape, Spec
 
 
@@ -45,27 +45,27 @@ class Unsubscribe:
 class Load:
     """Make weight ranges resident from the tiles of a manifest; the shell reports `Loaded` or `LoadFailed`.
 
-    spare_bytes: as of `Unload`.
+    matrices: of each range the one that is resident for it. keep: as of `Unload`.
     """
 
     transaction_id: int
     model: str
     plan_version: PlanVersion
     manifest: bytes
-    refs: tuple[WeightRef, ...]
-    spare_bytes: float = 0
+    matrices: Mapping[WeightRef, WeightRef]
+    keep: frozenset[Place]
 
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Release the weights of one plan; those that another resident plan uses stay.
+    """Release the weights of one plan.
 
-    spare_bytes: of unused weights that may be kept, because a plan may come back.
+    keep: what stays resident: what other plans use, and what has room, because a plan may come back.
     """
 
     model: str
     plan_version: PlanVersion
-    spare_bytes: float = 0
+    keep: frozenset[Place] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class ProgramBuilt:
 
 @dataclass(frozen=True, slots=True)
 class PlannerLost:
-    """The planner restarted: everything of an earlier boot counter is void."""
+    """The planner restarted: everything of an earlier start is void."""
 
     boot: int
 

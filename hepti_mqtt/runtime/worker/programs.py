@@ -78,6 +78,11 @@ class ProgramBuildQueue:
         """Return the waiting runs and their plans."""
         return [(run_id, (frame.model, frame.plan_version)) for run_id, (frame, _) in self._waiting.items()]
 
+    @property
+    def has_waiting(self) -> bool:
+        """Return whether a run waits."""
+        return bool(self._waiting)
+
     def drop(self, run_id: int) -> Frame | None:
         """Forget a request that waits, and return it."""
         frame, _ = self._waiting.pop(run_id, (None, None))

@@ -16,6 +16,7 @@ from hepti_mqtt.cost.memory import (
     EXTRA_SESSIONS,
     KEPT_PROGRAMS,
     loading_overhead_bytes,
+    matrices,
     max_live_bytes,
     programs_bytes,
     weights_bytes,
@@ -119,10 +120,14 @@ def _wrong(name: str, value: object, why: str) -> PlanError:
 ResidentState = Literal["asked", "loading", "subscribing", "ready", "active", "doubted", "released"]
 
 
+Place = tuple[bytes, WeightRef]  # of a resident matrix: the digest of its manifest, and its range
+
+
 @dataclass(slots=True)
 class ResidentPlan:
     """A plan on a device, ready when it is `loaded` and its filters are `subscribed`.
 
+    manifest: its digest. matrices: of each weight range the resident one of which it is a view.
     transaction_id: of the last Prepare. working_bytes: buffers and sessions of all runs in flight. loading_bytes:
     beside the weights while they load. programs_bytes: of the cached Programs. urgent_shapes, prebuild_shapes: shapes
     whose Programs are to be built; `prebuild_shapes` only while idle. mesh_sources: peers whose frames come directly;
@@ -134,6 +139,7 @@ class ResidentPlan:
     plan: Plan
     spec: Spec
     transaction_id: int
+    manifest: bytes
     refs: tuple[WeightRef, ...]
     working_bytes: int
     sessions: int
@@ -146,6 +152,7 @@ class ResidentPlan:
     prebuild_shapes: deque[RequestShape]
     mesh_sources: tuple[Peer, ...] = ()
     frame_key: FrameKey = UNKEYED
+    matrices: Mapping[WeightRef, WeightRef] = field(default_factory=dict)
     weights: Mapping[WeightRef, Weight] | None = None
     loaded: bool = False
     filters_acknowledged: bool = False
@@ -157,6 +164,11 @@ class ResidentPlan:
     def key(self) -> tuple[str, PlanVersion]:
         """Return the model and the plan version."""
         return (self.plan.model, self.plan.version)
+
+    @property
+    def places(self) -> dict[Place, None]:
+        """Return where its weights are resident."""
+        return dict.fromkeys((self.manifest, matrix) for matrix in self.matrices.values())
 
     @property
     def ready(self) -> bool:
@@ -211,6 +223,7 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         plan=plan,
         spec=spec,
         transaction_id=message.transaction_id,
+        manifest=message.manifest,
         refs=refs,
         working_bytes=live,
         sessions=sessions,
@@ -227,25 +240,30 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
 
 
 def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
-    """Return what plans need side by side: plan versions of one model share equal weights, and run one after the other.
+    """Return what plans need side by side: those of one model share matrices, and run one after the other.
 
     Each has Programs of its own. Loads run one after the other too, beside the plans that are loaded already.
     """
-    refs: dict[str, set[WeightRef]] = {}
+    places: set[Place] = set()
     live: dict[str, int] = {}
     running: dict[str, int] = {}
     loading, programs = 0, 0
     for r in residents:
         programs += r.programs_bytes
         model = r.plan.model
-        refs.setdefault(model, set()).update(r.refs)
+        places.update(r.places)
         live[model] = max(live.get(model, 0), r.working_bytes)
         if r.weights is None:
             loading = max(loading, r.loading_bytes)
         else:
             running[model] = max(running.get(model, 0), r.working_bytes)
     beside = max(sum(live.values()), sum(running.values()) + loading)
-    return sum(weights_bytes(held) for held in refs.values()) + programs + beside
+    return places_bytes(places) + programs + beside
+
+
+def places_bytes(places: Iterable[Place]) -> int:
+    """Return the bytes of resident matrices."""
+    return sum(weights_bytes([matrix]) for _, matrix in places)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -259,6 +277,10 @@ def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
 # device's will) or still uses them. They stay `doubted` until a request or an Activate confirms them, a newer plan of
 # the model is activated, or their memory is needed. The planner hears when one is dropped.
 
+
+# Of a device's memory: what its plans may take together if some use parts of larger matrices, the rest of which only
+# stays for them; else ranges are loaded again, so that there is room for other plans.
+ROOMY: Final = 0.5
 
 PlanKey = tuple[str, PlanVersion]
 EndEvent = Literal[
@@ -312,6 +334,7 @@ class ResidentPlans:
         self._machine = StateMachine(RESIDENT_STATES, self.story, counters)
         self._residents: dict[PlanKey, ResidentPlan] = {}
         self._released: list[ResidentPlan] = []
+        self._left: dict[Place, None] = {}  # resident matrices of plans that have ended, the last one used last
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -336,6 +359,9 @@ class ResidentPlans:
         resident.state = self._machine.step(_subject(resident), resident.state, event, now, why)
         if resident.state == "released" and self._residents.pop(resident.key, None) is not None:
             self._released.append(resident)
+            for place in resident.places if resident.weights is not None else ():
+                self._left.pop(place, None)
+                self._left[place] = None
 
     def end(self, keys: Iterable[PlanKey], event: EndEvent, now: float, why: str = "") -> None:
         """Take each of these plans that is here through one step."""
@@ -357,6 +383,30 @@ class ResidentPlans:
         """Return the plans that were released since this was last called."""
         released, self._released = self._released, []
         return released
+
+    def place(self, resident: ResidentPlan, memory_bytes: int) -> None:
+        """Say where the weights of a plan will be: in matrices that are there already, as far as memory allows it."""
+        used = self._used()
+        held = [matrix for manifest, matrix in {**used, **self._left} if manifest == resident.manifest]
+        own = matrices(resident.refs)
+        resident.matrices = own
+        alone = self.needed_bytes(resident)
+        resident.matrices = matrices(resident.refs, held)
+        if self.needed_bytes(resident) > ROOMY * memory_bytes and alone <= memory_bytes:
+            resident.matrices = own
+
+    def keep(self, memory_bytes: int) -> frozenset[Place]:
+        """Return the matrices that stay resident: those in use, and the last used of the others that have room."""
+        used = self._used()
+        room = memory_bytes - self.needed_bytes()
+        for place in [p for p in reversed(self._left) if p not in used]:
+            room -= places_bytes([place])
+            if room < 0:
+                del self._left[place]
+        return frozenset({**used, **self._left})
+
+    def _used(self) -> dict[Place, None]:
+        return {place: None for r in self._residents.values() for place in r.places}
 
     def needed_bytes(self, *more: ResidentPlan) -> int:
         """Return the bytes that all plans need side by side, with these."""

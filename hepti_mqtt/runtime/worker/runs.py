@@ -248,6 +248,11 @@ class WorkerRuns:
         """Return whether no request is under way."""
         return not self._runs
 
+    @property
+    def has_any(self) -> bool:
+        """Return whether a request is under way, or waits for its Program."""
+        return bool(self._runs) or self._building.has_waiting
+
     def take_waited(self) -> float | None:
         """Return for how many seconds the last run that ended waited for others, None where it is known already."""
         waited_s, self._waited_s = self._waited_s, None

@@ -278,6 +278,7 @@ class WorkerSession:
         resident.transaction_id = message.transaction_id
         plan = resident.plan
         out: list[Command] = []
+        self.plans.place(resident, self.memory_bytes)
         if self.plans.needed_bytes(resident) > self.memory_bytes:
             out = self._release_unconfirmed(self.plans.unconfirmed(), "memory", now)
         needed = self.plans.needed_bytes(resident)
@@ -292,7 +293,12 @@ class WorkerSession:
         if doubted:
             self.plans.step(resident, "doubt", now)
         load = Load(
-            message.transaction_id, plan.model, plan.version, message.manifest, resident.refs, self._spare_bytes()
+            message.transaction_id,
+            plan.model,
+            plan.version,
+            message.manifest,
+            resident.matrices,
+            self.plans.keep(self.memory_bytes),
         )
         out += self._mesh.join(key, resident.mesh_sources, now)
         return [*out, Subscribe(plan.model, plan.version, resident.filters, resident.work_topic), load]
@@ -412,7 +418,8 @@ class WorkerSession:
         for resident in released:
             self.runs.drop_plan(resident.key)
         out: list[Command] = [c for resident in released for c in self._mesh.leave(resident.key)]
-        out += [Unload(*resident.key, self._spare_bytes()) for resident in released]
+        keep = self.plans.keep(self.memory_bytes)
+        out += [Unload(*resident.key, keep) for resident in released]
         filters = {f for resident in released for f in resident.filters} - self.plans.filters()
         works = {resident.work_topic for resident in released} - self.plans.work_topics()
         if filters or works:
@@ -421,9 +428,6 @@ class WorkerSession:
             self._illegal = self.counters["illegal_step"]
             out.append(LogTrouble("illegal_steps", "\n".join([self.plans.story.title, *self.plans.story.as_text()])))
         return out
-
-    def _spare_bytes(self) -> float:
-        return max(self.memory_bytes - self.plans.needed_bytes(), 0)
 
     # -- frames ---------------------------------------------------------------------------------------------------
 

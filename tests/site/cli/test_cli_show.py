@@ -40,6 +40,9 @@ class Found:
     def unused(self) -> dict[str, str]:
         return self._unused
 
+    def odd_clocks(self, found: list[dict]) -> list[str]:
+        return []
+
     def plan(self, model: str, timeout: float) -> dict:
         return self._record
 

@@ -221,11 +221,54 @@ def test_wait_ready_waits_for_a_plan_of_the_planner_that_is_there(hepti, planner
 
 
 def test_wait_ready_tells_the_planners_reason(hepti, planner):
-    planner.record(error={"code": "no_plan", "message": "a lacks 5 MiB"})
+    planner.record(error={"code": "no_plan", "message": "a lacks 5 MiB", "detail": ""})
     with pytest.raises(PlanError):
         hepti.wait_ready("m", timeout=0.05)
     with pytest.raises(PlanError):
         hepti.wait_ready("m", timeout=1000, patience_s=0.0)
+
+
+NO_PLAN = {"code": "no_plan", "message": "no device is online", "detail": ""}
+
+
+def serving(planner, *steps):
+    """Answer requests, one with each step: an error, or None for an answer with a plan."""
+
+    def serve():
+        for error in steps:
+            request = planner.next()
+            if error is None:
+                planner.answer(request)
+                continue
+            topic = planner.topics.response("m", request[0].client, request[1]["id"])
+            planner.say(topic, json.dumps({"ok": False, "id": request[1]["id"], "error": error}).encode(), False)
+            if None in steps:
+                planner.record(active=A_PLAN)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+def test_a_request_with_a_time_waits_for_a_first_plan(hepti, planner):
+    planner.record(error=NO_PLAN)
+    assert hepti.plan("m")["active"] is None
+    server = serving(planner, NO_PLAN, None)
+    assert hepti.infer("m", text="x", timeout_s=PATIENCE_S).result == "x"
+    server.join()
+
+
+def test_without_a_time_or_beside_a_plan_it_fails_at_once(hepti, planner):
+    planner.record(error=NO_PLAN)
+    server = serving(planner, NO_PLAN, NO_PLAN)
+    assert hepti.plan("m")["active"] is None
+    with pytest.raises(PlanError):
+        hepti.infer("m", text="x")
+    planner.record(active=A_PLAN)
+    hepti.wait_ready("m", PATIENCE_S)
+    with pytest.raises(PlanError):
+        hepti.infer("m", text="x", timeout_s=PATIENCE_S)
+    server.join()
 
 
 def test_a_planner_of_another_version_is_told_at_once(hepti, planner):

@@ -81,6 +81,8 @@ class Planner:
         if not payload:
             return
         value = decode(payload)
+        if value == messages.QUESTION:
+            return
         if isinstance(value, messages.RequestTiles) and self.checkpoint is not None:
             for digest in value.hashes:
                 self.send_tile(parsed.device, digest)
@@ -106,9 +108,13 @@ class Planner:
                 return value
             self.later.append((who, value))
 
-    def online(self, device, after=0):
-        self.wait(device, protocol_messages.Caps, lambda c: c.boot > after)
-        return self.wait(device, protocol_messages.Status, lambda s: s.boot > after and s.state == "online").boot
+    def online(self, device, after=None):
+        """Wait for an online start, other than `after`; return it."""
+        old = 0 if after is None else after.boot
+        self.wait(device, protocol_messages.Caps, lambda c: c.boot != old)
+        online = self.wait(device, protocol_messages.Status, lambda s: s.boot != old and s.state == "online").start
+        assert after is None or online > after
+        return online
 
     def tell(self, device, message):
         self.transport.publish(TOPICS.command(device), messages.encode(message), 1)
@@ -226,20 +232,20 @@ def test_join_describe_beat_and_leave(planner, agents):
     assert "Traceback" not in process.stderr.read()
 
 
-def test_a_killed_agent_leaves_its_will_and_comes_back_with_a_higher_boot(planner, agents):
+def test_a_killed_agent_leaves_its_will_and_comes_back_with_a_higher_term(planner, agents):
     process = agents.start("kill1")
-    boot = planner.online("kill1")
+    start = planner.online("kill1")
     process.kill()
     will = planner.wait("kill1", protocol_messages.Status, STARTED)
-    assert will == protocol_messages.Status("offline", boot, version=__version__)
+    assert will == protocol_messages.Status("offline", start.boot, version=__version__, term=start.term)
     agents.start("kill1")
-    assert planner.online("kill1", after=boot) > boot
+    assert planner.online("kill1", after=start).term == start.term + 1
 
 
 def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner, agents):
     first = agents.start("two1")
     agents.start("two2")
-    boot = planner.online("two1")
+    start = planner.online("two1")
     planner.online("two2")
     plan = planner.plan(("two1", "two2"), "row", {"variant": "kv"})
     planner.prepare(plan)
@@ -249,12 +255,14 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
     assert sent > 0
     first.kill()
     agents.start("two1")
-    planner.online("two1", after=boot)
+    planner.online("two1", after=start)
     again = planner.plan(("two1", "two2"), "row", {"variant": "kv"}, number=2)
     planner.prepare(again)
     planner.infer(again, 3)
     assert planner.tiles_sent == sent
-    beat = planner.wait("two1", protocol_messages.Heartbeat, lambda h: h.boot > boot and h.counters.get("tiles_cached"))
+    beat = planner.wait(
+        "two1", protocol_messages.Heartbeat, lambda h: h.boot != start.boot and h.counters.get("tiles_cached")
+    )
     assert beat.counters.get("tiles_asked", 0) == 0
 
 
@@ -274,13 +282,24 @@ def test_a_broker_that_restarts_is_met_again(planners, agents):
 @needs_mosquitto
 def test_second_agent_of_one_name_on_another_machine_takes_over(planner, agents, tmp_path):
     first = agents.start("same2")
-    boot = planner.online("same2")
-    elsewhere = tmp_path / "elsewhere"
-    (elsewhere / "home" / "same2").mkdir(parents=True)
-    (elsewhere / "home" / "same2" / "boot").write_text(str(boot + 10))
-    agents.start("same2", cache=elsewhere)
+    start = planner.online("same2")
+    agents.start("same2", cache=tmp_path / "elsewhere")
     assert first.wait(PATIENCE_S) == ConfigError.exit_code
-    assert planner.online("same2", after=boot) > boot
+    planner.online("same2", after=start)
+
+
+@needs_mosquitto
+def test_of_two_agents_of_one_name_that_start_together_one_ends(planner, agents, tmp_path):
+    both = [agents.start("same3", cache=tmp_path / place) for place in ("one", "other")]
+    deadline = time.monotonic() + PATIENCE_S
+    while all(agent.poll() is None for agent in both):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    codes = [agent.poll() for agent in both]
+    assert sorted(codes, key=str) == [ConfigError.exit_code, None]
+    winner = both[codes.index(None)]
+    planner.wait("same3", protocol_messages.Heartbeat)
+    assert winner.poll() is None
 
 
 def agent_config(url, tmp_path, **options):
@@ -291,12 +310,12 @@ def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
     stop = StopSignals()
     thread = threading.Thread(target=run_agent, args=(agent_config(broker.url, tmp_path), stop), daemon=True)
     thread.start()
-    boot = planner.online("own1")
+    start = planner.online("own1")
     stop.request()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert planner.wait("own1", protocol_messages.Status, STARTED) == protocol_messages.Status(
-        "offline", boot, version=__version__
+        "offline", start.boot, version=__version__, term=start.term
     )
 
 

@@ -9,8 +9,8 @@ import pytest
 from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service import broker_checks
-from hepti_mqtt.transport import BrokerUrl, Connected, DeliveryWindow, PahoTransport, Receipt, Will
+from hepti_mqtt.service.planner import claim_site
+from hepti_mqtt.transport import BrokerUrl, Connected, DeliveryWindow, PahoTransport, Receipt, Will, name_claim
 
 
 class Rival:
@@ -53,12 +53,12 @@ def rival(mosquitto, request):
 def test_a_living_planner_is_noticed(mosquitto, rival):
     rival("taken").status("online")
     with pytest.raises(ConfigError):
-        broker_checks.ensure_single_planner(BrokerUrl.parse(str(mosquitto.url)), "taken")
+        claim_site(BrokerUrl.parse(str(mosquitto.url)), "taken")
 
 
 def test_a_broker_that_is_absent_is_named():
     with pytest.raises(NetworkError) as caught:
-        broker_checks.ensure_single_planner(BrokerUrl.parse("mqtt://127.0.0.1:1"), "s")
+        claim_site(BrokerUrl.parse("mqtt://127.0.0.1:1"), "s")
     assert "127.0.0.1:1" in str(caught.value)
 
 
@@ -109,7 +109,7 @@ def test_another_connection_brings_everything_again():
 
 
 def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):
-    monkeypatch.setattr(broker_checks, "ANSWER_S", 0.2)
+    monkeypatch.setattr(name_claim, "CONTRADICTION_S", 0.2)
     cases = {"nobody": (None, True), "left": ("offline", True), "dead": ("online", False), "odd": (None, False)}
     for name, (state, answers) in cases.items():
         one = rival(name, answers)
@@ -117,4 +117,4 @@ def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):
             one.status(state)
         if name == "odd":
             one.transport.publish(one.topics.planner_status(), b"not a status", 1, retain=True)
-        broker_checks.ensure_single_planner(BrokerUrl.parse(str(mosquitto.url)), name)
+        claim_site(BrokerUrl.parse(str(mosquitto.url)), name)

@@ -1,4 +1,4 @@
-"""The planner in this process: models and boot counter, what its inbox takes, its shell over a real broker."""
+"""The planner in this process: models, what its inbox takes, its shell over a real broker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import queue
 import threading
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.errors import ConfigError, ModelError, NetworkError, OverloadedError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.ids import PlanVersion, Start
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
@@ -30,38 +30,18 @@ from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import PlannerConfig, planner, run_planner
 from hepti_mqtt.service.__main__ import main
-from hepti_mqtt.service.decoder import ImplausibleBoot, MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
+from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
 from hepti_mqtt.service.handler import OpenModel
-from hepti_mqtt.service.setup import next_boot, open_models
+from hepti_mqtt.service.setup import open_models, state_directory
 from hepti_mqtt.service.threads import FairExecutor
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
 from hepti_mqtt.transport.base import SENDER_EVENTS
 
 
-def test_follows_the_clock_and_never_goes_back(tmp_path):
-    assert next_boot("s", 1000.7, tmp_path) == 1000
-    assert next_boot("s", 1000.9, tmp_path) == 1001
-    assert next_boot("s", 5.0, tmp_path) == 1002, "the clock was set back"
-    assert next_boot("s", 2000.0, tmp_path) == 2000
-    assert next_boot("t", 5, tmp_path) == 5, "sites count for themselves"
-
-
-def test_a_damaged_file_counts_as_none(tmp_path):
-    next_boot("s", 1000, tmp_path)
-    (tmp_path / "planner" / "s" / "boot").write_text("\x00garbage")
-    assert next_boot("s", 1500, tmp_path) == 1500
-
-
-def test_starts_at_the_same_moment_get_different_numbers(tmp_path):
-    with ThreadPoolExecutor(8) as pool:
-        boots = list(pool.map(lambda _: next_boot("s", 1000, tmp_path), range(24)))
-    assert len(set(boots)) == 24
-
-
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "planner").write_text("in the way")
     with pytest.raises(ConfigError):
-        next_boot("s", 1000, tmp_path)
+        state_directory("s", tmp_path)
 
 
 NOWHERE = BrokerUrl.parse("mqtt://127.0.0.1:1")
@@ -145,22 +125,6 @@ def test_cleared_foreign_and_lying_messages_are_dropped():
 @given(st.sampled_from(EVERY_TOPIC), st.binary(max_size=300) | st.binary(max_size=300).map(lambda b: frames.MAGIC + b))
 def test_no_bytes_raise(topic, payload):
     MessageDecoder("home").decode(topic, payload)
-
-
-def test_boot_counters_of_a_time_that_has_not_come_are_named_and_not_passed_on():
-    decoder = MessageDecoder("home", lambda: 100)
-    beat = protocol_messages.Heartbeat(101, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
-    said = {
-        ("status", HOME.status("a")): messages.encode_status(protocol_messages.Status("online", 101)),
-        ("caps", HOME.caps("a")): messages.encode_caps(replace(CAPS, boot=101)),
-        ("heartbeat", HOME.heartbeat("a")): messages.encode_heartbeat(beat),
-        ("planner_status", HOME.planner_status()): messages.encode_status(protocol_messages.Status("online", 101)),
-    }
-    for (kind, topic), payload in said.items():
-        assert decoder.decode(topic, payload) == ImplausibleBoot(topic, kind, 101)
-    assert decoder.counters == {"implausible_boot": 4}
-    assert decoder.decode(HOME.status("a"), b'{"state": "online", "boot": 4611686018427387904}') is None
-    assert decoder.counters["malformed"] == 1
 
 
 def test_a_device_whose_caps_cannot_be_read_is_told_of_once(caplog):
@@ -332,22 +296,26 @@ def test_an_answer_waits_for_somebody_who_hears_it(run, listen, url):
 def test_a_newer_planner_takes_over(run, listen):
     ear = listen("contested")
     _, outcome = run("contested")
-    boot = decode_status(ear.status("online")).boot
-    ear.say(ear.topics.planner_status(), encode_status(Status("online", boot + 1)), retain=True)
+    own = decode_status(ear.status("online"))
+    newer = Status("online", 7, term=own.term + 1)
+    ear.say(ear.topics.planner_status(), encode_status(newer), retain=True)
+    assert decode_status(ear.status("online")) == newer
+    assert decode_status(ear.status("online")) == own, "a single one may be forged"
+    ear.say(ear.topics.planner_status(), encode_status(newer), retain=True)
     with pytest.raises(ConfigError):
         outcome.result(PATIENCE_S)
     last = listen("contested")
-    assert decode_status(last.status("online")).boot == boot + 1, "the status of the newer one is left alone"
+    assert decode_status(last.status("online")) == newer, "the status of the newer one is left alone"
 
 
 def test_a_late_will_is_contradicted(run, listen):
     ear = listen("late")
     run("late")
-    boot = decode_status(ear.status("online")).boot
-    for late in (boot - 1, boot):
-        ear.say(ear.topics.planner_status(), encode_status(Status("offline", late)), retain=True)
+    own = decode_status(ear.status("online"))
+    for late in (Status("offline", 7), replace(own, state="offline")):
+        ear.say(ear.topics.planner_status(), encode_status(late), retain=True)
         ear.status("offline")
-        assert decode_status(ear.status("online")).boot == boot
+        assert decode_status(ear.status("online")) == own
 
 
 def test_records_of_models_that_are_no_longer_served_are_cleared(run, listen):
@@ -371,7 +339,7 @@ def unconnected(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "INBOX", 0)
     checkpoint = checkpoints["bert"]
     config = PlannerConfig(NOWHERE, "full", {"bert": checkpoint.path}, state_dir=tmp_path)
-    made = planner._Planner(config, 7, {"bert": OpenModel("bert", checkpoint, Pins())})
+    made = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoint, Pins())})
     yield made
     made.control.close()
     made.channel.close()
@@ -421,23 +389,19 @@ def test_a_broker_that_has_forgotten_the_planner_is_told_of(unconnected, caplog)
     assert len(caplog.records) == 1
 
 
-def test_a_forged_boot_counter_ends_no_planner(unconnected, monkeypatch, caplog):
+def test_single_forged_statuses_end_no_planner(unconnected, monkeypatch):
     said = []
     unconnected._say("online")
     monkeypatch.setattr(unconnected.control, "publish", lambda topic, payload, *_: said.append((topic, payload)))
     topic = unconnected.topics.planner_status()
     for boot in (4_000_000_000, 4_000_000_001, 2**62):
-        unconnected._handle_message(topic, json.dumps({"state": "online", "boot": boot}).encode())
+        unconnected._handle_message(topic, json.dumps({"state": "online", "boot": boot, "term": 9}).encode())
     for action in waiting(unconnected.inbox):
         action()
     assert unconnected.failure is None
-    own = Status("online", unconnected.boot, version=__version__, public_key=unconnected.session.fleet.public_key)
+    key = unconnected.session.fleet.public_key
+    own = Status("online", unconnected.start.boot, version=__version__, public_key=key, term=unconnected.start.term)
     assert said == [(topic, encode_status(own))] * 2, "what is retained is put right"
-    assert [r.levelname for r in caplog.records] == ["WARNING"], "one warning"
-    unconnected._handle_message(topic, encode_status(Status("online", unconnected.boot + 5)))
-    for action in waiting(unconnected.inbox):
-        action()
-    assert isinstance(unconnected.failure, ConfigError)
 
 
 @pytest.fixture
@@ -503,7 +467,9 @@ def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unco
     monkeypatch.setattr(type(unconnected.session), "due_s", 0.0)
     monkeypatch.setattr(unconnected, "_handle", lambda event: (handled.append(event), stop.set()))
     unconnected._serve(stop)
-    assert handled == [Tick(has_backlog=True)], "what is in the inbox may be a heartbeat"
+    assert handled == [Tick(has_backlog=True, heard_s=unconnected.control.heard_s)], (
+        "what is in the inbox may be a heartbeat"
+    )
 
 
 def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkeypatch):

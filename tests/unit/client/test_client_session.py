@@ -21,7 +21,7 @@ from hepti_mqtt.client import Answer
 from hepti_mqtt.client import session as module
 from hepti_mqtt.client.client import encode_picture, request_body
 from hepti_mqtt.client.described import random_input
-from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from
+from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from, odd_clocks
 from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError, WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol import messages as protocol_messages
@@ -385,3 +385,24 @@ def test_random_pictures_are_noise_or_like_a_camera_s_and_seeded(photographs: bo
     between = np.abs(np.diff(pixels, axis=1)).mean()  # of neighbours
     assert bool(between < 20) is photographs
     assert len(random_input(spec, 2, 0, photographs)["images"]) == 2
+
+
+DAY = 86_400.0
+
+
+@pytest.mark.parametrize(
+    ("devices", "planner", "odd"),
+    [
+        ({}, {}, []),
+        ({"a": 0.5, "b": -2.0}, {}, []),
+        ({"a": 0.0, "b": 60 * DAY}, {"b": 60 * DAY}, ["b is 60 days ahead"]),
+        ({"a": 0.0, "b": 0.0}, {"a": -40 * DAY, "b": -40 * DAY}, ["the planner is 40 days ahead"]),
+        ({"a": 7200.0, "b": 7201.0}, {}, ["this machine is 2 hours behind"]),
+        ({"a": -120.0}, None, ["a is 2 minutes behind"]),
+        ({"a": None}, None, []),
+    ],
+)
+def test_the_clock_that_differs_from_most_others_is_named(devices, planner, odd):
+    now_s = 1e9
+    found = [{"device": n, "heartbeat": s if s is None else {"clock_s": now_s + s}} for n, s in devices.items()]
+    assert odd_clocks(found, planner, now_s) == [f"the clock of {text}" for text in odd]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import replace
+from itertools import pairwise
 from queue import SimpleQueue
 
 import numpy as np
@@ -12,6 +13,7 @@ from device_agent_support import LOG, Device, Model, check_weights
 from hypothesis import given
 from hypothesis import strategies as st
 
+from device_agent.budget import Budget
 from device_agent.loader import (
     MAX_MISMATCHES,
     PROGRESS_S,
@@ -23,13 +25,14 @@ from device_agent.loader import (
     TileIn,
     WeightLoader,
 )
-from hepti_mqtt.cost.memory import loading_overhead_bytes, weights_bytes
+from hepti_mqtt.cost.memory import loading_overhead_bytes
 from hepti_mqtt.errors import ModelError, PlanError, WireError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import loading_bytes
+from hepti_mqtt.kernels.weights import NR
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest
-from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
+from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress, Unload
 
 MODEL = Model()
 BIG = Model(seed=3, rows=1500, columns=1500)
@@ -85,7 +88,7 @@ def test_an_empty_range_needs_no_tile(device):
     assert device.of(Loaded)[0].weights[refs[1]].shape == (0,)
 
 
-def test_epochs_share_weights_and_keep_them_until_the_last_is_gone(device):
+def test_epochs_share_weights_as_long_as_they_are_kept(device):
     device.loader.load(MODEL.load(1), device.now)
     device.serve(MODEL)
     asked = device.counters["tiles_asked"]
@@ -95,32 +98,32 @@ def test_epochs_share_weights_and_keep_them_until_the_last_is_gone(device):
     first, second = device.of(Loaded)
     assert all(first.weights[ref] is second.weights[ref] for ref in MODEL.refs)
     assert device.counters["tiles_asked"] <= asked + 2
-    device.loader.unload(Unload("m", PlanVersion(1, 1)), device.now)
+    device.loader.unload(Unload("m", PlanVersion(1, 1), MODEL.places(more)), device.now)
     device.loader.load(MODEL.load(3), device.now)
     assert device.of(Loaded)[2].weights[MODEL.refs[0]] is first.weights[MODEL.refs[0]]
-    for number in (2, 3):
-        device.loader.unload(Unload("m", PlanVersion(1, number)), device.now)
+    device.loader.unload(Unload("m", PlanVersion(1, 2), MODEL.places()), device.now)
+    device.loader.unload(Unload("m", PlanVersion(1, 3)), device.now)
     device.loader.load(MODEL.load(4), device.now)
     device.serve(MODEL)
     assert device.of(Loaded)[3].weights[MODEL.refs[0]] is not first.weights[MODEL.refs[0]]
 
 
-def test_weights_that_nobody_uses_stay_while_there_is_room_the_last_used_longest(device):
-    old, new = (MODEL.load(number, refs) for number, refs in ((1, MODEL.refs[:1]), (2, MODEL.refs[1:2])))
-    for load in (old, new):
-        device.loader.load(load, device.now)
-        device.serve(MODEL)
-        device.loader.unload(Unload("m", load.plan_version, spare_bytes=1 << 30), device.now)
-    first, second = (loaded.weights for loaded in device.of(Loaded))
-    room = weights_bytes(new.refs)
-    device.loader.load(replace(MODEL.load(3, ()), spare_bytes=room), device.now)
-    device.loader.unload(Unload("m", PlanVersion(1, 3), spare_bytes=room), device.now)
-    device.loader.load(MODEL.load(4, (*old.refs, *new.refs)), device.now)
+def test_another_part_of_a_matrix_that_is_there_needs_no_tile(device):
+    """Parts that touch are loaded as one matrix, in which any other parts are."""
+    cuts = (0, 2 * NR, 5 * NR, 600)
+    parts = tuple(WeightRef("up", (0, 300), ends) for ends in pairwise(cuts))
+    biases = tuple(WeightRef("bias", (0, 1), ends, "plain") for ends in pairwise(cuts))
+    device.loader.load(MODEL.load(1, (*parts, *biases)), device.now)
     device.serve(MODEL)
-    last = device.of(Loaded)[-1].weights
-    assert last[new.refs[0]] is second[new.refs[0]]
-    assert last[old.refs[0]] is not first[old.refs[0]]
-    check_weights(MODEL, last, (*old.refs, *new.refs))
+    check_weights(MODEL, device.of(Loaded)[0].weights, (*parts, *biases))
+    asked, whole = (
+        device.counters["tiles_asked"],
+        (WeightRef("up", (0, 300), (0, 600)), biases[0]._replace(columns=(0, 600))),
+    )
+    other = (WeightRef("up", (0, 300), (NR, 3 * NR)), WeightRef("bias", (0, 1), (7, 9), "plain"))
+    device.loader.load(MODEL.load(2, other, held=whole), device.now)
+    assert device.counters["tiles_asked"] == asked
+    check_weights(MODEL, device.of(Loaded)[1].weights, other)
 
 
 def test_release_while_loading_cancels_and_the_next_load_begins(device):
@@ -297,7 +300,7 @@ def test_a_damaged_cache_is_made_good(tmp_path, damage):
 def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
     from hepti_mqtt.protocol.manifest import tile_hash
 
-    device.loader.load(Load(1, "m", PlanVersion(1, 1), tile_hash(blob), MODEL.refs), device.now)
+    device.loader.load(replace(MODEL.load(), manifest=tile_hash(blob)), device.now)
     device.loader.load(MODEL.load(2), device.now)
     device.loader.on_tile(blob, True, device.now)
     (failed,) = device.of(LoadFailed)
@@ -387,11 +390,11 @@ def test_a_lack_of_memory_ends_the_load_with_a_reason(device, monkeypatch):
 class Served:
     """A loader thread with a planner that answers at once."""
 
-    def __init__(self, directory, model):
+    def __init__(self, directory, model, budget=None):
         self.events, self.ends = [], SimpleQueue()
         self.counters = Counter()
         loader = WeightLoader(TileCache(directory, 1 << 30, self.counters), self.emit, self.ask, self.counters)
-        self.thread = LoaderThread(loader, self.counters, LOG)
+        self.thread = LoaderThread(loader, self.counters, LOG, budget)
         self.model = model
         self.thread.start()
 
@@ -466,6 +469,57 @@ def test_a_load_that_cannot_be_given_up_does_not_end_the_thread(tmp_path, monkey
     served.thread.post(MODEL.load(2))
     check_weights(MODEL, served.wait().weights)
     served.thread.close()
+
+
+class Gate(Budget):
+    """A budget that allows nothing before it is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.is_open = SimpleQueue(), False
+
+    def pause_s(self, now):
+        self.asked.put(now)
+        return 0.0 if self.is_open else 0.001
+
+
+def test_no_tile_is_taken_from_disk_or_from_the_planner_before_the_budget_allows_it(tmp_path):
+    first = Device(tmp_path)
+    first.loader.load(MODEL.load(refs=MODEL.refs[:2]), first.now)
+    first.serve(MODEL)
+    gate = Gate()
+    served = Served(tmp_path, MODEL, gate)
+    served.thread.post(MODEL.load())
+    for _ in range(50):
+        gate.asked.get(timeout=30)
+    assert served.ends.empty()
+    assert served.counters["tiles_cached"] == served.counters["tiles_received"] == 0
+    gate.is_open = True
+    check_weights(MODEL, served.wait().weights)
+    served.thread.close()
+
+
+def test_one_tile_is_outstanding_while_exchanges_share_the_link(tmp_path):
+    """Those that were asked for before come, and no more."""
+    device = Device(tmp_path)
+    window = WINDOW
+    device.loader = WeightLoader(
+        device.cache,
+        device.events.append,
+        lambda _, hashes: device.asks.extend(hashes),
+        device.counters,
+        lambda: window,
+    )
+    refs = (WeightRef("up", (0, 1500), (0, 1500)),)
+    device.loader.load(BIG.load(refs=refs), device.now)
+    device.serve(BIG, most=3)
+    window, outstanding = 1, []
+    while device.asks:
+        device.loader.on_tile(BIG.blobs[device.asks.popleft()], True, device.now)
+        outstanding.append(len(device.asks))
+    assert max(outstanding) < WINDOW
+    assert set(outstanding[WINDOW:]) == {0, 1}
+    check_weights(BIG, device.of(Loaded)[0].weights, refs)
 
 
 def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 from device_agent import background
 from device_agent import measure as measuring
 from device_agent.background import MISMATCH_RATIO, MISMATCH_S, REMEASURE_S, BackgroundTuning, RemeasurePolicy
+from device_agent.budget import Budget
 from device_agent.machine import UNKNOWN_BYTES, last_level_cache_bytes
 from device_agent.measure import load_or_measure, measure, monotone
 from hepti_mqtt.cost.reported import profile_from_caps
@@ -359,6 +360,6 @@ def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back
     monkeypatch.setattr(background, "load_or_measure", measured)
     meter = SimpleNamespace(set_curves=lambda new: told.append(new is curves))
     log = logging.getLogger("test")
-    after = BackgroundTuning(Path("m.json"), 1, 100, meter, lambda: 0.0, lambda: told.append("told"), log=log)
+    after = BackgroundTuning(Path("m.json"), 1, 100, meter, Budget(), lambda: told.append("told"), log=log)
     after._measure(force=True)
     assert told == [takes, "given back", True, "told"]

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import array
+from kernels_support import array, pool
 
-from hepti_mqtt.kernels import NarrowMatrix, PackedMatrix, allocate, twin, weight_bytes
-from hepti_mqtt.program import WeightRef
+from hepti_mqtt.cost.memory import matrices, weights_bytes
+from hepti_mqtt.kernels import KERNELS, NarrowMatrix, PackedMatrix, allocate, is_part, part, twin, weight_bytes
+from hepti_mqtt.kernels.weights import BLOCK, PANELS
+from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
 RANGE = st.tuples(st.integers(0, 90), st.integers(0, 90)).map(lambda r: (min(r), max(r)))
 
@@ -132,3 +134,68 @@ def test_a_twin_is_equal_and_has_memory_of_its_own(storage):
     assert second.panels.ctypes.data % 64 == 0
     plain = array(1, 90)
     assert not np.shares_memory(twin(plain), plain)
+
+
+# -- parts of larger matrices -----------------------------------------------------------------------------------------
+
+STORAGES = ["f32", "f16", "w8a32", "w8a8"]
+
+
+def filled(tensor, ref):
+    buffer = allocate(ref)
+    buffer.put(tensor, 0, 0)
+    return buffer.finish()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_a_part_is_a_view_and_computes_the_same_bits_as_a_matrix_of_its_own(storage, rows):
+    width, k = PANELS[storage].width, BLOCK + 20
+    tensor = array(k, 4 * width + 5)
+    whole = WeightRef("w", (0, k), (0, tensor.shape[1]), "packed", storage)
+    base = filled(tensor, whole)
+    x = array(rows, k)
+    for first, last in ((0, width), (width, 3 * width), (2 * width, 4 * width + 5), (0, 4 * width + 5), (width, width)):
+        ref = whole._replace(columns=(first, last))
+        assert is_part(ref, whole)
+        cut, own = part(base, whole, ref), filled(tensor, ref)
+        np.testing.assert_array_equal(cut.plain(), own.plain())
+        assert first == last or np.shares_memory(cut.panels, base.panels)
+        op = Compute("linear", (0,), (1,), (ref,), {"bias": False, "activation": None, "residual": False})
+        slots = [SlotSpec(x.shape), SlotSpec((rows, last - first))]
+        outs = [np.full((rows, last - first), np.nan, np.float32) for _ in range(2)]
+        with pool(1) as workers:
+            for weight, out in zip((cut, own), outs, strict=True):
+                KERNELS["linear"].bind(op, slots, [weight], workers)([x], [out])
+        np.testing.assert_array_equal(*outs)
+
+
+def test_what_is_not_cut_at_panels_is_no_part():
+    width = PANELS["f32"].width
+    whole = WeightRef("w", (0, 9), (width, 4 * width))
+    assert not is_part(whole._replace(columns=(width + 1, 2 * width)), whole)
+    assert not is_part(whole._replace(columns=(width, 2 * width - 1)), whole)
+    assert not is_part(whole._replace(columns=(0, 2 * width)), whole)
+    assert not is_part(whole._replace(rows=(0, 8), columns=(width, 2 * width)), whole)
+    assert not is_part(whole._replace(weight_dtype="f16", columns=(width, 2 * width)), whole)
+    assert is_part(WeightRef("b", (0, 1), (3, 5), "plain"), WeightRef("b", (0, 1), (1, 8), "plain"))
+    assert not is_part(WeightRef("t", (0, 4), (3, 5), "plain"), WeightRef("t", (0, 4), (1, 8), "plain"))
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), min_size=1, max_size=6)
+
+
+@given(first=RANGES, then=RANGES, step=st.sampled_from([1, PANELS["f32"].width, 2 * PANELS["f32"].width]))
+def test_every_range_is_a_part_of_its_matrix_and_matrices_have_no_column_that_nobody_needs(first, then, step):
+    loads = [[WeightRef("w", (0, 3), (step * a, step * b)) for a, b in ranges] for ranges in (first, then)]
+    held = set()
+    for refs in loads:
+        found = matrices(refs, held)
+        assert list(found) == list(dict.fromkeys(refs))
+        assert all(is_part(ref, matrix) for ref, matrix in found.items())
+        new = set(found.values()) - held
+        needed = {column for ref in refs for column in range(*ref.columns)}
+        assert {column for matrix in new for column in range(*matrix.columns)} <= needed
+        assert weights_bytes(refs, held) == sum(map(weight_bytes, new))
+        held |= new
+    assert weights_bytes(loads[0], held) == weights_bytes(loads[1], held) == 0

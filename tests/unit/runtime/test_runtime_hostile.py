@@ -9,13 +9,13 @@ import pytest
 from mutations import MUTATIONS
 from scripted_site import KeyedSite, caps, everyone, heartbeat, private_of
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.ids import PlanVersion, Start
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.frames import Frame, encode
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator.fleet import DEBOUNCE_S, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, CoordinatorEvent, DeviceStatus, Tick
-from hepti_mqtt.service.decoder import ImplausibleBoot, MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
+from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
 
 DEVICES = ("a", "b")
 MUTATED = 1500
@@ -29,7 +29,7 @@ class HostileSite:
         self.site = KeyedSite(*DEVICES, decider=everyone)
         self.site.ready()
         assert self.site.plan is not None
-        self.decoder = MessageDecoder("home", lambda: 1000)
+        self.decoder = MessageDecoder("home")
         self.debounce = LastWillDebounce(self)  # type: ignore[arg-type]
         topics, self.own = self.decoder.topics, dict[str, bytes]()
         for name in DEVICES:
@@ -51,9 +51,9 @@ class HostileSite:
 
     def hear(self, topic: str, payload: bytes) -> None:
         arrival = self.decoder.decode(topic, payload)
-        strange = PlannerStatus | RawRequest | RetainedPlan | ImplausibleBoot
+        strange = PlannerStatus | RawRequest | RetainedPlan
         if arrival is not None and not isinstance(arrival, strange):
-            takes_over = isinstance(arrival, DeviceStatus) and arrival.status.boot > 1  # by design
+            takes_over = isinstance(arrival, DeviceStatus) and arrival.status.start > Start(0, 1)  # by design
             if not takes_over:
                 self.debounce.handle(arrival, self.site.now)
 

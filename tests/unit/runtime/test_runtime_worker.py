@@ -17,7 +17,7 @@ from sites import EVERY_FAMILY, FAMILIES, plan, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
-from hepti_mqtt.cost.memory import KEPT_PROGRAMS, programs_bytes, weights_bytes
+from hepti_mqtt.cost.memory import KEPT_PROGRAMS, matrices, programs_bytes, weights_bytes
 from hepti_mqtt.errors import PlanError, WireError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
@@ -25,6 +25,7 @@ from hepti_mqtt.models import largest_shape, spec_from_config
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_program, resident_weights
+from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol import frames, messages, plausible
 from hepti_mqtt.protocol.frames import BUFFER_GRANULARITY, Frame
 from hepti_mqtt.protocol.topics import Topics
@@ -59,6 +60,7 @@ from hepti_mqtt.spec import PlainShape, Spec
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
 GPT2 = spec_of_kind("tiny-gpt2")
+WIDE = spec_of_kind("minilm")
 WORKERS = Workers(1)
 SINGLE, HALVES = plan(SPEC, ("single", {}), (1.0,)), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))
 WORK = Topics("home").work("m", "d0")
@@ -252,7 +254,9 @@ def test_an_epoch_that_ends_is_unloaded_whatever_its_state(state: str, event: st
     device = Device()
     device.reach(ONE, state)
     out = device(ENDS[event])
-    assert [c for c in out if isinstance(c, Unload)] == [Unload(*ONE, device.session.memory_bytes)]
+    there = state in {"subscribing", "ready", "active"}
+    kept = frozenset((bytes(32), ref) for ref in matrices(WEIGHTS).values()) if there else frozenset()
+    assert [c for c in out if isinstance(c, Unload)] == [Unload(*ONE, kept)]
     assert [c.work_topics for c in out if isinstance(c, Unsubscribe)] == [(WORK,)]
     assert len(device.session.plans) == 0
     assert ONE not in device.session.plans
@@ -411,7 +415,59 @@ def test_asks_for_exactly_the_weights_of_the_plan_that_was_asked_for_last() -> N
     right = plan(SPEC, ("block", {}), (1.0, 3.0))
     device.handle(MessageIn(prepare(fixed=right)), 0.0)
     (again,) = studied(device, order)
-    assert of(Load, studied(device, again)).refs == resident_weights(SPEC, right, "d0")
+    assert tuple(of(Load, studied(device, again)).matrices) == resident_weights(SPEC, right, "d0")
+
+
+def places(load: Load) -> set[tuple[bytes, WeightRef]]:
+    return {(load.manifest, matrix) for matrix in load.matrices.values()}
+
+
+@pytest.mark.parametrize("variant", ["kv", "heads", "mlp"])
+def test_rows_and_heads_that_move_bring_no_weight_and_no_filter(variant: str) -> None:
+    device = Device(spec=WIDE)
+    first, second = (plan(WIDE, ("row", {"variant": variant}), shares) for shares in ((1.0, 1.0), (2.0, 1.0)))
+    here = device.tell(prepare(ONE, first, spec=WIDE))
+    device(Loaded(*ONE, dict.fromkeys(of(Load, here).matrices)))  # type: ignore[arg-type]
+    moved = device.tell(prepare(TWO, second, spec=WIDE))
+    assert places(of(Load, moved)) <= places(of(Load, here))
+    assert of(Subscribe, moved).filters == of(Subscribe, here).filters
+    assert of(Subscribe, moved).work_topic == of(Subscribe, here).work_topic
+
+
+def test_weights_of_a_plan_that_is_left_stay_until_another_needs_the_room() -> None:
+    device = Device()
+    load = of(Load, device.tell(prepare(ONE)))
+    device.loaded(ONE)
+    (unload,) = (c for c in device.tell(messages.Release(9, *ONE)) if isinstance(c, Unload))
+    assert unload.keep == places(load)
+    back = of(Load, device.tell(prepare(TWO)))
+    assert places(back) == unload.keep
+    device.tell(messages.Release(9, *TWO))
+    device.session.memory_bytes = device.session.plans.needed_bytes()
+    other = device.tell(prepare(OTHER, HALVES))
+    assert not any(isinstance(c, Load) for c in other), "it has no room at all"
+    half = analyse_prepare(prepare(OTHER, HALVES), "d0", Topics("home"))
+    half.matrices = matrices(half.refs)
+    device.session.memory_bytes = device.session.plans.needed_bytes(half)
+    load = of(Load, device.tell(prepare(OTHER, HALVES)))
+    assert load.keep == places(load), "what was left gave way"
+
+
+def test_a_part_of_a_larger_matrix_is_a_view_of_it_only_where_there_is_much_room() -> None:
+    """The rest of the matrix stays for it, and the planner reckons with the part alone."""
+    whole, half = plan(WIDE, ("single", {}), (1.0,)), plan(WIDE, ("block", {}), (1.0, 1.0))
+    own = set(matrices(resident_weights(WIDE, half, "d0")).values())
+    for factor, is_view in ((3.0, True), (1.2, False)):
+        device = Device(spec=WIDE)
+        load = of(Load, device.tell(prepare(ONE, whole, spec=WIDE)))
+        device(Loaded(*ONE, dict.fromkeys(load.matrices)))  # type: ignore[arg-type]
+        device.tell(messages.Release(9, *ONE))
+        resident = analyse_prepare(prepare(TWO, half, spec=WIDE), "d0", Topics("home"))
+        resident.matrices = matrices(resident.refs, load.matrices.values())
+        device.session.memory_bytes = int(factor * device.session.plans.needed_bytes(resident))
+        wanted = set(of(Load, device.tell(prepare(TWO, half, spec=WIDE))).matrices.values())
+        assert (wanted == own) is not is_view
+        assert device.session.plans.needed_bytes() <= device.session.memory_bytes
 
 
 def test_two_epochs_of_one_model_share_weights_two_models_do_not() -> None:

@@ -12,7 +12,7 @@ from hepti_mqtt.errors import ModelError, NetworkError, WeightsChangedError
 from hepti_mqtt.protocol.frames import decode
 from hepti_mqtt.protocol.manifest import Manifest, tile_hash
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service.tiles import TileServer
+from hepti_mqtt.service.tiles import PART, TilePace, TileServer
 
 TOPICS = Topics("home")
 
@@ -170,3 +170,47 @@ def test_close_ends_a_wait_for_a_full_queue(checkpoints):
     server.close()
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_beside_runs_a_device_gets_a_part_of_its_rate_and_otherwise_all_of_it():
+    pace = TilePace()
+    pace.set_rate("a", 1e6)
+    pace.record(["a"], 1000, 5.0)
+    assert pace.due_s(["a"]) == 0.0
+    pace.serving = True
+    sent, now = 0, 5.0
+    while now < 15.0:
+        now = max(now, pace.due_s(["a"]))
+        pace.record(["a"], 1000, now)
+        sent += 1000
+    assert sent == pytest.approx(PART * 1e6 * 10, rel=0.02)
+    assert pace.due_s(["b"]) == 0.0, "nothing was sent to it"
+    pace.set_rate("b", 1e3)
+    pace.record(["b"], 1000, now)
+    assert pace.due_s(["a", "b"]) == pytest.approx(now + 1 / PART), "one tile for both waits for the slower one"
+    pace.serving = False
+    assert pace.due_s(["a", "b"]) == 0.0
+
+
+def test_what_waits_for_its_pace_goes_out_once_no_run_is_under_way(checkpoints):
+    wanted = hashes_of(checkpoints["bert"], 3)
+    first, published = Published(1), Published(3)
+
+    def publish(topic, payload):
+        published(topic, payload)
+        first(topic, payload)
+
+    server = TileServer("home", 7, checkpoints, publish, no_complaint, unchanged)
+    server.set_serving(True)
+    server.ask("bert", "a", wanted, bytes_per_s=1e-3)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        assert first.enough.wait(20)
+        server.ask("bert", "b", wanted[2:], bytes_per_s=1e9)
+        assert len(published.messages) == 1
+        server.set_serving(False)
+        assert published.enough.wait(20)
+    finally:
+        server.close()
+        thread.join(20)

@@ -194,7 +194,8 @@ def test_golden_bytes(message, golden):
 def test_golden_heartbeat_and_status():
     heartbeat = Heartbeat(1, 2, 0.5, 3, None, None, None, 1.0, 4, {"a": 5})
     assert (
-        encode_heartbeat(heartbeat).hex() == "9e0102cb3fe000000000000003c0c0c0cb3ff000000000000004" + "81a161058080c0c0"
+        encode_heartbeat(heartbeat).hex()
+        == "9f0102cb3fe000000000000003c0c0c0cb3ff000000000000004" + "81a161058080c0c0" + "cb0000000000000000"
     )
     told = replace(
         heartbeat, peers={"b": LinkReport(0.5, None)}, edges={"b": PeerStats(1, 2, 3, 4, 5, 6, 7, 1, 8, 9, "t")}
@@ -202,7 +203,7 @@ def test_golden_heartbeat_and_status():
     assert (
         encode_heartbeat(told)
         .hex()
-        .endswith("81a1610581a16292cb3fe0000000000000c081a1629b01020304050607010809a174c0c0")
+        .endswith("81a1610581a16292cb3fe0000000000000c081a1629b01020304050607010809a174c0c0" + "cb0000000000000000")
     )
     assert encode_status(Status("online", 7)) == b'{"state": "online", "boot": 7}'
     starting = b'{"state": "starting", "boot": 7, "doing": "compiling", "done": 3, "total": 23}'

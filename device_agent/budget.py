@@ -1,0 +1,114 @@
+"""What background work may take of a device: loads, Programs of plans to come, compiling, measuring again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import suppress
+from math import inf
+from typing import Final, NamedTuple
+
+PART: Final = 0.05  # of the time that runs take
+KEPT_S: Final = 0.02  # of it, what may be saved up: some ten steps
+IN_USE_S: Final = 5.0  # after a run, as long as the next one is expected
+LOOK_S: Final = 0.02  # at most, until work that waits looks again
+NICE: Final = 10
+
+
+class _State(NamedTuple):
+    """What the session thread does since `since_s`; served_s: of runs before. gap_s: between the last two of them."""
+
+    running: bool = False
+    waiting: bool = True
+    since_s: float = -inf
+    served_s: float = 0.0
+    gap_s: float = inf
+
+
+class Budget:
+    """The one budget of all background work; time is an argument, in seconds of one clock.
+
+    While runs are under way, work goes on when the device has nothing to do for them, and otherwise with `PART` of the
+    time that they take. Else it goes on as it likes. throttled: a quota of the processor is used up by work in pauses
+    too, which is missing in the next op: pauses are not free then, nor is the time in which the next run is expected.
+
+    `note` is for the thread that runs ops, all else for any thread.
+    """
+
+    def __init__(self, throttled: bool = False) -> None:
+        self._throttled = throttled
+        self._state = _State()  # replaced as a whole, so that other threads see one that was there
+        self._lock = threading.Lock()
+        self._left_s, self._counted_s = 0.0, 0.0
+
+    def note(self, running: bool, waiting: bool, now: float) -> None:
+        """Note whether runs are under way, and whether all of them wait for somebody else."""
+        state = self._state
+        if running != state.running:
+            gap_s = now - state.since_s if running else state.gap_s
+            self._state = _State(running, waiting, now, self._served_s(state, now), gap_s)
+        elif waiting != state.waiting:
+            self._state = state._replace(waiting=waiting)
+
+    @property
+    def running(self) -> bool:
+        """Return whether runs are under way."""
+        return self._state.running
+
+    def pause_s(self, now: float) -> float:
+        """Return 0 if a step of background work may be done now, else after how many seconds to ask again."""
+        if self._is_free(now):
+            return 0.0
+        with self._lock:
+            left_s = self._refill(now)
+        return 0.0 if left_s > 0 else min(max(-left_s / PART, 1e-3), LOOK_S)
+
+    def spend(self, seconds: float, now: float) -> None:
+        """Take the processor time of work that has ended now off the budget, unless it was free."""
+        if not self._is_free(now):
+            with self._lock:
+                self._left_s = self._refill(now) - seconds
+
+    def last_run_s(self, now: float) -> float:
+        """Return when a run was last under way."""
+        state = self._state
+        return now if state.running else state.since_s
+
+    def is_unused(self, now: float) -> bool:
+        """Return whether no run is under way or expected soon, so that work may take the whole device."""
+        return now - self.last_run_s(now) > IN_USE_S
+
+    def _is_free(self, now: float) -> bool:
+        state = self._state
+        if self._throttled:
+            return not state.running and now - state.since_s > _expected_s(state)
+        return not state.running or state.waiting
+
+    def _refill(self, now: float) -> float:
+        served_s = self._served_s(self._state, now)
+        self._left_s = min(self._left_s + PART * (served_s - self._counted_s), KEPT_S)
+        self._counted_s = served_s
+        return self._left_s
+
+    def _served_s(self, state: _State, now: float) -> float:
+        """Return the time of runs so far; with a quota that between two of them counts too."""
+        if state.running:
+            return state.served_s + now - state.since_s
+        between_s = min(now - state.since_s, _expected_s(state)) if self._throttled and state.since_s > -inf else 0.0
+        return state.served_s + between_s
+
+
+def _expected_s(state: _State) -> float:
+    """Return for how long after a run the next one is expected: twice as long as the last one let wait."""
+    return min(2 * state.gap_s, IN_USE_S)
+
+
+def give_way() -> None:
+    """Let the calling thread, and what it starts, have the processor only as far as others leave it."""
+    if sys.platform != "linux":
+        return  # elsewhere a thread has no priority of its own
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,0 +1,26 @@
+"""What a move from one plan to another makes devices load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from hepti_mqtt.cost.memory import matrices, weights_bytes
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import KEPT_RESIDENTS, PlanKey, resident_weights
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import Spec
+
+
+def bytes_to_load(spec: Spec, plan: Plan, device: str, held: Iterable[Plan]) -> int:
+    """Return the bytes that a device must load for a plan where it holds those of others, the one loaded last first."""
+    there = tuple(PlanKey(other.for_device(device)) for other in held if device in other.devices)
+    return weights_bytes(resident_weights(spec, plan, device), _held_matrices(spec, there, device))
+
+
+@lru_cache(maxsize=KEPT_RESIDENTS)
+def _held_matrices(spec: Spec, plans: tuple[PlanKey, ...], device: str) -> frozenset[WeightRef]:
+    held = frozenset[WeightRef]()
+    for key in reversed(plans):
+        held |= frozenset(matrices(resident_weights(spec, key.plan, device), held).values())
+    return held

@@ -1,0 +1,129 @@
+"""A broker that is frozen while the planner's connection to it stands, and what comes when it is back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from scripted_site import Site, everyone, heartbeat, settled
+
+from hepti_mqtt.errors import OverloadedError
+from hepti_mqtt.planner import Decision, Question, decide
+from hepti_mqtt.protocol.messages import Status
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fleet import FROZEN_S, QUIET_S, BrokerWatch, LastWillDebounce
+from hepti_mqtt.runtime.coordinator.scheduler import BURST_S, MAX_IN_BURST, MAX_QUEUED_PER_CLIENT
+
+TICK_S = 0.1
+
+
+@dataclass
+class Frozen:
+    """A site with the watch of the planner's shell."""
+
+    site: Site
+    watch: BrokerWatch = field(default_factory=BrokerWatch)
+
+    def tick(self, heard_s: float) -> None:
+        found = self.watch.look(heard_s, self.site.now)
+        if found in ("away", "back"):
+            self.site.event(interface.BrokerConnection(online=found == "back", is_new=False))
+        self.site.event(interface.Tick(heard_s=heard_s))
+
+    def freeze(self, seconds: float) -> None:
+        heard_s = self.site.now
+        for _ in range(round(seconds / TICK_S)):
+            self.site.now += TICK_S
+            self.tick(heard_s)
+
+    def thaw(self) -> None:
+        self.site.now += TICK_S
+        self.tick(self.site.now)
+        for device, boot in self.site.boots.items():
+            self.site.event(interface.DeviceHeartbeat(device, heartbeat(boot)))
+
+
+@pytest.mark.parametrize("seconds", [1.0, 2.0, 3.5, 5.0, 30.0, 120.0, 600.0])
+@pytest.mark.parametrize(("devices", "decider"), [("a", everyone), ("ab", everyone), ("ab", decide)])
+def test_no_request_suffers_from_a_broker_that_is_frozen_for_any_time(
+    devices: str, decider: Callable[[Question], Decision], seconds: float
+) -> None:
+    site = settled(*devices, decider=decider)
+    plan = site.plan
+    site.submit("running", within=2 * seconds + 60)
+    site.submit("other", within=2 * seconds + 60)
+    site.mute.update(devices)
+    frozen = Frozen(site)
+    frozen.freeze(seconds)
+    assert site.plan.version == plan.version, "no device is blamed"
+    assert not site.errors
+    site.mute.clear()
+    frozen.thaw()
+    for _ in range(30):
+        site.tick(0.2)
+        for run in [run for group in site.session.groups for run in group.runs.values()]:
+            site.answer(run.run_id)
+    assert set(site.answers) == {"running", "other"}
+    assert site.plan.version == plan.version
+
+
+def test_a_preparation_goes_on_after_a_freeze() -> None:
+    site = Site(decider=everyone)
+    site.join("a", "b")
+    site.tick(1.1)
+    site.submit("r1", within=1000)
+    frozen = Frozen(site)
+    frozen.freeze(200)
+    frozen.thaw()
+    site.tick(0.2)
+    assert not site.errors
+    site.ready()
+    site.answer(1)
+    assert site.answers["r1"].plan.devices == ("a", "b")
+
+
+def test_a_device_that_is_silent_beside_a_broker_that_answers_is_lost_as_ever() -> None:
+    site = settled("a", "b", decider=everyone)
+    frozen = Frozen(site)
+    del site.boots["b"]
+    for _ in range(80):
+        site.now += TICK_S
+        frozen.tick(site.now)
+        site.event(interface.DeviceHeartbeat("a", heartbeat(1)))
+    assert set(site.session.fleet.usable()) == {"a"}
+
+
+def test_the_watch_asks_once_before_it_calls_a_broker_silent() -> None:
+    watch, said = BrokerWatch(), []
+    for tenth in range(100):
+        now = tenth / 10
+        found = watch.look(0.0 if now < 8 else now, now)
+        said += [(found, now)] if found else []
+    assert said == [("ask", QUIET_S), ("away", QUIET_S + FROZEN_S), ("back", 8.0)]
+    assert all(later > sooner for (_, sooner), (_, later) in pairwise(said))
+
+
+def test_a_burst_after_a_pause_is_admitted() -> None:
+    site = settled("a")
+    burst = MAX_QUEUED_PER_CLIENT + 100
+    site.event(interface.BrokerConnection(online=True))
+    for number in range(burst):
+        site.submit(f"r{number}")
+    assert not site.errors
+    site.now += BURST_S + 1
+    site.submit("later")
+    assert isinstance(site.errors["later"], OverloadedError)
+    assert burst < MAX_IN_BURST
+
+
+def test_wills_that_a_frozen_broker_delivers_on_the_same_connection_count() -> None:
+    """They are not published again, as after a restart."""
+    site = settled("a")
+    wills = LastWillDebounce(site.session)
+    wills.handle(interface.DeviceStatus("a", Status("offline", 1)), site.now)
+    wills.handle(interface.BrokerConnection(online=False, is_new=False), site.now + 0.1)
+    wills.handle(interface.BrokerConnection(online=True, is_new=False), site.now + 0.2)
+    wills.handle(interface.Tick(), site.now + 10)
+    assert not site.session.fleet.usable()

@@ -1,0 +1,57 @@
+"""Connecting to a name of several addresses."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from hepti_mqtt.transport.sockets import connect_any
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def places() -> Iterator[dict[str, tuple[str, int]]]:
+    """Yield addresses: one that accepts, one that refuses, and one that does not answer (its queue is full)."""
+    good, full, gone = (socket.create_server(("127.0.0.1", 0), backlog=n) for n in (8, 0, 1))
+    fillers = [socket.socket() for _ in range(4)]
+    for filler in fillers:
+        filler.setblocking(False)
+        filler.connect_ex(full.getsockname())
+    refused = gone.getsockname()
+    gone.close()
+    yield {"good": good.getsockname(), "dead": full.getsockname(), "refused": refused, "unusable": ("127.0.0.1", 0)}
+    for sock in (good, full, *fillers):
+        sock.close()
+
+
+def named(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [["good"], ["dead", "good"], ["refused", "good"], ["unusable", "dead", "refused", "good"], ["good", "dead"]],
+)
+def test_the_first_address_that_accepts_is_used(places, monkeypatch, order):
+    named(monkeypatch, *(places[kind] for kind in order))
+    with connect_any("broker", 1883, PATIENCE_S) as sock:
+        assert sock.getpeername() == places["good"]
+        assert sock.gettimeout() == PATIENCE_S
+
+
+def test_where_none_accepts_the_error_is_that_of_the_last(places, monkeypatch):
+    named(monkeypatch, places["unusable"], places["refused"])
+    with pytest.raises(ConnectionRefusedError):
+        connect_any("broker", 1883, PATIENCE_S)
+    named(monkeypatch, places["dead"])
+    with pytest.raises(TimeoutError):
+        connect_any("broker", 1883, 0.05)
+
+
+def test_a_name_that_nobody_knows():
+    with pytest.raises(socket.gaierror):
+        connect_any("no-such-host.invalid", 1883, 1.0)
