@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-unit test-site test-nightly test-all coverage kernels check lint types imports format cli-docs pictures parity test-nets test-faults \
-	test-soak test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
+	test-soak test-weather test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
@@ -70,6 +70,13 @@ SOAK ?=
 
 test-soak: $(VENV)/.dev kernels
 	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/soak_run.py --minutes $(MINUTES) --seed $(SEED) $(SOAK)
+
+# Many sites on a virtual clock, in some kinds of weather or in all: changes of plan, loads, regret.
+SITES ?= 5
+WEATHER ?=
+
+test-weather: $(VENV)/.dev
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/weather_table.py --sites $(SITES) --minutes $(MINUTES) $(WEATHER)
 
 # docs/reference/cli.md, from the commands' parsers; a test compares them.
 cli-docs: $(VENV)/.dev

@@ -270,6 +270,8 @@ def plan(args: argparse.Namespace) -> int:
         print_plan(model, shown, args.explain)
         if args.story:
             print_plan_history(model, shown)
+        if args.story or args.explain:
+            print_judgement(model, shown)
     if played is not None:
         write_pictures(args, played)
         if load is not None and not args.json:
@@ -366,6 +368,29 @@ def print_plan_history(model: str, shown: Mapping[str, Any]) -> None:
     output.print_table(f"story of the plans for {model}", ("time", "plan", "from", "to", "cause"), rows)
 
 
+def print_judgement(model: str, shown: Mapping[str, Any]) -> None:
+    """Print what the planner's rule said last of other plans than the active one, in numbers, and on which evidence."""
+    rows = [
+        (
+            a["name"],
+            ", ".join(a["devices"]),
+            f"{a['gain']:.0%}",
+            f"{a['probability']:.2f}",
+            f"{a['requests']:.0f}",
+            f"{a['cost_s']:.1f}",
+            f"{a['load_bytes'] / output.MIB:.0f}",
+            f"{a['verdict']}: {a['why']}",
+        )
+        for a in shown.get("considered") or []
+    ]
+    columns = ("strategy", "devices", "gain", "probability", "requests", "cost s", "MiB to load", "verdict")
+    if rows:
+        output.print_table(f"considered beside the active plan for {model}", columns, rows)
+    told = [(device, sentence) for device, said in (shown.get("evidence") or {}).items() for sentence in said]
+    if told:
+        output.print_table("what is believed of devices and links", ("device", "evidence"), told)
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedPlan:
     """A request of `shape` under a plan, as the simulator saw it."""
@@ -410,7 +435,7 @@ def write_pictures(args: argparse.Namespace, played: SimulatedPlan) -> None:
     plan, result = played.plan, played.result
     if args.svg:
         title = f"{played.title()}, simulated"
-        _write("--svg", args.svg, timeline_svg(result.events, plan.devices, result.seconds, title))
+        write_picture("--svg", args.svg, timeline_svg(result.events, plan.devices, result.seconds, title))
     if args.layout_svg:
         made = lower_plan(played.spec, plan, played.shape)
         layers = [min(layer, made.full_graph.layer_count() - 1) for layer in args.layer]
@@ -421,10 +446,11 @@ def write_pictures(args: argparse.Namespace, played: SimulatedPlan) -> None:
             else task_owners(result.events, made.names, plan.root)
         )
         title = f"{played.title()}, {which}"
-        _write("--layout-svg", args.layout_svg, layout_svg(made, layers, title, plan.wire, names))
+        write_picture("--layout-svg", args.layout_svg, layout_svg(made, layers, title, plan.wire, names))
 
 
-def _write(option: str, file: Path, picture: str) -> None:
+def write_picture(option: str, file: Path, picture: str) -> None:
+    """Write a picture to the file that an option names; raises ConfigError if that cannot be."""
     try:
         file.write_text(picture, "utf-8")
     except OSError as error:

@@ -10,6 +10,7 @@ from typing import Any
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, simulate_plan, what_if, write_pictures
+from hepti_mqtt.cli.weather import simulate_weather
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import load_site
@@ -25,10 +26,12 @@ from hepti_mqtt.spec import Spec
 
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
-    cluster = load_site(settings.find_bundled_config("sites", args.devices_file))
-    question = _question(args, cluster, _spec(args.model))
+    cluster, spec = load_site(settings.find_bundled_config("sites", args.devices_file)), _spec(args.model)
+    if args.weather is not None:
+        return simulate_weather(args, cluster, spec)
+    question = _question(args, cluster, spec)
     try:
-        decision, spec = _decide(args.model, question), question.spec
+        decision = _decide(args.model, question)
     except PlanError as error:
         output.print_lines(error.detail if args.explain and not args.json else ())
         raise

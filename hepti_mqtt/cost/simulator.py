@@ -189,14 +189,29 @@ class TimelineEvent(NamedTuple):
     stop: float
 
 
+class Span(NamedTuple):
+    """A time in which a device's thread was busy, in seconds; is_frame: with sending or taking a frame."""
+
+    start: float
+    stop: float
+    device: str
+    is_frame: bool
+
+
 @dataclass(slots=True)
 class DeviceUse:
-    """What one device did: seconds of compute, seconds idle until its last op, FLOPs, bytes sent."""
+    """What one device did: seconds of compute, seconds idle until its last op, FLOPs, bytes sent.
+
+    frame_s: seconds of its thread for sending and taking frames. alone_s: seconds of compute and frames, until the
+    answer, in which no other device did anything.
+    """
 
     compute_s: float = 0.0
     wait_s: float = 0.0
     flops: float = 0.0
     sent_bytes: int = 0
+    frame_s: float = 0.0
+    alone_s: float = 0.0
 
 
 class ReplicaPrograms(NamedTuple):
@@ -482,6 +497,7 @@ class Simulator:
         self.nbytes = self._serial = 0
         self.ends: dict[int, float] = {}  # when the last op of a layer was over
         self.events: list[TimelineEvent] = []
+        self.spans: list[Span] = []
         self._known: dict[tuple[str, int], CostedProgram] = {}
         self._queue: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
 
@@ -627,6 +643,7 @@ class Simulator:
             frame = device.inbox.popleft()
             until = now + device.profile.frame_seconds(1, frame.nbytes, frame.route)
             self.record_bar(device.name, "send", frame.label, now, until)
+            self.spans.append(Span(now, until, device.name, True))
             device.busy = True
             self.schedule(until, _ENDS, self.on_frame_taken, device, frame)
             return
@@ -640,6 +657,7 @@ class Simulator:
         if isinstance(op, Compute):
             lane = "compute"
             device.use.compute_s += seconds
+        self.spans.append(Span(now, until, device.name, lane == "send"))
         if self.record:
             label = op.label if isinstance(op, Compute) else run.costed.program.node(op.node)
             self.record_bar(device.name, lane, label, now, until)
@@ -844,8 +862,11 @@ def simulate(
     )
     clock.run((SimulatedRequest(shape, programs),))
     played = clock.outcome()
+    _divide_time(played, clock.spans, 0.0, played.seconds, 1)
     if repeated is not None:
         more, period, run = repeated[1] - 1, clock.period(), played.runs[0]
+        end_s = clock.ends.get(repeated[0], 0.0)
+        _divide_time(played, clock.spans, end_s - period, end_s, more)
         played.runs = (run._replace(answered_s=run.answered_s + more * period),)
         for name, use in played.devices.items():
             inner = clock.part(name, programs[name]).inner
@@ -855,6 +876,23 @@ def simulate(
             played.nbytes += more * inner.sent_bytes
             use.wait_s = max(clock.devices[name].finished_s + more * period - use.compute_s, 0.0)
     return played
+
+
+def _divide_time(played: Simulation, spans: Iterable[Span], since: float, until: float, times: int) -> None:
+    """Add to the use of devices, so many times, what was frames in a part of the time, and what each did alone."""
+    edges: list[tuple[float, bool, str]] = []
+    for span in spans:
+        start, stop = max(span.start, since), min(span.stop, until)
+        if start < stop:
+            edges += ((start, True, span.device), (stop, False, span.device))
+            played.devices[span.device].frame_s += times * (stop - start) * span.is_frame
+    busy: set[str] = set()
+    at = since
+    for when, begins, device in sorted(edges):
+        if len(busy) == 1:
+            played.devices[next(iter(busy))].alone_s += times * (when - at)
+        at = when
+        (busy.add if begins else busy.discard)(device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

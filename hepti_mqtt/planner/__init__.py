@@ -1,42 +1,36 @@
-"""Search over strategies, device subsets and shares; the least predicted time among the feasible candidates wins."""
+"""Search over strategies, device subsets and shares, what measurements say, and the rule that moves a model."""
 
 from __future__ import annotations
 
 from hepti_mqtt.planner.accuracy import decide_within_accuracy, weight_error, wire_errors
 from hepti_mqtt.planner.candidates import Candidate, Decision
-from hepti_mqtt.planner.decisions import (
-    KNOWN,
-    fits_beside,
-    next_trial,
-    ranked_with_previous,
-    revalidate,
-    with_exploration,
-)
+from hepti_mqtt.planner.decisions import Assessment, Option, Situation, Verdict, with_loads
 from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
 from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price
-from hepti_mqtt.planner.search import candidates, decide, decide_hurried
+from hepti_mqtt.planner.search import candidates, decide, decide_hurried, price_plans, simulate_plan
 
 __all__ = [
-    "KNOWN",
+    "Assessment",
     "Candidate",
     "Corrections",
     "Decision",
     "MethodEstimates",
+    "Option",
     "Price",
     "Question",
     "SimulatedRequest",
     "SiteEstimates",
+    "Situation",
+    "Verdict",
     "candidates",
     "decide",
     "decide_hurried",
     "decide_within_accuracy",
-    "fits_beside",
-    "next_trial",
     "peak_bytes",
     "price",
-    "ranked_with_previous",
-    "revalidate",
+    "price_plans",
+    "simulate_plan",
     "weight_error",
     "wire_errors",
-    "with_exploration",
+    "with_loads",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from math import inf, log2
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -21,11 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan with its price and the share weights that it came from."""
+    """A plan with its price and the share weights that it came from.
+
+    load_bytes: by device, of weights that it would load; empty where nobody asked. fits_beside: whether every device
+    has room for it beside the active plan.
+    """
 
     plan: Plan
     price: Price
     shares: tuple[float, ...]
+    load_bytes: Mapping[str, int] = field(default_factory=dict)
+    fits_beside: bool = True
 
     @property
     def name(self) -> str:
@@ -549,7 +555,7 @@ class LowerBound:
         if not learned.factors:
             return 1.0
         by_route = (replace(plan, route=r) for r in candidate_routes(self._question, plan.devices))
-        return min(learned.factor(routed) * learned.bonus_for(routed) for routed in by_route)
+        return min(map(learned.factor, by_route))
 
     def _slowest_path(self, devices: tuple[str, ...], route: Route) -> Slowest:
         """Return the slowest way between devices; it looks at every two of them, once."""

@@ -1,135 +1,277 @@
-"""Which way of dividing a model to try beside the one that runs: a prediction is off by some 10 %, a run is not.
+"""The one rule by which a model moves from its plan to another, tries one, or stays.
 
-A plan that is a little better on paper alone would be kept for ever where it is a little worse in truth, and the other
-one never seen. So while a model is served the ways that are predicted to be about as fast have their turn, each once;
-then what runs have taught decides.
+All plans are priced under the same draws of what is believed of devices, links and methods. A plan is worth a move if
+it is surely better, by enough, for as long as the situation is expected to last, and pays for the move. One of which
+too little is known may be worth a trial: what is learned counts. Where nothing serves, waiting is the cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import replace
-from typing import Final
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Final, Literal
+from zlib import crc32
+
+import numpy as np
 
 from hepti_mqtt.cost.memory import weights_bytes
+from hepti_mqtt.cost.moves import bytes_to_load
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.planner.candidates import Candidate, Decision, explain_choice
-from hepti_mqtt.planner.estimates import EXPLORATION_BONUS, Corrections, StrategyKey, strategy_key
-from hepti_mqtt.planner.price import Question, price
-from hepti_mqtt.planner.refine import balance_shares
+from hepti_mqtt.planner.candidates import Candidate, Decision
+from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
+from hepti_mqtt.planner.price import Question
 from hepti_mqtt.spec import Spec
 
-KNOWN: Final = 0.96  # of the running plan's measured time: what a trial must promise
-OTHERS: Final = 4  # ways that stay in sight after a trial
-LOADS_S: Final = 60.0  # a trial for which a device would load for longer costs more than it may win
+SURE: Final = 0.95  # probability that a plan is better
+LEAST_GAIN: Final = 0.05  # of the active plan's cost: prices are off by as much
+TWICE: Final = 2.0  # costs count so often, because what is not done now can be done later
+MOST_S: Final = 600.0  # as far as anything is foreseen
+SAME_METHOD_SD: Final = 0.015  # of what two plans of one method differ by beyond their prices
+MOVE_S: Final = 1.0  # of waiting that an activation costs requests that run: Programs, frames of two versions
+ACTIVATE_S: Final = 0.6  # from the last byte to the first request: Programs, subscriptions, activation
+NOTICED: Final = 3  # requests until it is noticed that a change has ended
+KNOWN_SD: Final = 0.04  # a method of which so much is known is not tried to know more
+TRIAL_RUNS: Final = 4  # runs that say what a method takes
+TRIAL_SHARE: Final = 0.01  # of all requests' time: a trial must win more
+UNSERVED_S: Final = 60.0  # where nothing serves, a plan is chosen for so long: a whole search follows
+
+Kind = Literal["go", "try", "must"]
 
 
-def with_exploration(learned: Corrections) -> Corrections:
-    """Return what was learned, for a search in which ways that were never tried get their turn."""
-    return replace(learned, exploration_bonus=EXPLORATION_BONUS)
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A plan that may serve, with its cost [draws] in the unit of the objective, and the seconds [draws] of a request.
 
-
-def next_trial(decision: Decision, learned: Corrections, not_again: Set[StrategyKey] = frozenset()) -> Candidate | None:
-    """Return the candidate of a decision that by runs, or by hope, beats the chosen plan by most; None if none does.
-
-    Only for latency, and where the chosen plan was measured.
+    before: its cost before the changes of now, nan without any; remaining_s: how much longer the youngest of those will
+    last that its devices or the active plan's have. method_sd: how little is known of its method. load_bytes, load_s:
+    of what its devices lack. beside: whether it fits beside the active plan; else requests wait while it loads.
     """
-    chosen, learned = decision.chosen, with_exploration(learned)
-    if chosen.price.objective != "latency" or not learned.knows(chosen.plan):
-        return None
-    enough_s = KNOWN * chosen.price.seconds * learned.factor(chosen.plan)
 
-    def hoped_s(c: Candidate) -> float:
-        return c.price.seconds * learned.factor(c.plan) * learned.bonus_for(c.plan)
+    candidate: Candidate
+    cost: Floats
+    seconds: Floats
+    method_sd: float = 0.0
+    before: float = float("nan")
+    remaining_s: float = inf
+    load_bytes: int = 0
+    load_s: float = 0.0
+    beside: bool = True
 
-    others = (
-        c
-        for c in decision.ranking
-        if c.price.feasible and strategy_key(c.plan) not in {strategy_key(chosen.plan), *not_again}
-    )
-    best = min(others, key=hoped_s, default=None)
-    return best if best is not None and hoped_s(best) < enough_s else None
-
-
-def ranked_with_previous(question: Question, found: Decision, last: Decision) -> Decision:
-    """Return the decision for a trial, ranked beside what the plan before it was compared with, at prices of now."""
-    tried, there = found.chosen.name, question.cluster.devices.keys()
-    others = [c for c in last.ranking if c.name != tried and c.price.feasible and there >= set(c.plan.devices)]
-    now = (replace(c, price=price(question, c.plan, full=True, memory=c.price.memory)) for c in others[:OTHERS])
-    return replace(found, ranking=(found.chosen, *sorted(now, key=lambda c: c.price.cost)))
+    @property
+    def plan(self) -> Plan:
+        """Return the plan."""
+        return self.candidate.plan
 
 
-def fits_beside(spec: Spec, decision: Decision, c: Candidate) -> bool:
-    """Return whether each device has room for a candidate's plan beside the chosen one, and loads it soon."""
-    return all(_has_room(spec, decision, c, device) for device in c.plan.devices)
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """The active plan, others that may serve instead, and what requests there are.
+
+    period_s: from one request to the next. busy: part of the time in which requests run, of all models. load_factor:
+    how many times as long a request takes beside a load. search_s: until a move begins. may_try: whether nothing is
+    tried already, nor forbidden. tried: methods that were tried within the hour. is_unclear: devices may be changing,
+    and the next run tells: what slows all of them down is seen of one first.
+    """
+
+    active: Option | None
+    options: Sequence[Option]
+    period_s: float
+    busy: float = 1.0
+    load_factor: float = 2.0
+    search_s: float = 0.5
+    may_try: bool = True
+    tried: AbstractSet[StrategyKey] = frozenset()
+    is_unclear: bool = False
 
 
-def _has_room(spec: Spec, decision: Decision, c: Candidate, device: str) -> bool:
-    running = decision.chosen
-    there = {*resident_weights(spec, running.plan, device)} if device in running.plan.devices else set()
-    wanted = {*resident_weights(spec, c.plan, device)}
-    needed = c.price.needs[device] + running.price.needs.get(device, 0) - weights_bytes(wanted & there)
-    loads_s = weights_bytes(wanted - there) / decision.cluster.links[device].down_bytes_per_s
-    return needed <= c.price.memory_bytes[device] and loads_s <= LOADS_S
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What the rule says of one plan beside the active one, in numbers.
+
+    gain: expected, as a part of the active plan's cost. probability: that it is better. requests: that gain from it
+    until the situation is expected to change. cost_s: of the move, in seconds of requests. value_s: what it wins in
+    all, costs counted twice; kind: what may be done, None: nothing. why: in words.
+    """
+
+    option: Option
+    gain: float
+    probability: float
+    requests: float
+    cost_s: float
+    value_s: float
+    kind: Kind | None
+    why: str
+
+    def __str__(self) -> str:
+        plan, loads = self.option.plan, self.option.load_bytes / 2**20
+        numbers = f"gains {self.gain:.0%} (probability {self.probability:.2f}) in {self.requests:.0f} requests"
+        numbers += f", costs {self.cost_s:.1f} s" + (f" with {loads:.0f} MiB to load" if loads >= 0.5 else "")
+        return f"{plan.method} on {', '.join(plan.devices)}: {self.why}; {numbers}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for the record of a model's plans."""
+        return {
+            "name": self.option.plan.method,
+            "devices": list(self.option.plan.devices),
+            "gain": self.gain,
+            "probability": self.probability,
+            "requests": self.requests,
+            "cost_s": self.cost_s,
+            "load_s": self.option.load_s,
+            "load_bytes": self.option.load_bytes,
+            "verdict": self.kind or "stay",
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The move to make, None: stay; and all that was considered, the best first."""
+
+    move: Assessment | None
+    considered: tuple[Assessment, ...] = ()
+
+    def __str__(self) -> str:
+        others = [str(a) for a in self.considered if a is not self.move]
+        if self.move is None:
+            return "it stays" + (f"; {others[0]}" if others else "; nothing else was considered")
+        return f"{self.move}" + (f"; not taken: {others[0]}" if others else "")
+
+
+def decide(situation: Situation) -> Verdict:
+    """Return what to do in a situation."""
+    if situation.active is None:
+        found = [_without_plan(situation, option) for option in situation.options]
+    else:
+        found = [_assess(situation, situation.active, option) for option in situation.options]
+    ranked = sorted(found, key=lambda a: (a.kind is None, -a.value_s))
+    return Verdict(ranked[0] if ranked and ranked[0].kind else None, tuple(ranked))
+
+
+def _without_plan(situation: Situation, option: Option) -> Assessment:
+    """Assess a plan where none serves: requests wait until it does, and then take what it takes."""
+    waiting_s = _waiting_s(option.load_s, situation.period_s)
+    requests = UNSERVED_S / situation.period_s
+    value_s = -(requests * float(option.cost.mean()) + waiting_s)
+    return Assessment(option, 0.0, 1.0, requests, waiting_s, value_s, "must", "nothing serves")
+
+
+def _waiting_s(load_s: float, period_s: float) -> float:
+    """Return the seconds that requests wait together which come while a plan is made ready and none serves."""
+    return (load_s + ACTIVATE_S) ** 2 / 2 / period_s
+
+
+def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
+    """Assess a plan beside the active one."""
+    typical = float(active.cost.mean())
+    unit_s = float(active.seconds.mean()) / max(typical, 1e-12)  # of a request, for a gain in the objective's unit
+    gains = active.cost * (1 + _doubt(active.plan, option.plan, len(active.cost))) - option.cost
+    requests, later = _requests(situation, option)
+    cost_s = _cost_s(situation, active, option, unit_s)
+    gain, better = float(gains.mean()) / max(typical, 1e-12), float((gains > 0).mean())
+    # When the youngest change ends the better one stays: of this plan and those that could be had for nothing then.
+    free = (o.before for o in (active, *situation.options) if not o.load_bytes)
+    later_s = later * max((1 - LEAST_GAIN) * min(free) - option.before, 0.0) * unit_s if later else 0.0
+    value_s = requests * float(gains.mean()) * unit_s + later_s - TWICE * cost_s
+    kind: Kind | None = None
+    if option.candidate.price.missing:
+        why = "it lacks memory"
+    elif situation.is_unclear:
+        why = "devices may be changing, and the next run tells"
+    elif better >= SURE and gain < LEAST_GAIN:
+        why = f"it gains less than {LEAST_GAIN:.0%}"
+    elif better >= SURE:
+        kind, why = ("go", "it is better") if value_s > 0 else (None, "the gain does not pay for the move")
+    elif (why := _why_not_try(situation, option)) == "":
+        value_s = _value_of_trial(gains * unit_s, requests, cost_s, typical * unit_s)
+        kind, why = ("try", "runs will tell") if value_s > 0 else (None, "it is not surely better")
+    return Assessment(option, gain, better, requests, cost_s, value_s, kind, why)
+
+
+def _requests(situation: Situation, option: Option) -> tuple[float, float]:
+    """Return the requests that gain from a move until the youngest change is expected to end, and those after it."""
+    ready_s = option.load_s + situation.search_s + ACTIVATE_S
+    ends_s = min(option.remaining_s, MOST_S)
+    return max(ends_s - ready_s, 0.0) / situation.period_s, max(MOST_S - max(ends_s, ready_s), 0.0) / situation.period_s
+
+
+def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
+    """Return by how much two plans of one method differ beyond their prices, [draws] of the same numbers each time."""
+    if strategy_key(active) != strategy_key(other):
+        return 0.0
+    rng = np.random.default_rng(crc32(repr((strategy_key(other), sorted(other.shares.items()))).encode()))
+    return SAME_METHOD_SD * rng.standard_normal(count)
+
+
+def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float) -> float:
+    """Return the seconds of requests that a move costs: activation, load, and being wrong when a change ends."""
+    cost_s = situation.busy * (MOVE_S + option.load_s * (situation.load_factor - 1))
+    if not option.beside:
+        cost_s += _waiting_s(option.load_s, situation.period_s)
+    if option.remaining_s < inf:
+        wrong = NOTICED * max(option.before - active.before, 0.0) * unit_s
+        cost_s += wrong + situation.busy * MOVE_S
+    return cost_s
+
+
+def _why_not_try(situation: Situation, option: Option) -> str:
+    if not situation.may_try:
+        return "it is not surely better"
+    if not option.beside:
+        return "it is not surely better, and does not fit beside the active plan for a trial"
+    if option.method_sd < KNOWN_SD:
+        return "it is not surely better, and its method is known"
+    return "it was tried within the hour" if strategy_key(option.plan) in situation.tried else ""
+
+
+def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: float) -> float:
+    """Return what it wins to know: some runs tell, then the better plan stays."""
+    won_s = max(requests - TRIAL_RUNS, 0.0) * float(np.maximum(gains_s, 0).mean())
+    lost_s = min(TRIAL_RUNS, requests) * float(np.maximum(-gains_s, 0).mean())
+    back_s = float((gains_s <= 0).mean()) * MOVE_S
+    return won_s - lost_s - TWICE * (cost_s + back_s) - TRIAL_SHARE * requests * typical_s
+
+
+def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, busy: float, load_factor: float) -> bool:
+    """Return whether a second device should load the weights of the only one that serves, ahead of its loss.
+
+    loss_probability: of that one, as long as the weights are held. load_s: of the second one.
+    """
+    waiting_s = _waiting_s(load_s, period_s)
+    return loss_probability * waiting_s > TWICE * busy * load_s * (load_factor - 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether a plan is still the best after measurements have drifted: some ten prices instead of a search of many more.
-#
-# On a weak machine that coordinates and computes, each search slows down the requests beside it for seconds.
+# What devices hold already.
 
 
-MOVED: Final = 1.25  # a price that changed by more means that the site is not the one of the last search
-FASTER: Final = 1.1  # what a device outside of the plan can do, if it has grown by less, is as it was
-GAIN: Final = 1.05  # plans that cost less by no more are not searched for: a plan stays unless another gains more
-# methods that came next
+def with_loads(question: Question, decision: Decision, active: Candidate | None) -> Decision:
+    """Return a decision whose feasible candidates say what devices would load, and whether they fit beside the active.
 
-
-def revalidate(question: Question, last: Decision) -> Decision | None:
-    """Return the decision for a plan with the prices of now; None where a search may find a better one.
-
-    It stays where it costs about what it did, devices that it leaves out have become no faster, and neither shares
-    moved once more nor what the other methods came to cost less.
+    Devices hold the weights of the question's residents, and of the active plan.
     """
-    plan = last.chosen.plan
-    if not _comparable(question, last) or _faster_outside(question, last):
-        return None
-    full = price(question, plan, full=True)
-    ratio = full.cost[0] / last.chosen.price.cost[0]
-    if not full.feasible or max(ratio, 1 / ratio) > MOVED:
-        return None
-    now = Candidate(plan, price(question, plan, memory=full.memory), last.chosen.shares)
-    ranked = [c for c in last.ranking if c.name != plan.method][:OTHERS]
-    others = [replace(c, price=price(question, c.plan, memory=c.price.memory)) for c in ranked]
-    better = (c for c in (balance_shares(question, now), *others) if c.price.feasible)
-    if any(GAIN * c.price.cost[0] < now.price.cost[0] for c in better):
-        return None
-    return _reprice(question, last, replace(now, price=full), others)
+    held = [*([] if active is None else [active.plan]), *question.residents]
+    ranking = tuple(_with_loads(question.spec, c, held, active) for c in decision.ranking)
+    return replace(decision, chosen=replace(ranking[0], plan=decision.chosen.plan), ranking=ranking)
 
 
-def _comparable(question: Question, last: Decision) -> bool:
-    """Return whether prices of now and of then differ by measurements alone."""
-    same_devices = question.cluster.devices.keys() == last.cluster.devices.keys()
-    shapes = {played.shape for played in last.chosen.price.simulated}
-    return (
-        same_devices and shapes == {question.shape} and question.objective == last.chosen.price.objective == "latency"
-    )
+def _with_loads(spec: Spec, c: Candidate, held: Sequence[Plan], active: Candidate | None) -> Candidate:
+    if not c.price.feasible:
+        return c
+    lacks, fits = {}, True
+    for device in c.plan.devices:
+        lacks[device] = bytes_to_load(spec, c.plan, device, held)
+        if active is not None and device in active.plan.devices:
+            beside = bytes_to_load(spec, c.plan, device, [active.plan])
+            shared = weights_bytes(resident_weights(spec, c.plan, device)) - beside
+            together = c.price.needs[device] + active.price.needs[device] - shared
+            fits = fits and together <= c.price.memory_bytes[device]
+    return replace(c, load_bytes=lacks, fits_beside=fits)
 
 
-def _faster_outside(question: Question, last: Decision) -> bool:
-    """Return whether a device that the plan leaves out computes, sends or receives faster than it did."""
-    rows, now, then = question.shape.size, question.cluster, last.cluster
-    for name in now.devices.keys() - set(last.chosen.plan.devices):
-        speeds = [now.devices[name].speed(rows), now.links[name].up_bytes_per_s, now.links[name].down_bytes_per_s]
-        before = [then.devices[name].speed(rows), then.links[name].up_bytes_per_s, then.links[name].down_bytes_per_s]
-        if any(a > FASTER * b for a, b in zip(speeds, before, strict=True)):
-            return True
-    return False
-
-
-def _reprice(question: Question, last: Decision, chosen: Candidate, others: Sequence[Candidate]) -> Decision:
-    ranking = (chosen, *sorted(others, key=lambda c: c.price.cost))
-    reason = explain_choice(ranking, chosen, last.pruned)
-    plan = replace(chosen.plan, predicted_s=chosen.price.seconds, predicted_bytes=chosen.price.nbytes, reason=reason)
-    chosen = replace(chosen, plan=plan)
-    return replace(last, chosen=chosen, ranking=(chosen, *ranking[1:]), reason=reason, cluster=question.cluster)
+def load_seconds(nbytes: Mapping[str, int], bytes_per_s: Mapping[str, float]) -> float:
+    """Return the seconds of a load, all devices at once; bytes_per_s: by device."""
+    return max((n / bytes_per_s[d] for d, n in nbytes.items()), default=0.0)

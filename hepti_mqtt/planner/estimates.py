@@ -631,6 +631,10 @@ class SiteEstimates:
         unmet: dict[tuple[What, Key], float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
         return {**unmet, **met}
 
+    def is_unclear(self, names: Collection[str]) -> bool:
+        """Return whether the slowdown of one of these devices may be changing: the next run tells."""
+        return any((found := self._quantities.get(("slowdown", (name,)))) and found.is_in_doubt for name in names)
+
     def in_doubt(self, names: Collection[str], since_s: float) -> bool:
         """Return whether something of these devices, or of links between them, has changed since, or may do so now."""
         known = [self._quantities[found] for found in self._among(names)]
@@ -733,10 +737,6 @@ SINGLE_SD: Final = 0.06  # of one device, which exchanges nothing
 FIRST_SD: Final = 0.2  # of the first method of several devices
 METHOD_SD: Final = 0.10  # by which methods differ beyond what they share
 SURPRISED: Final = 0.15  # weight of a run while something else may have changed
-ENOUGH: Final = 3  # runs of a way before its time is a reason to search
-EXPLORATION_BONUS: Final = (
-    0.88  # a way that was never tried may take so much of its price: predictions are off by that much
-)
 
 
 def strategy_key(plan: Plan) -> StrategyKey:
@@ -750,15 +750,10 @@ def _exchanges(key: StrategyKey) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """Measured over predicted time by way of dividing a model, as `price` reads it; sds: of the logarithms.
-
-    exploration_bonus: what part of its price an untried way is taken to cost, 1
-    where a search is not for trying any.
-    """
+    """Measured over predicted time by way of dividing a model, as `price` reads it; sds: of the logarithms."""
 
     factors: Mapping[StrategyKey, float] = field(default_factory=dict)
     sds: Mapping[StrategyKey, float] = field(default_factory=dict)
-    exploration_bonus: float = 1.0
 
     def factor(self, plan: Plan) -> float:
         """Return what to multiply a plan's predicted time by.
@@ -786,20 +781,6 @@ class Corrections:
             return SINGLE_SD
         others = [sd**2 for key, sd in self.sds.items() if _exchanges(key)]
         return sqrt(METHOD_SD**2 + fmean(others)) if others else FIRST_SD
-
-    def knows(self, plan: Plan) -> bool:
-        """Return whether a plan's way was measured."""
-        return strategy_key(plan) in self.factors
-
-    def bonus_for(self, plan: Plan) -> float:
-        """Return what to multiply a plan's cost by so that ways which were never tried get their turn.
-
-        The first plan of several devices may promise twice as much: exchanges were not measured here yet.
-        """
-        if self.knows(plan):
-            return 1.0
-        split = any(_exchanges(key) for key in self.factors)
-        return self.exploration_bonus if split or len(plan.devices) == 1 or plan.replicas else self.exploration_bonus**2
 
 
 class MethodEstimates:
@@ -848,6 +829,11 @@ class MethodEstimates:
     def sd(self, plan: Plan, now: float | None = None) -> float:
         """Return how far the logarithm of that factor may be off."""
         return self.corrections(now).sd(plan)
+
+    def run_sd(self, plan: Plan) -> float:
+        """Return by how much the logarithm of one run's time differs from that of another."""
+        known = self._ways.get(strategy_key(plan))
+        return RUN["run"].sd if known is None else sqrt(known.streams["run"].variance)
 
     def runs(self, plan: Plan) -> int:
         """Return how many runs have taught a plan's way."""

@@ -125,8 +125,7 @@ class Price:
     correction: how many times as long it took in earlier runs than the simulator says. load: what it does with several
     requests, where that was asked. period_s: at least so long from one answer to the next when several requests wait,
     for what devices compute and send. memory_bytes: bytes that each device has. objective: what plans are compared by.
-    simulated: the request under each replica, where all of its layers were simulated. exploration_bonus: the part of
-    its time that it is taken to cost for never having been tried (`Learned.bonus_for`).
+    simulated: the request under each replica, where all of its layers were simulated.
     """
 
     seconds: float
@@ -140,7 +139,6 @@ class Price:
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
     objective: Objective = "latency"
     simulated: tuple[SimulatedRequest, ...] = ()
-    exploration_bonus: float = 1.0
 
     @property
     def memory(self) -> Memory:
@@ -156,7 +154,7 @@ class Price:
     def cost(self) -> tuple[float, float]:
         """Return what plans are compared by, the less the better: that of the objective, then the expected seconds."""
         costs = {
-            "latency": self.exploration_bonus * self.expected_s,
+            "latency": self.expected_s,
             "throughput": self.expected_period_s,
             "memory": self.memory_share,
         }
@@ -273,7 +271,6 @@ def price(question: Question, plan: Plan, full: bool = False, memory: Memory | N
         {device: question.cluster.devices[device].memory_bytes for device in plan.devices},
         question.objective,
         tuple(SimulatedRequest(question.shape, run) for run in runs) if full else (),
-        question.learned.bonus_for(plan),
     )
 
 

@@ -411,6 +411,23 @@ def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
     return decide(replace(question, active=last or question.active, accuracy=None, budget=budget))
 
 
+def simulate_plan(question: Question, plan: Plan) -> Candidate:
+    """Return a plan that is known with its price by the question, all layers simulated."""
+    return _simulate_draft(question, Draft(plan, plan_shares(plan)))
+
+
+def price_plans(question: Question, plans: Sequence[Plan]) -> Decision:
+    """Return the decision between plans that are known, with prices by the question and under its plan version.
+
+    Raises PlanError if none is feasible.
+    """
+    found = (simulate_plan(question, replace(plan, version=question.plan_version)) for plan in plans)
+    ranking = sorted(found, key=_order)
+    if not ranking[0].price.feasible:
+        raise no_fit(question, ranking)
+    return _decision(question, ranking)
+
+
 def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Candidate] = ()) -> Decision:
     chosen = top[0]
     reason = explain_choice(top, chosen, behind)

@@ -615,16 +615,19 @@ def _checked(cls: type[Any], name: str, check: Check, value: Any) -> Any:
 
 RECORD: Final = (
     "boot", "active", "preparing", "pinned", "pinned_preparing", "spec", "directory", "in_flight", "unused", "clocks",
-    "candidates", "progress", "reason", "story", "error",
+    "candidates", "progress", "reason", "story", "considered", "evidence", "error",
 )  # fmt: skip
 _KINDS: Final = {
-    **dict.fromkeys(("pinned", "pinned_preparing", "candidates", "story"), list),
-    **dict.fromkeys(("unused", "progress", "clocks"), Mapping),
+    **dict.fromkeys(("pinned", "pinned_preparing", "candidates", "story", "considered"), list),
+    **dict.fromkeys(("unused", "progress", "clocks", "evidence"), Mapping),
 }
 CANDIDATE: Final = (
     "name", "devices", "route", "wire", "wire_error", "predicted_ms", "expected_ms", "bytes", "feasible", "missing",
 )  # fmt: skip
 STEP: Final = ("time", "plan", "from", "to", "cause")
+ASSESSMENT: Final = (
+    "name", "devices", "gain", "probability", "requests", "cost_s", "load_s", "load_bytes", "verdict", "why",
+)  # fmt: skip
 ERROR: Final = ("code", "message", "detail")
 PLAN: Final = tuple(KEYS.get(f.name, f.name) for f in fields(Plan) if f.name != "replicas")
 ANSWER: Final = (
@@ -653,7 +656,13 @@ def missing_record_key(record: Mapping[str, Any]) -> str | None:
     own = (record["active"], record["preparing"])
     plans = [plan for plan in (*own, *record["pinned"], *record["pinned_preparing"]) if plan is not None]
     errors = [] if record["error"] is None else [record["error"]]
-    parts = ((plans, PLAN), (record["candidates"], CANDIDATE), (record["story"], STEP), (errors, ERROR))
+    parts = (
+        (plans, PLAN),
+        (record["candidates"], CANDIDATE),
+        (record["story"], STEP),
+        (record["considered"], ASSESSMENT),
+        (errors, ERROR),
+    )
     return next((missing for told, keys in parts for part in told if (missing := _missing(part, keys))), None)
 
 

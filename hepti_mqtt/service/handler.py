@@ -224,7 +224,10 @@ class RequestHandler:
             if stats.requests > 1:
                 self._forecasts.record_batched_run(stats)
         plan, overhead_s = command.plan, self._overhead_s(command, context.received_s)
-        expected_s = sum(f.seconds * s.correction for f, s in zip(forecasts, command.stats, strict=True))
+        pairs = list(zip(forecasts, command.stats, strict=True))
+        expected_s, p10_s, p90_s = (
+            overhead_s + sum(f.seconds * s.expectation[which] for f, s in pairs) for which in range(3)
+        )
         told = {
             "plan": {
                 "id": str(plan.version),
@@ -247,7 +250,9 @@ class RequestHandler:
             **_reported_costs(command.stats),
             "forecast": SIMULATED if all(f.simulated for f in forecasts) else ESTIMATED,
             "predicted_ms": (overhead_s + sum(f.seconds for f in forecasts)) * 1e3,
-            "expected_ms": (overhead_s + expected_s) * 1e3,
+            "predicted_p10_ms": p10_s * 1e3,
+            "predicted_p90_ms": p90_s * 1e3,
+            "expected_ms": expected_s * 1e3,
             "predicted_bytes": round(sum(f.nbytes for f in forecasts)),
             "latency_ms": (now - context.received_s) * 1e3,
         }

@@ -70,6 +70,7 @@ def encode_record(
     zero_s: float = 0.0,
     unused: Mapping[str, str] = MappingProxyType({}),
     clocks: Mapping[str, float] = MappingProxyType({}),
+    evidence: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> bytes:
     """Return the msgpack map of a model's plans.
 
@@ -81,7 +82,9 @@ def encode_record(
     [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
     oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
     why devices that are online are used for no plan, by name. clocks: by how many seconds a device's clock is ahead of
-    the planner's, where it is by more than a minute. `protocol/messages.py` names all keys, for who reads it.
+    the planner's, where it is by more than a minute. considered: what the rule said last of other plans, the best
+    first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. `protocol/messages.py`
+    names all keys, for who reads it.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
@@ -118,6 +121,8 @@ def encode_record(
             {"time": zero_s + t.now, "plan": t.subject, "from": t.before, "to": t.after, "cause": t.cause}
             for t in shown.story
         ],
+        "considered": [assessment.to_dict() for assessment in shown.considered],
+        "evidence": {device: list(sentences) for device, sentences in evidence.items()},
         "error": None if error is None else {"code": error.code, "message": str(error), "detail": list(error.detail)},
     }
     payload: bytes = msgpack.packb(record)
@@ -498,8 +503,9 @@ class _Planner:
         checkpoint = self.models[shown.model].checkpoint
         served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
         self.shown[shown.model] = shown
-        zero_s = time.time() - time.monotonic()
-        record = encode_record(served, self.start.boot, shown, zero_s, unused, self.clocks)
+        now = time.monotonic()
+        evidence = self.session.fleet.estimates.describe(now)
+        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence)
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:

@@ -30,11 +30,11 @@ from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WeightDtype, WireDtype
 from hepti_mqtt.planner import (
     decide_hurried,
     decide_within_accuracy,
-    price,
-    ranked_with_previous,
-    revalidate,
+    price_plans,
+    simulate_plan,
     weight_error,
     wire_errors,
+    with_loads,
 )
 from hepti_mqtt.planner.candidates import WireErrorKey, wire_error_key
 from hepti_mqtt.runtime.coordinator.interface import Solve, Solved
@@ -140,40 +140,36 @@ class MeasuredErrors:
 
 
 def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
-    """Return the decision with the running plan's price under the same measurements, or the error that prevents one."""
-    question, running = command.question, command.running
+    """Return what a search finds, with the active plan's price under the same measurements, or why it finds nothing."""
+    question = command.question
     if question.weight_dtype != "f32" and accuracy is not None:
         try:
             question = replace(question, weight_error=accuracy.require_weights(question.weight_dtype))
         except HeptiError as error:
-            return Solved(command.model, command.ticket, None, None, error)
+            return Solved(command.model, command.ticket, None, error=error)
         except Exception as error:
             return _search_failed(command, error)
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
-            return Solved(
-                command.model, command.ticket, decide_hurried(question, command.last_plan), None, hurried=True
-            )
-    if command.active_decision is not None and not command.trial:
-        with suppress(Exception):
-            if (kept := revalidate(question, command.active_decision)) is not None:
-                return Solved(command.model, command.ticket, kept, kept.chosen.price.cost[0])
+            return Solved(command.model, command.ticket, decide_hurried(question), hurried=True)
     try:
-        accuracy = accuracy or MeasuredErrors(question.spec, {})
-        decision = decide_within_accuracy(question, accuracy.wire, accuracy.measure_wire)
-        if command.trial and command.active_decision is not None:
-            decision = ranked_with_previous(question, decision, command.active_decision)
-        running_s = None
-        if running is not None and set(running.devices) <= set(question.cluster.devices):
-            running_s = price(question, running, full=True).cost[0]
+        if command.plans:
+            decision = price_plans(question, command.plans)
+        else:
+            accuracy = accuracy or MeasuredErrors(question.spec, {})
+            decision = decide_within_accuracy(question, accuracy.wire, accuracy.measure_wire)
+        active = None
+        if command.active is not None and set(command.active.devices) <= set(question.cluster.devices):
+            active = simulate_plan(question, command.active)
+        decision = with_loads(question, decision, active)
     except HeptiError as error:
-        return Solved(command.model, command.ticket, None, None, error)
+        return Solved(command.model, command.ticket, None, error=error)
     except Exception as error:
         return _search_failed(command, error)
-    return Solved(command.model, command.ticket, decision, running_s)
+    return Solved(command.model, command.ticket, decision, active)
 
 
 def _search_failed(command: Solve, error: Exception) -> Solved:
     """Return an end for the requests that wait, whatever mistake there is in a strategy."""
     _log.error("the search for a plan of %s failed", command.model, exc_info=error)
-    return Solved(command.model, command.ticket, None, None, PlanError(f"the search failed: {error!r}"))
+    return Solved(command.model, command.ticket, None, error=PlanError(f"the search failed: {error!r}"))

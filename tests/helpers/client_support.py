@@ -12,6 +12,7 @@ def a_record(**data):
     """Return a record without plans, and with `data`."""
     empty = {"boot": 1, "active": None, "preparing": None, "pinned": [], "spec": {}, "directory": "/m", "in_flight": 2}
     told = {"unused": {}, "clocks": {}, "candidates": [], "progress": {}, "reason": "", "story": [], "error": None}
+    told |= {"considered": [], "evidence": {}}
     empty["pinned_preparing"] = []
     return {**empty, **told, **data}
 

@@ -17,7 +17,7 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
-from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, ranked_with_previous
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, price_plans, simulate_plan
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.frames import Frame, decode, decode_work, encode
 from hepti_mqtt.protocol.keys import Channel, FrameKey
@@ -81,23 +81,6 @@ def everyone(question: Question) -> Decision:
     return Decision(candidate, (candidate,), "", question.cluster, programs_digest(question.spec, plan))
 
 
-def beside(times: float) -> Callable[[Question], Decision]:
-    """Return what decides between one device and two, where two cost so many times as much by the simulator."""
-
-    def decider(asked: Question) -> Decision:
-        free = replace(asked, devices=None, options={})
-        alone, two = (decide(replace(free, strategy=s)).chosen for s in ("single", "block"))
-        seconds = times * alone.price.seconds
-        two = replace(two, price=replace(two.price, seconds=seconds), plan=replace(two.plan, predicted_s=seconds))
-        ranking = tuple(sorted((alone, two), key=lambda c: c.price.cost))
-        if asked.strategy is not None:
-            ranking = tuple(c for c in ranking if c.plan.strategy == asked.strategy)
-        digest = programs_digest(asked.spec, ranking[0].plan)
-        return Decision(ranking[0], ranking, "", asked.cluster, digest)
-
-    return decider
-
-
 class Site:
     """A coordinator with scripted devices; `searches` = False leaves Solve commands to the test.
 
@@ -112,12 +95,13 @@ class Site:
         pins: Pins | None = None,
         searches: bool = True,
         decider: Callable[[Question], Decision] = decide,
+        pricer: Callable[[Question, Plan], Candidate] = simulate_plan,
         secret: bytes | None = None,
     ) -> None:
         served = tuple(ServedModel(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
         self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret)
         self.now = 0.0
-        self.searches, self.decider = searches, decider
+        self.searches, self.decider, self.pricer = searches, decider, pricer
         self.boots: dict[str, int] = {}
         self.seen: list[interface.CoordinatorCommand] = []
         self.told: list[tuple[str, messages.Message]] = []
@@ -128,7 +112,6 @@ class Site:
         self.compute_us = 0  # of every device in every run; 0 says nothing
         self.mute: set[str] = set()  # devices that do not answer when they are asked for a word
         self.probes: list[tuple[str, messages.Prepare]] = []
-        self.ranked: Callable[[Question, Decision, Decision], Decision] = ranked_with_previous
 
     def event(self, event: interface.CoordinatorEvent) -> list[interface.CoordinatorCommand]:
         out = self.session.handle(event, self.now)
@@ -176,15 +159,14 @@ class Site:
                 self.errors[name] = command.error
 
     def solve(self, command: interface.Solve) -> None:
+        asked = command.question
         try:
-            decision = self.decider(command.question)
+            decision = price_plans(asked, command.plans) if command.plans else self.decider(asked)
         except HeptiError as error:
-            self.event(interface.Solved(command.model, command.ticket, None, None, error))
+            self.event(interface.Solved(command.model, command.ticket, None, error=error))
             return
-        if command.trial and command.active_decision is not None:
-            decision = self.ranked(command.question, decision, command.active_decision)
-        running = command.running and price(command.question, command.running, full=True).cost[0]
-        self.event(interface.Solved(command.model, command.ticket, decision, running))
+        active = command.active and self.pricer(asked, command.active)
+        self.event(interface.Solved(command.model, command.ticket, decision, active))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:
         for device in devices:

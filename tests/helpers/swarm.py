@@ -25,7 +25,7 @@ from hepti_mqtt.models import single_sequence
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Question, decide, price
+from hepti_mqtt.planner import Question, decide, price_plans, simulate_plan
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.frames import ExchangeCache, TensorArrival
@@ -174,14 +174,15 @@ class Swarm:
             self.notes.append(command)
 
     def _solve(self, command: planner_commands.Solve) -> None:
-        decision, running_s, error = None, None, None
+        asked, active = command.question, command.active
         try:
-            decision = self.decider(command.question)
-            if command.running is not None and set(command.running.devices) <= set(command.question.cluster.devices):
-                running_s = price(command.question, command.running, full=True).seconds
-        except HeptiError as exc:
-            error = exc
-        self.tell_planner(coordinator_interface.Solved(command.model, command.ticket, decision, running_s, error))
+            decision = price_plans(asked, command.plans) if command.plans else self.decider(asked)
+        except HeptiError as error:
+            self.tell_planner(coordinator_interface.Solved(command.model, command.ticket, None, error=error))
+            return
+        is_there = active is not None and set(active.devices) <= set(asked.cluster.devices)
+        priced = simulate_plan(asked, active) if active is not None and is_there else None
+        self.tell_planner(coordinator_interface.Solved(command.model, command.ticket, decision, priced))
 
     def _tick(self) -> None:
         for name, host in self.hosts.items():

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from math import inf
+from math import exp, inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from hepti_mqtt import __version__
@@ -49,6 +49,7 @@ HEARTBEAT_TIMEOUT_S: Final = 6.0  # without a heartbeat for so long a device cou
 SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
+LOSS_S: Final = 86400.0  # a device is taken to be lost once in so long, until losses are seen
 NO_START: Final = Start(0, 0)
 MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
@@ -145,6 +146,7 @@ class Fleet:
         self._numbers = count(1)  # of messages to devices
         self.members: dict[str, Member] = {}
         self.estimates = SiteEstimates()
+        self._losses, self._watched_from_s = 0, inf
         self._met_s = -inf
         self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
 
@@ -332,8 +334,15 @@ class Fleet:
         """A device that plans used is lost; return the boot that it had, None if it was put aside."""
         member = self.members[name]
         member.left_s = now
+        self._losses += 1
         boot, member.boot_before = member.boot_before or member.boot, 0
         return boot if member.quarantined_until_s is None else None
+
+    def loss_probability(self, seconds: float, now: float) -> float:
+        """Return the probability that one device is lost within so many seconds, by the losses that were seen."""
+        self._watched_from_s = min(self._watched_from_s, now)
+        watched_s = (now - self._watched_from_s) * len(self.members)
+        return 1 - exp(-seconds * (self._losses + 1) / (watched_s + LOSS_S))
 
     def reset_silence(self, now: float) -> None:
         """Give every device the whole time to be heard again."""

@@ -9,15 +9,13 @@ from typing import Final
 
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, Question
+from hepti_mqtt.planner import Assessment, Candidate, Decision, Question
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.keys import Seal
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RunStats
 from hepti_mqtt.runtime.machinery import Publish, Transition
-
-WORTH: Final = 0.93  # a new plan must cost less than this part of the running one, by the objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +68,17 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The search is over: a decision with the running plan's price under the same measurements, or an error.
+    """The search is over: a decision with the active plan's price under the same measurements, or an error.
 
-    hurried: it was not the whole search.
+    active: None if there was none, or its devices are gone. hurried: it was not the whole search.
     """
 
     model: str
     ticket: int
     decision: Decision | None
-    running_s: float | None
+    active: Candidate | None = None
     error: HeptiError | None = None
     hurried: bool = False
-
-    def is_worth_it(self, part: float = WORTH) -> bool:
-        """Return whether the plan that was found costs no more than this part of the running one."""
-        if self.running_s is None or self.decision is None:
-            return True
-        return self.decision.chosen.price.cost[0] <= part * self.running_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +145,18 @@ SMALL_BYTES: Final = 8192  # of an output: some two thousand numbers
 
 @dataclass(frozen=True, slots=True)
 class Solve:
-    """Search for a plan, and price the running one under the same measurements; report `Solved`.
+    """Search for plans, and price the active one under the same measurements; report `Solved`.
 
-    hurried: requests wait without a plan, so the first usable plan beats the best. last_plan: of the search before; it
-    may have lost devices. active_decision: of the running plan, to revalidate if only measurements have changed.
-    trial: the question is for one strategy to try, compared with `active_decision` afterwards.
+    hurried: requests wait without a plan, so the first usable plan beats the best. plans: if not empty, these are
+    priced and nothing is searched for.
     """
 
     model: str
     ticket: int
     question: Question
-    running: Plan | None
+    active: Plan | None
     hurried: bool = False
-    last_plan: Plan | None = None
-    active_decision: Decision | None = None
-    trial: bool = False
+    plans: tuple[Plan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +205,7 @@ class PublishPlan:
 
     active, preparing: the planner's own; pinned, pinned_preparing: those of requests' pins. decision: of the last
     search, also if it changed nothing. progress: (loaded, all) bytes of weights by device. story: the last transitions.
-    in_flight: runs at once.
+    in_flight: runs at once. considered: what the rule said last of other plans.
     """
 
     model: str
@@ -229,6 +218,7 @@ class PublishPlan:
     pinned: tuple[Plan, ...] = ()
     pinned_preparing: tuple[Plan, ...] = ()
     in_flight: int = 1
+    considered: tuple[Assessment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

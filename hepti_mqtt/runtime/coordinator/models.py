@@ -6,32 +6,25 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import inf, log
-from typing import Final, Literal
+from math import hypot, inf, log
+from typing import Final
+
+import numpy as np
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import (
-    KNOWN,
-    Candidate,
-    Corrections,
-    Decision,
-    MethodEstimates,
-    Question,
-    SiteEstimates,
-    fits_beside,
-    next_trial,
-    with_exploration,
-)
-from hepti_mqtt.planner.estimates import ENOUGH, SURPRISED, Means, StrategyKey, strategy_key
+from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, SiteEstimates, Verdict
+from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
+from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
-from hepti_mqtt.runtime.coordinator.interface import WORTH
-from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
+from hepti_mqtt.runtime.coordinator.moves import LoadPace, RequestPace
+from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
+    Expectation,
     FairQueue,
     Pins,
     Request,
@@ -45,24 +38,10 @@ from hepti_mqtt.spec import RequestShape
 
 MAX_PREBUILT_SHAPES: Final = 8  # shapes of which devices build the Programs ahead
 MAX_URGENT_SHAPES: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
-MAX_SHAPE_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
-IN_USE_S: Final = 60.0  # a model that was not asked for so long is not planned again for what has drifted
-CLOSE_FACTOR: Final = 1.05  # a plan whose runs take longer by less is not held against the next best
-LONGER_FACTOR: Final = 1.15  # one whose runs take longer by more is, whatever the next best was to take
-TRIAL_REST_S: Final = 15.0  # from an activation to a trial
-TRIAL_HOLD_S: Final = 5.0  # so long a trial must have been the best one
 LEAST_COMPUTE_S: Final = 1e-3  # shorter compute times of runs say little of a device
-MOST_SPREAD: Final = 0.3  # doubt in a price, however far links have moved: runs still say more than nothing
 PLAUSIBLE_SLOWDOWN: Final = 64.0  # what reports say beyond it, or below its inverse, is not believed
-
-
-@dataclass(frozen=True, slots=True)
-class Believed:
-    """What is believed at a time: means of devices and links, and what runs take over their price."""
-
-    at_s: float = -inf
-    means: Means = field(default_factory=dict)
-    learned: Corrections = field(default_factory=Corrections)
+MAX_LEFT: Final = 3  # plans that were left whose weights are looked for
+MAX_SHAPE_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
 
 
 @dataclass(slots=True)
@@ -70,12 +49,15 @@ class PlanGroup:
     """One model under one set of pins.
 
     pinned: by requests rather than by the planner's user. made_room: its plan made room for another group's, and its
-    next search has not begun. tried: trials per active plan; trial_candidate: the next trial, and since when; trial:
-    the last one. last_decision: of the last search whose plan is in use or on its way. site: what is believed of
-    devices and links; methods: of what runs take over their price. made_with: what was believed when the last search
-    began that has ended; search_inputs: the same of the last one that began.
-    failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the
-    story, in the published record.
+    next search has not begun. site: what is believed of devices and links; methods: of what runs take. last_decision:
+    of the last search. known: the plans that the last searches found, each as it was priced. made_with: what was
+    believed when the last search began that has ended; search_inputs: the same of the last one that began. verdict: the
+    rule's last word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried.
+    run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
+    devices and links are now, and the doubt in that; may_gain: the part of its time that a search may win. left: plans
+    that were left, whose weights devices may have.
+    failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
+    in the published record.
     """
 
     served: ServedModel
@@ -84,19 +66,26 @@ class PlanGroup:
     made_room: bool = False
     site: SiteEstimates = field(default_factory=SiteEstimates)
     methods: MethodEstimates = field(default_factory=MethodEstimates)
-    tried: tuple[PlanVersion | None, frozenset[StrategyKey]] = (None, frozenset())
-    trial_candidate: tuple[StrategyKey, float] | None = None
-    trial: Candidate | None = None
     last_decision: Decision | None = None
-    search_inputs: Believed = field(default_factory=Believed)
-    made_with: Believed = field(default_factory=Believed)
+    known: tuple[Priced, ...] = ()
+    made_with: Means = field(default_factory=dict)
+    search_inputs: Means = field(default_factory=dict)
+    verdict: Verdict = field(default_factory=lambda: Verdict(None))
+    judged_s: float = -inf
+    is_fresh: bool = False
+    tried: dict[StrategyKey, float] = field(default_factory=dict)
+    run_s: float = 0.0
+    price_now: tuple[float, float] = (0.0, 0.0)
+    may_gain: float = inf
+    expectation: tuple[PlanVersion, Expectation] | None = None
+    left: tuple[Plan, ...] = ()
+    pace: RequestPace = field(default_factory=RequestPace)
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)
     error: HeptiError | None = None
     failed_preparations: int = 0
     missing_bytes: dict[str, int] = field(default_factory=dict)
     crash_backoff: CrashBackoff = field(default_factory=CrashBackoff)
-    last_request_s: float = -inf
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
     recent_shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # the last one last
     published_transitions: int = 0
@@ -109,8 +98,9 @@ class PlanGroup:
 
     @property
     def last_plan(self) -> Plan | None:
-        """Return the plan that was found last; it may have lost devices."""
-        return None if self.last_decision is None else self.last_decision.chosen.plan
+        """Return the plan that serves or served last; it may have lost devices."""
+        serving = self.plans.serving
+        return serving[0].plan if serving else next(iter(self.left), None)
 
     @property
     def usable_executables(self) -> tuple[Plan, ...]:
@@ -146,115 +136,14 @@ class PlanGroup:
         """Return whether requests wait and no plan serves them."""
         return bool(self.queue) and self.plans.in_use is None
 
-    def record_run(self, plan: Plan, tokens: int, seconds: float, now: float) -> None:
-        """Learn what a run that was alone on its devices took over its price by what is believed of them now.
-
-        A slow link is no property of a method: what has moved since the plan was priced, or may be moving, is doubt.
-        """
-        whole, record = self.plans.parent_of(plan), self.plans.active
-        factor, spread = (1.0, 0.0) if record is None else self._price_shift(record)
-        in_doubt = self.site.in_doubt(plan.devices, self.made_with.at_s)
-        self.methods.record_run(plan, tokens, seconds / factor, now, spread, SURPRISED if in_doubt else 1.0, whole)
-
-    def _price_shift(self, record: PlanRecord) -> tuple[float, float]:
-        """Return how many times as long a plan takes as when it was priced, and the doubt in that as a logarithm.
-
-        The device that computes longest decides; what links have moved is doubt.
-        """
-        cluster, price = record.decision.cluster, record.decision.chosen.price
-        then = {d: use.compute_s for d, use in price.use.items() if d in cluster.devices}
-        now = {d: s * self.site.slowdown(d) / cluster.devices[d].slowdown for d, s in then.items()}
-        longer_s = max(now.values(), default=0.0) - max(then.values(), default=0.0)
-        moved = (self.site.link(d).up_bytes_per_s / cluster.links[d].up_bytes_per_s for d in then)
-        spread = max((abs(log(m)) for m in moved), default=0.0) if len(then) > 1 else 0.0
-        return max(1 + longer_s / price.seconds, 0.1) if price.seconds > 0 else 1.0, min(spread, MOST_SPREAD)
-
-    def record_reports(self, run: Run, now: float) -> None:
-        """Learn how slow devices are from what they computed in a run; not from one beside loads."""
-        record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
-        plan, shape = run.plan, run.shape
-        if record is None or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
-            return
-        length = shape.size / max(plan.predicted_tokens, 1)
-        if not 0.8 < length < 1.25 or (shape.session_rows and shape.size > 1):
-            return
-        for device, report in run.reports.items():
-            use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)
-            if use is None or profile is None or min(use.compute_s, 1e-6 * report[0]) < LEAST_COMPUTE_S:
-                continue
-            slowdown = 1e-6 * report[0] / (use.compute_s * length) * profile.slowdown
-            if 1 / PLAUSIBLE_SLOWDOWN < slowdown < PLAUSIBLE_SLOWDOWN:
-                self.site.record_compute(device, log(slowdown), now)
-
-    def reason_to_search(self, now: float) -> tuple[Literal["drift", "trial"], str] | None:
-        """Return why another plan should be looked for, in words: what has changed, or what is to be tried.
-
-        An unused model is left alone: moving its weights would slow the others down.
-        """
-        if self.active is None or not self.in_use(now) or self.plans.in_transition():
-            return None
-        moved = self.site.moved(self.made_with.means, self.active.devices, now) or self._takes_longer()
-        if moved is not None:
-            return "drift", moved
-        tried = self._next_trial(now)
-        return None if tried is None else ("trial", tried)
-
-    def _takes_longer(self) -> str | None:
-        """Return in words that runs of the active plan take longer than when it was last compared, or None."""
-        record = self.plans.active
-        if record is None or self.methods.runs(record.plan) < ENOUGH:
-            return None
-        ratio = self.methods.factor(record.plan) / self.made_with.learned.factor(record.plan)
-        if 1 / LONGER_FACTOR <= ratio <= self._lead_over_next_best(record):
-            return None
-        return f"the time of {record.plan.method} is {ratio:.2f} times what the plan was made for"
-
-    @staticmethod
-    def _lead_over_next_best(record: PlanRecord) -> float:
-        """Return how many times its expected time a plan may take until the next best one may be faster."""
-        chosen, ranking = record.decision.chosen, record.decision.ranking
-        if chosen.price.objective != "latency":
-            return LONGER_FACTOR
-        others = (c.price.expected_s for c in ranking if c.name != chosen.name and c.price.feasible)
-        lead = min(others, default=inf) / max(chosen.price.expected_s, 1e-9)
-        return min(max(lead, CLOSE_FACTOR), LONGER_FACTOR)
-
-    def _next_trial(self, now: float) -> str | None:
-        """Return in words what to try in place of the active plan, or None; each strategy once per active plan."""
-        record = self.plans.active
-        free = self.plans.pins.strategy is None and not self.has_suspect_replica
-        if record is None or not free or not self.in_use(now) or now - record.begun_s < TRIAL_REST_S:
-            return None
-        before = self.tried[1] if self.tried[0] == record.version else frozenset[StrategyKey]()
-        learned = self.methods.corrections(now)
-        found = next_trial(record.decision, learned, before)
-        if found is None or self.trial_candidate is None or self.trial_candidate[0] != strategy_key(found.plan):
-            self.trial_candidate = None if found is None else (strategy_key(found.plan), now)
-            return None
-        if now - self.trial_candidate[1] < TRIAL_HOLD_S:
-            return None
-        self.tried, self.trial = (record.version, before | {strategy_key(found.plan)}), found
-        if not fits_beside(self.served.spec, record.decision, found):
-            return None
-        why = "by earlier runs it is faster" if learned.knows(found.plan) else "it was not tried yet and may be faster"
-        return f"{found.name} on {', '.join(found.plan.devices)}: {why} than {record.plan.method}"
-
-    def trial_question(self, question: Question) -> Question:
-        """Return the question for a trial: for that one way on its devices, not for all that there are."""
-        assert self.trial is not None
-        tried = self.trial.plan
-        learned = with_exploration(question.learned)
-        return replace(question, learned=learned, strategy=tried.strategy, options=tried.options, devices=tried.devices)
-
-    def required_gain(self, chosen: Plan, now: float) -> float:
-        """Return what part of the active plan's cost another may have: where runs tell it, less of a gain is enough."""
-        running = self.active
-        known = running is not None and self.methods.corrections(now).knows(running)
-        return KNOWN if known and running is not None and strategy_key(chosen) != strategy_key(running) else WORTH
+    @property
+    def last_request_s(self) -> float:
+        """Return when a request came last."""
+        return self.pace.last_s
 
     def in_use(self, now: float) -> bool:
         """Return whether somebody asked recently."""
-        return now - self.last_request_s < IN_USE_S
+        return self.pace.is_in_use(now)
 
     def requests(self) -> list[Request]:
         """Return the requests that wait or run; one of several runs comes several times."""
@@ -296,18 +185,83 @@ class PlanGroup:
             elif items[0].request.wants_result:
                 yield from items[0].request.upcoming_shapes(items[0].index)
 
-    def correction(self, now: float, run: Plan) -> float:
-        """Return how many times as long as predicted runs take under a plan, or under that of which it is a replica."""
-        return self.methods.corrections(now).factor(self.plans.parent_of(run))
+    # -- what is known of plans -----------------------------------------------------------------------------------
 
-    def record_search_start(self, now: float) -> None:
-        """A search begins, with what is believed now."""
-        self.made_room = False
-        self.search_inputs = Believed(now, self.site.means(), self.methods.corrections(now))
+    def expect(self, record: PlanRecord, seen: Outlook) -> None:
+        """Take what runs under the active plan are expected to take."""
+        whole = record.plan
+        self.run_s, self.price_now = seen.mean_s, (seen.now_s, seen.spread)
+        predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
+        between = interval(seen.seconds / predicted_s, self.methods.run_sd(whole))
+        self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, *between))
 
-    def record_search_end(self) -> None:
-        """A search has found a plan. What has changed since it began is no part of what that was made for."""
-        self.made_with = self.search_inputs
+    def expected(self, run: Plan) -> Expectation:
+        """Return what runs under a plan take over its prediction, or under that of which it is a replica."""
+        whole = self.plans.parent_of(run)
+        if self.expectation is not None and self.expectation[0] == whole.version:
+            return self.expectation[1]
+        factor, doubt = self.methods.factor(whole), hypot(self.methods.sd(whole), self.methods.run_sd(whole))
+        return Expectation(factor, *interval(np.array([factor]), doubt))
+
+    def record_run(self, plan: Plan, tokens: int, seconds: float, now: float, *, doubtful: bool = False) -> None:
+        """Learn from a run that was alone on its devices; doubtful: but not on the planner's machine."""
+        whole = self.plans.parent_of(plan)
+        record = self.plans.active
+        if record is not None and whole.version == record.version:
+            record.run_count += 1
+        # What devices and links have become since the price is no property of the method.
+        then_s = (plan if plan.version == whole.version else whole).predicted_s  # it may have been priced again since
+        known = self.expectation is not None and self.expectation[0] == whole.version and then_s > 0
+        shift, spread = (self.price_now[0] / then_s, self.price_now[1]) if known else (1.0, 0.0)
+        changed = self.site.last_change_s > self.judged_s or self.site.in_doubt(plan.devices, self.judged_s)
+        weight = SURPRISED if changed or doubtful else 1.0
+        self.methods.record_run(plan, tokens, seconds / shift, now, spread, weight, whole)
+        self.is_fresh = True
+
+    def record_reports(self, run: Run, now: float) -> None:
+        """Learn how slow devices are from what they computed in a run; not from one beside loads."""
+        record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
+        plan, shape = run.plan, run.shape
+        if record is None or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
+            return
+        length = shape.size / max(plan.predicted_tokens, 1)
+        if not 0.8 < length < 1.25 or (shape.session_rows and shape.size > 1):
+            return
+        for device, report in run.reports.items():
+            use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)
+            if use is None or profile is None or min(use.compute_s, 1e-6 * report[0]) < LEAST_COMPUTE_S:
+                continue
+            slowdown = 1e-6 * report[0] / (use.compute_s * length) * profile.slowdown
+            if 1 / PLAUSIBLE_SLOWDOWN < slowdown < PLAUSIBLE_SLOWDOWN:
+                self.site.record_compute(device, log(slowdown), now)
+
+    def learn_search(self, decision: Decision, active: Candidate | None, *, is_whole: bool) -> Decision:
+        """Take the plans that a search has found, and the active one's new price; return the decision with all known.
+
+        is_whole: else it has priced some that were known again.
+        """
+        ranking = (decision.chosen, *decision.ranking[1:])
+        found = tuple(Priced(c, decision.cluster) for c in ranking if c.price.feasible or c is decision.chosen)
+        others: tuple[Priced, ...] = ()
+        if not is_whole:
+            fresh = [k.candidate.plan for k in found]
+            others = tuple(k for k in self.known if not any(is_same_division(k.candidate.plan, p) for p in fresh))
+            decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in others)))
+        else:  # what has changed since the search began is no part of what it was made for
+            self.made_with = self.search_inputs
+        self.known, self.last_decision = (*found, *others), decision
+        record = self.plans.active
+        if record is not None and active is not None and is_same_division(record.plan, active.plan):
+            record.reprice(active, decision.cluster)
+        return decision
+
+    def held(self) -> tuple[Plan, ...]:
+        """Return the plans whose weights devices may have: of those in use, on their way, and left last."""
+        return (*(record.plan for record in self.plans.records()), *self.left)
+
+    def note_left(self, plan: Plan) -> None:
+        """Remember a plan that was released: devices keep its weights while they have room."""
+        self.left = (plan, *(p for p in self.left if not is_same_division(p, plan)))[:MAX_LEFT]
 
     def shapes_to_build(self) -> tuple[tuple[RequestShape, ...], int]:
         """Return the predicted shapes of runs under a new plan, and how many of them it must build before it is ready.
@@ -326,27 +280,6 @@ class PlanGroup:
             return tuple(first), len(first)
         urgent = set(islice(waiting, MAX_URGENT_SHAPES))
         return tuple(first), max(sum(s in urgent for s in first), 1)
-
-    def keep_active(self, decision: Decision, is_better: bool) -> PlanVersion | None:
-        """Return the version of the active plan if it stays, because the found one is the same or no better.
-
-        The same plan takes over the new price.
-        """
-        record = None if self.has_suspect_replica else self.plans.active
-        same = record is not None and is_same_division(record.plan, decision.chosen.plan)
-        if record is not None and not same and not is_better:
-            return record.version
-        self.last_decision = decision
-        if record is None or not same:
-            return None
-        record.reprice(decision)
-        return record.version
-
-    def decision_to_revalidate(self, search: Search) -> Decision | None:
-        """Return the decision for the active plan if that may stay: in a search for measurements, or for a trial."""
-        record = self.plans.active
-        may_stay = search.cause != "change" and not (search.forced or self.has_suspect_replica)
-        return record.decision if record and may_stay else None
 
     def resident_decision(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""
@@ -389,7 +322,7 @@ RESTORE_AFTER_S: Final = 5.0  # without requests for the pins in its place, the 
 class PlanGroups:
     """All groups: the planner's own ones first, then those of pins.
 
-    counters: of steps that no table has. site: what is believed of devices and links.
+    counters: of steps that no table has. site: what is believed of devices and links. loads: what loads take.
     """
 
     def __init__(self, served: Iterable[ServedModel], counters: Counter[str], site: SiteEstimates) -> None:
@@ -400,6 +333,7 @@ class PlanGroups:
             )
             for s in served
         }
+        self.loads = LoadPace()
         self._pinned: list[PlanGroup] = []
         self._illegal = 0  # illegal steps already reported
 

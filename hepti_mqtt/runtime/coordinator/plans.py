@@ -18,15 +18,13 @@ from typing import Any, Final, Literal, get_args
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, SimulatedRequest
+from hepti_mqtt.planner import Candidate, Decision, SimulatedRequest
 from hepti_mqtt.protocol.messages import Ready
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
 from hepti_mqtt.spec import Spec
 
 PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
-# What a search is for: something has changed, or no more than measurements, or there is a way that was never tried.
-Cause = Literal["change", "drift", "trial"]
 PlanEvent = Literal[
     "want",  # a device joined or left, a measurement drifted, a user pinned a plan, ...
     "search",
@@ -202,11 +200,6 @@ def with_price_of(plan: Plan, other: Plan) -> Plan:
     return replace(plan, **{name: getattr(other, name) for name in told}, replicas=replicas)
 
 
-def has_same_shares(a: Plan, b: Plan) -> bool:
-    """Return whether two plans of the same division have the same shares and ranges, to the last bit."""
-    return (a.devices, a.shares, a.ranges) == (b.devices, b.shares, b.ranges)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The plans of one group; their states change here only, by the table above.
 
@@ -216,14 +209,15 @@ class Search:
     """A search that is wanted or runs.
 
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
-    one even if it is no faster. wanted_s: when it was first wanted.
+    one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s: when it was first
+    wanted.
     """
 
     due_s: float
     soon_s: float
     forced: bool
     state: PlanState
-    cause: Cause = "change"
+    plans: tuple[Plan, ...] = ()
     ticket: int = 0
     plan_version: PlanVersion | None = None
     wanted_s: float = 0.0
@@ -236,7 +230,8 @@ class PlanRecord:
     begun_s, prepare_sent_s, progress_s: when its preparation began, a Prepare was last sent, and a device last
     answered. transaction_id: of its Prepare. device_progress_s: last progress by device. progress_bytes: (loaded, all)
     bytes of weights by device; published_s: when these were last published. waits_for: plan versions that make room
-    while it is swapping. suspect_versions: replicas under which a run never ended; they get no more runs.
+    while it is swapping. suspect_versions: replicas under which a run never ended; they get no more runs. run_count:
+    runs by themselves that have ended.
     """
 
     plan: Plan
@@ -252,6 +247,7 @@ class PlanRecord:
     begun_s: float = 0.0
     device_progress_s: dict[str, float] = field(default_factory=dict)
     suspect_versions: set[PlanVersion] = field(default_factory=set)
+    run_count: int = 0
 
     @property
     def version(self) -> PlanVersion:
@@ -277,15 +273,11 @@ class PlanRecord:
             PlanSnapshot(run, self.decision.cluster, self.decision.simulation_of(run)) for run in self.plan.executables
         )
 
-    def reprice(self, decision: Decision) -> None:
-        """Take a later search's price of this plan, which it has found again, and what it was priced by."""
-        found = decision.chosen
+    def reprice(self, found: Candidate, cluster: Cluster) -> None:
+        """Take the price of this plan by other measurements."""
         self.plan = with_price_of(self.plan, found.plan)
-        played = (
-            found.price.simulated if all(map(has_same_shares, self.plan.executables, found.plan.executables)) else ()
-        )
-        chosen = replace(found, plan=self.plan, price=replace(found.price, simulated=played))
-        self.decision = replace(decision, chosen=chosen, digest=self.decision.digest)
+        chosen = replace(found, plan=self.plan)
+        self.decision = replace(self.decision, chosen=chosen, cluster=cluster)
 
     def has_same_programs(self, device: str, ready: Ready) -> bool:
         """Return whether a device that is ready for this plan derives the same Programs from it as the planner."""
@@ -349,6 +341,10 @@ class PlanLifecycle:
         standing = self.in_use
         return [*([] if standing is None else [standing]), *self.retiring]
 
+    def records(self) -> tuple[PlanRecord, ...]:
+        """Return the plans that were found and are not gone."""
+        return tuple(self._records)
+
     def versions(self) -> set[PlanVersion]:
         """Return the plans of all plans that were found and are not gone."""
         return {plan_version for record in self._records for plan_version in record.versions}
@@ -384,22 +380,23 @@ class PlanLifecycle:
         *,
         forced: bool = False,
         soon_s: float | None = None,
-        cause: Cause = "change",
+        plans: tuple[Plan, ...] = (),
     ) -> None:
         """Want a search from a time on; one that runs already is outdated by it.
 
-        soon_s: when instead, if requests wait without a plan, now or later. Several causes together are a change.
+        soon_s: when instead, if requests wait without a plan, now or later. plans: to price these alone, unless there
+        is another reason too.
         """
         soon_s = due_s if soon_s is None else soon_s
         wanted, running = self.wanted, self.searching
         if wanted is None:
             state = self._machine.begin(self._label, now, why)
-            forced_before, cause = running is not None and running.forced, cause if running is None else "change"
-            wanted = Search(due_s, soon_s, forced_before, state, cause, wanted_s=now)
+            forced_before, plans = running is not None and running.forced, plans if running is None else ()
+            wanted = Search(due_s, soon_s, forced_before, state, plans, wanted_s=now)
             self._searches.append(wanted)
         else:
             self.step(wanted, "want", now, why)
-            wanted.cause = cause if cause == wanted.cause else "change"
+            wanted.plans = ()
             # Whatever comes meanwhile, it begins: a device that comes and goes all the time must not keep plans away.
             due_s = min(due_s, max(wanted.due_s, wanted.wanted_s + MAX_POSTPONED_S))
             soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))

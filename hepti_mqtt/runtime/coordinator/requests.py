@@ -9,7 +9,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,12 +214,23 @@ class WorkItem:
         return request.wants_result and request.generation is None and self.index not in request.unbatchable
 
 
+class Expectation(NamedTuple):
+    """What a run is expected to take, as factors on its prediction: on average, and 10 and 90 of 100 such runs."""
+
+    mean: float = 1.0
+    p10: float = 1.0
+    p90: float = 1.0
+
+
+AS_PREDICTED: Final = Expectation()
+
+
 @dataclass(slots=True)
 class RunStats:
     """One run as its devices reported it: microseconds and bytes by device, and the planner's own bytes.
 
     cluster: as it was when the plan was chosen. requests: that it computed. reported: by every device. dispatched_s:
-    None if it never was. correction: actual over predicted time of earlier such runs.
+    None if it never was. expectation: of its time, when it was dispatched.
     """
 
     plan: Plan
@@ -232,7 +243,7 @@ class RunStats:
     requests: int = 1
     reported: bool = True
     dispatched_s: float | None = None
-    correction: float = 1.0
+    expectation: Expectation = AS_PREDICTED
 
 
 @dataclass(slots=True)
@@ -243,8 +254,9 @@ class Run:
     expected_end_s: predicted end, after earlier runs on its devices. probe_at_s: when its devices are probed; probed_s:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
     output before all reports, and token_index of the token taken then. task_queue: of leased tasks. lost_devices:
-    devices without which it continues. beside_loads: one of its devices loaded weights meanwhile. frame_key: of its
-    frames.
+    devices without which it continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan;
+    only_beside_loads: and had bytes to load all the time. beside_search: the planner's machine searched. frame_key: of
+    its frames.
     """
 
     run_id: int
@@ -258,7 +270,7 @@ class Run:
     ran_alone: bool  # no other run at any time
     parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)
     reports: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    correction: float = 1.0
+    expectation: Expectation = AS_PREDICTED
     expected_s: float = 0.0
     probe_at_s: float = inf
     probed_s: float | None = None
@@ -269,6 +281,8 @@ class Run:
     task_queue: TaskQueue | None = None
     lost_devices: set[str] = field(default_factory=set)
     beside_loads: bool = False
+    only_beside_loads: bool = True
+    beside_search: bool = False
     frame_key: FrameKey = UNKEYED
 
     @property
@@ -347,7 +361,7 @@ class Run:
             len(self.items),
             reported=self.reports.keys() | self.lost_devices >= set(self.plan.devices),
             dispatched_s=self.dispatched_s,
-            correction=self.correction,
+            expectation=self.expectation,
         )
 
 

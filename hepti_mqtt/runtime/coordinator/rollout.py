@@ -14,6 +14,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
+from hepti_mqtt.planner.decisions import ACTIVATE_S
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Message, PrepareFailed, Ready
 from hepti_mqtt.protocol.topics import Topics
@@ -30,6 +31,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     WeightsUnreadable,
 )
 from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
+from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
@@ -91,8 +93,8 @@ class Rollout:
             packet_bytes=self._fleet.packet_limits(),
             learned=group.methods.corrections(now),
             is_exhaustive=False,
-            active=group.active,
-            residents=tuple(record.plan for record in group.plans.retiring),
+            active=group.last_plan,
+            residents=group.held(),
         )
 
     def command_device(self, device: str, message: messages.Message) -> Publish:
@@ -110,7 +112,7 @@ class Rollout:
         pinned = tuple(other.active for other in others if other.active is not None)
         coming = tuple(other.plans.preparing.plan for other in others if other.plans.preparing is not None)
         parts = own.active, plan, own.last_decision, own.error, progress, story, pinned, coming, self._in_flight
-        return PublishPlan(group.name, *parts)
+        return PublishPlan(group.name, *parts, own.verdict.considered)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
@@ -120,6 +122,7 @@ class Rollout:
         for record in group.plans.retiring:
             if not any(r.plan_version in record.versions for r in group.runs.values()):
                 group.plans.step(record, "idle", now)
+                group.note_left(record.plan)
                 out += self.release(record.plan)
         return out
 
@@ -263,6 +266,8 @@ class Rollout:
         return out
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
+        loaded = max((total for _, total in record.progress_bytes.values()), default=0)
+        self._groups.loads.record_load(loaded, now - record.begun_s - ACTIVATE_S)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan
@@ -437,8 +442,6 @@ class Rollout:
 # that wait, is for that device alone.
 
 
-CALM_S: Final = 3.0  # a plan is in use for so long before the next device loads
-LOADS_S: Final = 10.0  # a load that would fill the device's link for longer is not worth it
 ENDS_S: Final = 60.0  # then a preparation is given up, or a refused one tried again
 
 
@@ -465,8 +468,8 @@ class _StandbyPlan:
 class Standby:
     """The standby devices of all groups; sees each event after the session has handled it."""
 
-    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout) -> None:
-        self._groups, self._fleet, self._rollout = groups, fleet, rollout
+    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout, moves: Moves) -> None:
+        self._groups, self._fleet, self._rollout, self._moves = groups, fleet, rollout, moves
         self._ahead: dict[str, _StandbyPlan] = {}
 
     @property
@@ -511,17 +514,15 @@ class Standby:
             return []
         if ahead is None or ahead.plan_version != record.version or (ahead.plan is not None and not self._there(ahead)):
             needed_bytes = record.decision.chosen.price.needs[record.plan.root]
-            self._ahead[group.name] = _StandbyPlan(record.version, now + CALM_S, needed_bytes)
+            self._ahead[group.name] = _StandbyPlan(record.version, now, needed_bytes)
             return []
         if ahead.held or now < ahead.next_s or group.plans.in_transition():
             return []
         ahead.next_s = now + ENDS_S
-        usable = self._fleet.usable()
-        rates = {name: self._fleet.estimates.link(name).up_bytes_per_s for name in usable}
-        quick = {name for name, rate in rates.items() if ahead.needed_bytes <= LOADS_S * rate}
         question = self._rollout.question(group, now)
+        worth = {n for n in self._fleet.usable() if self._moves.is_worth_holding(group, n, ahead.needed_bytes, now)}
         # A hurried search of those that cannot would become a whole one, and others wait for it.
-        able = _with_memory(question, quick - set(record.plan.devices), ahead.needed_bytes)
+        able = _with_memory(question, worth - set(record.plan.devices), ahead.needed_bytes)
         if not able:
             return []
         ahead.ticket = self._rollout.ids.next_transaction()

@@ -180,7 +180,7 @@ class Scheduler:
 
     def enqueue(self, group: PlanGroup, request: Request, now: float) -> list[CoordinatorCommand]:
         """Queue a request in its group, or refuse it if there is no plan and none to come."""
-        group.last_request_s = now
+        group.pace.record_request(now)
         if group.error is not None and not group.plans.may_serve():
             return [RefuseRequest(request, group.error)]
         self._number += 1
@@ -219,7 +219,7 @@ class Scheduler:
             if items[0].request.wants_result:
                 out += self._dispatch(group, plan, items, now)
             else:
-                out += self._answer_forecast(group, group.active, items[0].request, now)
+                out += self._answer_forecast(group, group.active, items[0].request)
         self._held[name] = min(held.values(), default=inf)
         return out
 
@@ -239,7 +239,7 @@ class Scheduler:
     def _replica_loads(self, group: PlanGroup, now: float) -> list[ReplicaLoad]:
         """Return the replicas of the active plan, or the plan itself."""
         assert group.active is not None
-        learned, out = group.correction(now, group.active), list[ReplicaLoad]()
+        learned, out = group.expected(group.active).mean, list[ReplicaLoad]()
         for plan in group.usable_executables:
             beside = self._concurrent_runs(group.name, plan)
             # What runs longer than predicted still keeps it busier than one where nothing runs.
@@ -409,7 +409,8 @@ class Scheduler:
         payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, session, key)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._concurrent_runs(group.name, plan)
-        learned = group.correction(now, plan)
+        expectation = group.expected(plan)
+        learned = expectation.mean
         expected_s = plan.predicted_s * learned * length_factor(plan, part.shape.size) * max(len(beside), 1)
         until_s = max([now, *(run.expected_end_s for run in beside)]) + learned * estimate_run_s(plan, part.shape.size)
         doubt = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
@@ -430,7 +431,7 @@ class Scheduler:
             overdue,
             sent,
             ran_alone=not others,
-            correction=learned,
+            expectation=expectation,
             expected_s=expected_s,
             probe_at_s=doubt,
             expected_end_s=until_s,
@@ -439,17 +440,19 @@ class Scheduler:
         )
         return [Publish(topic, payload, 1)]
 
-    def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request, now: float) -> list[CoordinatorCommand]:
+    def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
         request.finished = True
-        learned, cluster = group.correction(now, plan), group.cluster()
-        runs = (RunStats(plan, cluster, shape, {}, {}, {}, 0, correction=learned) for shape in request.run_shapes())
+        expected, cluster = group.expected(plan), group.cluster()
+        runs = (RunStats(plan, cluster, shape, {}, {}, {}, 0, expectation=expected) for shape in request.run_shapes())
         return [AnswerRequest(request, plan, tuple(runs))]
 
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         del group.runs[run.run_id]
         self._counters["foreign_frame"] += run.count_unannounced()
         group.record_reports(run, now)
+        if run.only_beside_loads and run.beside_loads and run.ran_alone and run.expected_s > 0:
+            self._groups.loads.record_run((now - run.dispatched_s) / run.expected_s)
         # Of a decoder plans are made for its steps, of others for a request that runs by itself.
         if (
             run.ran_alone
@@ -457,7 +460,7 @@ class Scheduler:
             and len(run.items) == 1
             and (not run.shape.session_rows or run.shape.size == 1)
         ):
-            group.record_run(run.plan, run.shape.size, now - run.dispatched_s, now)
+            group.record_run(run.plan, run.shape.size, now - run.dispatched_s, now, doubtful=run.beside_search)
         if not run.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
             text = "The devices' partial outputs do not form a whole answer. Install one version on all devices."
             return self._retry_or_fail(group, run, RemoteError(text), MAX_ATTEMPTS)

@@ -1,7 +1,8 @@
 """CoordinatorSession: the planner's part in the protocol, without sockets, threads or clocks.
 
-Membership changes and drift lead to a search (`Solve`, done by the shell), the search to a prepared plan, and requests
-are dispatched under the active plan. A request ends with the right answer or an error, whatever is lost meanwhile.
+Membership changes and changed measurements lead to a search (`Solve`, done by the shell). What it finds, and what runs
+say, is judged by the rule (`moves.py`); a move leads to a prepared plan, and requests are dispatched under the active
+one. A request ends with the right answer or an error, whatever is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Final
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Decision, Verdict
+from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
@@ -39,7 +42,8 @@ from hepti_mqtt.runtime.coordinator.interface import (
     devices_first,
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
-from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
+from hepti_mqtt.runtime.coordinator.moves import SEARCH_GAIN, Moves
+from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import TransitionLog
@@ -79,7 +83,8 @@ class CoordinatorSession:
         self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
         self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout)
-        self._standby = Standby(self.groups, self.fleet, self._rollout)
+        self._moves = Moves(self.groups, self.fleet)
+        self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._handle_status,
             DeviceCaps: self._handle_caps,
@@ -103,7 +108,7 @@ class CoordinatorSession:
             self._begun = True
             for group in self.groups:
                 group.plans.request_search(now + SETTLE_S, now, "the planner has started")
-        self._mark_runs_beside_loads()
+        self._mark_runs_beside_work()
         changed_s = self.fleet.estimates.last_change_s
         out = self._handlers[type(event)](event, now)
         if self.fleet.estimates.last_change_s != changed_s:  # what methods seemed to take since then was its doing
@@ -189,12 +194,6 @@ class CoordinatorSession:
         told, member.implausible = member.implausible, text
         return [] if told else [LogEvent("refused", text)]
 
-    def _loading_devices(self) -> frozenset[str]:
-        """Return the devices that load weights."""
-        coming = (group.plans.preparing for group in self.groups)
-        loading = (record.unready_devices for record in coming if record is not None)
-        return self._standby.loading_devices.union(*loading)
-
     def _warn_contradicted(self) -> list[CoordinatorCommand]:
         """Tell once of each device whose measurements runs contradict."""
         new = [m for m in self.fleet.usable().values() if not m.contradiction_reported]
@@ -203,11 +202,21 @@ class CoordinatorSession:
             member.contradiction_reported = bool(found[member.name])
         return [LogEvent("doubt", text) for text in found.values() if text]
 
-    def _mark_runs_beside_loads(self) -> None:
-        if loading := self._loading_devices():
-            for group in self.groups:
-                for run in group.runs.values():
-                    run.beside_loads |= not loading.isdisjoint(run.plan.devices)
+    def _loading_devices(self) -> frozenset[str]:
+        """Return the devices that load weights."""
+        coming = (group.plans.preparing for group in self.groups)
+        loading = (record.unready_devices for record in coming if record is not None)
+        return self._standby.loading_devices.union(*loading)
+
+    def _mark_runs_beside_work(self) -> None:
+        loading = self._loading_devices()
+        coming = (group.plans.preparing for group in self.groups)
+        lacking = {d for r in coming if r is not None for d, (done, total) in r.progress_bytes.items() if done < total}
+        searching = any(group.plans.searching is not None for group in self.groups)
+        for run in (run for group in self.groups for run in group.runs.values()):
+            run.beside_loads |= not loading.isdisjoint(run.plan.devices)
+            run.only_beside_loads &= not lacking.isdisjoint(run.plan.devices)
+            run.beside_search |= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -286,7 +295,7 @@ class CoordinatorSession:
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
-        hurried = plans.pins.is_unpinned and group.unserved
+        hurried = plans.pins.is_unpinned and group.unserved and not wanted.plans
         # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(slot.plans.searching is None for slot in self.groups)
         awaited = self.fleet.must_wait_for(plans.pins.devices or (), now)
@@ -294,13 +303,12 @@ class CoordinatorSession:
             return []
         if plans.searching is not None:
             plans.step(plans.searching, "outdated", now, "requests wait")
-        group.record_search_start(now)
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
-        if trial := wanted.cause == "trial":
-            question = group.trial_question(question)
+        group.made_room = False
+        if not wanted.plans:
+            group.search_inputs = self.fleet.estimates.means()
         plans.start_search(ticket, question.plan_version, now)
-        known = group.decision_to_revalidate(wanted)
-        return [Solve(group.name, ticket, question, group.active, hurried, group.last_plan, known, trial)]
+        return [Solve(group.name, ticket, question, group.active, hurried, wanted.plans)]
 
     def _handle_solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
         group = self.groups.group_of_search(event.model, event.ticket)
@@ -323,25 +331,59 @@ class CoordinatorSession:
                 error = PlanError("; ".join([str(error), *refused]), error.detail)
             plans.step(search, "no plan", now, str(error))
             return self._rollout.refuse_waiting(group, error, now)
-        chosen = event.decision.chosen.plan
-        if not set(chosen.devices) <= set(self.fleet.usable()):
+        if not set(event.decision.chosen.plan.devices) <= set(self.fleet.usable()):
             plans.request_search(now, now, "a device has left while the search ran")
             plans.step(search, "outdated", now)
             return []
         group.error = None
-        is_better = search.forced or event.is_worth_it(group.required_gain(chosen, now))
-        group.record_search_end()
-        if kept := group.keep_active(event.decision, is_better):
-            plans.step(search, "kept", now, f"plan {kept} is as good")
+        return self._handle_found(group, search, event, event.decision, now)
+
+    def _handle_found(
+        self, group: PlanGroup, search: Search, event: Solved, decision: Decision, now: float
+    ) -> list[CoordinatorCommand]:
+        """Move to a plan that a search has found, if the rule says so."""
+        plans = group.plans
+        decision = group.learn_search(decision, event.active, is_whole=not search.plans)
+        # Where requests wait the first plan of the search is prepared at once: it has worked out its Programs. What the
+        # rule has asked to be priced is all that is asked now: else two plans could be priced in turn for ever.
+        only = decision.chosen.plan if search.forced or search.plans or group.unserved else None
+        verdict = self._moves.judge(group, now, forced=search.forced, only=only)
+        record = None if group.has_suspect_replica else plans.active
+        if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
+            plans.step(search, "kept", now, str(verdict))
             return [self._rollout.publish_plan(group)]
+        plan, why = verdict.move.option.plan, str(verdict)
+        if plan != decision.chosen.plan:
+            plans.step(search, "kept", now, f"another plan than the first one: {why}")
+            plans.request_search(now, now, why, plans=(plan,))
+            return []
+        if verdict.move.kind == "try":
+            group.tried[strategy_key(plan)] = now
         # Replicas are plans of their own to their devices, so each has its own plan version.
-        numbered = replace(
-            event.decision.chosen, plan=chosen.with_version(chosen.version, self._rollout.ids.next_version)
-        )
-        plans.prepare_found(search, replace(event.decision, chosen=numbered), self._rollout.ids.next_transaction(), now)
+        reason = plan.reason if verdict.move.kind == "must" else f"{plan.reason}; {verdict.move}"
+        numbered = replace(plan, reason=reason).with_version(plan.version, self._rollout.ids.next_version)
+        found = replace(decision, chosen=replace(decision.chosen, plan=numbered))
+        plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
         if event.hurried:
             plans.request_search(now + SETTLE_S, now, "the search was hurried")
-        return [LogEvent("replanned", chosen.reason), self._rollout.publish_plan(group)]
+        return [LogEvent("replanned", numbered.reason), self._rollout.publish_plan(group)]
+
+    def _judge(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Judge the active plan by what is believed now; ask for a search where a better one may exist."""
+        if not self._moves.is_due(group, now):
+            return []
+        moved = self.fleet.estimates.moved(group.made_with, group.active_devices, now) if group.in_use(now) else None
+        changed = moved is not None or self.fleet.estimates.last_change_s > group.judged_s
+        verdict = self._moves.judge(group, now) if changed or group.is_fresh else Verdict(None)
+        group.judged_s = now
+        if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
+            group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
+            return [LogEvent("judged", str(verdict))]
+        unclear = self.fleet.estimates.is_unclear(group.active_devices)
+        if moved is None or unclear or group.may_gain < SEARCH_GAIN:
+            return []
+        group.plans.request_search(now, now, moved)
+        return [LogEvent("drift", moved)]
 
     # -- messages of devices --------------------------------------------------------------------------------------
 
@@ -418,9 +460,7 @@ class CoordinatorSession:
             out += self._scheduler.refuse_expired(group, now)
             if rested := group.crash_backoff.lift_expired(now):
                 group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
-            if (found := group.reason_to_search(now)) is not None:
-                out.append(LogEvent(*found))
-                group.plans.request_search(now, now, found[1], cause=found[0])
+            out += self._judge(group, now)
         for group in self.groups.defaults():
             if group.published_transitions != group.plans.story.count:
                 out.append(self._rollout.publish_plan(group))

@@ -16,7 +16,7 @@ from site_processes import PATIENCE_S, ROOT
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli import output, show
 from hepti_mqtt.cli.main import main
-from hepti_mqtt.cli.show import print_peer_traffic, print_plan_history
+from hepti_mqtt.cli.show import print_judgement, print_peer_traffic, print_plan_history
 from hepti_mqtt.errors import ConfigError, WireError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
@@ -58,6 +58,18 @@ def test_a_story_is_a_table_with_times(capsys: pytest.CaptureFixture[str]) -> No
     for record in ({}, {"story": []}):
         print_plan_history("m", record)
         assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_what_was_considered_is_a_table_in_numbers_and_the_evidence_another(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = {"gain": 0.12, "probability": 0.97, "requests": 240.0, "cost_s": 1.5, "load_s": 2.0}
+    found = {"name": "row/heads", "devices": ["a", "b"], "load_bytes": 3 << 20, "verdict": "stay", "why": "it waits"}
+    print_judgement("m", {"considered": [found | numbers], "evidence": {"a": ["slowdown 1.2", "rate 30 MB/s"]}})
+    lines = capsys.readouterr().out.splitlines()
+    for cell in ("row/heads", "a, b", "12%", "0.97", "240", "1.5", "3", "stay: it waits"):
+        assert cell in lines[2]
+    assert [line.split()[0] for line in lines[-2:]] == ["a", "a"]
+    print_judgement("m", {})
+    assert not capsys.readouterr().out
 
 
 EDGE = {

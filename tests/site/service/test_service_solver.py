@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgpack
+import numpy as np
 from scripted_site import Site
 from sites import FAMILIES, plan
 
@@ -22,7 +23,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.planner import Assessment, Option, Question, Verdict, decide
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
@@ -125,7 +126,7 @@ def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
     site.submit("r1")
     site.leave(plan.devices[1])
     hurried = site.solves[-1]
-    assert (hurried.hurried, hurried.running, hurried.last_plan.devices) == (True, None, plan.devices)
+    assert (hurried.hurried, hurried.active, hurried.question.active.devices) == (True, None, plan.devices)
     found = solve(hurried).decision
     assert plan.devices[1] not in {d for c in found.ranking for d in c.plan.devices}
     assert plan.method in {c.name for c in found.ranking}
@@ -200,51 +201,27 @@ def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch) -> None:
                 assert set(MeasuredErrors.of(checkpoint).wire.values()) in (set(), set(found[seed].values()))
 
 
-def test_what_has_only_drifted_is_no_reason_for_a_whole_search_if_the_plan_costs_what_it_did() -> None:
-    site = settled("a", "b")
-    running = site.session.active_plan("m")
-    assert site.solves[-1].active_decision is None, "there was nothing to keep"
-    site.submit("r1")
-    site.answer(1)
-    site.drift(dict.fromkeys(running.devices, 1.4), 40)
-    drifted = site.solves[-1]
-    assert drifted.active_decision.chosen.plan == running
-    then = {
-        "cluster": drifted.active_decision.cluster,
-        "shape": drifted.active_decision.chosen.price.simulated[0].shape,
-    }
-    for changed in then:
-        other = replace(drifted.question, **{name: value for name, value in then.items() if name != changed})
-        assert solve(replace(drifted, question=other)).decision.chosen.plan.version != running.version, (
-            "searched for again"
-        )
-    found = solve(replace(drifted, question=replace(drifted.question, **then)))
-    assert found.decision.chosen.plan.version == running.version
-    assert not found.is_worth_it()
-    site.event(found)
-    assert site.session.active_plan("m").version == running.version
-    assert not site.session.groups.default("m").plans.in_transition()
-    site.join("c")
-    site.tick(1.1)
-    assert site.solves[-1].active_decision is None, "whatever else has changed is searched for as a whole"
-    site.event(solve(site.solves[-1]))
-    site.event(interface.PinPlan("m", Pins(strategy="single")))
-    assert site.solves[-1].active_decision is None
-
-
-def test_a_trial_is_ranked_beside_what_the_plan_before_it_was_compared_with() -> None:
+def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -> None:
     site = Site(searches=False)
     site.join("a", "b")
     site.tick(1.1)
     search = site.solves[-1]
     last = solve(replace(search, question=replace(search.question, is_exhaustive=True))).decision
-    tried = next(c.plan for c in last.ranking if c.name != last.chosen.name)
-    asked = replace(search.question, strategy=tried.strategy, options=tried.options, devices=tried.devices)
-    trial = replace(search, question=asked, running=last.chosen.plan, active_decision=last, trial=True)
-    found = solve(trial).decision
-    assert found.chosen.name == tried.method
-    assert last.chosen.name in [c.name for c in found.ranking[1:]]
-    assert [c.name for c in solve(replace(trial, trial=False, active_decision=None)).decision.ranking] == [tried.method]
+    wanted = next(c.plan for c in last.ranking if c.name != last.chosen.name)
+    asked = replace(search, active=last.chosen.plan, plans=(wanted,))
+    found = solve(asked)
+    assert [c.name for c in found.decision.ranking] == [wanted.method]
+    assert found.decision.chosen.plan.version == search.question.plan_version
+    assert found.active.plan == last.chosen.plan
+    assert set(found.decision.chosen.load_bytes) == set(wanted.devices)
+    held = solve(replace(asked, question=replace(search.question, residents=(wanted,)))).decision.chosen.load_bytes
+    assert set(held.values()) == {0}, "devices have all of it"
+    assert found.decision.chosen.fits_beside
+    cluster = search.question.cluster
+    most = max(*last.chosen.price.needs.values(), *found.decision.chosen.price.needs.values())
+    tight = {n: replace(d, memory_bytes=1.01 * most) for n, d in cluster.devices.items()}
+    lacks = solve(replace(asked, question=replace(search.question, cluster=replace(cluster, devices=tight))))
+    assert not lacks.decision.chosen.fits_beside, "there is room for one of them alone"
 
 
 SPEC = FAMILIES["bert-embedding"]
@@ -261,14 +238,14 @@ def question(*names: str, memory: float = 1e9) -> Question:
     )
 
 
-def test_a_search_is_answered_with_a_decision_and_the_running_plans_price():
+def test_a_search_is_answered_with_a_decision_and_the_active_plans_price():
     first = solver.solve(Solve("m", 5, question("a"), None))
     assert first.decision is not None
-    assert (first.ticket, first.running_s, first.error) == (5, None, None)
+    assert (first.ticket, first.active, first.error) == (5, None, None)
     again = solver.solve(Solve("m", 6, question("a"), first.decision.chosen.plan))
-    assert again.running_s is not None
-    assert again.running_s > 0
-    assert solver.solve(Solve("m", 7, question("b"), first.decision.chosen.plan)).running_s is None
+    assert again.active is not None
+    assert again.active.price.seconds > 0
+    assert solver.solve(Solve("m", 7, question("b"), first.decision.chosen.plan)).active is None
 
 
 def test_no_plan_and_mistakes_are_errors_not_exceptions(monkeypatch):
@@ -303,7 +280,9 @@ def test_record_has_the_keys_that_its_readers_look_for():
     plan, error = decision.chosen.plan, PlanError("too small")
     story = TransitionLog("plans of m")
     story.append(Transition(2.5, "m 9.1", "preparing", "ready", "active"))
-    shown = PublishPlan("m", plan, plan, decision, error, pinned=(plan,), story=story.last())
+    option = Option(decision.chosen, np.ones(1), np.ones(1))
+    said = Verdict(None, (Assessment(option, 0.1, 0.9, 1.0, 0.5, 0.2, None, "no"),))
+    shown = PublishPlan("m", plan, plan, decision, error, {}, story.last(), (plan,), considered=said.considered)
     directory = Path(os.fsdecode(b"/models/tiny\xff"))
     record = msgpack.unpackb(encode_record((SPEC, directory), 9, shown, unused={"a": "put aside"}))
     assert record["directory"] == "/models/tiny\ufffd", "a name that is not UTF-8"
@@ -312,6 +291,7 @@ def test_record_has_the_keys_that_its_readers_look_for():
     for part, keys in (
         (record["candidates"][0], messages.CANDIDATE),
         (record["story"][0], messages.STEP),
+        (record["considered"][0], messages.ASSESSMENT),
         (record["error"], messages.ERROR),
         (plan.to_dict(), messages.PLAN),
     ):

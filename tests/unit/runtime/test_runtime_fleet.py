@@ -123,7 +123,7 @@ def test_silence_while_the_planner_is_offline_condemns_nobody() -> None:
     site.tick(100, alive=False)
     site.event(interface.BrokerConnection(online=True))
     site.tick(3, alive=False)
-    assert site.plan == plan
+    assert site.plan.version == plan.version
     assert "r1" in site.errors, "but deadlines hold"
     site.tick(LOST_S, alive=False)
     assert site.plan is None
@@ -247,7 +247,7 @@ def test_nobody_is_put_aside_who_speaks_or_for_whom_nobody_else_can_serve() -> N
     plan = site.plan
     site.submit("r1", within=1e9)
     site.pass_by(25, 0.1)
-    assert site.plan == plan, "both say that they have it: it only takes long"
+    assert site.plan.version == plan.version, "both say that they have it: it only takes long"
     assert site.notes()["doubt"] == 1
     site.mute = {"a", "b"}
     site.submit("r2", within=1e9)
@@ -272,7 +272,7 @@ def test_a_planner_that_was_held_up_itself_suspects_nobody() -> None:
     site.mute = {"b"}
     site.submit("r1", within=1e9)
     site.pass_by(3, 0.7)
-    assert site.plan == plan
+    assert site.plan.version == plan.version
 
 
 def test_a_device_that_is_missing_for_a_moment_refuses_no_request() -> None:
@@ -319,7 +319,7 @@ def test_a_device_that_gives_up_a_plan_that_is_not_in_use_changes_nothing(model:
     site.submit("r1")
     other = plan.version._replace(number=plan.version.number + newer)
     site.event(interface.DeviceMessage("a", messages.PrepareFailed(0, model, other, "forgotten", "gone", 0)))
-    assert site.plan == plan
+    assert site.plan.version == plan.version
     site.answer(1)
     assert set(site.answers) == {"r1"}
 

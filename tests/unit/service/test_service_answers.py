@@ -29,6 +29,7 @@ from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseReques
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import (
     Batch,
+    Expectation,
     Pins,
     Request,
     RequestKey,
@@ -227,9 +228,13 @@ def test_a_prediction_has_what_the_planner_itself_took_of_late(desk, checkpoints
 def test_an_answer_tells_what_was_expected_after_what_runs_had_taught(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
     answer = foreseen(forecasts, finish(ask(desk, {"text": "hello"}), checkpoint, begun_s=100.02))
-    taught = replace(answer, stats=tuple(replace(stats, correction=1.5) for stats in answer.stats))
+    taught = replace(
+        answer, stats=tuple(replace(stats, expectation=Expectation(1.5, 1.2, 1.8)) for stats in answer.stats)
+    )
     data = told(desk.encode_answer(taught, now=101.0))
-    assert data["expected_ms"] - 20.0 == pytest.approx(1.5 * (data["predicted_ms"] - 20.0))
+    alone_ms = data["predicted_ms"] - 20.0
+    found = [data[f"{name}_ms"] - 20.0 for name in ("predicted_p10", "expected", "predicted_p90")]
+    assert found == pytest.approx([1.2 * alone_ms, 1.5 * alone_ms, 1.8 * alone_ms])
 
 
 def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, forecasts):

@@ -263,7 +263,7 @@ def test_nobody_is_left_the_processor_who_does_not_ask() -> None:
     assert processor.waited == []
 
 
-@pytest.mark.parametrize("changes", [{"hurried": True}, {"running": None}])
+@pytest.mark.parametrize("changes", [{"hurried": True}, {"active": None}])
 def test_a_search_that_requests_wait_for_has_no_pauses(changes: dict[str, Any]) -> None:
     processor = Processor()
     processor.pace.set_serving(True)

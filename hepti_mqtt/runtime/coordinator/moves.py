@@ -1,0 +1,211 @@
+"""When the plan of a group is judged by the rule, and what the rule is told of requests and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import exp, inf, log
+from statistics import median_low
+from typing import TYPE_CHECKING, Final
+
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner.decisions import (
+    KNOWN_SD,
+    TRIAL_RUNS,
+    Option,
+    Situation,
+    Verdict,
+    decide,
+    load_seconds,
+    pays_to_hold,
+)
+from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
+from hepti_mqtt.runtime.coordinator.fleet import Fleet
+from hepti_mqtt.runtime.coordinator.plans import is_same_division
+
+if TYPE_CHECKING:
+    from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+
+IN_USE_S: Final = 60.0  # a model that was not asked for so long counts as one that is asked once in this time
+JUDGED_S: Final = 1.0  # between two judgements, unless something has changed
+TRIED_S: Final = 3600.0  # a method is not tried again for so long
+HELD_S: Final = 86400.0  # so long weights that were loaded ahead are of use
+SEARCH_GAIN: Final = 0.1  # of the active plan's time: what a search may win at the least, twice what a move must
+ANOTHER_SITE: Final = 1.25  # what has moved by more, beyond what all devices did, is another site
+ANOTHER_LINK: Final = 2.0  # surfaces are not made for links that differ by more
+PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
+LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
+
+# Loads before any was seen: bytes per second of a device, and how much longer a request takes beside one.
+LOAD_BYTES_PER_S: Final = 35e6
+LOAD_FACTOR: Final = 2.0
+LOAD_WEIGHT: Final = 0.3  # of the last load
+
+
+class RequestPace:
+    """How often a model is asked."""
+
+    def __init__(self) -> None:
+        self._usual_s: float | None = None
+        self.last_s = float("-inf")
+
+    def record_request(self, now: float) -> None:
+        """Take a request."""
+        since_s = min(now - self.last_s, IN_USE_S)
+        if self.last_s > float("-inf"):
+            before = since_s if self._usual_s is None else self._usual_s
+            self._usual_s = before + PACE_WEIGHT * (since_s - before)
+        self.last_s = now
+
+    def period_s(self, now: float) -> float:
+        """Return the seconds from one request to the next, at most `IN_USE_S`."""
+        usual_s = IN_USE_S if self._usual_s is None else self._usual_s
+        return max(min(max(usual_s, now - self.last_s), IN_USE_S), LEAST_PERIOD_S)
+
+    def is_in_use(self, now: float) -> bool:
+        """Return whether somebody asked recently."""
+        return now - self.last_s < IN_USE_S
+
+
+@dataclass(slots=True)
+class LoadPace:
+    """What loads were seen to take: bytes per second of a device, and how many times as long requests beside them."""
+
+    bytes_per_s: float = LOAD_BYTES_PER_S
+    factor: float = LOAD_FACTOR
+
+    def record_load(self, nbytes: int, seconds: float) -> None:
+        """Take a load."""
+        if nbytes >= 1 << 20 and seconds > 0:
+            self.bytes_per_s = exp(log(self.bytes_per_s) * (1 - LOAD_WEIGHT) + LOAD_WEIGHT * log(nbytes / seconds))
+
+    def record_run(self, ratio: float) -> None:
+        """Take a run beside a load; ratio: its time over what was expected."""
+        self.factor = exp(log(self.factor) * (1 - LOAD_WEIGHT) + LOAD_WEIGHT * log(min(max(ratio, 1.0), 10.0)))
+
+
+class Moves:
+    """Asks the rule about each group's plan."""
+
+    def __init__(self, groups: PlanGroups, fleet: Fleet) -> None:
+        self._groups, self._fleet = groups, fleet
+
+    def judge(self, group: PlanGroup, now: float, *, forced: bool = False, only: Plan | None = None) -> Verdict:
+        """Return what the rule says of the plans that a group knows.
+
+        forced: the active plan is no choice. only: of the others, this one alone.
+        """
+        record = None if forced or group.has_suspect_replica else group.plans.active
+        beliefs = self._beliefs(group, now)
+        known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
+        if only is not None:
+            known = [k for k in known if k.candidate.plan == only]
+        active, ours = None, []
+        if record is not None and self._is_there(record.decision.chosen.plan, beliefs):
+            priced = Priced(record.decision.chosen, record.decision.cluster)
+            seen = outlook(priced, beliefs)
+            ours = [(priced, seen)]
+            group.expect(record, seen)
+            active = self._option(group, priced, seen, beliefs, (), now)
+            known = [k for k in known if not is_same_division(record.plan, k.candidate.plan)]
+        used = () if active is None else active.plan.devices
+        views = [outlook(k, beliefs) for k in known]
+        options = [self._option(group, k, view, beliefs, used, now) for k, view in zip(known, views, strict=True)]
+        group.may_gain = _may_gain([*ours, *zip(known, views, strict=True)], beliefs.cluster) if ours else inf
+        verdict = decide(self._situation(group, active, options, now))
+        group.judged_s, group.is_fresh, group.verdict = now, False, verdict
+        return verdict
+
+    def is_due(self, group: PlanGroup, now: float) -> bool:
+        """Return whether the active plan is to be judged: now and then, and after a change at once."""
+        if group.active is None or group.plans.in_transition() or group.has_suspect_replica:
+            return False
+        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= JUDGED_S
+
+    def _situation(self, group: PlanGroup, active: Option | None, options: Sequence[Option], now: float) -> Situation:
+        pins = group.plans.pins
+        free = pins.strategy is None and pins.objective == "latency"
+        tried = frozenset(key for key, at in group.tried.items() if now - at < TRIED_S)
+        return Situation(
+            active,
+            options,
+            group.pace.period_s(now),
+            self.busy(now),
+            self._groups.loads.factor,
+            may_try=free and not self._is_trying(group),
+            tried=tried,
+            is_unclear=self._fleet.estimates.is_unclear(group.active_devices),
+        )
+
+    def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
+        """Return whether a device should load so many bytes of weights ahead of the loss of the one that serves."""
+        load_s = nbytes / min(self._fleet.estimates.link(device).down_bytes_per_s, self._groups.loads.bytes_per_s)
+        lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)
+        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now), load_factor=self._groups.loads.factor)
+
+    def busy(self, now: float) -> float:
+        """Return the part of the time in which requests of any model run."""
+        return min(sum(min(group.run_s / group.pace.period_s(now), 1.0) for group in self._groups), 1.0)
+
+    @staticmethod
+    def _is_trying(group: PlanGroup) -> bool:
+        record = group.plans.active
+        return record is not None and record.run_count < TRIAL_RUNS and group.methods.sd(record.plan) > KNOWN_SD
+
+    @staticmethod
+    def _is_there(plan: Plan, beliefs: Beliefs) -> bool:
+        return set(plan.devices) <= beliefs.cluster.devices.keys()
+
+    def _beliefs(self, group: PlanGroup, now: float) -> Beliefs:
+        cluster, estimates = self._fleet.cluster({}), self._fleet.estimates
+        names = tuple(cluster.devices)
+        change = estimates.youngest_change(names, now)
+        before = None if change is None else change.before
+        return Beliefs(cluster, estimates.draws(names, now), before, group.methods.factor, group.methods.sd)
+
+    def _option(
+        self, group: PlanGroup, priced: Priced, seen: Outlook, beliefs: Beliefs, used: Iterable[str], now: float
+    ) -> Option:
+        candidate = priced.candidate
+        change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
+        rates = {
+            d: min(beliefs.cluster.links[d].down_bytes_per_s, self._groups.loads.bytes_per_s)
+            for d in candidate.plan.devices
+        }
+        option = Option(
+            candidate,
+            seen.cost,
+            seen.seconds,
+            group.methods.sd(candidate.plan),
+            load_bytes=sum(candidate.load_bytes.values()),
+            load_s=load_seconds(candidate.load_bytes, rates),
+            beside=candidate.fits_beside,
+        )
+        if seen.before is None:
+            return option
+        remaining_s = option.remaining_s if change is None else change.remaining_s
+        return replace(option, before=seen.before, remaining_s=remaining_s)
+
+
+def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
+    """Return what part of its time a plan that is not known yet may take less than the active one, the first known.
+
+    It may be one of those, with work moved off what has become slow. Or it may be any, where the site is not the one of
+    the active plan's price: its time, or a device that it leaves out, has moved away from what all devices did; or a
+    link carries so much more or less that its surface says little.
+    """
+    if not known or known[0][1].now_s <= 0:
+        return inf
+    (priced, active), plan = known[0], known[0][0].candidate.plan
+    then = priced.cluster.devices
+    slower = {d: log(p.slowdown / then[d].slowdown) for d, p in now.devices.items() if d in then}
+    usual = median_low(slower.values())
+    links = factors_of(plan, priced.cluster, now, NO_DRAWS).link.values()
+    if any(abs(log(float(factor.mean()))) > log(ANOTHER_LINK) for factor in links):
+        return inf
+    moved = abs(log(active.now_s / priced.candidate.price.seconds) - usual)
+    faster = max((usual - off for d, off in slower.items() if d not in plan.devices), default=0.0)
+    if max(moved, faster) > log(ANOTHER_SITE):
+        return inf
+    return 1 - min(seen.even_s for _, seen in known) / active.mean_s

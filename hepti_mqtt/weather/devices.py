@@ -1,0 +1,164 @@
+"""A device as its planner knows it: what it says of itself, what it holds, and how it loads what a plan needs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt import __version__
+from hepti_mqtt.cost.memory import matrices, weights_bytes
+from hepti_mqtt.cost.profiles import DeviceProfile
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import programs_digest, resident_weights
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.messages import Caps, Endpoint, PeerStats
+from hepti_mqtt.spec import Spec
+
+PREPARE_S: Final = 0.6  # Programs, subscriptions and words of a plan whose weights are there
+
+
+class LoadCost(NamedTuple):
+    """What loading costs a device: bytes per second of a processor as measured, and how much slower its ops are."""
+
+    bytes_per_s: float = 35e6
+    slower: float = 2.0
+
+
+MEASURED_LOAD: Final = LoadCost()
+
+
+@dataclass(slots=True)
+class _Load:
+    """A plan on its way: what is missing of its weights, and when everything else is ready."""
+
+    prepare: messages.Prepare
+    plan: Plan
+    spec: Spec
+    refs: tuple[WeightRef, ...]
+    missing_bytes: float = -1.0
+    total_bytes: int = 0
+    ready_s: float = 0.0
+
+
+@dataclass(slots=True)
+class SimulatedDevice:
+    """One device. Loads run one after the other; weights stay until their memory is needed.
+
+    plans: that are ready here. held: weight ranges with their bytes, last used last. loaded_bytes: in all. resident:
+    all weights are here, whatever a plan needs. timed: bytes and microseconds of exchanges, by peer.
+    """
+
+    name: str
+    profile: DeviceProfile
+    boot: int = 1
+    seq: int = 0
+    up: bool = True
+    plans: dict[PlanVersion, Plan] = field(default_factory=dict)
+    held: OrderedDict[WeightRef, int] = field(default_factory=OrderedDict)
+    loads: deque[_Load] = field(default_factory=deque)
+    loaded_bytes: float = 0.0
+    resident: bool = False
+    timed: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether weights are on their way."""
+        return bool(self.loads) and self.loads[0].missing_bytes > 0
+
+    def caps(self, endpoint: Endpoint | None) -> Caps:
+        """Return what it has measured of itself."""
+        p = self.profile
+        curves: dict[str, Any] = {
+            "linear": [{"k": c.k, "n": c.n, "points": [*map(list, c.points)], "storage": c.storage} for c in p.linear],
+            "attention_flops_per_s": p.attention_flops_per_s,
+            "rowwise_bytes_per_s": p.rowwise_bytes_per_s,
+            "op_overhead_s": p.op_overhead_s,
+            "frame_s": p.frame_s,
+            "copy_bytes_per_s": p.copy_bytes_per_s,
+            "mesh_frame_s": p.mesh_frame_s,
+            "mesh_copy_bytes_per_s": p.mesh_copy_bytes_per_s,
+        }
+        memory = int(min(p.memory_bytes, 1 << 50))
+        return Caps(self.name, self.boot, 4, 4, memory, 0, "plain", __version__, curves, 0, 4, endpoint)
+
+    def restart(self) -> None:
+        """Lose everything but what is on the disk, and start under a new boot counter."""
+        self.boot += 1
+        self.plans.clear()
+        self.held.clear()
+        self.loads.clear()
+        self.timed.clear()
+
+    @property
+    def edges(self) -> dict[str, PeerStats]:
+        """Return what has come from peers since the boot."""
+        return {peer: PeerStats(0, nbytes, 0, 0, 0, 0, 0, 1, nbytes, us) for peer, (nbytes, us) in self.timed.items()}
+
+    def receive(self, source: str, nbytes: float, bytes_per_s: float) -> None:
+        """Take what has come from a peer in a run, and note how long it took where nothing else was to do."""
+        known, us = self.timed.get(source, (0, 0))
+        self.timed[source] = known + int(nbytes), us + int(1e6 * nbytes / bytes_per_s)
+
+    def take(self, message: messages.Message, spec: Spec) -> list[messages.Message]:
+        """Take a planner's message; return the answers that need no time."""
+        if isinstance(message, messages.Release):
+            self.plans.pop(message.plan_version, None)
+            kept = [load for load in self.loads if load.plan.version != message.plan_version]
+            self.loads = deque(kept)
+        elif isinstance(message, messages.ReleaseAll):
+            self.plans.clear()
+            self.loads.clear()
+        elif isinstance(message, messages.Prepare):
+            plan = Plan.from_dict(message.plan)
+            if plan.version in self.plans:
+                return [self._ready(message.transaction_id, plan, spec)]
+            known = next((load for load in self.loads if load.plan.version == plan.version), None)
+            if known is None:
+                self.loads.append(_Load(message, plan, spec, resident_weights(spec, plan, self.name)))
+            else:
+                known.prepare = message
+        return []
+
+    def advance(
+        self, now: float, seconds: float, slowdown: float, link: float, cost: LoadCost
+    ) -> list[messages.Message]:
+        """Go on loading for some seconds, at a link's rate and a processor's; return what there is to say."""
+        if not self.loads:
+            return []
+        load = self.loads[0]
+        if load.missing_bytes < 0:
+            load.missing_bytes = load.total_bytes = 0 if self.resident else weights_bytes(load.refs, self.held)
+            self.loaded_bytes += load.total_bytes
+            load.ready_s = now + PREPARE_S * slowdown
+        was, step = load.missing_bytes, seconds * min(link, cost.bytes_per_s / max(slowdown, 0.3))
+        load.missing_bytes = max(was - step, 0.0)
+        if was > 0:
+            load.ready_s = now + PREPARE_S * slowdown
+            return [self._progress(load)]
+        if now < load.ready_s:
+            return []
+        self.loads.popleft()
+        self.plans[load.plan.version] = load.plan
+        self._hold(load.refs)
+        return [self._ready(load.prepare.transaction_id, load.plan, load.spec)]
+
+    def _hold(self, refs: tuple[WeightRef, ...]) -> None:
+        needed = dict.fromkeys(matrices(refs, self.held).values())
+        for matrix in needed:
+            self.held[matrix] = self.held.get(matrix) or weights_bytes([matrix])
+            self.held.move_to_end(matrix)
+        total = sum(self.held.values())
+        while total > max(self.profile.memory_bytes, sum(self.held[matrix] for matrix in needed)):
+            total -= self.held.popitem(last=False)[1]
+
+    def _progress(self, load: _Load) -> messages.PrepareProgress:
+        done = int(load.total_bytes - load.missing_bytes)
+        plan = load.plan
+        return messages.PrepareProgress(load.prepare.transaction_id, plan.model, plan.version, done, load.total_bytes)
+
+    def _ready(self, transaction_id: int, plan: Plan, spec: Spec) -> messages.Ready:
+        nbytes = sum(self.held.values())
+        return messages.Ready(transaction_id, plan.model, plan.version, nbytes, programs_digest(spec, plan))

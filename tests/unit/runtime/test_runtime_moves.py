@@ -1,0 +1,39 @@
+"""What the rule is told of requests and loads."""
+
+from __future__ import annotations
+
+import pytest
+
+from hepti_mqtt.runtime.coordinator.moves import IN_USE_S, LOAD_BYTES_PER_S, LOAD_FACTOR, LoadPace, RequestPace
+
+
+def test_a_model_is_asked_as_often_as_it_was_or_less_often_since() -> None:
+    pace = RequestPace()
+    assert pace.period_s(5.0) == IN_USE_S, "nobody has asked"
+    for number in range(60):
+        pace.record_request(2.0 * number)
+    assert pace.period_s(118.0) == pytest.approx(2.0, rel=0.1)
+    assert pace.is_in_use(140.0)
+    assert pace.period_s(140.0) == pytest.approx(22.0)
+    assert pace.period_s(1e6) == IN_USE_S
+    assert not pace.is_in_use(1e6)
+
+
+def test_requests_that_come_at_once_have_a_period_all_the_same() -> None:
+    pace = RequestPace()
+    for _ in range(100):
+        pace.record_request(1.0)
+    assert 0 < pace.period_s(1.0) < 0.1
+
+
+def test_what_loads_take_is_learned_from_loads() -> None:
+    loads = LoadPace()
+    for _ in range(20):
+        loads.record_load(80 << 20, 10.0)
+        loads.record_run(1.1)
+    assert loads.bytes_per_s == pytest.approx(8 * (1 << 20), rel=0.05)
+    assert loads.factor == pytest.approx(1.1, rel=0.05)
+    nothing = LoadPace()
+    nothing.record_load(10, 5.0)
+    nothing.record_load(1 << 30, 0.0)
+    assert (nothing.bytes_per_s, nothing.factor) == (LOAD_BYTES_PER_S, LOAD_FACTOR)
