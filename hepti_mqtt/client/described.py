@@ -107,7 +107,8 @@ def random_input(spec: Spec, count: int, seed: int, photographs: bool = False) -
     if isinstance(reads, TextInput):
         if count > reads.longest:
             raise RequestError(f"{count} tokens are more than the {reads.longest} that the model reads")
-        return {"ids": rng.integers(0, reads.vocab, count).tolist()}
+        # The middle of a vocabulary: separators, masks and padding stand at its ends.
+        return {"ids": rng.integers(reads.vocab // 4, 3 * reads.vocab // 4, count).tolist()}
     assert isinstance(reads, ImageInput)
     file = _photograph if photographs else _noise
     pictures = [base64.b64encode(file(rng, reads.size)).decode() for _ in range(count)]

@@ -22,7 +22,7 @@ from hepti_mqtt.transport import BrokerUrl
 
 ROOT = Path(__file__).parents[2]
 USERS = {"a": "device", "b": "device", "c": "device", "alice": "client", "hall": "viewer"}
-NOT_AT_A_BROKER = {"simulate", "model", "bench", "lab", "site", "broker"}
+NOT_AT_A_BROKER = {"completion", "simulate", "model", "bench", "lab", "site", "broker"}
 
 
 @pytest.fixture(scope="module")

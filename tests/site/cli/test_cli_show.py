@@ -113,13 +113,18 @@ BEAT = {
 }  # fmt: skip
 
 
+CAPS = {
+    "cores": 1, "threads": 1, "memory_budget_bytes": 1 << 30, "rss_idle_bytes": 0, "largest_packet_bytes": 0,
+}  # fmt: skip
+
+
 def listed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     unused: dict[str, str] | None = None,
     **said: object,
 ) -> str:
-    device = {"device": "a", "status": "online", "boot": 1, "threads": 1, "memory_budget_bytes": 1 << 30}
+    device = {"device": "a", "status": "online", "boot": 1, **CAPS}
     found = Found([{**device, "heartbeat": None, **said}], unused)
     monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: found)
     assert main(["devices", "--broker", "mqtt://nowhere"]) == 0
@@ -175,7 +180,7 @@ def test_a_plan_of_another_version_is_told_so(other: dict) -> None:
 
 def explained(monkeypatch: pytest.MonkeyPatch, **others: object) -> int:
     """Run `hepti plan --explain` where device a is as it should be, and b says what `others` says."""
-    said = {"status": "online", "boot": 1, "curves": CURVES, "memory_budget_bytes": 1 << 30, "heartbeat": BEAT}
+    said = {"status": "online", "boot": 1, "curves": CURVES, **CAPS, "heartbeat": BEAT}
     plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", predicted_tokens=8)
     record = {"active": plan.to_dict(), "error": None, "spec": spec_of_kind("tiny-bert").to_dict()}
     found = Found([{"device": "a", **said}, {"device": "b", **said, **others}], record=record)

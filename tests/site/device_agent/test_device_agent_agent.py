@@ -19,6 +19,7 @@ from device_agent.machine import core_capacities, free_memory, usable_cores
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import StopRequested, StopSignals
 from hepti_mqtt.errors import BadNameError, ConfigError, NetworkError
+from hepti_mqtt.ids import Start
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.transport import BrokerUrl
 
@@ -175,7 +176,7 @@ class Told:
         self.said, self.now = [], 0.0
 
     def starting(self):
-        return StartupStatus(self.said.append, 7, logging.getLogger("test.starting"), lambda: self.now)
+        return StartupStatus(self.said.append, Start(1, 7), logging.getLogger("test.starting"), lambda: self.now)
 
 
 def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
@@ -187,9 +188,9 @@ def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
         while len(told.said) < known + 3:
             pass
         starting.update("measuring")
-    assert told.said[0] == Status("starting", 7, version=__version__)
-    assert Status("starting", 7, "compiling kernels", 3, 23, version=__version__) in told.said[known:]
-    assert told.said[-1] == Status("starting", 7, "measuring", version=__version__)
+    assert told.said[0] == Status("starting", 7, version=__version__, term=1)
+    assert Status("starting", 7, "compiling kernels", 3, 23, version=__version__, term=1) in told.said[known:]
+    assert told.said[-1] == Status("starting", 7, "measuring", version=__version__, term=1)
 
 
 def test_the_log_has_a_line_for_each_stage_and_some_of_its_steps(caplog):
@@ -206,7 +207,7 @@ def test_a_broker_that_is_gone_stops_nothing():
     def publish(status):
         raise NetworkError("gone")
 
-    with StartupStatus(publish, 7, logging.getLogger("test.starting")) as starting:
+    with StartupStatus(publish, Start(1, 7), logging.getLogger("test.starting")) as starting:
         starting.update("measuring")
 
 

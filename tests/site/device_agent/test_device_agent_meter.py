@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -238,7 +239,8 @@ class Device:
         return self.planes[plane]
 
     def beats(self):
-        return [messages.decode_heartbeat(p) for _, p, _, _ in self.planes["control"].published]
+        beats = [messages.decode_heartbeat(p) for _, p, _, _ in self.planes["control"].published]
+        return [replace(beat, clock_s=0.0) for beat in beats]
 
     def probes(self):
         return [frames.decode(p) for _, p, _, _ in self.planes["data"].published]

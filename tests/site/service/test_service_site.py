@@ -270,7 +270,7 @@ def test_requests_that_wait_run_on_all_replicas(site: Site, ready: Hepti) -> Non
 def test_a_batch_larger_than_one_run_is_cut_and_comes_back_whole(site: Site, ready: Hepti) -> None:
     limit = ready.plan("tiny")["spec"]["max_tokens"]
     rng = np.random.default_rng(5)
-    request = {"ids": [rng.integers(0, 50, n).tolist() for n in (limit - 3, 5, limit, 2, 2, 7)]}
+    request = {"ids": [rng.integers(5, 50, n).tolist() for n in (limit - 3, 5, limit, 2, 2, 7)]}
     answer = foretold(lambda: ready.infer("tiny", **request, strategy="auto", report=True, timeout_s=PATIENCE_S))
     _, output = expected(site, "tiny", **request)
     np.testing.assert_allclose(answer.embeddings, output, atol=TOLERANCE)
@@ -339,7 +339,7 @@ def test_a_second_planner_ends_at_once(site: Site, ready: Hepti) -> None:
 
 def _many(hepti: Hepti, count: int, **pins: object) -> list[tuple[list[int], Future[Answer]]]:
     rng = np.random.default_rng(count)
-    batch = [rng.integers(0, 50, 12).tolist() for _ in range(count)]
+    batch = [rng.integers(5, 50, 12).tolist() for _ in range(count)]
     return [(ids, hepti.submit("tiny", ids=ids, **pins)) for ids in batch]
 
 

@@ -270,7 +270,7 @@ class Slow:
         self.now, self.states = 1000.0, []
         monkeypatch.setattr("paho.mqtt.client.time_func", lambda: self.now)
         monkeypatch.setattr("hepti_mqtt.transport.control.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("paho.mqtt.client.socket.create_connection", lambda *_, **__: here)
+        monkeypatch.setattr("hepti_mqtt.transport.control.connect_any", lambda *_: here)
         url = BrokerUrl.parse("mqtt://b")
         self.transport = PahoTransport(
             url, "a", on_message=lambda *_: None, on_state=self.states.append, protocol=4, clean=False

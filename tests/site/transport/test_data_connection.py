@@ -159,7 +159,7 @@ def open_link(request, monkeypatch):
         here, there = socket.socketpair()
     now = [0.0]
     monkeypatch.setattr("hepti_mqtt.transport.data_connection.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("hepti_mqtt.transport.data_connection.socket.create_connection", lambda *_: here)
+    monkeypatch.setattr("hepti_mqtt.transport.data_connection.connect_any", lambda *_: here)
     monkeypatch.setattr("hepti_mqtt.transport.data_connection.tune_receiver", lambda sock: sock.setblocking(False))
     monkeypatch.setattr("hepti_mqtt.transport.data_connection.tune_sender", lambda sock: None)
     wake = _Wake()
