@@ -220,7 +220,7 @@ def test_text_in_right_answer_out(site: Site, ready: Hepti) -> None:
 def test_requests_that_wait_run_together_and_each_has_its_own_answer(
     site: Site, user: User, pins: dict[str, object]
 ) -> None:
-    asked = {f"together-{len(pins)}-{i}": [3 + (i * 7 + j) % 40 for j in range(1 + i % 9)] for i in range(40)}
+    asked = {f"together-{len(pins)}-{i}": [5 + (i * 7 + j) % 40 for j in range(1 + i % 9)] for i in range(40)}
     bad = f"together-{len(pins)}-bad"
     for i, (name, ids) in enumerate(asked.items()):
         user.send("tiny", {"id": name, "ids": ids, **pins})
@@ -244,7 +244,7 @@ def test_requests_that_wait_run_together_and_each_has_its_own_answer(
 def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
     site: Site, ready: Hepti, strategy: str, options: dict[str, str]
 ) -> None:
-    request = {"ids": [[5, 6, 7, 8, 9, 10, 11], [3, 4, 5]]}
+    request = {"ids": [[5, 6, 7, 8, 9, 10, 11], [8, 9, 5]]}
     devices = ["a"] if strategy == "single" else ["a", "b"]
     pins = {"strategy": strategy, "options": options, "devices": devices}
     hidden, _ = expected(site, "tiny", **request)
@@ -259,7 +259,7 @@ def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
 def test_requests_that_wait_run_on_all_replicas(site: Site, ready: Hepti) -> None:
     pins = {"strategy": "replicas", "options": {}, "devices": ["a", "b"]}
     ready.infer("tiny", ids=[1, 2], **pins, timeout_s=PATIENCE_S)  # the plan is up
-    asked = [[n + 1, n + 2, n + 3] for n in range(12)]
+    asked = [[n + 5, n + 6, n + 7] for n in range(12)]
     answers = [f.result(PATIENCE_S) for f in [ready.submit("tiny", ids=ids, **pins) for ids in asked]]
     for ids, answer in zip(asked, answers, strict=True):
         np.testing.assert_allclose(answer.embedding, expected(site, "tiny", ids=ids)[1][0], atol=TOLERANCE)
