@@ -22,7 +22,7 @@ from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.config.options import variant_options
-from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, PlanError, UnknownModelError
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, PlanError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
 
@@ -66,13 +66,14 @@ def infer(args: argparse.Namespace) -> int:
 def _wait_for_plan(hepti: Hepti, args: argparse.Namespace, patient: bool) -> Mapping[str, Any]:
     """Return the record of the model's plans when one is active.
 
-    patient: wait for a planner, a model and a plan until the time is over, and say what for; else fail fast.
+    patient: wait for a planner and a plan until the time is over, and say what for; else fail fast. A planner that is
+    online has said all the models that it serves.
     """
     until, progress = time.monotonic() + args.timeout, output.ProgressLines()
     while True:
         try:
             return _current_record(hepti, args, max(until - time.monotonic(), 0.1))
-        except (NetworkError, UnknownModelError, PlanError) as error:
+        except (NetworkError, PlanError) as error:
             if not patient or (left := until - time.monotonic()) <= 0:
                 raise
             progress.print("waiting", f"waiting, for at most {left:.0f} s more: {error}")

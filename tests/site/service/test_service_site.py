@@ -371,7 +371,7 @@ def test_requests_outlive_the_planner(site: Site, ready: Hepti) -> None:
 @needs_mosquitto
 def test_a_request_of_plain_mqtt_outlives_the_planner_that_has_it(site: Site, ready: Hepti, user: User) -> None:
     _, first = user.ask("tiny", {"ids": [1, 2, 3], "id": "before"})
-    bodies = {f"under-way-{n}": [n + 1, n + 2, n + 3] for n in range(20)}
+    bodies = {f"under-way-{n}": [n + 5, n + 6, n + 7] for n in range(20)}
     for name, ids in bodies.items():
         user.send("tiny", {"ids": ids, "id": name})
     user.send("tiny", {"ids": [7, 7]})
