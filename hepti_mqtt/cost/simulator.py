@@ -879,7 +879,7 @@ def simulate(
 
 
 def _divide_time(played: Simulation, spans: Iterable[Span], since: float, until: float, times: int) -> None:
-    """Add to the use of devices, so many times, what was frames in a part of the time, and what each did alone."""
+    """Add a part of the time, `times` over, to the use of devices: what was frames, and what each did alone."""
     edges: list[tuple[float, bool, str]] = []
     for span in spans:
         start, stop = max(span.start, since), min(span.stop, until)

@@ -348,7 +348,7 @@ SHARED_LINK: Final = 0.2  # weight of a probe beside exchanges that says less: i
 LOADED_LINK: Final = 0.3  # of one beside loads that says more
 LEAST_TIMED_BYTES: Final = 1 << 15  # of exchanges whose rate says something ...
 LEAST_TIMED_US: Final = 2000  # ... and their time
-SHARING: Final = 2.0  # links that exchanges share carry each of them at least at a rate that is so many times less
+SHARING: Final = 2.0  # links that exchanges share carry each of them at most by this factor more slowly
 REBASED: Final = 4  # exchanges of a plan that say how it shares links
 LIE: Final = log(1.5)  # a meter or a probe that is further off is named
 # Logarithms by which a mean must have moved, and two standard deviations, before another plan may be better.
@@ -429,7 +429,7 @@ class SiteEstimates:
         device.kind, device.assumed, self._read = kind, assumed, None
 
     def forget_device(self, name: str) -> None:
-        """Forget a device: it has started anew, or its place is needed."""
+        """Forget a device: it has started again, or its place is needed."""
         self._devices.pop(name, None)
         for found in [found for found in self._quantities if name in found[1]]:
             del self._quantities[found]

@@ -150,22 +150,15 @@ def hepti(program, directory, *arguments):
 def test_what_comes_with_hepti_is_found_without_a_checkout(installed, tmp_path):
     where = hepti(installed, tmp_path, "simulate", "bert-base", "--devices-file", "four-pi4", "--json")
     assert json.loads(where)
-    assert "strategies-once" in hepti(installed, tmp_path, "bench", "--list")
-    python = installed.parent / "python"
     code = (
-        "import hepti_mqtt; from hepti_mqtt.config import examples; print(hepti_mqtt.__file__);"
-        "print(*(name for kind in ('experiments', 'lab', 'sites') for name in examples.names(kind)));"
-        "print(*sorted(path.name for path in (examples.FOLDER / 'systemd').iterdir()))"
+        "import hepti_mqtt; from pathlib import Path; place = Path(hepti_mqtt.__file__).parent; print(place);"
+        "print(*(path.stem for path in sorted((place / 'configs' / 'sites').glob('*.yaml'))));"
+        "print(*sorted(path.name for path in (place / 'configs' / 'systemd').iterdir()))"
     )
     place, names, units = subprocess.run(
-        [str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+        [str(installed.parent / "python"), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert Path(place).is_relative_to(installed.parents[1])
-    expected = [
-        path.stem
-        for kind in ("experiments", "lab", "sites")
-        for path in sorted((ROOT / "configs" / kind).glob("*.yaml"))
-    ]
-    assert names.split() == expected
+    assert names.split() == [path.stem for path in sorted((ROOT / "configs" / "sites").glob("*.yaml"))]
     assert units.split() == ["hepti-agent.service", "hepti-planner.service"]
     assert not list(tmp_path.iterdir())

@@ -13,6 +13,8 @@ from kernels_support import ALONE, runnable
 from hepti_mqtt.kernels.cpu import OVERRIDE
 from hepti_mqtt.kernels.jit import JIT
 
+KERNELS = Path(__file__).parents[2] / "unit" / "kernels"
+
 # The test files that run again, and the modules whose kernels they need.
 AGAIN = {
     "test_kernels_gemm_linear.py": "linear gemv threads",
@@ -29,7 +31,7 @@ AGAIN = {
 @pytest.mark.parametrize("file", AGAIN)
 @pytest.mark.parametrize("name", runnable())
 def test_the_kernels_with_every_instruction_set_of_this_machine(name, file):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(KERNELS / file)]
     environment = {**os.environ, OVERRIDE: name, ALONE: AGAIN[file]}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -125,7 +125,7 @@ def test_the_kernels_give_the_same_as_plain_python():
         "no:cacheprovider",
         "tests/unit/kernels",
         "-m",
-        "not wide",
+        "not nightly",
         "-k",
         "not threads and not bits and not more_keys and not any_split and not every_number_of_rows",
         NUMBA_DISABLE_JIT="1",
