@@ -72,6 +72,13 @@ def test_bytes_that_nobody_loads_come_before_some() -> None:
     assert decide(situation(option(1.0), replace(heavy, load_s=400.0))).move is None
 
 
+def test_a_plan_that_has_loaded_is_there_for_nothing_when_a_change_ends() -> None:
+    loaded = {"load_s": 5.0, "load_bytes": 1 << 20}
+    passing = {"before": 1.0, "remaining_s": 30.0}
+    verdict = decide(situation(option(1.0, **loaded, **passing), option(0.9, "block", **loaded, **passing)))
+    assert len(verdict.considered) == 1
+
+
 def test_a_gain_that_ends_before_it_pays_is_left() -> None:
     better = option(0.8, "block", load_s=5.0)
     assert decide(situation(option(1.0), better)).move is not None
