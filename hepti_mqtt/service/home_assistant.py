@@ -25,6 +25,7 @@ from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, State
 
 STATE_S: Final = 10.0  # between two states of a device: a heartbeat a second would fill Home Assistant's history
+TICK_S: Final = 1.0  # between two looks at rates: payloads are made for each
 SETTLE_S: Final = 2.0  # in which retained messages come after a connection
 LONGEST_STATE: Final = 255  # characters of a state; a longer one becomes unknown there
 MINUTE_S: Final = 60.0
@@ -178,6 +179,7 @@ class HomeAssistantSession:
         self._retained: dict[str, bytes] = {}  # what we have published
         self._foreign: set[str] = set()  # configs of this site that the broker had
         self._settled_s = inf
+        self._ticked_s = -inf
         self._error = ""
 
     def filters(self) -> list[tuple[str, int]]:
@@ -252,7 +254,10 @@ class HomeAssistantSession:
         return self._publish_model(model, now)
 
     def tick(self, now: float) -> list[Publish]:
-        """Clear what is gone, once retained messages have come; let rates fall."""
+        """Clear what is gone, once retained messages have come; let rates fall, once a second."""
+        if now - self._ticked_s < TICK_S:
+            return []
+        self._ticked_s = now
         out = [p for name in self._models for p in self._publish_model(name, now)]
         if now >= self._settled_s:
             self._settled_s = inf
