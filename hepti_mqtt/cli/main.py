@@ -56,7 +56,7 @@ def _examples(command: str) -> str | None:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what every command takes, before its name or behind it."""
+    """Add what every command takes, before its name or after it."""
     add_site_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more on stderr")

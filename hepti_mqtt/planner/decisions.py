@@ -172,7 +172,7 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
     requests, later = _requests(situation, option)
     cost_s = _cost_s(situation, active, option, unit_s)
     gain, better = float(gains.mean()) / max(typical, 1e-12), float((gains > 0).mean())
-    # When the youngest change ends the better one stays: of this plan and those that could be had for nothing then.
+    # When the youngest change ends the better one stays: of this plan and those that need no load then.
     free = [active.before, *(o.before for o in situation.options if not o.load_bytes)]
     later_s = later * max((1 - LEAST_GAIN) * min(free) - option.before, 0.0) * unit_s if later else 0.0
     value_s = requests * float(gains.mean()) * unit_s + later_s - TWICE * cost_s

@@ -38,7 +38,7 @@ class NameHolder:
         self._until_s = self._lost_until_s = -inf
 
     def handle_loss(self, now: float) -> None:
-        """Take it that our connection was lost: a broker ends one when another process connects under its name."""
+        """Record that our connection was lost: a broker ends one when another process connects under its name."""
         self._lost_until_s = now + INSIST_S
 
     def handle(self, status: Status, now: float) -> Verdict:

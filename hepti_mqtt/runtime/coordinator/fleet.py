@@ -689,7 +689,7 @@ class BrokerWatch:
         self._silent = False
 
     def look(self, heard_s: float, now: float) -> Literal["ask", "away", "back"] | None:
-        """Return what to do: ask the broker for a sign of life, or take it that it is away, or back again."""
+        """Return what to do: ask the broker for a sign of life, or treat it as away, or as back."""
         if now - heard_s < QUIET_S:
             was, self._asked_s, self._silent = self._silent, inf, False
             return "back" if was else None

@@ -1,4 +1,4 @@
-"""When the plan of a group is judged by the rule, and what the rule is told of requests and loads."""
+"""When the plan of a group is judged by the rule, and what the rule knows of requests and loads."""
 
 from __future__ import annotations
 
