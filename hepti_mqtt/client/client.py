@@ -264,6 +264,7 @@ class Hepti:
         wait_s = ANSWER_S if timeout_s is None else timeout_s
         until = time.monotonic() + wait_s
         while True:
+            beside_a_plan = self._has_plan(model)  # before it is sent: a plan made between error and look is no reason
             future = self.submit(model, **request)
             try:
                 return future.result(max(until - time.monotonic(), 0.0))
@@ -272,17 +273,14 @@ class Hepti:
                 raise self._timeout_error(wait_s) from None
             except PlanError:
                 waits = timeout_s is not None if wait_for_plan is None else wait_for_plan
-                if not waits or not self._gets_plan(model, until):
+                if not waits or beside_a_plan:
+                    raise
+                if not self._wait_until(lambda: self._has_plan(model), until - time.monotonic()):
                     raise
 
-    def _gets_plan(self, model: str, until: float) -> bool:
-        """Return whether a model that has no plan at all gets one; until: by `time.monotonic`."""
-
-        def has_plan() -> bool:
-            record = self._session.record(model)
-            return record is not None and record["active"] is not None
-
-        return not self._wait_until(has_plan, 0.0) and self._wait_until(has_plan, until - time.monotonic())
+    def _has_plan(self, model: str) -> bool:
+        record = self._session.record(model)
+        return record is not None and record["active"] is not None
 
     def generate(
         self, model: str, *, max_new_tokens: int, timeout_s: float = 60.0, **request: Any
