@@ -66,6 +66,13 @@ class Decision:
         return next((p for p in self.chosen.price.simulated if p.simulation.devices.keys() == devices), None)
 
 
+class Recalled(NamedTuple):
+    """The plan of an earlier planner, and the bytes that it needs by device; it has been priced then."""
+
+    plan: Plan
+    needs: Mapping[str, int]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What methods that solve for shares know of devices beside their speed.
 

@@ -28,7 +28,10 @@ from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WeightDtype, WireDtype
 from hepti_mqtt.planner import (
+    Question,
+    Recalled,
     decide_hurried,
+    decide_recalled,
     decide_within_accuracy,
     price_plans,
     simulate_plan,
@@ -149,6 +152,8 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
             return Solved(command.model, command.ticket, None, error=error)
         except Exception as error:
             return _search_failed(command, error)
+    if command.recalled is not None:
+        return _recall(command, replace(question, errors={} if accuracy is None else accuracy.wire), command.recalled)
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
             return Solved(command.model, command.ticket, decide_hurried(question), hurried=True)
@@ -167,6 +172,14 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
     except Exception as error:
         return _search_failed(command, error)
     return Solved(command.model, command.ticket, decision, active)
+
+
+def _recall(command: Solve, question: Question, recalled: Recalled) -> Solved:
+    """Return the plan of an earlier planner, or why it cannot be had; its record may say anything."""
+    try:
+        return Solved(command.model, command.ticket, decide_recalled(question, recalled), recalled=True)
+    except Exception as error:
+        return Solved(command.model, command.ticket, None, error=PlanError(repr(error)), recalled=True)
 
 
 def _search_failed(command: Solve, error: Exception) -> Solved:

@@ -97,9 +97,10 @@ class Site:
         decider: Callable[[Question], Decision] = decide,
         pricer: Callable[[Question, Plan], Candidate] = simulate_plan,
         secret: bytes | None = None,
+        recalls: bool = False,
     ) -> None:
         served = tuple(ServedModel(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
-        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret)
+        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret, recalls=recalls)
         self.now = 0.0
         self.searches, self.decider, self.pricer = searches, decider, pricer
         self.boots: dict[str, int] = {}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
@@ -167,24 +167,11 @@ class PlanSnapshot:
 # When two plans divide a model in the same way.
 
 
-_VARYING: Final[dict[str, Any]] = {
-    "version": PlanVersion(0, 0),
-    "shares": {},
-    "predicted_s": 0.0,
-    "predicted_bytes": 0,
-    "predicted_tokens": 0,
-    "wire_error": None,
-    "weight_error": None,
-    "reason": "",
-    "replicas": (),
-}
-
-
 def is_same_division(a: Plan, b: Plan) -> bool:
     """Return whether two plans divide the work alike; weights may differ by rounding."""
     if len(a.replicas) != len(b.replicas) or not all(map(is_same_division, a.replicas, b.replicas)):
         return False
-    if replace(a, **_VARYING) != replace(b, **_VARYING):
+    if replace(a.division, shares={}, replicas=()) != replace(b.division, shares={}, replicas=()):
         return False
     for kind, weights in a.shares.items():
         whole_a, whole_b = sum(weights), sum(b.shares[kind])
@@ -262,6 +249,11 @@ class PlanRecord:
     def needed_bytes(self, device: str) -> int:
         """Return the memory that it needs on a device, as far as it was priced."""
         return self.decision.chosen.price.needs.get(device, 0)
+
+    @property
+    def is_priced(self) -> bool:
+        """Return whether a search of this planner has priced it, so that it can be compared."""
+        return bool(self.decision.chosen.price.use)
 
     def last_exchange_s(self) -> float:
         """Return when there was last an exchange with the devices."""

@@ -111,8 +111,9 @@ class Rollout:
         others = self._groups.pinned(group.name)
         pinned = tuple(other.active for other in others if other.active is not None)
         coming = tuple(other.plans.preparing.plan for other in others if other.plans.preparing is not None)
+        needs = {} if own.plans.active is None else own.plans.active.decision.chosen.price.needs
         parts = own.active, plan, own.last_decision, own.error, progress, story, pinned, coming, self._in_flight
-        return PublishPlan(group.name, *parts, own.verdict.considered)
+        return PublishPlan(group.name, *parts, own.verdict.considered, needs)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
@@ -511,6 +512,8 @@ class Standby:
         if ahead is not None and ahead.loading and self._there(ahead):
             return self._give_up(ahead, now) if now > ahead.next_s else []
         if record is None or len(record.plan.devices) > 1 or not group.plans.pins.is_unpinned or not group.in_use(now):
+            return []
+        if not record.is_priced:
             return []
         if ahead is None or ahead.plan_version != record.version or (ahead.plan is not None and not self._there(ahead)):
             needed_bytes = record.decision.chosen.price.needs[record.plan.root]

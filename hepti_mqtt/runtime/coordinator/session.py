@@ -33,6 +33,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     DeviceStatus,
     LogEvent,
     PinPlan,
+    PlanRecalled,
     RequestArrived,
     SendTiles,
     Solve,
@@ -50,6 +51,8 @@ from hepti_mqtt.runtime.machinery import TransitionLog
 
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
+RECALL_S: Final = 1.0  # for what the broker has retained to be heard
+PRICED_S: Final = 3.0  # after a recalled plan is to be prepared: requests that have waited for it come first
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
 
 
@@ -58,7 +61,7 @@ class CoordinatorSession:
 
     broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device. secret: KEY_BYTES random
     bytes from which run ids, keys and the tokens of peers follow; without it there are no keys, and no mesh. checked:
-    what the tags of frames cover.
+    what the tags of frames cover. recalls: whether a `PlanRecalled` comes for each model.
     """
 
     def __init__(
@@ -70,15 +73,17 @@ class CoordinatorSession:
         broker_bytes_per_s: float | None = None,
         secret: bytes | None = None,
         checked: Checked = "header",
+        recalls: bool = False,
     ) -> None:
         self.site = site
+        self._recalls = recalls
         self.topics = Topics(site)
         self.boot = boot
         self.in_flight = in_flight
         self.fleet = Fleet(broker_bytes_per_s, secret=secret, checked=checked)
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters, self.fleet.estimates)
-        self._online, self._begun = True, False
+        self._online, self._begun, self._met_broker = True, False, False
         ids = Ids(boot, secret)
         self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
@@ -93,6 +98,7 @@ class CoordinatorSession:
             DeviceFrame: self._handle_frame,
             RequestArrived: self._handle_request,
             Solved: self._handle_solved,
+            PlanRecalled: self._handle_recalled,
             PinPlan: self._pin,
             WeightsUnreadable: self._rollout.handle_unreadable,
             BrokerConnection: self._connection,
@@ -108,6 +114,7 @@ class CoordinatorSession:
             self._begun = True
             for group in self.groups:
                 group.plans.request_search(now + SETTLE_S, now, "the planner has started")
+                group.recall_by_s = now + RECALL_S if self._recalls else -inf
         self._mark_runs_beside_work()
         changed_s = self.fleet.estimates.last_change_s
         out = self._handlers[type(event)](event, now)
@@ -288,10 +295,42 @@ class CoordinatorSession:
         group, out = self._rollout.group_for(request, now)
         return out if group is None else out + self._scheduler.enqueue(group, request, now)
 
+    def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
+        group = self.groups.default(event.model)
+        if event.recalled is not None and group.last_plan is None:
+            group.recalled = event.recalled
+        if group.recalled is None:
+            group.recall_by_s = -inf
+        return []
+
+    def _recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Take the plan of the planner before, once all of its devices are there: they have kept what it needs."""
+        plans, recalled = group.plans, group.recalled
+        if recalled is None or not self._met_broker or not set(recalled.plan.devices) <= self.fleet.usable().keys():
+            return []
+        group.recalled, group.recall_by_s = None, -inf
+        if plans.records() or plans.searching is not None:
+            return []
+        plans.request_search(now, now, "the planner before had a plan")
+        ticket, question = self._rollout.ids.next_transaction(), self._rollout.question(group, now)
+        plans.start_search(ticket, question.plan_version, now)
+        return [Solve(group.name, ticket, question, None, recalled=recalled)]
+
+    def _take_recalled(self, group: PlanGroup, search: Search, event: Solved, now: float) -> list[CoordinatorCommand]:
+        """Prepare the plan of the planner before, or search as ever where it cannot be had."""
+        plans, found = group.plans, event.decision
+        if found is None or not set(found.chosen.plan.devices) <= self.fleet.usable().keys():
+            plans.step(search, "outdated", now, str(event.error or "a device has left"))
+            plans.request_search(now, now, "the plan of the planner before cannot be had")
+            return []
+        plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
+        plans.request_search(now + PRICED_S, now, "the plan is that of the planner before")
+        return [LogEvent("replanned", found.reason), self._rollout.publish_plan(group)]
+
     def _start_due_search(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Begin the search that is due."""
         plans, wanted = group.plans, group.plans.wanted
-        if wanted is None or plans.preparing is not None:
+        if wanted is None or plans.preparing is not None or now < group.recall_by_s:
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
@@ -315,6 +354,8 @@ class CoordinatorSession:
         if group is None or group.plans.searching is None:
             return []
         plans, search = group.plans, group.plans.searching
+        if event.recalled:
+            return self._take_recalled(group, search, event, now)
         # A hurried result serves at once; the whole search, which is wanted, follows.
         serves = event.hurried and group.unserved and plans.pins.is_unpinned
         if plans.wanted is not None and not serves:  # something changed while the search ran: search again
@@ -440,7 +481,7 @@ class CoordinatorSession:
         for group in self.groups.defaults():
             out += self._scheduler.dispatch_ready(group.name, now)
         for group in self.groups:
-            out += self._start_due_search(group, now)
+            out += [*self._recall(group, now), *self._start_due_search(group, now)]
         return out
 
     # -- time -----------------------------------------------------------------------------------------------------
@@ -480,7 +521,7 @@ class CoordinatorSession:
         return out
 
     def _connection(self, event: BrokerConnection, now: float) -> list[CoordinatorCommand]:
-        self._online = event.online
+        self._online, self._met_broker = event.online, self._met_broker or event.online
         self._scheduler.mark_broker_lost()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.fleet.reset_silence(now)

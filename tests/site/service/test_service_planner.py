@@ -103,7 +103,7 @@ def test_every_kind_becomes_its_event():
         (HOME.reports("a"), messages.encode(ready)): interface.DeviceMessage("a", ready),
         (HOME.request("m", "c"), b"{"): RawRequest("m", "c", b"{"),
         (HOME.planner_status(), messages.encode_status(status)): PlannerStatus(status),
-        (HOME.plan("m"), b"x"): RetainedPlan("m"),
+        (HOME.plan("m"), b"x"): RetainedPlan("m", b"x"),
     }
     decoder = MessageDecoder("home")
     for (topic, payload), event in known.items():
