@@ -93,7 +93,6 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     check_name("site", config.site)
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
-    start_preloading()
     return_large_blocks()
     with contextlib.ExitStack() as stack:
         claiming: Future[Start] = Future()
@@ -143,6 +142,7 @@ class _Planner:
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.clocks: dict[str, float] = {}
+        self.recalled = set[str]()  # models that an earlier planner had a plan for
         self.unrecalled = set(models)  # whose records still are an earlier planner's, not our own
         self.shown: dict[str, PublishPlan] = {}
         self.session = session.CoordinatorSession(
@@ -390,9 +390,14 @@ class _Planner:
     def _recall(self, model: str, payload: bytes) -> None:
         """Take the records of a model that an earlier planner has retained, until our own comes back behind them."""
         boot, recalled = read_recalled(payload, model, self.models[model].checkpoint.spec)
-        if boot == self.start.boot:
+        is_own = boot == self.start.boot
+        if is_own:
             self.unrecalled.discard(model)
-        if recalled is not None or boot == self.start.boot:
+        if recalled is not None:
+            self.recalled.add(model)
+        elif is_own and model not in self.recalled:  # the next thing is a search
+            start_preloading()
+        if recalled is not None or is_own:
             self._handle(interface.PlanRecalled(model, recalled))
 
     def _compare_clock(self, device: str, clock_s: float) -> None:

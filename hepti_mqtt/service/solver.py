@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from importlib import import_module
 from math import inf, isfinite
@@ -50,10 +51,11 @@ COLLECTED: Final = 20_000  # new objects between garbage collections, a few mega
 
 
 def start_preloading() -> None:
-    """Import what searches need while the planner connects; Numba takes longest."""
+    """Import what searches need before the first of them begins; Numba takes longest."""
     threading.Thread(target=_load, name="planner-loads", daemon=True).start()
 
 
+@cache
 def _load() -> None:
     import_module("hepti_mqtt.kernels")
     # A search makes many objects, and each collection would scan all of Numba: a tenth to a sixth of a search.
@@ -154,6 +156,7 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
             return _search_failed(command, error)
     if command.recalled is not None:
         return _recall(command, replace(question, errors={} if accuracy is None else accuracy.wire), command.recalled)
+    _load()
     if command.hurried:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
             return Solved(command.model, command.ticket, decide_hurried(question), hurried=True)
