@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from math import inf, log2
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
@@ -67,10 +68,14 @@ class Decision:
 
 
 class Recalled(NamedTuple):
-    """The plan of an earlier planner, and the bytes that it needs by device; it has been priced then."""
+    """A plan that has served, and the bytes that it needs by device; it was priced then.
+
+    boots: of the starts of devices that have kept its weights, as far as they are known.
+    """
 
     plan: Plan
     needs: Mapping[str, int]
+    boots: Mapping[str, int] = MappingProxyType({})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -415,16 +415,16 @@ def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
 
 
 def decide_recalled(question: Question, recalled: Recalled) -> Decision:
-    """Return the plan of an earlier planner at the price that it had then: nothing is simulated.
+    """Return a plan that has served at the price that it had then: nothing is simulated.
 
     Raises PlanError if the question does not allow it; anything where it is of another model, or no plan at all.
     """
-    told = replace(recalled.plan, reason="the planner before this one had it")
+    told = replace(recalled.plan, reason="it has served before")
     plan = next(Search(replace(question, active=None, residents=(told,))).usable_plans(), None)
     measured = question.accuracy is None or told.wire == EXACT or wire_error_key(told, told.wire) in question.errors
     parts = (*told.shares.values(), *told.ranges.values())
     if plan is None or not measured or any(len(part) != len(plan.devices) for part in parts):
-        raise PlanError(f"the plan of the planner before, {told.method}, is not allowed any more")
+        raise PlanError(f"the plan that served before, {told.method}, is not allowed any more")
     room = {device: question.cluster.devices[device].memory_bytes for device in plan.devices}
     price = Price(
         plan.predicted_s, plan.predicted_bytes, recalled.needs, {}, {}, memory_bytes=room, objective=question.objective

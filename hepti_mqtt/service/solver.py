@@ -178,7 +178,7 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
 
 
 def _recall(command: Solve, question: Question, recalled: Recalled) -> Solved:
-    """Return the plan of an earlier planner, or why it cannot be had; its record may say anything."""
+    """Return the plan that served before, or why it cannot be had; a record of it may say anything."""
     try:
         return Solved(command.model, command.ticket, decide_recalled(question, recalled), recalled=True)
     except Exception as error:

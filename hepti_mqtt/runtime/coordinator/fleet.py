@@ -31,7 +31,7 @@ from hepti_mqtt.runtime.coordinator.requests import Run
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
     from hepti_mqtt.runtime.coordinator.plans import PlanRecord
-    from hepti_mqtt.runtime.coordinator.rollout import Rollout
+    from hepti_mqtt.runtime.coordinator.rollout import Rollout, Standby
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 
 
@@ -553,7 +553,9 @@ class CrashBackoff:
 # silence of the latter counts. After a lost tensor all devices still answer; such a run is retried later.
 
 
-PROBE_TIMEOUT_S: Final = 0.5  # for an answer to a probe, or as long as the run was to take
+PROBE_TIMEOUT_S: Final = (
+    0.5  # for an answer to a probe, or as long as the run was to take, or others would load weights
+)
 PROBE_TIMEOUT_MAX_S: Final = 5.0
 PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
 PROGRESS_S: Final = 20.0  # with words, and without progress
@@ -573,8 +575,8 @@ class HungDevice(NamedTuple):
 class HangDetector:
     """Watches the runs and preparations of all groups; probes devices by the rollout's Prepare."""
 
-    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout) -> None:
-        self._groups, self._fleet, self._rollout = groups, fleet, rollout
+    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout, standby: Standby) -> None:
+        self._groups, self._fleet, self._rollout, self._standby = groups, fleet, rollout, standby
         self._ticked_s = self._heard_s = float("inf")
 
     def tick(self, now: float, heard_s: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
@@ -593,7 +595,7 @@ class HangDetector:
                     continue
                 if run.probed_s is None or stalled:
                     out += self._probe_run(group, run, now)
-                elif heard_s > run.probed_s < now - min(max(run.expected_s, PROBE_TIMEOUT_S), PROBE_TIMEOUT_MAX_S):
+                elif heard_s > run.probed_s < now - self._patience_s(group, run):
                     how = "does not answer while a run is overdue"
                     late |= {device: HungDevice(device, how) for device in self._silent_devices(run)}
             record = group.plans.preparing
@@ -604,6 +606,15 @@ class HangDetector:
             silent |= {device: word for device, word in late.items() if device not in named}
         can_serve = set(self._fleet.usable()) - set(silent)
         return out, list(silent.values()) if can_serve else []
+
+    def _patience_s(self, group: PlanGroup, run: Run) -> float:
+        """Return how long the devices of a late run have to say something: others first load what they do not hold."""
+        record = group.plans.active
+        load_s = 0.0
+        if record is not None and not self._standby.is_held(group):
+            nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
+            load_s = nbytes / self._groups.loads.bytes_per_s
+        return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), PROBE_TIMEOUT_MAX_S)
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now

@@ -55,8 +55,8 @@ class PlanGroup:
     rule's last word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried.
     run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
     devices and links are now, and the doubt in that; may_gain: the part of its time that a search may win. left: plans
-    that were left, whose weights devices may have. recalled: the plan of an earlier planner, until there is one;
-    recall_by_s: until then a search waits for it, and for its devices.
+    that were left, whose weights devices may have. recalled: the plan that served last, of this planner
+    or the one before, while none does; recall_by_s: until then a search waits for it, and for its devices.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
     in the published record.
     """

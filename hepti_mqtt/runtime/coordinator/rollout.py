@@ -478,6 +478,11 @@ class Standby:
         """Return the devices that load ahead."""
         return frozenset(ahead.plan.root for ahead in self._loads() if ahead.plan is not None)
 
+    def is_held(self, group: PlanGroup) -> bool:
+        """Return whether another device has the weights of the plan in use."""
+        ahead = self._ahead.get(group.name)
+        return ahead is not None and ahead.held and self._there(ahead)
+
     def question(self, group: PlanGroup, hurried: bool, now: float) -> Question:
         """Return the question for a group's next plan; hurried: of the device that has the weights, if one does."""
         question, ahead = self._rollout.question(group, now), self._ahead.get(group.name)

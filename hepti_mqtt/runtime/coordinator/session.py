@@ -16,7 +16,7 @@ from typing import Final
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, Verdict
+from hepti_mqtt.planner import Decision, Recalled, Verdict
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
@@ -87,9 +87,9 @@ class CoordinatorSession:
         ids = Ids(boot, secret)
         self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
-        self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
+        self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout, self._standby)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._handle_status,
             DeviceCaps: self._handle_caps,
@@ -252,6 +252,8 @@ class CoordinatorSession:
     def _handle_lost(self, device: str, how: str, now: float, *, says_so: bool = False) -> list[CoordinatorCommand]:
         """Go on without a device; one that has left by its own word, under requests, may do so a few times."""
         out: list[CoordinatorCommand] = [LogEvent("left", f"{device} {how}")]
+        member = self.fleet.member(device)
+        boots = {device: member.boot_before or member.boot}
         boot, lost_runs = self.fleet.record_loss(device, now), False
         for group in self.groups:
             plans, why = group.plans, f"{device} {how}"
@@ -265,6 +267,9 @@ class CoordinatorSession:
                 plans.request_search(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
+                if was_active:
+                    boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | boots
+                    group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
                 lessened = self._rollout.drop_replica(group, record, device, now, why)
                 if lessened is None:
                     plans.retire(record, "lost", now, why)
@@ -304,27 +309,38 @@ class CoordinatorSession:
         return []
 
     def _recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Take the plan of the planner before, once all of its devices are there: they have kept what it needs."""
+        """Take the plan that served before, once all of its devices are there: they have kept what it needs."""
         plans, recalled = group.plans, group.recalled
-        if recalled is None or not self._met_broker or not set(recalled.plan.devices) <= self.fleet.usable().keys():
+        if recalled is None or not self._met_broker:
             return []
+        if plans.in_use is not None:
+            group.recalled = None
+            return []
+        usable = self.fleet.usable()
+        boots = {device: usable[device].boot for device in recalled.plan.devices if device in usable}
+        if len(boots) < len(recalled.plan.devices) or not boots.items() >= recalled.boots.items():
+            return []
+        out: list[CoordinatorCommand] = []
+        why = "the plan that served before can serve again"
         group.recalled, group.recall_by_s = None, -inf
-        if plans.records() or plans.searching is not None:
-            return []
-        plans.request_search(now, now, "the planner before had a plan")
+        if plans.searching is not None:
+            plans.step(plans.searching, "outdated", now, why)
+        if plans.preparing is not None:  # by devices that load its weights
+            out += self._rollout.abandon(group, plans.preparing, "lost", now, why)
+        plans.request_search(now, now, why)
         ticket, question = self._rollout.ids.next_transaction(), self._rollout.question(group, now)
         plans.start_search(ticket, question.plan_version, now)
-        return [Solve(group.name, ticket, question, None, recalled=recalled)]
+        return [*out, Solve(group.name, ticket, question, None, recalled=recalled)]
 
     def _take_recalled(self, group: PlanGroup, search: Search, event: Solved, now: float) -> list[CoordinatorCommand]:
-        """Prepare the plan of the planner before, or search as ever where it cannot be had."""
+        """Prepare the plan that served before, or search as ever where it cannot be had."""
         plans, found = group.plans, event.decision
         if found is None or not set(found.chosen.plan.devices) <= self.fleet.usable().keys():
             plans.step(search, "outdated", now, str(event.error or "a device has left"))
-            plans.request_search(now, now, "the plan of the planner before cannot be had")
+            plans.request_search(now, now, "the plan that served before cannot be had")
             return []
         plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
-        plans.request_search(now + PRICED_S, now, "the plan is that of the planner before")
+        plans.request_search(now + PRICED_S, now, "the plan is as it was priced before")
         return [LogEvent("replanned", found.reason), self._rollout.publish_plan(group)]
 
     def _start_due_search(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from scripted_site import ROW, SPEC, Site, settled
+from scripted_site import ROW, SPEC, Site, everyone, settled
 from sites import FAMILIES
 
 from hepti_mqtt.ids import PlanVersion
@@ -129,3 +129,59 @@ def test_a_record_is_read_only_where_it_is_of_the_same_model_and_makes_sense() -
     assert read_recalled(b"\xc1", "m", SPEC) == read_recalled(b"", "m", SPEC) == (0, None)
     assert Plan.from_dict(record["active"]).version == PlanVersion(OLD, 1)
     assert messages.missing_record_key(record) is None
+
+
+def loading_elsewhere(lost: str) -> tuple[Site, Plan]:
+    """Return a site whose plan has lost a device while requests wait, and the plan; another device loads weights."""
+    site = settled("a", "b", decider=everyone)
+    site.event(interface.BrokerConnection(online=True))
+    before = site.plan
+    assert before is not None
+    if lost == "silent":
+        site.mute = {"b"}
+        site.submit("r")
+        site.pass_by(12, 0.1)
+    else:
+        site.leave("b")
+        site.submit("r")
+        site.tick(0.2)
+    assert Plan.from_dict(site.prepares()["a"].plan).devices == ("a",)
+    assert site.plan is None
+    return site, before
+
+
+@pytest.mark.parametrize("lost", ["silent", "cut off"])
+def test_a_device_that_is_back_serves_before_others_have_its_weights(lost: str) -> None:
+    site, before = loading_elsewhere(lost)
+    site.searches = False
+    if lost == "silent":
+        site.event(interface.DeviceMessage("b", messages.RunFailed("m", PlanVersion(7, 1), 1, "wire", "late")))
+    else:
+        site.join("b")
+    asked = site.solves[-1]
+    assert asked.recalled is not None
+    site.event(solve(asked))
+    site.ready()
+    assert site.plan is not None
+    assert site.plan.division == before.division
+
+
+def test_a_device_that_has_started_again_has_kept_nothing() -> None:
+    site, _ = loading_elsewhere("cut off")
+    site.searches = False
+    site.join("b", boot=2)
+    assert not [command for command in site.solves if command.recalled]
+    site.ready("a")
+    assert site.plan is not None
+    assert site.plan.devices == ("a",)
+
+
+def test_a_late_device_is_waited_for_as_long_as_others_would_load() -> None:
+    site = settled("a", "b", decider=everyone)
+    site.session.groups.loads.bytes_per_s = 1e6  # of the 1.4 MB that a device needs
+    site.mute = {"b"}
+    site.submit("r")
+    site.pass_by(15, 0.1)
+    assert site.plan is not None
+    site.pass_by(10, 0.1)
+    assert site.plan is None
