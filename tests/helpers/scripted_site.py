@@ -137,6 +137,11 @@ class Site:
             )
         )
 
+    def _will_serve(self, message: messages.Prepare) -> bool:
+        """Return whether a Prepare is for a plan on its way, and no probe of a device."""
+        model = Plan.from_dict(message.plan).model
+        return self.session.groups.group_of_preparation(model, message.transaction_id) is not None
+
     def _note(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish) and "/work/" in command.topic:
             frame = decode(command.payload)
@@ -144,7 +149,7 @@ class Site:
             self.work[frame.run_id] = frame
         elif isinstance(command, Publish):
             device, message = command.topic.split("/")[-2], messages.decode(command.payload)
-            if isinstance(message, messages.Prepare) and not message.shapes:
+            if isinstance(message, messages.Prepare) and not self._will_serve(message):
                 self.probes.append((device, message))
             else:
                 self.told.append((device, message))
