@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PROBED_PACKET_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
+UNHEARD_S: Final = 60.0  # ... or one that only is not heard, while the broker has not published its will
 RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
 QUARANTINE_MAX_S: Final = 300.0  # ... and after twice as long each time, at most
@@ -59,7 +60,7 @@ class Member:
     """One device as it has described itself.
 
     refused: why plans do not use it until it restarts. starting_s: since when it is starting.
-    left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
+    left_s: when it was last lost; unheard: for want of heartbeats alone. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
     hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
     boot_before: of the start that plans used, when a new start appeared before the end of the old one. other_caps: the
     last ones of a start whose status has not come yet. unreachable_until_s: peers that it could not connect to.
@@ -77,6 +78,7 @@ class Member:
     last_heartbeat_s: float = 0.0
     starting_s: float | None = None
     left_s: float = -inf
+    unheard: bool = False
     refused: str = ""
     last_message_s: float = -inf
     quarantined_until_s: float | None = None
@@ -108,7 +110,7 @@ class Member:
         """Return whether it may be usable soon: it says so every other second, or has left a moment ago."""
         if self.starting_s is not None:
             return now - self.starting_s <= STARTING_S and now - self.last_heartbeat_s <= SILENT_S
-        return not self.usable and not self.refused and now - self.left_s < RETURN_S
+        return not self.usable and not self.refused and now - self.left_s < (UNHEARD_S if self.unheard else RETURN_S)
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -180,6 +182,7 @@ class Fleet:
         if again:
             self._begin(member, status.start)
         member.start, member.online, member.last_heartbeat_s = status.start, status.state == "online", now
+        member.unheard = False
         if not member.online and not member.unreliable:
             member.quarantined_until_s = None
         since = member.starting_s
@@ -291,7 +294,7 @@ class Fleet:
             member.quarantined_until_s, member.unreliable = None, False
             return "joined" if member.usable else None
         if not member.online and member.caps is not None:
-            member.online = True
+            member.online, member.unheard = True, False
             return "joined" if member.usable else None
         return None
 
@@ -359,7 +362,7 @@ class Fleet:
         """Return the usable devices whose heartbeats have stopped, and mark them offline."""
         lost = [m for m in self.members.values() if m.usable and now - m.last_heartbeat_s > HEARTBEAT_TIMEOUT_S]
         for member in lost:
-            member.online = False
+            member.online, member.unheard = False, True
         return [m.name for m in lost]
 
     def record_unreachable(self, name: str, sources: Iterable[str], now: float) -> None:
