@@ -60,12 +60,13 @@ class Member:
     """One device as it has described itself.
 
     refused: why plans do not use it until it restarts. starting_s: since when it is starting.
-    left_s: when it was last lost; unheard: for want of heartbeats alone. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
-    hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
-    boot_before: of the start that plans used, when a new start appeared before the end of the old one. other_caps: the
-    last ones of a start whose status has not come yet. unreachable_until_s: peers that it could not connect to.
-    implausible: what it has said that cannot be. channel: for messages that nobody else can forge, None if the device
-    or this planner has no key. setbacks: when it cost others a run or a plan; unreliable: it is put aside for that.
+    left_s: when it was last lost; unheard: for want of heartbeats alone. last_message_s: of its last message about a
+    run or a plan. quarantined_until_s: it hangs, and is used again then, or (mute) when it sends a message;
+    quarantines: since it last completed a run. boot_before: of the start that plans used, when a new start appeared
+    before the end of the old one. other_caps: the last ones of a start whose status has not come yet.
+    unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be. channel: for
+    messages that nobody else can forge, None if the device or this planner has no key. setbacks: when it cost others a
+    run or a plan; unreliable: it is put aside for that.
     """
 
     name: str

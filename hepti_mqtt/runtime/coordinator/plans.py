@@ -197,7 +197,7 @@ class Search:
 
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
     one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s: when it was first
-    wanted.
+    wanted. recalls: it is for the plan that served before alone.
     """
 
     due_s: float
@@ -208,6 +208,7 @@ class Search:
     ticket: int = 0
     plan_version: PlanVersion | None = None
     wanted_s: float = 0.0
+    recalls: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -394,11 +395,11 @@ class PlanLifecycle:
             soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
-    def start_search(self, ticket: int, plan_version: PlanVersion, now: float) -> None:
+    def start_search(self, ticket: int, plan_version: PlanVersion, now: float, *, recalls: bool = False) -> None:
         """The wanted search begins, for a plan of this plan version."""
         search = self.wanted
         assert search is not None
-        search.ticket, search.plan_version = ticket, plan_version
+        search.ticket, search.plan_version, search.recalls = ticket, plan_version, recalls
         self.step(search, "search", now, "")
 
     def prepare_found(self, search: Search, decision: Decision, transaction_id: int, now: float) -> None:

@@ -253,7 +253,7 @@ class CoordinatorSession:
         """Go on without a device; one that has left by its own word, under requests, may do so a few times."""
         out: list[CoordinatorCommand] = [LogEvent("left", f"{device} {how}")]
         member = self.fleet.member(device)
-        boots = {device: member.boot_before or member.boot}
+        held = {device: member.boot_before or member.boot}
         boot, lost_runs = self.fleet.record_loss(device, now), False
         for group in self.groups:
             plans, why = group.plans, f"{device} {how}"
@@ -268,7 +268,7 @@ class CoordinatorSession:
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
                 if was_active:
-                    boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | boots
+                    boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
                     group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
                 lessened = self._rollout.drop_replica(group, record, device, now, why)
                 if lessened is None:
@@ -311,7 +311,7 @@ class CoordinatorSession:
     def _recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Take the plan that served before, once all of its devices are there: they have kept what it needs."""
         plans, recalled = group.plans, group.recalled
-        if recalled is None or not self._met_broker:
+        if recalled is None or not self._met_broker or not self.groups.may_search(group, now):
             return []
         if plans.in_use is not None:
             group.recalled = None
@@ -329,7 +329,7 @@ class CoordinatorSession:
             out += self._rollout.abandon(group, plans.preparing, "lost", now, why)
         plans.request_search(now, now, why)
         ticket, question = self._rollout.ids.next_transaction(), self._rollout.question(group, now)
-        plans.start_search(ticket, question.plan_version, now)
+        plans.start_search(ticket, question.plan_version, now, recalls=True)
         return [*out, Solve(group.name, ticket, question, None, recalled=recalled)]
 
     def _take_recalled(self, group: PlanGroup, search: Search, event: Solved, now: float) -> list[CoordinatorCommand]:
@@ -339,6 +339,7 @@ class CoordinatorSession:
             plans.step(search, "outdated", now, str(event.error or "a device has left"))
             plans.request_search(now, now, "the plan that served before cannot be had")
             return []
+        group.error = None
         plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
         plans.request_search(now + PRICED_S, now, "the plan is as it was priced before")
         return [LogEvent("replanned", found.reason), self._rollout.publish_plan(group)]
@@ -357,6 +358,8 @@ class CoordinatorSession:
         if awaited or not (alone or hurried) or not self.groups.may_search(group, now):
             return []
         if plans.searching is not None:
+            if plans.searching.recalls:  # it takes no time
+                return []
             plans.step(plans.searching, "outdated", now, "requests wait")
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
         group.made_room = False
