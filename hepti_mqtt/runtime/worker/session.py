@@ -257,7 +257,7 @@ class WorkerSession:
         is_repeated, self._being_analysed[key] = key in self._being_analysed, message
         if is_repeated:
             return [self._progress(message.transaction_id, key)]
-        return [*self._mesh.admit(key, message), AnalysePrepare(message)]
+        return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
 
     def _progress(self, transaction_id: int, key: PlanKey, done_bytes: int = 0, total_bytes: int = 0) -> Publish:
         """Report bytes of weights; 0 of 0: this device is there, and has made no progress."""
@@ -269,7 +269,7 @@ class WorkerSession:
         if message is None:  # released meanwhile
             return []
         if message.plan != event.prepare.plan:  # repeated with another plan: one of both was forged
-            return [*self._mesh.admit(key, message), AnalysePrepare(message)]
+            return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
         del self._being_analysed[key]
         doubted = key in self._doubted
         self._doubted.discard(key)

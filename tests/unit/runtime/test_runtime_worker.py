@@ -723,6 +723,22 @@ def test_a_request_that_was_not_foreseen_holds_no_other_up() -> None:
     assert not device.orders, "it is kept"
 
 
+def test_what_is_awaited_gives_way_to_nobody() -> None:
+    device = Device(builds=False)
+    (study,) = (c for c in device.session.handle(MessageIn(prepare(TWO)), 0.0) if isinstance(c, AnalysePrepare))
+    assert study.awaited, "nothing runs that it could hold up"
+    device = prepared(shape(3), shape(4), needed=1)
+    assert [order.awaited for order in device.orders] == [True], "the plan waits for it"
+    device.build(most=1)
+    assert [order.awaited for order in device.orders] == [False], "it is for later"
+    device.build()
+    device.ask(shape(3))
+    device.ask(shape(5))
+    assert [order.awaited for order in device.orders] == [True], "a run waits"
+    (study,) = (c for c in device.session.handle(MessageIn(prepare(TWO)), 99.0) if isinstance(c, AnalysePrepare))
+    assert not study.awaited, "runs are under way"
+
+
 def test_what_need_not_be_there_at_once_is_built_while_no_request_runs() -> None:
     device = prepared(shape(3), shape(4), shape(5), needed=1)
     assert device.build(most=1) == [shape(3)]
