@@ -11,6 +11,7 @@ from typing import Final
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import require_broker
 from hepti_mqtt.config.options import positive_seconds, tcp_port
+from hepti_mqtt.config.process import requires_extra
 from hepti_mqtt.errors import ConfigError, NetworkError
 
 PORT: Final = 8091
@@ -40,12 +41,10 @@ def gateway(args: argparse.Namespace) -> int:
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
     if not (keys or args.no_keys or _is_loopback(args.bind)):
         raise ConfigError(f"{args.bind} can be reached by others: set {KEYS}=KEY,.. (or say --no-keys)")
-    try:
+    with requires_extra("gateway", "the gateway"):
         import uvicorn
 
         from hepti_mqtt.gateway.app import create_app
-    except ImportError as error:
-        raise ConfigError(f"the gateway needs {error.name}: pip install 'hepti[gateway]'") from None
     from hepti_mqtt.client import Hepti
     from hepti_mqtt.gateway.site import Site
 
