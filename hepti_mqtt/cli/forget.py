@@ -31,7 +31,8 @@ def retained_of(
     """
     root = topics.everything().removesuffix("#")
     if device is not None:
-        heads, whole = (f"{root}dev/{check_name('device', device)}/",), {topics.home("device", device)}
+        heads: tuple[str, ...] = (f"{root}dev/{check_name('device', device)}/",)
+        whole = {topics.home("device", device)}
     elif model is not None:
         heads = (f"{root}infer/{check_name('model', model)}/", f"{root}work/{model}/", f"{root}x/{model}/")
         whole = {topics.plan(model), topics.home("model", model)}

@@ -281,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_environment()
         settings = settings_from_args(args)
+        args.named_site = args.site or os.environ.get("HEPTI_SITE") or None
         args.broker, args.site = settings.broker, settings.site
         command: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
         return command(args)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 HOME_ASSISTANT: Final = "homeassistant"
+NO_ANNOUNCE_HELP: Final = "do not announce the site by mDNS, which is done with the extra `discovery`"
 METRICS_HELP: Final = "serve numbers for Prometheus there (needs the extra `metrics`; default: nowhere)"
 
 
@@ -273,6 +274,7 @@ class PlannerOptions:
         home = f"prefix of Home Assistant's MQTT discovery (default {HOME_ASSISTANT}; off: announce nothing)"
         add("--home-assistant", type=discovery_prefix, default=HOME_ASSISTANT, metavar="PREFIX", help=home)
         add("--metrics", type=metrics_address, metavar="HOST:PORT", help=METRICS_HELP)
+        add("--no-announce", dest="announce", action="store_false", help=NO_ANNOUNCE_HELP)
         add_pin_arguments(parser)
 
     @classmethod
