@@ -20,11 +20,15 @@ _KEEPS_NOTHING: Final = (
 
 
 def agent(args: argparse.Namespace) -> int:
-    """Run this device's agent."""
+    """Run this device's agent, or manage its service."""
+    if args.broker is None and args.action in (None, "install"):
+        take_found_broker(args)
+    if args.action is not None:
+        from hepti_mqtt.cli.install import manage
+
+        return manage(args)
     from device_agent import AgentConfig, run_agent
 
-    if args.broker is None:
-        take_found_broker(args)
     run_agent(AgentConfig.from_args(args, on_load_event=partial(_show_load, output.ProgressLines())))
     return 0
 
