@@ -137,12 +137,17 @@ class Service:
 
     def systemctl(self, *words: str, check: bool = True) -> str:
         """Run systemctl and return what it prints; raises ConfigError with its words if it fails."""
-        command = ["systemctl", *(["--user"] if self.is_users else []), *words]
+        command = [*shlex.split(self.manager), *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if check and done.returncode:
             why = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
             raise ConfigError(f"{shlex.join(command)} failed: {why}")
         return done.stdout.strip()
+
+    @property
+    def manager(self) -> str:
+        """Return the command of the service's manager."""
+        return "systemctl --user" if self.is_users else "systemctl"
 
     @property
     def log_command(self) -> str:
@@ -228,7 +233,7 @@ def _write_unit(service: Service, command: Sequence[str], environment: Mapping[s
         kernels = str(service.data[0] / "numba")
         environment = {"HEPTI_BROKER": str(service.login), "NUMBA_CACHE_DIR": kernels, **environment}
     bundled = (CONFIG_DIR / "systemd" / f"{NAME}.service").read_text()
-    about = f"Written by `{NAME} install`, version {__version__}; change it with `systemctl edit {NAME}`."
+    about = f"Written by `{NAME} install`, version {__version__}; change it with `{service.manager} edit {NAME}`."
     with _writing(service.unit):
         service.unit.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         text = unit_text(bundled, command, environment, is_users=service.is_users, about=about)
@@ -298,11 +303,10 @@ def _start(service: Service, url: BrokerUrl, site: str, device: str) -> int:
         _wait_online(service, said, device, before)
     finally:
         transport.close()
-    after = f"--user edit {NAME}" if service.is_users else f"edit {NAME}"
     output.print_lines(
         [
             f"{device} is online at site {site}, broker {url.place}, version {__version__}",
-            f"unit {service.unit}, login {service.login}; options: systemctl {after}",
+            f"unit {service.unit}, login {service.login}; options: {service.manager} edit {NAME}",
             f"log: {service.log_command} -f",
         ]
     )
@@ -329,9 +333,9 @@ def _wait_online(service: Service, said: queue.SimpleQueue[bytes], device: str, 
             progress.print(device, f"{device} is {output.status_text(told)}")
         if service.systemctl("is-active", NAME, check=False) in ("failed", "inactive"):
             break
-    raise NetworkError(
-        f"{device} does not come online; its log says why: {service.log_command}. {_last_lines(service)}"
-    )
+    last = _last_lines(service)
+    ends = f", which ends with: {last}" if last else ""
+    raise NetworkError(f"{device} does not come online; its log says why: {service.log_command}{ends}")
 
 
 def _last_lines(service: Service) -> str:
