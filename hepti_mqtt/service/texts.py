@@ -92,6 +92,9 @@ class TextReader:
         """Return the ids of two texts as one sequence; truncation cuts the longer one first, or the first one only."""
         self._check_pairs()
         a, b = (self._encoded(name, value) for name, value in zip(names, values, strict=True))
+        if self._truncate and not first_only and min(len(a), len(b)) > self._reads.longest:
+            # Which is longer decides which keeps one token more.
+            a, b = (self._encoded(name, value, whole=True) for name, value in zip(names, values, strict=True))
         texts, tokenizer = self._checkpoint.texts, self._checkpoint.tokenizer
         room = max(self._reads.longest - tokenizer.num_special_tokens_to_add(True), 0)
         if self._truncate:
@@ -104,18 +107,18 @@ class TextReader:
     def windows(self, names: tuple[str, str], values: tuple[Any, Any], longest: int, overlap: int) -> list[Tokens]:
         """Return the sequences of the first text with parts of the second, each of at most `longest` tokens.
 
-        overlap: tokens that two parts share, less where parts are shorter.
+        overlap: tokens that two parts share, at most half a sequence.
         """
         self._check_pairs()
-        tokenizer = self._checkpoint.tokenizer
+        tokenizer, longest = self._checkpoint.tokenizer, min(longest, self._reads.longest)
         a, b = self._encoded(names[0], values[0]), self._encoded(names[1], values[1], whole=True)
-        room = min(longest, self._reads.longest) - tokenizer.num_special_tokens_to_add(True) - len(a)
+        room = longest - tokenizer.num_special_tokens_to_add(True) - len(a)
         if room < 1:
             raise RequestError(
                 f"{names[0]} has {len(a)} tokens, which leaves no room for {names[1]}: model "
-                f"{self._checkpoint.model} takes at most {min(longest, self._reads.longest)} of both; shorten it"
+                f"{self._checkpoint.model} takes at most {longest} of both; shorten it"
             )
-        b.truncate(room, stride=min(overlap, room - 1))
+        b.truncate(room, stride=min(overlap, longest // 2, room - 1))
         parts = (b, *b.overflowing)
         return [self._finished(" with ".join(names), tokenizer.post_process(a, part)) for part in parts]
 

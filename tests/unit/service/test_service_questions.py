@@ -210,12 +210,35 @@ def test_the_longer_half_is_cut_first_as_the_library_does(opened, lengths, room)
     assert kept == [*longest_first(*lengths, room)]
 
 
+@pytest.mark.parametrize("lengths", [(100, 120), (120, 100), (300, 41), (41, 300), (30, 500)])
+def test_halves_that_are_read_in_part_are_cut_as_if_read_as_a_whole(opened, lengths):
+    checkpoint = opened["bert-classifier"]
+    first, second = (" ".join(f"word{i % 80}" for i in range(length)) for length in lengths)
+    prepared = read_input(checkpoint, {"text": first, "text_pair": second, "truncate": True})
+    tokenizer = checkpoint.tokenizer
+    tokenizer.enable_truncation(40)
+    try:
+        pair = tokenizer.encode(first, second)
+    finally:
+        tokenizer.no_truncation()
+    vocab = checkpoint.spec.input_spec.vocab
+    assert prepared.inputs.tolist() == [i + vocab * kind for i, kind in zip(pair.ids, pair.type_ids, strict=True)]
+
+
 def test_a_long_context_is_read_in_windows_that_overlap(opened):
     checkpoint = opened["bert-answers"]
     words = [f"word{i}" for i in range(60)]
     request = {"question": "the door", "context": " ".join(words)}
     prepared = read_input(checkpoint, request)
     assert len(prepared.shape.sizes) > 2
+    tokenizer = checkpoint.tokenizer
+    tokenizer.enable_truncation(40, stride=20, strategy="only_second")
+    try:
+        whole = tokenizer.encode(request["question"], request["context"])
+    finally:
+        tokenizer.no_truncation()
+    ids = [i for window in (whole, *whole.overflowing) for i in window.ids]
+    assert (prepared.inputs % checkpoint.spec.input_spec.vocab).tolist() == ids
     output = np.zeros((prepared.shape.size, 2), np.float32)
     row = 5 + sum(prepared.shape.sizes[:2])  # in the third window
     output[row] = 9
