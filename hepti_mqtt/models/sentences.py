@@ -236,6 +236,14 @@ def _projection(path: str, config: JsonConfig) -> Projection:
     return Projection(path, *sizes, config.flag("bias", True), _ACTIVATIONS[named])
 
 
+def check_cross_encoder(extras: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for a cross-encoder with modules behind its transformer."""
+    if MODULES in extras and is_cross_encoder(extras) and (names := _modules(extras)[0]) != ["Transformer"]:
+        raise UnsupportedModelError(
+            f"{MODULES}: modules {names} are not supported for scores of pairs; supported: Transformer alone"
+        )
+
+
 class CrossEncoder(NamedTuple):
     """What a directory says of the scores of pairs; declared: it says that it scores pairs and nothing else.
 

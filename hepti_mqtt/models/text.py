@@ -204,6 +204,7 @@ def task_head(
         tied = config.flag("tie_word_embeddings", True)
         return TaskHead(task, "mask", outputs=config.positive("vocab_size"), activation=fill, tied=tied)
     if task == "classification":
+        sentences.check_cross_encoder(extras)
         labels = config.labels()
         return TaskHead(task, "cls", pooler=True, outputs=len(labels), labels=labels, activation=classify)
     if task == "token_classification":

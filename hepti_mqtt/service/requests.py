@@ -204,6 +204,8 @@ def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
     reads, head = checkpoint.spec.input_spec, checkpoint.spec.head
     if isinstance(reads, ImageInput):
         return IMAGE_FORMS
+    if isinstance(reads, DecoderInput):
+        return (("text",), ("ids",))
     texts: tuple[Form, ...] = (("text",), ("texts",))
     if head.task == "question_answering":
         return (ANSWER_FORM, ("ids",))

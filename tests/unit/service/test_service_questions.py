@@ -10,7 +10,7 @@ import json
 import numpy as np
 import pytest
 from programs_run import run_programs
-from question_cases import ANSWERS, CASES, MODULES, put
+from question_cases import ANSWERS, CASES, MODULES, cross_encoder, put
 from service_support import run
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -256,6 +256,16 @@ def test_ids_of_a_users_own_give_places_of_tokens(opened):
     assert entities[-1]["tokens"][1] == 3
     first, stop = run(opened["bert-answers"], {"ids": [2, 7, 8, 3]})["tokens"]
     assert 1 <= first < stop <= 4
+
+
+def test_modules_behind_a_cross_encoder_are_refused(tmp_path):
+    path = make_model("tiny-bert-ranker", tmp_path / "model")
+    cross_encoder(path)
+    Checkpoint.open(path).close()
+    modules = json.loads((path / MODULES).read_text())
+    (path / MODULES).write_text(json.dumps([*modules, {"type": "sentence_transformers.models.Dense", "path": "1"}]))
+    with pytest.raises(ModelError):
+        Checkpoint.open(path)
 
 
 BROKEN = [
