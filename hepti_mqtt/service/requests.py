@@ -226,9 +226,11 @@ def _form(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Form:
     allowed = forms(checkpoint)
     found = next((form for form in allowed if {*form} == {*given}), None)
     if found is None:
-        has = f"this one has {' and '.join(given)}" if given else "this one has none"
-        reads = ", or ".join(" and ".join(form) for form in allowed)
-        raise RequestError(f"model {checkpoint.model} reads {reads}; {has}. Send one of them, or ask another model")
+        reads = "; ".join(" and ".join(form) for form in allowed)
+        raise RequestError(
+            f"a request to model {checkpoint.model} brings one of: {reads}. This one brings "
+            f"{' and '.join(given) or 'none'}{_why_not(checkpoint, given)}; send one of those, or ask another model"
+        )
     for option, inputs in _INPUTS_OF.items():
         if option in request and not {*inputs} & {*given}:
             raise RequestError(f"{option} goes with {' or '.join(inputs)}; leave it out")
@@ -238,6 +240,18 @@ def _form(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Form:
                 f"{option} is for {task.replace('_', ' ')}, which model {checkpoint.model} does not do; leave it out"
             )
     return found
+
+
+def _why_not(checkpoint: Checkpoint, given: Sequence[str]) -> str:
+    """Return why a classifier does not read what others read, as the end of a sentence."""
+    head = checkpoint.spec.head
+    if head.task != "classification":
+        return ""
+    if "documents" in given and head.outputs > 1:
+        return f", and only models with one label rank documents: this one has {head.outputs}"
+    if "candidate_labels" in given and entailment(head.labels)[0] < 0:
+        return ", and only models with a label that begins with 'entail' take labels of your own"
+    return ", and its files say that it scores pairs of texts" if scoring(checkpoint).declared else ""
 
 
 def _integer(request: Mapping[str, Any], key: str, default: int, most: int) -> int:
@@ -326,8 +340,6 @@ def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
 
 def _packed(sequences: Sequence[Tokens]) -> tuple[tuple[int, ...], npt.NDArray[np.int32]]:
     """Return the length of each sequence, and all ids packed [m]."""
-    if len(sequences) > MAX_SEQUENCES + 1:  # a query may stand before the documents
-        raise RequestError(f"this gives {len(sequences)} sequences; send less at once, at most {MAX_SEQUENCES}")
     packed = np.array([token for one in sequences for token in one.ids], np.int32)
     return tuple(len(one.ids) for one in sequences), packed
 
@@ -426,7 +438,8 @@ def _read_pairs(
     read = []
     for name, pair in _items(form[0], request[form[0]]):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise RequestError(f"{name} must be a list of two texts, not {describe(pair)}")
+            has = f"a list of {len(pair)}" if isinstance(pair, list) else describe(pair)
+            raise RequestError(f"{name} must be a list of two texts, not {has}")
         read.append(reader.pair((f"{name}[0]", f"{name}[1]"), (pair[0], pair[1])))
     return read, None
 
@@ -475,7 +488,7 @@ def _read_question(
 ) -> Read:
     """Read a question and a context: as many windows as a long context takes."""
     values = (request["question"], request["context"])
-    read = reader.windows(("question", "context"), values, WINDOW, OVERLAP)
+    read = reader.windows(("question", "context"), values, WINDOW, OVERLAP, MAX_SEQUENCES)
     most = _integer(request, "max_answer_tokens", MAX_ANSWER_TOKENS, WINDOW)
     sources = tuple(Source.of(tokens.encoding) for tokens in read if tokens.encoding is not None)
     return read, Extraction(most, _flag(request, "no_answer"), request["context"], sources)

@@ -104,10 +104,12 @@ class TextReader:
                     half.truncate(most, direction=texts.side)
         return self._finished(" with ".join(names), tokenizer.post_process(a, b))
 
-    def windows(self, names: tuple[str, str], values: tuple[Any, Any], longest: int, overlap: int) -> list[Tokens]:
+    def windows(
+        self, names: tuple[str, str], values: tuple[Any, Any], longest: int, overlap: int, most: int
+    ) -> list[Tokens]:
         """Return the sequences of the first text with parts of the second, each of at most `longest` tokens.
 
-        overlap: tokens that two parts share, at most half a sequence.
+        overlap: tokens that two parts share, at most half a sequence. most: parts.
         """
         self._check_pairs()
         tokenizer, longest = self._checkpoint.tokenizer, min(longest, self._reads.longest)
@@ -118,7 +120,12 @@ class TextReader:
                 f"{names[0]} has {len(a)} tokens, which leaves no room for {names[1]}: model "
                 f"{self._checkpoint.model} takes at most {longest} of both; shorten it"
             )
-        b.truncate(room, stride=min(overlap, longest // 2, room - 1))
+        stride = min(overlap, longest // 2, room - 1)
+        if len(b) > (fits := stride + most * (room - stride)):
+            raise RequestError(
+                f"{names[1]} has {len(b)} tokens, and at most {fits} are read with this {names[0]}; send parts of it"
+            )
+        b.truncate(room, stride=stride)
         parts = (b, *b.overflowing)
         return [self._finished(" with ".join(names), tokenizer.post_process(a, part)) for part in parts]
 

@@ -174,6 +174,7 @@ REFUSED = [
     ("bert-answers", {"text": "a"}),
     ("bert-answers", {"question": "a"}),
     ("bert-answers", {"question": LONG, "context": "a"}),
+    ("bert-answers", {"question": "a", "context": "the " * 3000}),
     ("bert-answers", {"question": "a", "context": "b", "no_answer": "yes"}),
     ("minilm", {"text": "a", "prompt": "query"}),
     ("minilm", {"text": "a", "dimensions": 33}),
