@@ -32,7 +32,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as root:
             found[case.name] = asked(str(case.write(Path(root) / "model")), case)
         print(case.name, json.dumps(found[case.name])[:150], flush=True)
-    ANSWERS.write_text(json.dumps(found, indent=1) + "\n")
+    lines = (f"{json.dumps(name)}: {json.dumps(found[name])}" for name in found)
+    ANSWERS.write_text("{" + ",\n".join(lines) + "}\n")
 
 
 def asked(path, case):
