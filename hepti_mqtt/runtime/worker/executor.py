@@ -97,7 +97,8 @@ class BoundProgram:
 
     kernels: the name of the kernel of each op, None for what is no Compute. states: the names of those slots that are
     arrays of the session. buffers: the slots that ops fill with arrays of the executor, by what array it is. sends:
-    what those who run it keep with each Send, by its place, since it is the same in every run.
+    what those who run it keep with each Send, by its place, since it is the same in every run. taken: of a run that goes
+    on with another one, what it takes of that one: the slots there that fill its exchanges.
     """
 
     template: RunTemplate
@@ -106,6 +107,7 @@ class BoundProgram:
     states: Mapping[Slot, str]
     buffers: Mapping[SlotSpec, tuple[Slot, ...]]
     sends: dict[int, Any] = field(default_factory=dict)
+    taken: tuple[tuple[ExchangeKey, Slot], ...] = ()
 
 
 def bind(program: Program, weights: Mapping[WeightRef, Weight], workers: Workers) -> BoundProgram:
@@ -283,6 +285,23 @@ class Executor:
         """Return the first ready op; None if every run waits, or if it is of another run than `run_id`."""
         found = self._machine.next_op(run_id)
         return None if found is None else self._steps[found[0].run_id].move_to(found[1])
+
+    def hold(self, run_id: int, node: int) -> bool:
+        """Let a run end before the ops of a tensor; False, and nothing has changed, if one of them has run."""
+        return self._machine.hold(self._machine.runs[run_id], node)
+
+    def is_done(self, run_id: int) -> bool:
+        """Return whether no op of a run is left."""
+        running = self._machine.runs[run_id]
+        return not running.ops_left and not running.accepts_leases
+
+    def take(self, run_id: int, slot: Slot) -> Array:
+        """Return the values of a slot that a run has filled; its buffer is used for nothing else from now on."""
+        running = self._machine.runs[run_id]
+        view = view_of_slot(running.template.program, slot)
+        array = view.of(running.slots)
+        running.free[view.base] = None
+        return array
 
     def finish_if_done(self, run_id: int) -> bool:
         """Return whether a running request has no op left; drop it then."""
