@@ -133,8 +133,14 @@ def continued_program(spec: Spec, before: Plan, plan: Plan, shape: RequestShape,
 
 
 def handover_moves(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, block: int) -> list[Move]:
-    """Return what devices send each other where a run goes on under another plan; raises HandoverError."""
-    return moves(*_both(spec, before, plan, shape), block)
+    """Return what devices send each other where a run goes on under another plan.
+
+    Raises HandoverError if one of them cannot go on so.
+    """
+    then, now = _both(spec, before, plan, shape)
+    for device in plan.devices:
+        hand_over(then, now, block, device)
+    return [move for move in moves(then, now, block) if move.source != move.target]
 
 
 def _both(spec: Spec, before: Plan, plan: Plan, shape: RequestShape) -> tuple[Lowered, Lowered]:

@@ -69,6 +69,7 @@ def _per_exchange(rows: int, columns: int) -> float:
     sender = Program("a", (slot,), (Recv(0, PLANNER, INPUT), *sends))
     receiver = Program("b", (slot,) * EXCHANGES, tuple(Recv(n, "a", VALUE + n, 0, n) for n in layers))
     session = runs.WorkerRuns("a", Topics("home"), Counter())
+    plan = Plan("m", PlanVersion(1, 1), "row", ("a", "b"), "a")
     x = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     times, known = [], ExchangeCache()
     out, into = bind(sender, {}, Workers(1)), bind(receiver, {}, Workers(1))
@@ -77,9 +78,8 @@ def _per_exchange(rows: int, columns: int) -> float:
         here.admit(run, out)
         there.admit(run, into)
         here.deliver(run, (INPUT, 0, PLANNER), x)
-        sending = WorkerRun(
-            frames.Frame("work", "m", PlanVersion(1, 1), run), 0.0, frames.DecoderSession(), x, out.sends
-        )
+        work = frames.Frame("work", "m", PlanVersion(1, 1), run)
+        sending = WorkerRun(plan, work, 0.0, frames.DecoderSession(), x, out.sends)
         started = time.perf_counter()
         while (step := here.next_step()) is not None:
             outgoing = step.run()

@@ -77,7 +77,9 @@ def moves(before: Lowered, after: Lowered, block: int) -> list[Move]:
 def _holdings(before: Lowered, node: int) -> Iterator[tuple[str, Region]]:
     """Yield who has computed which cells of a tensor, whole results only."""
     op, _ = before.located(node)
-    for tile in () if op is None else before.tiles[op.name]:
+    if op is None:
+        return
+    for tile in before.tiles[op.name]:
         whole = tile.region[op.rank :] == op.full_region[op.rank :] and not op.is_state(tile.region)
         if whole and not tile.relay and tile.device != PLANNER_INDEX:
             yield before.names[tile.device], tile.region[: op.rank]

@@ -347,6 +347,7 @@ class ForwardWalk:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def slot(self, shape: tuple[int, ...], dtype: SlotDtype) -> Slot:
+        """Return a new slot."""
         self.out.slots.append(SlotSpec(shape, dtype))
         self.turns.append(self.turn)
         return len(self.out.slots) - 1
@@ -361,6 +362,7 @@ class ForwardWalk:
         return slot if self.out.slots[slot].shape == shape else self.viewed(slot, 0, shape)
 
     def viewed(self, slot: Slot, start: int, shape: tuple[int, ...]) -> Slot:
+        """Return a view of a slot from a row on: itself where it is all of it."""
         spec = self.out.slots[slot]
         if start == 0 and spec.shape == shape:
             return slot
@@ -414,6 +416,7 @@ class ForwardWalk:
         return slot
 
     def kernel(self, call: Call, reads: tuple[Slot, ...], shape: tuple[int, ...], dtype: SlotDtype) -> Slot:
+        """Append a kernel; return the new slot that it fills."""
         turn = max([self.turn, *(self.turns[s] for s in reads)])
         slot = self.slot(shape, dtype)
         self.turns[slot] = turn
@@ -422,6 +425,7 @@ class ForwardWalk:
         return slot
 
     def emit(self, op: ProgramOp, turn: int) -> None:
+        """Append an op."""
         self.out.ops.append((turn, self.block, op))
 
     def _may_join(self, total: Slot) -> bool:

@@ -311,8 +311,18 @@ class TaskDone:
     task: int
 
 
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """Agent to planner: a run that takes long is in this block of the model's graph."""
+
+    model: str
+    plan_version: PlanVersion
+    run_id: int
+    block: int
+
+
 Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks
-Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone
+Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone | RunProgress
 Message = Command | Report
 
 # Codes stand on the wire: only append. 1..99 go down to an agent, 100.. up to the planner.
@@ -329,6 +339,7 @@ CODES: Final[Mapping[int, type[Any]]] = {
     103: RequestTiles,
     104: RunFailed,
     105: TaskDone,
+    106: RunProgress,
 }
 _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 

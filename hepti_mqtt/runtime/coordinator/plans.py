@@ -17,12 +17,13 @@ from typing import Any, Final, Literal, get_args
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import graph
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, SimulatedRequest
 from hepti_mqtt.protocol.messages import Ready
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
-from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.runtime.machinery import StateMachine, StateTable, Transition, TransitionLog
+from hepti_mqtt.spec import RequestShape, Spec
 
 PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
 PlanEvent = Literal[
@@ -149,6 +150,10 @@ class ServedModel:
     default_length: int = 128
     pins: Pins = field(default_factory=Pins)
     batching: Batching = field(default_factory=Batching)
+
+    def block_count(self, shape: RequestShape) -> int:
+        """Return how many blocks the graph of a request has."""
+        return len(graph(self.spec, shape).blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,6 +490,10 @@ class PlanLifecycle:
 
     def _record_in(self, *states: PlanState) -> PlanRecord | None:
         return next((r for r in self._records if r.state in states), None)
+
+    def tell(self, before: PlanVersion, after: PlanVersion, why: str, now: float) -> None:
+        """Tell the story what was decided about a run: under which plan it ends."""
+        self.story.append(Transition(now, self._label, str(before), "run", str(after), why))
 
     def step(self, thing: Search | PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
         """Take a search or a plan through one step of the table; an illegal one leads to a new search."""

@@ -49,6 +49,7 @@ from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import TransitionLog
 
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
+LATE_BLOCKS: Final = 2  # blocks that a run may be further than the last word of it says
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
 
@@ -401,6 +402,8 @@ class CoordinatorSession:
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RunFailed):
             return self._scheduler.handle_failure(device, message, now)
+        if isinstance(message, messages.RunProgress):
+            return self._handle_progress(device, message, now)
         if isinstance(message, messages.TaskDone):
             return self._scheduler.complete_task(device, message, now)
         if not isinstance(message, messages.Ready | messages.PrepareFailed | messages.PrepareProgress):
@@ -426,12 +429,45 @@ class CoordinatorSession:
             return [refused, *self._handle_lost(device, "compiles plans differently", now)]
         return self._rollout.handle_preparation(group, device, message, now)
 
+    def _handle_progress(self, device: str, message: messages.RunProgress, now: float) -> list[CoordinatorCommand]:
+        """Take how far a run is: one that is late says so before it ends."""
+        if (run := self._scheduler.record_progress(device, message, now)) is None:
+            self.counters["late"] += 1
+            return []
+        blocks = self.groups.default(message.model).served.block_count(run.shape)
+        part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
+        if now - run.dispatched_s > LATE_FACTOR * run.expected_s * part:
+            self.fleet.estimates.record_overdue(run.plan.devices, now)
+        return []
+
+    def _go_on(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Let runs that began under a plan before the active one go on under that, where the rule says so."""
+        active, out = group.plans.active, list[CoordinatorCommand]()
+        for run in list(group.runs.values()) if active is not None and group.plans.retiring else ():
+            assert active is not None
+            asked = (active.version, run.progress)
+            if not run.may_go_on or run.asked == asked or run.plan_version in active.versions:
+                continue
+            is_first, run.asked = run.asked is None or run.asked[0] != active.version, asked
+            if (found := self._moves.go_on(group, run, now)) is None:
+                continue
+            plan, verdict = found
+            what = f"run {run.run_id} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
+            if is_first or verdict.goes:
+                group.plans.tell(run.plan_version, plan.version if verdict.goes else run.plan_version, what, now)
+            if verdict.goes:
+                out += [
+                    LogEvent("continued", what),
+                    *self._scheduler.go_on(group, run, plan, verdict.border.block, now),
+                ]
+        return out
+
     def _advance(self, now: float) -> list[CoordinatorCommand]:
         """Do what has become possible: release, prepare, dispatch, search."""
         out: list[CoordinatorCommand] = []
         for group in self.groups:
             group.queue.discard_finished()
-            out += self._rollout.release_idle(group, now)
+            out += [*self._go_on(group, now), *self._rollout.release_idle(group, now)]
         for slot in self.groups.pinned():
             if slot.idle and slot.plans.in_use is None and slot.plans.preparing is None:
                 out += self._rollout.close_group(slot, now, "there is no plan, and nobody waits for one")

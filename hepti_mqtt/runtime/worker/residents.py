@@ -123,6 +123,19 @@ ResidentState = Literal["asked", "loading", "subscribing", "ready", "active", "d
 Place = tuple[bytes, WeightRef]  # of a resident matrix: the digest of its manifest, and its range
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The rest of a run of a shape that began under the plan `before`, from a block on."""
+
+    shape: RequestShape
+    before: Plan = field(compare=False)
+    plan_version: PlanVersion  # of `before`
+    block: int
+
+
+ProgramKey = RequestShape | Continuation  # what a device has a Program for, under a plan
+
+
 @dataclass(slots=True)
 class ResidentPlan:
     """A plan on a device, ready when it is `loaded` and its filters are `subscribed`.
@@ -132,8 +145,8 @@ class ResidentPlan:
     beside the weights while they load. programs_bytes: of the cached Programs. urgent_shapes, prebuild_shapes: shapes
     whose Programs are to be built; `prebuild_shapes` only while idle. mesh_sources: peers whose frames come directly;
     the filters are for the others. loaded: with the urgent Programs. subscribed: the filters are acknowledged and the
-    peers were joined. programs: by request shape, least recently used first. state: changed by `ResidentPlans` only.
-    frame_key: of all frames of the plan.
+    peers were joined. programs: by what they are for, least recently used first. state: changed by `ResidentPlans`
+    only. frame_key: of all frames of the plan.
     """
 
     plan: Plan
@@ -157,7 +170,7 @@ class ResidentPlan:
     loaded: bool = False
     filters_acknowledged: bool = False
     subscribed: bool = False
-    programs: OrderedDict[RequestShape, BoundProgram] = field(default_factory=OrderedDict)
+    programs: OrderedDict[ProgramKey, BoundProgram] = field(default_factory=OrderedDict)
     state: ResidentState = "asked"
 
     @property
@@ -175,7 +188,7 @@ class ResidentPlan:
         """Return whether requests can run under the plan."""
         return self.loaded and self.subscribed and self.state != "released"
 
-    def cache_program(self, shape: RequestShape, bound: BoundProgram) -> None:
+    def cache_program(self, shape: ProgramKey, bound: BoundProgram) -> None:
         """Keep a Program for the next request of its shape, in place of the one used longest ago."""
         self.programs[shape] = bound
         while len(self.programs) > KEPT_PROGRAMS:

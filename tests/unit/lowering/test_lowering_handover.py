@@ -34,11 +34,11 @@ BEFORE, AFTER = 1, 2
 
 
 def continued(
-    before: Mapping[str, BoundProgram], after: Mapping[str, BoundProgram], node: int, inputs: np.ndarray, seed: int
+    before: Mapping[str, BoundProgram], after: Mapping[str, BoundProgram], block: int, inputs: np.ndarray, seed: int
 ) -> np.ndarray:
-    """Return the output of a run that every device stops before a tensor, and that goes on with other Programs.
+    """Return the output of a run that every device stops before a block, and that goes on with other Programs.
 
-    Devices stop at moments of their own, as long as none has begun with the tensor; frames arrive in any order.
+    Devices stop at moments of their own, as long as none has begun with the block; frames arrive in any order.
     """
     rng = random.Random(seed)
     executors = {name: Executor() for name in before}
@@ -48,7 +48,7 @@ def continued(
         executor.admit(BEFORE, before[name])
         executor.admit(AFTER, after[name])
         if rng.random() < 0.5:  # the others later, when some ops have run
-            assert executor.hold(BEFORE, node)
+            assert executor.hold(BEFORE, block)
             held.add(name)
     outputs: list[tuple[int, np.ndarray]] = []
     idle = 0
@@ -62,12 +62,10 @@ def continued(
             continue
         name = rng.choice(sorted(executors))
         executor = executors[name]
-        if name not in held and rng.random() < 0.3 and executor.hold(BEFORE, node):
+        if name not in held and rng.random() < 0.3 and executor.hold(BEFORE, block):
             held.add(name)
         if BEFORE in executor and name in held and executor.is_done(BEFORE):
-            for key, slot in after[name].taken:
-                assert executor.deliver(AFTER, key, executor.take(BEFORE, slot)) == "filled"
-            executor.drop(BEFORE)
+            executor.hand_over(BEFORE, AFTER)
         step = executor.next_step() if name in held else None
         if step is None:
             continue
@@ -92,8 +90,7 @@ def check(family: str, before: Plan, after: Plan, block: int, seed: int = 0, wan
     then = bound(parts, tensors(spec))
     now = bound({d: h.program for d, h in handed.items()}, tensors(spec))
     now = {d: replace(made, taken=handed[d].taken) for d, made in now.items()}
-    node = models.graph(spec, shape).blocks[block]
-    found = continued(then, now, node, inputs, seed)
+    found = continued(then, now, block, inputs, seed)
     expected = models.reference(spec, tensors(spec), inputs, shape)[1 if want == "task" else 0]
     assert np.abs(found - expected).max() < TOLERANCE * (100 if "f16" in (before.wire, after.wire) else 1)
 
