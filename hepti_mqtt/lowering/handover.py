@@ -130,9 +130,9 @@ def _cover(op: Op, wanted: Region, holdings: list[tuple[str, Region]]) -> Iterat
 
 def hand_over(before: Lowered, after: Lowered, block: int, device: str) -> HandedOver:
     """Return what a device does from a border on; raises HandoverError if it cannot be."""
+    moved = moves(before, after, block)
     whole, start = after.full_program(device), after.full_graph.blocks[block]
     later = [op for op in whole.ops if op.node >= start]
-    moved = moves(before, after, block)
     walk = _Handover(after, whole, device)
     taken = walk.take_own(before, start, sorted({m.node for m in moved if m.source == device}))
     for move in moved:
