@@ -129,7 +129,8 @@ def continued_program(spec: Spec, before: Plan, plan: Plan, shape: RequestShape,
     """
     then, now = _both(spec, before, plan, shape)
     made = hand_over(then, now, block, device)
-    return HandedOver(run_passes(made.program, plan), _passed_slots(then.full_program(device), before, made.taken))
+    program = run_passes(made.program, plan if device in plan.devices else before)
+    return HandedOver(program, _passed_slots(then.full_program(device), before, made.taken))
 
 
 def handover_moves(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, block: int) -> list[Move]:
@@ -138,7 +139,7 @@ def handover_moves(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, bl
     Raises HandoverError if one of them cannot go on so.
     """
     then, now = _both(spec, before, plan, shape)
-    for device in plan.devices:
+    for device in before.devices:
         hand_over(then, now, block, device)
     return [move for move in moves(then, now, block) if move.source != move.target]
 
@@ -148,8 +149,8 @@ def _both(spec: Spec, before: Plan, plan: Plan, shape: RequestShape) -> tuple[Lo
         raise HandoverError("a run of a session ends under the plan that it began with")
     if any(p.replicas or _task_places(p) for p in (before, plan)):
         raise HandoverError("replicas and leased tasks end under the plan that they began with")
-    if set(before.devices) != set(plan.devices):
-        raise HandoverError("the plans are not of the same devices")
+    if not set(plan.devices) <= set(before.devices):
+        raise HandoverError("a device has no part in the plan before")
     return lower_plan(spec, before, shape), lower_plan(spec, plan, shape)
 
 

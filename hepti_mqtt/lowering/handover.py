@@ -66,12 +66,19 @@ def moves(before: Lowered, after: Lowered, block: int) -> list[Move]:
         for target in after.names:
             for wanted in disjoint(_wanted(after, node, target)):
                 for source, cells in _cover(op, wanted, sorted(holdings, key=lambda h: h[0] != target)):
-                    if source != target and source not in after.senders(target):
-                        raise HandoverError(f"{op.name}: {target} does not hear {source} under the next plan")
+                    if source != target and not _hears(before, after, target, source):
+                        raise HandoverError(f"{op.name}: {target} does not hear {source}")
                     nbytes = volume(cells) * DTYPE_BYTES[op.dtype]
                     found.append(Move(node, source, target, cells, numbers[source], nbytes))
                     numbers[source] += source != target
     return found
+
+
+def _hears(before: Lowered, after: Lowered, target: str, source: str) -> bool:
+    """Return whether a device hears another one: under the plan after or, if that has no part in it, before."""
+    if source in after.names:
+        return source in after.senders(target)
+    return target in before.names and source in before.senders(target)
 
 
 def _holdings(before: Lowered, node: int) -> Iterator[tuple[str, Region]]:
@@ -129,9 +136,13 @@ def _cover(op: Op, wanted: Region, holdings: list[tuple[str, Region]]) -> Iterat
 
 
 def hand_over(before: Lowered, after: Lowered, block: int, device: str) -> HandedOver:
-    """Return what a device does from a border on; raises HandoverError if it cannot be."""
+    """Return what a device does from a border on: of one that has no part in the plan after, what it sends.
+
+    Raises HandoverError if it cannot be.
+    """
     moved = moves(before, after, block)
-    whole, start = after.full_program(device), after.full_graph.blocks[block]
+    stays, graph = device in after.names, after.full_graph
+    whole, start = after.full_program(device) if stays else Program(device, (), (), graph.names), graph.blocks[block]
     later = [op for op in whole.ops if op.node >= start]
     walk = _Handover(after, whole, device)
     taken = walk.take_own(before, start, sorted({m.node for m in moved if m.source == device}))
@@ -144,7 +155,7 @@ def hand_over(before: Lowered, after: Lowered, block: int, device: str) -> Hande
     for slot in _missing(whole, later):
         walk.fill(slot, crossing(after.full_graph, block))
     ops = (*(op for _, _, op in walk.out.ops), *later)
-    return HandedOver(Program(device, tuple(walk.out.slots), ops, whole.nodes, whole.blocks), taken)
+    return HandedOver(Program(device, tuple(walk.out.slots), ops, graph.names, graph.blocks), taken)
 
 
 def _missing(program: Program, ops: list[ProgramOp]) -> list[Slot]:
@@ -157,7 +168,8 @@ class _Handover(ForwardWalk):
     """The ops at the border of one device: in slots behind those of its whole Program."""
 
     def __init__(self, after: Lowered, whole: Program, device: str) -> None:
-        super().__init__(after.graph, after.tiles, after.names.index(device), after.names)
+        number = after.names.index(device) if device in after.names else len(after.names)
+        super().__init__(after.graph, after.tiles, number, after.names)
         self.after, self.name = after, device
         self.out.slots = list(whole.slots)
         self.turns = [0] * len(whole.slots)

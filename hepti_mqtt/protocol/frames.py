@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -364,12 +364,15 @@ def encode_work(
     head[: len(fields)] = fields
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
-    other, block = continued or (0, 0)
-    low, high = other & U32, other >> 32
-    work = Frame(
-        "work", model, plan_version, run_id, block, low, part=high, shape=(len(body),), numbers=numbers, body=body
-    )
+    work = Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body)
+    if continued is not None:
+        work = continue_frame(replace(work, run_id=continued.run_id), run_id, continued.block)
     return encode(work, key)
+
+
+def continue_frame(work: Frame, run_id: int, block: int) -> Frame:
+    """Return the work frame of a run that goes on with that of `work` from a block on."""
+    return replace(work, run_id=run_id, layer=block, node=work.run_id & U32, part=work.run_id >> 32, header=b"")
 
 
 def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:

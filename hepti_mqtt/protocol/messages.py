@@ -235,6 +235,21 @@ class LeaseTasks:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """Planner to agent: end a run before a block, and send what is here of it to those that go on under `plan`.
+
+    To a device that has no part in that plan. heir: the run that goes on there.
+    """
+
+    model: str
+    plan_version: PlanVersion
+    run_id: int
+    block: int
+    heir: int
+    plan: Plain
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseAll:
     """Planner to agent: release every plan and cancel its runs."""
 
@@ -321,7 +336,7 @@ class RunProgress:
     block: int
 
 
-Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks
+Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks | HandOver
 Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone | RunProgress
 Message = Command | Report
 
@@ -333,6 +348,7 @@ CODES: Final[Mapping[int, type[Any]]] = {
     4: Cancel,
     5: ReleaseAll,
     6: LeaseTasks,
+    7: HandOver,
     100: Ready,
     101: PrepareProgress,
     102: PrepareFailed,

@@ -311,6 +311,11 @@ class Run:
         """Return whether devices may still compute for it; False once its token was taken."""
         return self.token_index is None
 
+    def needs(self, plan_version: PlanVersion) -> bool:
+        """Return whether devices of a plan are needed for it; once it is seen to go on, none of the plan before."""
+        before = None if self.before is None or self.progress is not None else self.before.plan_version
+        return plan_version in (self.plan_version, before)
+
     @property
     def may_go_on(self) -> bool:
         """Return whether it may go on under another plan: it is somewhere between its blocks, as begun by a request."""

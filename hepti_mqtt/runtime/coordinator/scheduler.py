@@ -143,9 +143,11 @@ class Scheduler:
         """Return the run that a device's message is about; None if it is over, or the device has no part in it."""
         group = self._groups.group_of_run(message.model, message.run_id)
         run = None if group is None else group.runs[message.run_id]
-        if group is None or run is None or run.plan_version != message.plan_version or device not in run.plan.devices:
+        if group is None or run is None:
             return None
-        return group, run
+        plans = (each.plan for each in (run, run.before) if each is not None)
+        known = any(plan.version == message.plan_version and device in plan.devices for plan in plans)
+        return (group, run) if known else None
 
     def expect_burst(self, now: float) -> None:
         """The broker is back: what it and clients have kept meanwhile comes at once, and is no overload."""
@@ -405,7 +407,10 @@ class Scheduler:
     def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
         """Let a run go on under another plan from a block on: its devices end it there, and begin with the rest."""
         del group.runs[run.run_id]
-        return self._dispatch(group, plan, run.items, now, (run, block))
+        out = self._dispatch(group, plan, run.items, now, (run, block))
+        heir = next(reversed(group.runs))
+        left = messages.HandOver(run.plan.model, run.plan_version, run.run_id, block, heir, plan.to_dict())
+        return [*out, *(self._command(device, left) for device in run.plan.devices if device not in plan.devices)]
 
     def _dispatch(
         self,
@@ -529,7 +534,7 @@ class Scheduler:
         out: list[CoordinatorCommand] = []
         for each in (run,) if run.before is None else (run.before, run):
             cancel = messages.Cancel(each.plan.model, each.plan_version, each.run_id)
-            out += [self._command(device, cancel) for device in each.plan.devices]
+            out += [self._command(device, cancel) for device in (run.before or run).plan.devices]
         return out + self._answer_generation(group, run)  # which may have waited for its reports alone
 
     # -- leased tasks ---------------------------------------------------------------------------------------------

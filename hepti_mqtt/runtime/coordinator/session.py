@@ -266,7 +266,7 @@ class CoordinatorSession:
                 if was_active:
                     plans.request_search(now, now, why, forced=True)
                     out.append(self._rollout.publish_plan(group))
-                for run in [r for r in group.runs.values() if r.plan_version == lost]:
+                for run in [r for r in group.runs.values() if r.needs(lost)]:
                     lost_runs = True
                     out += self._scheduler.handle_lost_device(group, run, device, now)
         if lost_runs and says_so and self.fleet.record_setback(device, now):

@@ -27,7 +27,7 @@ def build(order: BuildProgram, device: str, workers: Workers) -> ProgramBuilt:
     spec, plan, shape = order.spec, order.plan, order.shape
     try:
         if isinstance(shape, Continuation):
-            made = continued_program(spec, shape.before, plan, shape.shape, shape.block, device)
+            made = continued_program(spec, shape.before, shape.after, shape.shape, shape.block, device)
             return ProgramBuilt(order.number, bind(made.program, order.weights, workers, made.taken))
         return ProgramBuilt(order.number, bind(device_program(spec, plan, shape, device), order.weights, workers))
     except HandoverError as error:

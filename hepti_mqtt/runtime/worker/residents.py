@@ -125,12 +125,19 @@ Place = tuple[bytes, WeightRef]  # of a resident matrix: the digest of its manif
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The rest of a run of a shape that began under the plan `before`, from a block on."""
+    """The rest of a run of a shape that began under the plan `before`, from a block on, under the plan `after`.
+
+    versions: of both plans.
+    """
 
     shape: RequestShape
     before: Plan = field(compare=False)
-    plan_version: PlanVersion  # of `before`
+    after: Plan = field(compare=False)
     block: int
+    versions: tuple[PlanVersion, PlanVersion] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", (self.before.version, self.after.version))
 
 
 ProgramKey = RequestShape | Continuation  # what a device has a Program for, under a plan

@@ -20,6 +20,7 @@ from hepti_mqtt.protocol.frames import (
     Frame,
     FrameKind,
     TensorArrival,
+    continue_frame,
     decode_continued,
     decode_session,
     decode_work,
@@ -247,6 +248,7 @@ class WorkerRuns:
         self._executor = Executor()
         self._runs: dict[int, WorkerRun] = {}
         self._heirs: dict[int, int] = {}  # runs that end before a block, and those that go on there
+        self._left: dict[int, Plan] = {}  # of those the ones that go on elsewhere, and under which plan
         self._early = EarlyFrames()
         self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # of runs that are not here yet
         self._sessions = DecoderSessions(counters)
@@ -358,7 +360,8 @@ class WorkerRuns:
         if (continued := decode_continued(frame)) is not None:
             if (before := self._hold(continued, frame, plain)) is None:
                 return self._refuse(frame, "passed", f"run {continued.run_id} cannot end before {continued.block}")
-            program_key = Continuation(shape, before, before.version, continued.block)
+            after = self._left.get(frame.run_id, resident.plan)
+            program_key = Continuation(shape, before, after, continued.block)
         bound = resident.programs.get(program_key)
         if bound is None:
             self._building.enqueue(frame, program_key)
@@ -389,6 +392,17 @@ class WorkerRuns:
         if continued is not None:
             out += self._hand_over(continued.run_id, now)
         return out + self._finish_if_done(frame.run_id, now)
+
+    def leave(self, resident: ResidentPlan, message: messages.HandOver, after: Plan, now: float) -> list[Command]:
+        """Let a run end before a block, and send what is here of it to those that go on under another plan."""
+        if self.has_ended(message.heir):
+            self._counters["duplicate"] += 1
+            return []
+        if (before := self._runs.get(message.run_id)) is None:
+            text = f"{self._device}: run {message.run_id} is not here"
+            return [self._up(messages.RunFailed(*resident.key, message.heir, "passed", text))]
+        self._left[message.heir] = after
+        return self.start(resident, continue_frame(before.frame, message.heir, message.block), now)
 
     def _hold(self, continued: Continued, frame: Frame, shape: PlainShape) -> Plan | None:
         """Let a run end where another one goes on; return its plan, None if it is not here or is past that."""
@@ -594,6 +608,9 @@ class WorkerRuns:
             return self._hand_over(run_id, now)
         if not self._executor.finish_if_done(run_id):
             return []
+        if run_id in self._left:
+            self.end(run_id)
+            return []
         request = self._runs[run_id]
         model, plan_version = request.key
         wait = self._waited_s = max(now - request.started_s - request.compute_s, 0.0)
@@ -624,6 +641,7 @@ class WorkerRuns:
     def end(self, run_id: int) -> None:
         """Forget a request, and one that it was to go on with; what still comes of it is late."""
         self._heirs.pop(run_id, None)
+        self._left.pop(run_id, None)
         for before in [run for run, heir in self._heirs.items() if heir == run_id]:
             self.end(before)
         self._executor.drop(run_id)
@@ -645,4 +663,5 @@ class WorkerRuns:
         self._building.check()
         assert not set(self._over) & set(self._runs)
         assert set(self._heirs) <= set(self._runs)
+        assert set(self._left) <= {*self._runs, *(run_id for run_id, _ in self._building.waiting())}
         assert all(r.key in epochs for r in self._runs.values())

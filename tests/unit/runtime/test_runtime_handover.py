@@ -10,17 +10,18 @@ from sites import FAMILIES, TOLERANCE, always, plan, request, tensors
 from swarm import MODEL, Swarm, plan_of
 
 from hepti_mqtt import models
+from hepti_mqtt.errors import DeadlineError
 from hepti_mqtt.planner import decisions
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface, moves
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.worker import runs
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=6)
 TENSORS = tensors(SPEC)
-METHOD = ("row", {"variant": "kv"})
-EQUAL, UNEVEN = (
-    replace(plan(SPEC, METHOD, shares), predicted_s=5.0, predicted_tokens=13) for shares in ((1.0, 1.0), (5.0, 1.0))
+METHOD, ALONE = ("row", {"variant": "kv"}), ("single", {})
+EQUAL, UNEVEN, THREE, SINGLE = (
+    replace(plan(SPEC, method, shares), predicted_s=5.0, predicted_tokens=13)
+    for method, shares in ((METHOD, (1.0, 1.0)), (METHOD, (5.0, 1.0)), (METHOD, (1.0, 2.0, 1.0)), (ALONE, (1.0,)))
 )
 SHAPE, INPUTS = request(SPEC, (13,))
 EXPECTED = models.reference(SPEC, TENSORS, INPUTS, SHAPE)[1]
@@ -33,7 +34,7 @@ class Changing(Swarm):
 
     def __init__(self, seed: int = 0, first=EQUAL, then=UNEVEN, duplicates: float = 0.0) -> None:
         self.then = then
-        hosts = dict.fromkeys(first.devices, (FLOPS_PER_S, 1 << 30))
+        hosts = dict.fromkeys({**dict.fromkeys(first.devices), **dict.fromkeys(then.devices)}, (FLOPS_PER_S, 1 << 30))
         super().__init__(SPEC, TENSORS, hosts, seed=seed, decider=always(first), duplicates=duplicates, jitter_s=0.01)
         self.run(20, until=lambda: plan_of(self) is not None)
         self.work: list[frames.Frame] = []
@@ -87,9 +88,10 @@ def goes(border):
     return decisions.GoingOn(border, 10.0, 5.0, 1.0, border.block < border.blocks - 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_run_goes_on_under_the_next_plan_and_the_answer_is_the_same(seed):
-    site = Changing(seed, duplicates=0.2)
+@pytest.mark.parametrize(("first", "then"), [(EQUAL, UNEVEN), (THREE, UNEVEN), (UNEVEN, SINGLE)])
+def test_a_run_goes_on_under_the_next_plan_and_the_answer_is_the_same(first, then):
+    """The next plan may leave devices out: they end the run, and send what they have of it."""
+    site = Changing(len(first.devices), first, then, duplicates=0.2)
     site.change()
     site.finish()
     assert [frames.decode_continued(work) is not None for work in site.work] == [False, True]
@@ -111,7 +113,15 @@ def test_a_device_lost_in_the_middle_of_it_costs_a_run():
     site.change()
     site.run(60, until=site.switched)
     site.kill("d1")
-    site.decider = always(plan(SPEC, ("single", {}), (1.0,)))
+    site.decider = always(SINGLE)
+    site.finish()
+
+
+def test_a_device_that_only_hands_over_is_lost_in_the_middle_of_it():
+    site = Changing(first=THREE)
+    site.change()
+    site.run(60, until=site.switched)
+    site.kill("d2")
     site.finish()
 
 
@@ -131,7 +141,8 @@ def test_a_request_that_ends_early_leaves_nothing():
     site.run(60, until=site.switched)
     group = site.planner.groups.default(MODEL)
     (run,) = group.runs.values()
-    for command in site.planner._scheduler.fail_request(group, run.items[0].request, decisions_error()):
+    late = DeadlineError("the deadline passed before the answer was ready")
+    for command in site.planner._scheduler.fail_request(group, run.items[0].request, late):
         site._planner_command(command)
     site.run(20)
     assert not group.runs
@@ -139,15 +150,8 @@ def test_a_request_that_ends_early_leaves_nothing():
     assert len(site.errors["x"]) == 1
 
 
-def decisions_error():
-    from hepti_mqtt.errors import DeadlineError
-
-    return DeadlineError("the deadline passed before the answer was ready")
-
-
 def test_a_plan_of_other_devices_leaves_runs_alone():
-    site = Changing(then=plan(SPEC, ("single", {}), (1.0,)))
+    site = Changing(then=THREE)
     site.change()
     site.finish()
     assert len(site.work) == 1
-    assert runs.PROGRESS_S < 1.0
