@@ -215,7 +215,7 @@ class Search:
 
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
     one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s: when it was first
-    wanted.
+    wanted. is_brief: of what stands alone, for a run that is late.
     """
 
     due_s: float
@@ -226,6 +226,7 @@ class Search:
     ticket: int = 0
     plan_version: PlanVersion | None = None
     wanted_s: float = 0.0
+    is_brief: bool = False
 
 
 @dataclass(slots=True, eq=False)

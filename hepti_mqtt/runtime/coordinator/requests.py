@@ -265,6 +265,8 @@ class Run:
     only_beside_loads: and had bytes to load all the time. beside_search: the planner's machine searched. frame_key: of
     its frames. progress: how far it is, as far as devices have said. before: the run that it goes on with
     under another plan. asked: the plan and the progress that the rule was last asked about.
+    is_late: it is not as far as it should be; was_searched_for: a brief search for a plan that it may go on under was
+    made.
     """
 
     run_id: int
@@ -295,6 +297,8 @@ class Run:
     progress: Progress | None = None
     before: Run | None = None
     asked: tuple[PlanVersion, Progress | None] | None = None
+    is_late: bool = False
+    was_searched_for: bool = False
 
     @property
     def plan_version(self) -> PlanVersion:

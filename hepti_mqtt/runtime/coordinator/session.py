@@ -18,6 +18,7 @@ from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Verdict
 from hepti_mqtt.planner.estimates import strategy_key
+from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
@@ -305,6 +306,12 @@ class CoordinatorSession:
         if plans.searching is not None:
             plans.step(plans.searching, "outdated", now, "requests wait")
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
+        late = [r for r in group.runs.values() if r.is_late and r.may_go_on and not r.was_searched_for]
+        if late and not wanted.plans and group.active is not None:
+            # Only what needs no load and few prices can be there before a run ends; the whole search follows.
+            question, wanted.is_brief = replace(question, budget=Budget(0.0)), True
+            for run in late:
+                run.was_searched_for = True
         group.made_room = False
         if not wanted.plans:
             group.search_inputs = self.fleet.estimates.means()
@@ -337,7 +344,10 @@ class CoordinatorSession:
             plans.step(search, "outdated", now)
             return []
         group.error = None
-        return self._handle_found(group, search, event, event.decision, now)
+        out = self._handle_found(group, search, event, event.decision, now)
+        if search.is_brief:
+            plans.request_search(now + SETTLE_S, now, "the search was brief, for a run under way", forced=search.forced)
+        return out
 
     def _handle_found(
         self, group: PlanGroup, search: Search, event: Solved, decision: Decision, now: float
@@ -437,6 +447,7 @@ class CoordinatorSession:
         blocks = self.groups.default(message.model).served.block_count(run.shape)
         part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
         if now - run.dispatched_s > LATE_FACTOR * run.expected_s * part:
+            run.is_late = True
             self.fleet.estimates.record_overdue(run.plan.devices, now)
         return []
 
