@@ -50,7 +50,7 @@ from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import TransitionLog
 
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
-LATE_BLOCKS: Final = 2  # blocks that a run may be further than the last word of it says
+LATE_BLOCKS: Final = 1  # a run may be at the end of the block that it says it is in
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
 

@@ -51,7 +51,7 @@ from hepti_mqtt.task_queue import initial_task
 EARLY_BYTES: Final = 64 << 20  # in all
 EARLY_S: Final = 10.0
 EARLY_LEASES: Final = 256  # in all
-PROGRESS_S: Final = 0.5  # between two words of how far a run is; shorter runs say nothing
+PROGRESS_S: Final = 0.25  # between two words of how far a run is; shorter runs say nothing
 
 
 class EarlyFrames:
