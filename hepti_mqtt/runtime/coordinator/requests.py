@@ -386,7 +386,7 @@ class Run:
             self.dispatch_bytes,
             len(self.items),
             reported=self.reports.keys() | self.lost_devices >= set(self.plan.devices),
-            dispatched_s=self.dispatched_s,
+            dispatched_s=(self.before or self).dispatched_s,
             expectation=self.expectation,
         )
 

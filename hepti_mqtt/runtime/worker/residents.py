@@ -42,7 +42,7 @@ def check_prepare(
     device: str, plan: Plan, spec: Spec, shapes: Iterable[PlainShape], in_flight: int
 ) -> list[RequestShape]:
     """Return the shapes; raises PlanError, which names the field, for what no planner asks for."""
-    _check_plan(device, plan)
+    check_plan(device, plan)
     try:
         check_spec(spec.to_dict())
     except ValueError as error:
@@ -64,7 +64,8 @@ def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
         raise _wrong("shape", plain.size, f"is not valid for {spec.architecture}: {error}") from error
 
 
-def _check_plan(device: str, plan: Plan) -> None:
+def check_plan(device: str, plan: Plan) -> None:
+    """Raise PlanError, which names the field, for a plan that no planner makes for a device."""
     devices = plan.devices
     _check_number("plan.devices", len(devices))
     if len(set(devices)) < len(devices):

@@ -398,7 +398,8 @@ class WorkerRuns:
         if self.has_ended(message.heir):
             self._counters["duplicate"] += 1
             return []
-        if (before := self._runs.get(message.run_id)) is None:
+        before = self._runs.get(message.run_id)
+        if before is None or before.key != resident.key:
             text = f"{self._device}: run {message.run_id} is not here"
             return [self._up(messages.RunFailed(*resident.key, message.heir, "passed", text))]
         self._left[message.heir] = after
@@ -419,8 +420,8 @@ class WorkerRuns:
 
     def _hand_over(self, run_id: int, now: float) -> list[Command]:
         """Give what a run has computed to the one that goes on with it, once both are so far."""
-        heir = self._heirs[run_id]
-        if heir not in self._runs or not self._executor.is_done(run_id):
+        heir = self._heirs.get(run_id)
+        if heir is None or heir not in self._runs or not self._executor.is_done(run_id):
             return []
         before, run = self._runs[run_id], self._runs[heir]
         run.compute_s, run.sent_bytes, run.started_s = before.compute_s, before.sent_bytes, before.started_s

@@ -49,7 +49,7 @@ from hepti_mqtt.runtime.worker.interface import (
     Unsubscribe,
     WorkerEvent,
 )
-from hepti_mqtt.runtime.worker.residents import EndEvent, PlanKey, ResidentPlan, ResidentPlans, plan_key
+from hepti_mqtt.runtime.worker.residents import EndEvent, PlanKey, ResidentPlan, ResidentPlans, check_plan, plan_key
 from hepti_mqtt.runtime.worker.runs import WorkerRuns
 
 JOIN_S: Final = 5.0  # to connect to a peer
@@ -394,6 +394,7 @@ class WorkerSession:
         resident = self.plans.get(message.model, message.plan_version)
         try:
             after = Plan.from_dict(message.plan)
+            check_plan(after.root, after)
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"the plan that run {message.run_id} goes on under cannot be read ({error!r})") from error
         if resident is None:
