@@ -88,7 +88,10 @@ def goes(border):
     return decisions.GoingOn(border, 10.0, 5.0, 1.0, border.block < border.blocks - 1)
 
 
-@pytest.mark.parametrize(("first", "then"), [(EQUAL, UNEVEN), (THREE, UNEVEN), (UNEVEN, SINGLE)])
+MESH = [replace(each, route="mesh") for each in (THREE, UNEVEN)]
+
+
+@pytest.mark.parametrize(("first", "then"), [(EQUAL, UNEVEN), (THREE, UNEVEN), (UNEVEN, SINGLE), MESH])
 def test_a_run_goes_on_under_the_next_plan_and_the_answer_is_the_same(first, then):
     """The next plan may leave devices out: they end the run, and send what they have of it."""
     site = Changing(len(first.devices), first, then, duplicates=0.2)
