@@ -9,7 +9,7 @@ import queue
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import eq
 from typing import Final, NamedTuple, TypeVar
@@ -162,18 +162,19 @@ def _wait(get: Callable[..., T], right: Callable[[T], bool]) -> None:
 
 
 def _site(text: str, site: str) -> Iterator[Finding]:
+    clocks: Sequence[str] = ()
     try:
         with Hepti.connect(text, site=site) as hepti:
             found = hepti.devices(wait_s=1.5)
             names = [d["device"] for d in found if d["status"] == "online"]
             names += [f"{d['device']} ({output.status_text(d)})" for d in found if d["status"] == "starting"]
+            clocks = hepti.odd_clocks(found)  # also of a site whose planner does not answer
             served = hepti.models(timeout=2.0)
-            clocks = hepti.odd_clocks(found)
     except (NetworkError, WireError) as exc:
         yield Finding(f"site {site}", str(exc), "start a planner: hepti planner --model NAME=DIR")
-        return
-    online = ", ".join(names) or "none"
-    advice = "" if names else "start an agent on a device: hepti agent --id NAME"
-    yield Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
+    else:
+        online = ", ".join(names) or "none"
+        advice = "" if names else "start an agent on a device: hepti agent --id NAME"
+        yield Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
     for line in clocks:
         yield Finding("clocks", line, output.CLOCK_ADVICE)
