@@ -33,7 +33,7 @@ from hepti_mqtt.transport.broker_limits import LOW_QUEUE, low_queue_warning
 
 T = TypeVar("T")
 
-WANTED_BYTES: Final = 32 << 20
+WANTED_BYTES: Final = (32 << 20) - 1  # MQTT 5 adds a byte
 LARGE_BYTES: Final = 1 << 20
 ROOM_BYTES: Final = 16  # for a packet's header
 NAGLE_S: Final = 0.02  # a small message that takes longer was held back
@@ -110,7 +110,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
     try:
         # First, since a broker may drop without a word what is over its limit.
         largest = largest_packet(url, client_id="hepti-doctor-size", topic=topic, wanted_bytes=WANTED_BYTES)
-        low = f"set max_packet_size {WANTED_BYTES} (and message_size_limit 0) in the broker's configuration"
+        low = f"set max_packet_size {WANTED_BYTES + 1} (and message_size_limit 0) in the broker's configuration"
         large = min(LARGE_BYTES, largest - len(topic) - ROOM_BYTES)
         small_s, large_s = _echoes(url, topic, large)
         held = "set_tcp_nodelay true in the broker's configuration" if small_s > NAGLE_S else ""
