@@ -254,7 +254,9 @@ class _Site:
                 device.up = True
                 self.join(device)
             rate = self.file.links[device.name].down_bytes_per_s * self.truth.real.rate[k, i]
-            for said in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], rate, self.load_cost):
+            cost = self.load_cost
+            most = cost.bytes_per_s if device.name in self.busy else cost.idle_bytes_per_s
+            for said in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], rate, most):
                 self.tell(interface.DeviceMessage(device.name, said))
 
     # -- requests and their runs ----------------------------------------------------------------------------------
