@@ -80,7 +80,7 @@ class Situation:
     options: Sequence[Option]
     period_s: float
     busy: float = 1.0
-    load_factor: float = 2.0
+    load_factor: float = 1.1
     search_s: float = 0.5
     may_try: bool = True
     tried: AbstractSet[StrategyKey] = frozenset()
@@ -208,7 +208,7 @@ def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
 
 def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float) -> float:
     """Return the seconds of requests that a move costs: activation, load, and being wrong when a change ends."""
-    cost_s = situation.busy * (MOVE_S + option.load_s * (situation.load_factor - 1))
+    cost_s = situation.busy * (MOVE_S + option.load_s * max(situation.load_factor - 1, 0.0))
     if not option.beside:
         cost_s += _waiting_s(option.load_s, situation.period_s)
     if option.remaining_s < inf:
@@ -241,7 +241,27 @@ def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, bus
     loss_probability: of that one, as long as the weights are held. load_s: of the second one.
     """
     waiting_s = _waiting_s(load_s, period_s)
-    return loss_probability * waiting_s > TWICE * busy * load_s * (load_factor - 1)
+    return loss_probability * waiting_s > TWICE * busy * load_s * max(load_factor - 1, 0.0)
+
+
+def pays_to_search(
+    gain: float,
+    run_s: float,
+    remaining_s: float,
+    *,
+    period_s: float,
+    busy: float,
+    search_s: float,
+    search_factor: float,
+) -> bool:
+    """Return whether a search, and the move that follows, may win more than both cost.
+
+    gain: the part of a request's time `run_s` that it may win. remaining_s: as long as the situation lasts.
+    search_factor: how many times as long a request takes beside a search.
+    """
+    requests = max(min(remaining_s, MOST_S) - search_s - ACTIVATE_S, 0.0) / period_s
+    cost_s = busy * (search_s * max(search_factor - 1, 0.0) + MOVE_S)
+    return gain >= LEAST_GAIN and requests * gain * run_s > TWICE * cost_s
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """What devices and links of a site really do over time, and what their meters say of it.
 
 Truth: jitter of 5 % over 5 s; stalls of a CPU quota, heavy-tailed and seconds long, where `STALLED` says so; a slow
-random walk; a script of changes; a device that says it is ten times as fast as measured, on a link of 1 Gbit/s; one that
-has half its speed every other minute; or one that is fast only while no run uses it. Noise: meters of speed are off by 20 % over 8 s and now
-and then by 2.8 times for some seconds, frame costs by 22 %, link rates are halved beside exchanges, and every method
-takes other times than its price. That is harsher than what was recorded on an emulated site.
+random walk; a script of changes; a device that says it is ten times as fast as measured, on a link of 1 Gbit/s; one
+that has half its speed every other minute; or one that is fast only while no run uses it. Noise: meters of speed are
+off by 20 % over 8 s and now and then by 2.8 times for some seconds, frame costs by 22 %, link rates are halved beside
+exchanges, and every method takes other times than its price. That is harsher than what was recorded on an emulated
+site.
 """
 
 from __future__ import annotations

@@ -267,7 +267,8 @@ class Rollout:
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
         loaded = max((total for _, total in record.progress_bytes.values()), default=0)
-        self._groups.loads.record_load(loaded, now - record.begun_s - ACTIVATE_S)
+        served = group.plans.active is not None
+        self._groups.background.record_load(loaded, now - record.begun_s - ACTIVATE_S, served=served)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan

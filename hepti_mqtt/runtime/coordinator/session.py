@@ -43,7 +43,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     devices_first,
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
-from hepti_mqtt.runtime.coordinator.moves import SEARCH_GAIN, Moves
+from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
@@ -250,6 +250,7 @@ class CoordinatorSession:
             run.beside_loads |= not loading.isdisjoint(run.plan.devices)
             run.only_beside_loads &= not lacking.isdisjoint(run.plan.devices)
             run.beside_search |= searching
+            run.only_beside_search &= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -328,7 +329,7 @@ class CoordinatorSession:
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
-        hurried = plans.pins.is_unpinned and group.unserved and not wanted.plans
+        hurried = plans.pins.is_unpinned and group.unserved
         # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(slot.plans.searching is None for slot in self.groups)
         awaited = self.fleet.must_wait_for(plans.pins.devices or (), now)
@@ -336,7 +337,8 @@ class CoordinatorSession:
             return []
         if plans.searching is not None:
             plans.step(plans.searching, "outdated", now, "requests wait")
-        ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
+        ticket = self._rollout.ids.next_transaction()
+        question = self._standby.question(group, hurried and not wanted.plans, now)
         group.made_room = False
         if not wanted.plans:
             group.search_inputs = self.fleet.estimates.means()
@@ -348,6 +350,8 @@ class CoordinatorSession:
         if group is None or group.plans.searching is None:
             return []
         plans, search = group.plans, group.plans.searching
+        if not (event.hurried or search.plans or group.active is None):
+            self.groups.background.record_search(now - search.begun_s)
         # A hurried result serves at once; the whole search, which is wanted, follows.
         serves = event.hurried and group.unserved and plans.pins.is_unpinned
         if plans.wanted is not None and not serves:  # something changed while the search ran: search again
@@ -377,9 +381,9 @@ class CoordinatorSession:
         """Move to a plan that a search has found, if the rule says so."""
         plans = group.plans
         decision = group.learn_search(decision, event.active, is_whole=not search.plans)
-        # Where requests wait the first plan of the search is prepared at once: it has worked out its Programs. What the
-        # rule has asked to be priced is all that is asked now: else two plans could be priced in turn for ever.
-        only = decision.chosen.plan if search.forced or search.plans or group.unserved else None
+        # What the rule has asked to be priced is all that is asked: else two plans could be priced in turn for ever.
+        # A hurried search knows what stands, so that what its plans load is compared.
+        only = decision.chosen.plan if search.plans or (search.forced and not event.hurried) else None
         verdict = self._moves.judge(group, now, forced=search.forced, only=only)
         record = None if group.has_suspect_replica else plans.active
         if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
@@ -413,7 +417,7 @@ class CoordinatorSession:
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
         unclear = self.fleet.estimates.is_unclear(group.active_devices)
-        if moved is None or unclear or group.may_gain < SEARCH_GAIN:
+        if moved is None or unclear or not self._moves.is_worth_searching(group, now):
             return []
         group.plans.request_search(now, now, moved)
         return [LogEvent("drift", moved)]
