@@ -31,7 +31,7 @@ from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
-from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.machinery import Publish, Transition
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.weather.devices import MEASURED_LOAD, LoadCost, SimulatedDevice
 from hepti_mqtt.weather.truth import STEP_S, Truth
@@ -81,7 +81,8 @@ class Change(NamedTuple):
 class History:
     """What happened on a site: everything that a verdict and a picture need.
 
-    searches: times of `Solve`, with how many seconds each took. log: (time, kind, words) of what the planner told.
+    searches: times of `Solve`, with how many seconds each took. log: (time, kind, words) of what the planner told;
+    story: the steps of plans in its record.
     """
 
     file: Cluster
@@ -91,6 +92,7 @@ class History:
     changes: list[Change] = field(default_factory=list)
     searches: list[tuple[float, float]] = field(default_factory=list)
     log: list[tuple[float, str, str]] = field(default_factory=list)
+    story: tuple[Transition, ...] = ()
     refused: Counter[str] = field(default_factory=Counter)
     _programs: dict[int, tuple[Plan, tuple[int, int] | None, dict[str, Program]]] = field(default_factory=dict)
     _last: tuple[Plan, int, Simulation] | None = None
@@ -339,7 +341,7 @@ class _Site:
 
     def note_plan(self, shown: interface.PublishPlan) -> None:
         """Note a plan that became active."""
-        active, changes = shown.active, self.history.changes
+        active, changes, self.history.story = shown.active, self.history.changes, shown.story
         if active is None or (changes and active.version == changes[-1].plan.version):
             return
         loaded = sum(device.loaded_bytes for device in self.devices.values())

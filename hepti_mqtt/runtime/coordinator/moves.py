@@ -174,7 +174,7 @@ class Moves:
         return group.may_gain == inf or pays_to_search(
             group.may_gain,
             group.run_s,
-            inf if change is None else change.remaining_s,
+            None if change is None else change.remaining,
             period_s=group.pace.period_s(now),
             busy=self.busy(now),
             search_s=work.search_s,
@@ -219,8 +219,7 @@ class Moves:
         )
         if seen.before is None:
             return option
-        remaining_s = option.remaining_s if change is None else change.remaining_s
-        return replace(option, before=seen.before, remaining_s=remaining_s)
+        return replace(option, before=seen.before, remaining=None if change is None else change.remaining)
 
 
 def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:

@@ -478,13 +478,12 @@ class Standby:
         """Return the devices that load ahead."""
         return frozenset(ahead.plan.root for ahead in self._loads() if ahead.plan is not None)
 
-    def question(self, group: PlanGroup, hurried: bool, now: float) -> Question:
-        """Return the question for a group's next plan; hurried: of the device that has the weights, if one does."""
+    def question(self, group: PlanGroup, now: float) -> Question:
+        """Return the question for a group's next plan, with what is held ahead."""
         question, ahead = self._rollout.question(group, now), self._ahead.get(group.name)
-        if not hurried or group.pinned or ahead is None or ahead.plan is None or not self._there(ahead):
+        if ahead is None or ahead.plan is None or not self._there(ahead):
             return question
-        able = _with_memory(question, {ahead.plan.root}, ahead.needed_bytes)
-        return _restricted_to(question, able) if able else question
+        return replace(question, residents=(*question.residents, ahead.plan))
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Take an event and return the commands that follow from it."""

@@ -337,8 +337,7 @@ class CoordinatorSession:
             return []
         if plans.searching is not None:
             plans.step(plans.searching, "outdated", now, "requests wait")
-        ticket = self._rollout.ids.next_transaction()
-        question = self._standby.question(group, hurried and not wanted.plans, now)
+        ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
         group.made_room = False
         if not wanted.plans:
             group.search_inputs = self.fleet.estimates.means()

@@ -307,7 +307,7 @@ def test_a_plan_in_a_hurry_is_one_that_need_not_load_if_that_serves_sooner() -> 
     site.answer(max(site.work))
     site.pass_by(3)
     whole = site.solves[-1]
-    assert not (whole.hurried or whole.plans), "the whole search follows"
+    assert (whole.hurried, whole.plans) == (False, ()), "the whole search follows"
 
 
 def test_it_is_done_once_for_a_plan_and_again_when_that_device_has_started_anew() -> None:
