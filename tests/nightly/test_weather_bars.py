@@ -1,4 +1,4 @@
-"""Twenty sites of half an hour in each kind of weather with the bars of a calm planner; devices that lie or alternate."""
+"""Twenty sites of half an hour in each kind of weather, with the bars of a calm planner; devices that lie."""
 
 from __future__ import annotations
 
