@@ -187,8 +187,9 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--weather",
         metavar="KIND|FILE",
-        help="play the site over time with a real planner: still, stalls, walk, changes, liar, restless, or a file of "
-        "recorded heartbeats (JSON lines); prints what its changes of plan were worth, and --svg draws them",
+        help="play the site over time with a real planner: still, stalls, walk, changes, liar, restless, sprinter, "
+        "or a file of recorded heartbeats (JSON lines); prints what its changes of plan were worth, and --svg draws "
+        "them",
     )
     sub.add_argument("--minutes", type=positive_int, default=30, help="minutes of --weather (default 30)")
     sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --weather (default 0)")

@@ -157,9 +157,10 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
     if command.recalled is not None:
         return _recall(command, replace(question, errors={} if accuracy is None else accuracy.wire), command.recalled)
     _load()
-    if command.hurried:
+    if command.hurried and not command.plans:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
-            return Solved(command.model, command.ticket, decide_hurried(question), hurried=True)
+            decision = with_loads(question, decide_hurried(question), None)
+            return Solved(command.model, command.ticket, decision, hurried=True)
     try:
         if command.plans:
             decision = price_plans(question, command.plans)
@@ -174,7 +175,7 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
         return Solved(command.model, command.ticket, None, error=error)
     except Exception as error:
         return _search_failed(command, error)
-    return Solved(command.model, command.ticket, decision, active)
+    return Solved(command.model, command.ticket, decision, active, hurried=command.hurried and bool(command.plans))
 
 
 def _recall(command: Solve, question: Question, recalled: Recalled) -> Solved:

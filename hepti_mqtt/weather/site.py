@@ -33,7 +33,7 @@ from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
-from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.machinery import Publish, Transition
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.weather.devices import MEASURED_LOAD, LoadCost, SimulatedDevice
 from hepti_mqtt.weather.truth import STEP_S, Truth
@@ -85,7 +85,8 @@ class Change(NamedTuple):
 class History:
     """What happened on a site: everything that a verdict and a picture need.
 
-    searches: times of `Solve`, with how many seconds each took. log: (time, kind, words) of what the planner told.
+    searches: times of `Solve`, with how many seconds each took. log: (time, kind, words) of what the planner told;
+    story: the steps of plans in its record.
     """
 
     file: Cluster
@@ -95,6 +96,7 @@ class History:
     changes: list[Change] = field(default_factory=list)
     searches: list[tuple[float, float]] = field(default_factory=list)
     log: list[tuple[float, str, str]] = field(default_factory=list)
+    story: tuple[Transition, ...] = ()
     refused: Counter[str] = field(default_factory=Counter)
     _programs: dict[int, tuple[Plan, tuple[int, int] | None, dict[str, Program]]] = field(default_factory=dict)
     _last: tuple[Plan, int, Simulation] | None = None
@@ -282,7 +284,9 @@ class _Site:
                 device.up = True
                 self.join(device)
             rate = self.file.links[device.name].down_bytes_per_s * self.truth.real.rate[k, i]
-            for said in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], rate, self.load_cost):
+            cost = self.load_cost
+            most = cost.bytes_per_s if device.name in self.busy else cost.idle_bytes_per_s
+            for said in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], rate, most):
                 self.tell(interface.DeviceMessage(device.name, said))
 
     # -- requests and their runs ----------------------------------------------------------------------------------
@@ -434,7 +438,7 @@ class _Site:
 
     def note_plan(self, shown: interface.PublishPlan) -> None:
         """Note a plan that became active."""
-        active, changes = shown.active, self.history.changes
+        active, changes, self.history.story = shown.active, self.history.changes, shown.story
         if active is None or (changes and active.version == changes[-1].plan.version):
             return
         loaded = sum(device.loaded_bytes for device in self.devices.values())

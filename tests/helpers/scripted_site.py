@@ -17,7 +17,7 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
-from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, price_plans, simulate_plan
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, price_plans, simulate_plan, with_loads
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.frames import Frame, decode, decode_work, encode
 from hepti_mqtt.protocol.keys import Channel, FrameKey
@@ -172,6 +172,8 @@ class Site:
             self.event(interface.Solved(command.model, command.ticket, None, error=error))
             return
         active = command.active and self.pricer(asked, command.active)
+        if command.hurried:
+            decision = with_loads(asked, decision, active)
         self.event(interface.Solved(command.model, command.ticket, decision, active))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:

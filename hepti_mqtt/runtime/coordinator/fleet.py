@@ -631,7 +631,7 @@ class HangDetector:
         load_s = 0.0
         if record is not None and not self._standby.is_held(group):
             nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
-            load_s = nbytes / self._groups.loads.bytes_per_s
+            load_s = nbytes / self._groups.background.load_bytes_per_s(served=False)
         return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), PROBE_TIMEOUT_MAX_S)
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:

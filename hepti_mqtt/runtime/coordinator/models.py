@@ -20,7 +20,7 @@ from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, S
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
-from hepti_mqtt.runtime.coordinator.moves import LoadPace, RequestPace
+from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
@@ -258,6 +258,13 @@ class PlanGroup:
             record.reprice(active, decision.cluster)
         return decision
 
+    def plans_to_load(self, most: int) -> tuple[Plan, ...]:
+        """Return the first known plans beside the active one whose devices lacked weights when they were priced."""
+        record = self.plans.active
+        lacking = (k.candidate.plan for k in self.known if any(k.candidate.load_bytes.values()))
+        others = (p for p in lacking if record is None or not is_same_division(record.plan, p))
+        return tuple(islice(others, most))
+
     def held(self) -> tuple[Plan, ...]:
         """Return the plans whose weights devices may have: of those in use, on their way, and left last."""
         return (*(record.plan for record in self.plans.records()), *self.left)
@@ -325,7 +332,8 @@ RESTORE_AFTER_S: Final = 5.0  # without requests for the pins in its place, the 
 class PlanGroups:
     """All groups: the planner's own ones first, then those of pins.
 
-    counters: of steps that no table has. site: what is believed of devices and links. loads: what loads take.
+    counters: of steps that no table has. site: what is believed of devices and links. background: what
+    loads and searches take.
     """
 
     def __init__(self, served: Iterable[ServedModel], counters: Counter[str], site: SiteEstimates) -> None:
@@ -336,7 +344,7 @@ class PlanGroups:
             )
             for s in served
         }
-        self.loads = LoadPace()
+        self.background = BackgroundPace()
         self._pinned: list[PlanGroup] = []
         self._illegal = 0  # illegal steps already reported
 

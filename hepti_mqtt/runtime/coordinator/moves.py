@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, inf, log
 from statistics import median_low
 from typing import TYPE_CHECKING, Final
@@ -29,6 +29,7 @@ from hepti_mqtt.planner.decisions import (
     goes_on,
     load_seconds,
     pays_to_hold,
+    pays_to_search,
 )
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
@@ -42,16 +43,19 @@ IN_USE_S: Final = 60.0  # a model that was not asked for so long counts as one t
 JUDGED_S: Final = 1.0  # between two judgements, unless something has changed
 TRIED_S: Final = 3600.0  # a method is not tried again for so long
 HELD_S: Final = 86400.0  # so long weights that were loaded ahead are of use
-SEARCH_GAIN: Final = 0.1  # of the active plan's time: what a search may win at the least, twice what a move must
 ANOTHER_SITE: Final = 1.25  # what has moved by more, beyond what all devices did, is another site
 ANOTHER_LINK: Final = 2.0  # surfaces are not made for links that differ by more
 PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
 LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
 
-# Loads before any was seen: bytes per second of a device, and how much longer a request takes beside one.
-LOAD_BYTES_PER_S: Final = 35e6
-LOAD_FACTOR: Final = 2.0
-LOAD_WEIGHT: Final = 0.3  # of the last load
+# Background work before any was seen: bytes per second that a device loads while nothing serves and beside requests,
+# within the budget; seconds of a search; how many times as long a request takes beside a load, and beside a search.
+IDLE_LOAD_BYTES_PER_S: Final = 35e6
+LOAD_BYTES_PER_S: Final = 12e6
+SEARCH_S: Final = 1.0
+BESIDE_LOAD: Final = 1.1
+BESIDE_SEARCH: Final = 1.2
+WORK_WEIGHT: Final = 0.3  # of the last load, search or run beside one
 
 
 class RequestPace:
@@ -79,21 +83,40 @@ class RequestPace:
         return now - self.last_s < IN_USE_S
 
 
-@dataclass(slots=True)
-class LoadPace:
-    """What loads were seen to take: bytes per second of a device, and how many times as long requests beside them."""
+class BackgroundPace:
+    """What background work was seen to take, and requests beside it.
 
-    bytes_per_s: float = LOAD_BYTES_PER_S
-    factor: float = LOAD_FACTOR
+    search_s: of the wall clock. beside_load, beside_search: how many times as long a request takes.
+    """
 
-    def record_load(self, nbytes: int, seconds: float) -> None:
+    def __init__(self) -> None:
+        self._load_bytes_per_s = {False: IDLE_LOAD_BYTES_PER_S, True: LOAD_BYTES_PER_S}
+        self.search_s, self.beside_load, self.beside_search = SEARCH_S, BESIDE_LOAD, BESIDE_SEARCH
+
+    def load_bytes_per_s(self, *, served: bool) -> float:
+        """Return at what rate a device loads, where a plan serves meanwhile or none does."""
+        return self._load_bytes_per_s[served]
+
+    def record_load(self, nbytes: int, seconds: float, *, served: bool) -> None:
         """Take a load."""
         if nbytes >= 1 << 20 and seconds > 0:
-            self.bytes_per_s = exp(log(self.bytes_per_s) * (1 - LOAD_WEIGHT) + LOAD_WEIGHT * log(nbytes / seconds))
+            self._load_bytes_per_s[served] = _nearer(self._load_bytes_per_s[served], nbytes / seconds)
 
-    def record_run(self, ratio: float) -> None:
-        """Take a run beside a load; ratio: its time over what was expected."""
-        self.factor = exp(log(self.factor) * (1 - LOAD_WEIGHT) + LOAD_WEIGHT * log(min(max(ratio, 1.0), 10.0)))
+    def record_search(self, seconds: float) -> None:
+        """Take a whole search beside requests."""
+        self.search_s = _nearer(self.search_s, max(seconds, 0.01))
+
+    def record_run(self, ratio: float, *, loads: bool) -> None:
+        """Take a run beside loads, or else beside a search; ratio: its time over what was expected."""
+        ratio = min(max(ratio, 0.5), 10.0)
+        if loads:
+            self.beside_load = _nearer(self.beside_load, ratio)
+        else:
+            self.beside_search = _nearer(self.beside_search, ratio)
+
+
+def _nearer(known: float, seen: float) -> float:
+    return exp(log(known) * (1 - WORK_WEIGHT) + WORK_WEIGHT * log(seen))
 
 
 class Moves:
@@ -181,7 +204,7 @@ class Moves:
             options,
             group.pace.period_s(now),
             self.busy(now),
-            self._groups.loads.factor,
+            self._groups.background.beside_load,
             may_try=free and not self._is_trying(group),
             tried=tried,
             is_unclear=self._fleet.estimates.is_unclear(group.active_devices),
@@ -189,9 +212,23 @@ class Moves:
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
         """Return whether a device should load so many bytes of weights ahead of the loss of the one that serves."""
-        load_s = nbytes / min(self._fleet.estimates.link(device).down_bytes_per_s, self._groups.loads.bytes_per_s)
+        work, link = self._groups.background, self._fleet.estimates.link(device)
+        load_s = nbytes / min(link.down_bytes_per_s, work.load_bytes_per_s(served=True))
         lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)
-        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now), load_factor=self._groups.loads.factor)
+        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now), load_factor=work.beside_load)
+
+    def is_worth_searching(self, group: PlanGroup, now: float) -> bool:
+        """Return whether a search beside requests may win more than it costs them, before the situation changes."""
+        work, change = self._groups.background, self._fleet.estimates.youngest_change(tuple(self._fleet.usable()), now)
+        return group.may_gain == inf or pays_to_search(
+            group.may_gain,
+            group.run_s,
+            None if change is None else change.remaining,
+            period_s=group.pace.period_s(now),
+            busy=self.busy(now),
+            search_s=work.search_s,
+            search_factor=work.beside_search,
+        )
 
     def busy(self, now: float) -> float:
         """Return the part of the time in which requests of any model run."""
@@ -218,10 +255,8 @@ class Moves:
     ) -> Option:
         candidate = priced.candidate
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
-        rates = {
-            d: min(beliefs.cluster.links[d].down_bytes_per_s, self._groups.loads.bytes_per_s)
-            for d in candidate.plan.devices
-        }
+        most = self._groups.background.load_bytes_per_s(served=group.active is not None)
+        rates = {d: min(beliefs.cluster.links[d].down_bytes_per_s, most) for d in candidate.plan.devices}
         option = Option(
             candidate,
             seen.cost,
@@ -233,8 +268,7 @@ class Moves:
         )
         if seen.before is None:
             return option
-        remaining_s = option.remaining_s if change is None else change.remaining_s
-        return replace(option, before=seen.before, remaining_s=remaining_s)
+        return replace(option, before=seen.before, remaining=None if change is None else change.remaining)
 
 
 def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
@@ -251,10 +285,10 @@ def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
     slower = {d: log(p.slowdown / then[d].slowdown) for d, p in now.devices.items() if d in then}
     usual = median_low(slower.values())
     links = factors_of(plan, priced.cluster, now, NO_DRAWS).link.values()
-    if any(abs(log(float(factor.mean()))) > log(ANOTHER_LINK) for factor in links):
-        return inf
+    off = max((abs(log(float(factor.mean()))) for factor in links), default=0.0)
+    another = off if off > log(ANOTHER_LINK) else 0.0
     moved = abs(log(active.now_s / priced.candidate.price.seconds) - usual)
     faster = max((usual - off for d, off in slower.items() if d not in plan.devices), default=0.0)
     if max(moved, faster) > log(ANOTHER_SITE):
-        return inf
-    return 1 - min(seen.even_s for _, seen in known) / active.mean_s
+        another = max(another, moved, faster)
+    return 1 - min(min(seen.even_s for _, seen in known) / active.mean_s, exp(-another))

@@ -201,8 +201,9 @@ class Search:
     """A search that is wanted or runs.
 
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
-    one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s: when it was first
-    wanted. recalls: it is for the plan that served before alone. is_brief: of what stands alone, for a late run.
+    one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s, begun_s: when it was
+    first wanted, and when it began. recalls: it is for the plan that served before alone. is_brief: of what stands
+    alone, for a late run.
     """
 
     due_s: float
@@ -213,6 +214,7 @@ class Search:
     ticket: int = 0
     plan_version: PlanVersion | None = None
     wanted_s: float = 0.0
+    begun_s: float = 0.0
     recalls: bool = False
     is_brief: bool = False
 
@@ -405,7 +407,7 @@ class PlanLifecycle:
         """The wanted search begins, for a plan of this plan version."""
         search = self.wanted
         assert search is not None
-        search.ticket, search.plan_version, search.recalls = ticket, plan_version, recalls
+        search.ticket, search.plan_version, search.recalls, search.begun_s = ticket, plan_version, recalls, now
         self.step(search, "search", now, "")
 
     def prepare_found(self, search: Search, decision: Decision, transaction_id: int, now: float) -> None:

@@ -38,6 +38,7 @@ from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.spec import PlainShape
 
+MAX_LOADS_PRICED: Final = 4  # plans whose loads are worked out once more when another one's weights are there
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
 SETTLE_UNSERVED_S: Final = 0.1  # instead, where requests wait and no plan serves them
 REPEAT_PREPARE_S: Final = 2.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
@@ -272,11 +273,16 @@ class Rollout:
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
         loaded = max((total for _, total in record.progress_bytes.values()), default=0)
-        self._groups.loads.record_load(loaded, now - record.begun_s - ACTIVATE_S)
+        served = group.plans.active is not None
+        self._groups.background.record_load(loaded, now - record.begun_s - ACTIVATE_S, served=served)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan
         self._fleet.estimates.begin_plan(plan.devices)
+        if others := group.plans_to_load(
+            MAX_LOADS_PRICED
+        ):  # now that this one's weights are there, they may be there too
+            group.plans.request_search(now, now, "its weights may serve other plans too", plans=others)
         out = self._reactivate_older(group, plan)
         number = self.ids.next_transaction()
         activate = ((d, messages.Activate(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
@@ -487,13 +493,12 @@ class Standby:
         ahead = self._ahead.get(group.name)
         return ahead is not None and ahead.held and self._there(ahead)
 
-    def question(self, group: PlanGroup, hurried: bool, now: float) -> Question:
-        """Return the question for a group's next plan; hurried: of the device that has the weights, if one does."""
+    def question(self, group: PlanGroup, now: float) -> Question:
+        """Return the question for a group's next plan, with what is held ahead."""
         question, ahead = self._rollout.question(group, now), self._ahead.get(group.name)
-        if not hurried or group.pinned or ahead is None or ahead.plan is None or not self._there(ahead):
+        if ahead is None or ahead.plan is None or not self._there(ahead):
             return question
-        able = _with_memory(question, {ahead.plan.root}, ahead.needed_bytes)
-        return _restricted_to(question, able) if able else question
+        return replace(question, residents=(*question.residents, ahead.plan))
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Take an event and return the commands that follow from it."""

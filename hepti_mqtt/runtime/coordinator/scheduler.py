@@ -479,8 +479,9 @@ class Scheduler:
         del group.runs[run.run_id]
         self._counters["foreign_frame"] += run.count_unannounced()
         group.record_reports(run, now)
-        if run.only_beside_loads and run.beside_loads and run.ran_alone and run.expected_s > 0:
-            self._groups.loads.record_run((now - run.dispatched_s) / run.expected_s)
+        work = run.beside_one_work
+        if work is not None and run.ran_alone and run.expected_s > 0:
+            self._groups.background.record_run((now - run.dispatched_s) / run.expected_s, loads=work == "loads")
         # Of a decoder plans are made for its steps, of others for a request that runs by itself.
         if (
             run.ran_alone

@@ -8,8 +8,9 @@ one. A request ends with the right answer or an error, whatever is lost meanwhil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -45,11 +46,11 @@ from hepti_mqtt.runtime.coordinator.interface import (
     devices_first,
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
-from hepti_mqtt.runtime.coordinator.moves import SEARCH_GAIN, Moves
+from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
-from hepti_mqtt.runtime.machinery import TransitionLog
+from hepti_mqtt.runtime.machinery import Transition, TransitionLog
 
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
 LATE_BLOCKS: Final = 1  # a run may be at the end of the block that it says it is in
@@ -87,6 +88,7 @@ class CoordinatorSession:
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters, self.fleet.estimates)
         self._online, self._begun, self._met_broker = True, False, False
+        self._made: list[CoordinatorCommand] = []  # commands that were not returned yet
         ids = Ids(boot, secret)
         self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
@@ -110,7 +112,11 @@ class CoordinatorSession:
         }
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
-        """Take one event and return the commands that follow from it."""
+        """Take one event and return the commands that follow from it.
+
+        If a step raises, the others are done all the same, and the next call returns what they have made: the states
+        that they have changed count on it.
+        """
         if isinstance(event, DeviceMessage) and not self.fleet.accepts(event.device, event.seal):
             self.counters["forged"] += 1
             return []
@@ -121,11 +127,35 @@ class CoordinatorSession:
                 group.recall_by_s = now + RECALL_S if self._recalls else -inf
         self._mark_runs_beside_work()
         changed_s = self.fleet.estimates.last_change_s
-        out = self._handlers[type(event)](event, now)
-        if self.fleet.estimates.last_change_s != changed_s:  # what methods seemed to take since then was its doing
+        self._do(
+            (
+                partial(self._handlers[type(event)], event, now),
+                partial(self._blame_changes, changed_s),
+                partial(self._advance, now),
+                partial(self._standby.handle, event, now),
+            )
+        )
+        out, self._made = self._made, []
+        return devices_first(out)
+
+    def _do(self, steps: Iterable[Callable[[], Iterable[CoordinatorCommand]]]) -> None:
+        """Take the commands of all steps, those too that one has made before it raised; raise the first error then."""
+        failed: Exception | None = None
+        for step in steps:
+            try:
+                for command in step():
+                    self._made.append(command)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _blame_changes(self, changed_s: float) -> list[CoordinatorCommand]:
+        """Take back what methods seemed to take since a device or a link has changed: that was its doing."""
+        if self.fleet.estimates.last_change_s != changed_s:
             for group in self.groups:
                 group.methods.undo_since(self.fleet.estimates.last_change_began_s - BEFORE_S)
-        return devices_first(out + self._advance(now) + self._standby.handle(event, now))
+        return []
 
     @property
     def due_s(self) -> float:
@@ -216,13 +246,16 @@ class CoordinatorSession:
         told, member.implausible = member.implausible, text
         return [] if told else [LogEvent("refused", text)]
 
-    def _warn_contradicted(self) -> list[CoordinatorCommand]:
-        """Tell once of each device whose measurements runs contradict."""
-        new = [m for m in self.fleet.usable().values() if not m.contradiction_reported]
-        found = {member.name: next(self.fleet.estimates.contradicted(member.name), "") for member in new}
-        for member in new:
-            member.contradiction_reported = bool(found[member.name])
-        return [LogEvent("doubt", text) for text in found.values() if text]
+    def _warn_contradicted(self, now: float) -> Iterator[CoordinatorCommand]:
+        """Tell once of each device whose measurements runs contradict, and in the stories of all models."""
+        for member in self.fleet.usable().values():
+            text = "" if member.contradiction_reported else next(self.fleet.estimates.contradicted(member.name), "")
+            if not text:
+                continue
+            member.contradiction_reported = True
+            for story in self.stories():
+                story.append(Transition(now, member.name, "believed", "contradicted", "doubted", text))
+            yield LogEvent("doubt", text)
 
     def _loading_devices(self) -> frozenset[str]:
         """Return the devices that load weights."""
@@ -239,6 +272,7 @@ class CoordinatorSession:
             run.beside_loads |= not loading.isdisjoint(run.plan.devices)
             run.only_beside_loads &= not lacking.isdisjoint(run.plan.devices)
             run.beside_search |= searching
+            run.only_beside_search &= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -366,7 +400,7 @@ class CoordinatorSession:
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
-        hurried = plans.pins.is_unpinned and group.unserved and not wanted.plans
+        hurried = plans.pins.is_unpinned and group.unserved
         # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(slot.plans.searching is None for slot in self.groups)
         awaited = self.fleet.must_wait_for(plans.pins.devices or (), now)
@@ -376,7 +410,7 @@ class CoordinatorSession:
             if plans.searching.recalls:  # it takes no time
                 return []
             plans.step(plans.searching, "outdated", now, "requests wait")
-        ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
+        ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
         late = [r for r in group.runs.values() if r.is_late and r.may_go_on and not r.was_searched_for]
         if late and not wanted.plans and group.active is not None:
             # Only what needs no load and few prices can be there before a run ends; the whole search follows.
@@ -396,6 +430,8 @@ class CoordinatorSession:
         plans, search = group.plans, group.plans.searching
         if event.recalled:
             return self._take_recalled(group, search, event, now)
+        if not (event.hurried or search.plans or search.is_brief or group.active is None):
+            self.groups.background.record_search(now - search.begun_s)
         # A hurried result serves at once; the whole search, which is wanted, follows.
         serves = event.hurried and group.unserved and plans.pins.is_unpinned
         if plans.wanted is not None and not serves:  # something changed while the search ran: search again
@@ -428,9 +464,9 @@ class CoordinatorSession:
         """Move to a plan that a search has found, if the rule says so."""
         plans = group.plans
         decision = group.learn_search(decision, event.active, is_whole=not search.plans)
-        # Where requests wait the first plan of the search is prepared at once: it has worked out its Programs. What the
-        # rule has asked to be priced is all that is asked now: else two plans could be priced in turn for ever.
-        only = decision.chosen.plan if search.forced or search.plans or group.unserved else None
+        # What the rule has asked to be priced is all that is asked: else two plans could be priced in turn for ever.
+        # A hurried search knows what stands, so that what its plans load is compared.
+        only = decision.chosen.plan if search.plans or (search.forced and not event.hurried) else None
         verdict = self._moves.judge(group, now, forced=search.forced, only=only)
         record = None if group.has_suspect_replica else plans.active
         if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
@@ -464,7 +500,7 @@ class CoordinatorSession:
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
         unclear = self.fleet.estimates.is_unclear(group.active_devices)
-        if moved is None or unclear or group.may_gain < SEARCH_GAIN:
+        if moved is None or unclear or not self._moves.is_worth_searching(group, now):
             return []
         group.plans.request_search(now, now, moved)
         return [LogEvent("drift", moved)]
@@ -567,37 +603,50 @@ class CoordinatorSession:
 
     def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
         heard_s = min(event.heard_s, now) if self._online else -inf
-        out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now, heard_s)
-        out += [*self._scheduler.lease_overdue(now), *self._warn_contradicted()]
-        for group in self.groups:
-            out += self._rollout.tick(group, heard_s)
-            for run in list(group.runs.values()):
-                if heard_s - run.dispatched_s > LATE_FACTOR * run.expected_s:
-                    self.fleet.estimates.record_overdue(run.plan.devices, now)
-                if heard_s > run.deadline_s and not run.broker_was_lost:
-                    out.append(LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it"))
-                    out += [*self._rollout.mark_suspect(group, run.plan, now), *self._scheduler.retry(group, run)]
-            out += self._scheduler.refuse_expired(group, now)
-            if rested := group.crash_backoff.lift_expired(now):
-                group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
-            out += self._judge(group, now)
+        listens = self._online and not event.has_backlog
+        self._do(
+            (
+                *((partial(self._drop_silent, now, heard_s),) if listens else ()),
+                partial(self._scheduler.lease_overdue, now),
+                partial(self._warn_contradicted, now),
+                *(partial(self._tick_group, group, now, heard_s) for group in self.groups),
+                *(partial(self._judge, group, now) for group in self.groups),
+                self._tell_steps,
+            )
+        )
+        return []
+
+    def _tick_group(self, group: PlanGroup, now: float, heard_s: float) -> Iterator[CoordinatorCommand]:
+        """Yield what follows from runs that are late, requests that have expired and devices that have rested."""
+        yield from self._rollout.tick(group, heard_s)
+        for run in list(group.runs.values()):
+            if heard_s - run.dispatched_s > LATE_FACTOR * run.expected_s:
+                self.fleet.estimates.record_overdue(run.plan.devices, now)
+            if heard_s > run.deadline_s and not run.broker_was_lost:
+                yield LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it")
+                yield from self._rollout.mark_suspect(group, run.plan, now)
+                yield from self._scheduler.retry(group, run)
+        yield from self._scheduler.refuse_expired(group, now)
+        if rested := group.crash_backoff.lift_expired(now):
+            group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
+
+    def _tell_steps(self) -> Iterator[CoordinatorCommand]:
+        """Yield the records of models whose plans have taken steps, and the steps that may not be."""
         for group in self.groups.defaults():
             if group.published_transitions != group.plans.story.count:
-                out.append(self._rollout.publish_plan(group))
+                yield self._rollout.publish_plan(group)
         if (text := self.groups.new_illegal_steps()) is not None:
-            out.append(LogEvent("illegal_step", text))
-        return out
+            yield LogEvent("illegal_step", text)
 
-    def _drop_silent(self, now: float, heard_s: float) -> list[CoordinatorCommand]:
+    def _drop_silent(self, now: float, heard_s: float) -> Iterator[CoordinatorCommand]:
         """Drop devices without heartbeats; probe those that others wait for, quarantine the silent."""
-        gone = self.fleet.mark_silent_offline(heard_s)
-        lost = [self._handle_lost(device, "sends no heartbeats", now) for device in gone]
-        out, silent = self._hang_detector.tick(now, heard_s)
-        out = [command for commands in lost for command in commands] + out
+        for device in self.fleet.mark_silent_offline(heard_s):
+            yield from self._handle_lost(device, "sends no heartbeats", now)
+        probes, silent = self._hang_detector.tick(now, heard_s)
+        yield from probes
         for device, how, mute in silent:
             self.fleet.quarantine(device, now, mute)
-            out += self._handle_lost(device, how, now)
-        return out
+            yield from self._handle_lost(device, how, now)
 
     def _connection(self, event: BrokerConnection, now: float) -> list[CoordinatorCommand]:
         self._online, self._met_broker = event.online, self._met_broker or event.online

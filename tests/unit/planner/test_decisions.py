@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, log
+from math import log
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -32,7 +32,7 @@ from hepti_mqtt.planner.decisions import (
     goes_on,
     pays_to_hold,
 )
-from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
+from hepti_mqtt.planner.estimates import MethodEstimates, Remaining, SiteEstimates, strategy_key
 from hepti_mqtt.planner.refine import divided
 from hepti_mqtt.planner.search import _initial_plans
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Priced, factors_of, outlook, surfaces
@@ -77,7 +77,7 @@ def test_bytes_that_nobody_loads_come_before_some() -> None:
 
 def test_a_plan_that_has_loaded_is_there_for_nothing_when_a_change_ends() -> None:
     loaded = {"load_s": 5.0, "load_bytes": 1 << 20}
-    passing = {"before": 1.0, "remaining_s": 30.0}
+    passing = {"before": 1.0, "remaining": Remaining(20.0, 1.5)}
     verdict = decide(situation(option(1.0, **loaded, **passing), option(0.9, "block", **loaded, **passing)))
     assert len(verdict.considered) == 1
 
@@ -85,7 +85,7 @@ def test_a_plan_that_has_loaded_is_there_for_nothing_when_a_change_ends() -> Non
 def test_a_gain_that_ends_before_it_pays_is_left() -> None:
     better = option(0.8, "block", load_s=5.0)
     assert decide(situation(option(1.0), better)).move is not None
-    short = replace(better, remaining_s=10.0, before=1.2)
+    short = replace(better, remaining=Remaining(2.0, 1.5), before=1.2)
     assert decide(situation(replace(option(1.0), before=0.9), short)).move is None
 
 
@@ -237,11 +237,11 @@ class Loop:
             self.took += took
             believed = with_slowdowns(asked.cluster, {name: site.slowdown(name) for name in A_AND_B})
             change = site.youngest_change(A_AND_B, now)
-            before, remaining_s = (None, inf) if change is None else (change.before, change.remaining_s)
+            before, remaining = (None, None) if change is None else (change.before, change.remaining)
             beliefs = Beliefs(believed, site.draws(A_AND_B, now), before, methods.factor, lambda _plan: 0.03)
             seen = [outlook(k, beliefs) for k in known]
             options = [
-                Option(k.candidate, o.cost, o.seconds, 0.03, o.before or float("nan"), remaining_s)
+                Option(k.candidate, o.cost, o.seconds, 0.03, o.before or float("nan"), remaining)
                 for k, o in zip(known, seen, strict=True)
             ]
             verdict = decide(situation(options[active], options[1 - active], period_s=PERIOD_S))
