@@ -143,7 +143,7 @@ class _TensorInit(NamedTuple):
 def _tensor_inits(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
     """Return what to write by stored name; tensors that are tied have one."""
     found: dict[str, _TensorInit] = {}
-    for source in tensor_sources(spec):
+    for source in (source for source in tensor_sources(spec) if source.stored):
         shape = source.stored_shape
         he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
         own = _TensorInit(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))

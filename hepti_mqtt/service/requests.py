@@ -21,8 +21,10 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import BadNameError, ModelError, OverloadedError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import preprocessor, single_sequence
+from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.sentences import TextRules
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
+from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
@@ -197,14 +199,19 @@ DEFAULT_TOP_K: Final = 5
 
 TEXT_INPUTS: Final = ("text", "texts", "ids")
 IMAGE_INPUTS: Final = ("image", "images")
+AUDIO_INPUTS: Final = ("audio",)
+AUDIO_OPTIONS: Final = ("language", "task", "window")
 MAX_NEW_TOKENS: Final = 4096
 DEFAULT_NEW_TOKENS: Final = 16
-_OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", "max_new_tokens"})
+_OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", "max_new_tokens", *AUDIO_OPTIONS})
 # Read by the envelope below.
 PINS: Final = ("strategy", "options", "devices", "wire", "accuracy", "weights", "route", "objective")
 _ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", "report", *PINS})
 UNKNOWN_SHOWN: Final = 8
-_KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *_OPTIONS, *_ENVELOPE})
+_KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *AUDIO_INPUTS, *_OPTIONS, *_ENVELOPE})
+
+
+_INPUTS: Final[Mapping[type, tuple[str, ...]]] = {ImageInput: IMAGE_INPUTS, SpeechInput: AUDIO_INPUTS}
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,8 @@ class ModelInput:
 
     inputs: token ids int32 [m], for a decoder with a leading zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
     user sent a list and gets a list of results. wants_result: False for want "plan", which needs no devices.
-    new_tokens: number of tokens to generate. empty: indices of empty texts, which are not computed and give zeros.
+    new_tokens: number of tokens to generate, rules: for them. empty: indices of empty texts, which are not computed and
+    give zeros. seconds: of a recording.
     """
 
     shape: RequestShape
@@ -223,6 +231,8 @@ class ModelInput:
     wants_result: bool = True
     new_tokens: int = 0
     empty: tuple[int, ...] = ()
+    rules: TokenRules = LIKELIEST
+    seconds: float = 0.0
 
 
 def read_input(checkpoint: Checkpoint, request: Any) -> ModelInput:
@@ -251,8 +261,8 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> ModelInput:
             f"unknown key{'s' if len(unknown) > 1 else ''} {some}{more}; a request may have {', '.join(sorted(_KEYS))}"
         )
     reads = checkpoint.spec.input_spec
-    given = [key for key in (*TEXT_INPUTS, *IMAGE_INPUTS) if key in request]
-    allowed = IMAGE_INPUTS if isinstance(reads, ImageInput) else TEXT_INPUTS
+    given = [key for key in (*TEXT_INPUTS, *IMAGE_INPUTS, *AUDIO_INPUTS) if key in request]
+    allowed = next((keys for kind, keys in _INPUTS.items() if isinstance(reads, kind)), TEXT_INPUTS)
     if len(given) != 1:
         has = f"this one has {' and '.join(given)}" if given else "this one has none"
         raise RequestError(f"a request has exactly one of {', '.join(allowed)}; {has}")
@@ -265,6 +275,10 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> ModelInput:
     if not is_int(top_k) or not 1 <= top_k <= MAX_TOP_K:
         raise RequestError(f"top_k must be an integer from 1 to {MAX_TOP_K}, not {describe(top_k)}")
     key, several = given[0], _is_several(given[0], request[given[0]])
+    if isinstance(reads, SpeechInput):
+        return _speech(checkpoint, reads, request, want, computes)
+    if steering := [key for key in AUDIO_OPTIONS if key in request]:
+        raise RequestError(f"{' and '.join(steering)}: for speech, which model {checkpoint.model} does not read")
     if isinstance(reads, ImageInput):
         pixels = _pictures(checkpoint, reads, request, several)
         return ModelInput(reads.batch(len(pixels), want), pixels, several, top_k, computes)
@@ -328,7 +342,7 @@ def _decoded(
             )
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
-    return ModelInput(shape, inputs, is_list=False, top_k=top_k, wants_result=computes, new_tokens=new)
+    return ModelInput(shape, inputs, False, top_k, computes, new, rules=TokenRules(checkpoint.end_tokens))
 
 
 def _is_several(key: str, value: Any) -> bool:
@@ -436,6 +450,25 @@ def _pictures(
     key = "images" if several else "image"
     resample = preprocessor(checkpoint.config, checkpoint.extras).resample
     return decode(_items(key, request[key], several), reads, resample)
+
+
+def _speech(
+    checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any], want: Want, computes: bool
+) -> ModelInput:
+    """Return a recording as frames behind the tokens that its text begins with."""
+    from hepti_mqtt.service.speech import read_speech  # here: most planners read no sound
+
+    if wrong := [key for key in ("truncate", "empty", "top_k") if key in request]:
+        raise RequestError(f"{' and '.join(wrong)}: not for speech; leave it out")
+    heard = read_speech(checkpoint, reads, request)
+    room = reads.positions - len(heard.prompt) - heard.rules.before_text
+    most = request.get("max_new_tokens", reads.positions // 2)
+    if not is_int(most) or not 1 <= most <= room:
+        raise RequestError(f"max_new_tokens must be an integer from 1 to {room}, not {describe(most)}")
+    shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want)
+    inputs = np.concatenate([np.array([0, *heard.prompt], np.int32), heard.frames])
+    new = most + heard.rules.before_text if want == "task" else 0
+    return ModelInput(shape, inputs, False, DEFAULT_TOP_K, computes, new, rules=heard.rules, seconds=heard.seconds)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

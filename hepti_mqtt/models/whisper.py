@@ -1,0 +1,329 @@
+"""Whisper (Radford et al., 2022): an encoder of sound and a decoder of text, both with norms before each block.
+
+2 S frames of b bands, S rows of the encoder, m new tokens, C rows of the decoder's cache, h hidden, f MLP width, V
+words.
+The decoder is the task behind the encoder's layers: a session keeps the keys and values of all S rows, which its
+first run computes, and those of the text. Weights of the decoder, and of what makes rows of frames, stay f32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.lowering import GraphBuilder, roles
+from hepti_mqtt.lowering import ops as maps
+from hepti_mqtt.models import plain
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import TINY_SPREAD, Kind
+from hepti_mqtt.models.speech import STEP, SpeechInput, SpeechRun
+from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight, zeros
+from hepti_mqtt.models.transformer import Layer, pre_norm
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import Activation, RequestShape, TaskHead
+
+ARCHITECTURES: Final = {"WhisperForConditionalGeneration": "transcription"}
+READS: Final = frozenset({"is_encoder_decoder"})
+EPS: Final = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class WhisperSpec:
+    """The sizes of a model; rows: S of the longest sound. positions: C of the longest text."""
+
+    family: str
+    architecture: str
+    layers: int
+    decoder_layers: int
+    hidden: int
+    heads: int
+    mlp: int
+    activation: Activation
+    bands: int
+    rows: int
+    positions: int
+    head: TaskHead
+
+    @property
+    def input_spec(self) -> SpeechInput:
+        """Return what a request brings."""
+        return SpeechInput(self.head.outputs, self.bands, self.rows, self.positions)
+
+    def output_shape(self, shape: RequestShape) -> tuple[int, int]:
+        """Return [S, h] of the encoder's states, or logits of the last token, and before them of a text's first one."""
+        rows = shape.session_rows - self.positions
+        if shape.want == "hidden":
+            return rows, self.hidden
+        return len(answered(shape.new_rows, shape.size > rows)), self.head.outputs
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for msgpack or JSON."""
+        return {**asdict(self), "head": self.head.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> WhisperSpec:
+        """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
+        made = cls(**{**data, "head": TaskHead.from_dict(data["head"])})
+        if made.hidden % made.heads or not 1 <= made.positions <= made.rows:
+            raise ValueError(f"{made.heads} heads of {made.hidden} columns, {made.positions} of {made.rows} rows")
+        return made
+
+
+SPEC: Final = WhisperSpec
+
+
+def answered(tokens: int, encodes: bool) -> tuple[int, ...]:
+    """Return the tokens behind which a run gives logits: the last, and of the first run the first, for silence."""
+    return (0, tokens - 1) if encodes and tokens > 1 else (tokens - 1,)
+
+
+def spec(architecture: str, config: JsonConfig, _extras: Mapping[str, Any]) -> WhisperSpec:
+    """Return the spec of a model of speech; raises ModelError, UnsupportedModelError."""
+    config.require_one_of("scale_embedding", False, False)
+    config.require_one_of("is_encoder_decoder", True, True)
+    hidden, rows = config.positive("d_model"), config.positive("max_source_positions")
+    heads = config.heads(hidden, "encoder_attention_heads", "d_model")
+    mlp, positions = config.positive("encoder_ffn_dim"), config.positive("max_target_positions")
+    for key, value in (("decoder_attention_heads", heads), ("decoder_ffn_dim", mlp)):
+        config.require_one_of(key, value, value)
+    if positions > rows:
+        raise UnsupportedModelError(
+            f"config.json: max_target_positions {positions} is more than max_source_positions {rows}; it must not be"
+        )
+    vocab, tied = config.positive("vocab_size"), config.flag("tie_word_embeddings", True)
+    return WhisperSpec(
+        family="whisper",
+        architecture=architecture,
+        layers=config.positive("encoder_layers"),
+        decoder_layers=config.positive("decoder_layers"),
+        hidden=hidden,
+        heads=heads,
+        mlp=mlp,
+        activation=config.activation("activation_function"),
+        bands=config.positive("num_mel_bins", 80),
+        rows=rows,
+        positions=positions,
+        head=TaskHead("transcription", "last", outputs=vocab, tied=tied),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stored tensors.
+
+
+def tensors(spec: WhisperSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of encoder and decoder; keys have no bias."""
+    h, base = spec.hidden, ("model.", "")
+    for name, n in (("conv1", spec.bands), ("conv2", h)):
+        stored = prefixed(base, f"encoder.{name}.weight")
+        yield replace(weight(f"stem.{name}.weight", stored, 3 * n, h, (h, n, 3)), channels_first=(n, 3))
+        yield vector(f"stem.{name}.bias", prefixed(base, f"encoder.{name}.bias"), h)
+    yield table("stem.position", prefixed(base, "encoder.embed_positions.weight"), spec.rows, h)
+    for i in range(spec.layers):
+        here = prefixed(base, f"encoder.layers.{i}.")
+        yield from _attention(f"layers.{i}.", here, "self_attn", h, ("query", "key", "value", "attention_out"))
+        yield from norm(f"layers.{i}.attention_norm", here, "self_attn_layer_norm", h)
+        yield from _mlp(f"layers.{i}.", here, spec)
+    yield from norm("final_norm", base, "encoder.layer_norm", h)
+    words, logits = prefixed(base, "decoder.embed_tokens.weight"), "proj_out.weight"
+    vocab = spec.head.outputs
+    yield table("decoder.word", (*words, logits) if spec.head.tied else words, vocab, h)
+    yield table("decoder.position", prefixed(base, "decoder.embed_positions.weight"), spec.positions, h)
+    for i in range(spec.decoder_layers):
+        here = prefixed(base, f"decoder.layers.{i}.")
+        yield from _attention(f"decoder.{i}.", here, "self_attn", h, ("query", "key", "value", "attention_out"))
+        yield from norm(f"decoder.{i}.attention_norm", here, "self_attn_layer_norm", h)
+        parts = ("cross_query", "cross_key", "cross_value", "cross_out")
+        yield from _attention(f"decoder.{i}.", here, "encoder_attn", h, parts)
+        yield from norm(f"decoder.{i}.cross_norm", here, "encoder_attn_layer_norm", h)
+        yield from _mlp(f"decoder.{i}.", here, spec)
+    yield from norm("decoder.norm", base, "decoder.layer_norm", h)
+    own = weight("head.decoder.weight", (logits, *words) if spec.head.tied else (logits,), h, vocab)
+    yield replace(own, created_name=words[0] if spec.head.tied else "")
+
+
+def _attention(
+    name: str, here: tuple[str, ...], stored: str, h: int, parts: tuple[str, str, str, str]
+) -> Iterator[TensorSource]:
+    for part, called in zip(parts, ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True):
+        matrix, bias = dense(f"{name}{part}", here, f"{stored}.{called}", h, h)
+        yield matrix
+        yield zeros(bias.name, h) if called == "k_proj" else bias
+
+
+def _mlp(name: str, here: tuple[str, ...], spec: WhisperSpec) -> Iterator[TensorSource]:
+    yield from norm(f"{name}mlp_norm", here, "final_layer_norm", spec.hidden)
+    yield from dense(f"{name}mlp_up", here, "fc1", spec.hidden, spec.mlp)
+    yield from dense(f"{name}mlp_down", here, "fc2", spec.mlp, spec.hidden)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The graph.
+
+
+def graph(net: GraphBuilder, spec: WhisperSpec, shape: SpeechRun, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of one run: rows of the cache, ids, frames, i32 [1 + m + n] -> logits, or the encoder's states."""
+    m, (count,) = shape.tokens, spec.input_spec.input_layout(shape)[0]
+    tokens = net.input("tokens", (count,), "i32")
+    states = None
+    if shape.encodes:
+        x = _frames(net, spec, shape, net.slice("sound", tokens, roles.SLICE, 1 + m, count))  # [S, h]
+        layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, EPS, (shape.rows,))
+        for i in net.layers(spec.layers):
+            x = pre_norm(net, f"{i}.", f"layers.{i}.", x, layer)
+        net.begin_block()
+        x = net.rows("rows", x, roles.TASK)
+        states = net.norm("final_norm", x, roles.TASK, "final_norm", EPS)  # [S, h]
+    if shape.want == "task":
+        net.set_layer(spec.layers - 1)
+        at = net.slice("at", tokens, roles.SLICE, 0, 1)  # [1]
+        _decoder(net, spec, shape, at, net.slice("ids", tokens, roles.SLICE, 1, 1 + m), states, refs)
+
+
+def _frames(net: GraphBuilder, spec: WhisperSpec, shape: SpeechRun, sound: str) -> str:
+    """Add two convolutions over time, of which the second halves it, then positions: [n] -> [S, h]."""
+    rows, h = shape.rows, spec.hidden
+    dims, source = (2 * rows, 1, spec.bands), spec.bands
+    x = net.opaque("frames", (sound,), roles.FRAMES, "frames", dims, step=STEP)
+    for name, step in (("conv1", 1), ("conv2", 2)):
+        x = net.add_op(
+            maps.Conv(
+                name=name,
+                inputs=(x,),
+                role=roles.FRAMES,
+                tensors=(f"stem.{name}.weight", f"stem.{name}.bias"),
+                space=(2 * rows // step, 1, h),
+                kernel=(3, 1),
+                stride=(step, 1),
+                pad=(1, 0, 1, 0),
+                source=(2 * rows, 1, source),
+                activation=spec.activation,
+            )
+        )
+        source = h
+    x = net.add_op(maps.MapAsRows(name="heard", inputs=(x,), role=roles.FRAMES, space=(rows, h), source=(rows, 1, h)))
+    return net.add_table("placed", x, roles.FRAMES, "stem.position", spec.rows)
+
+
+def _decoder(
+    net: GraphBuilder,
+    spec: WhisperSpec,
+    shape: SpeechRun,
+    at: str,
+    ids: str,
+    states: str | None,
+    refs: Mapping[str, WeightRef],
+) -> None:
+    """Add the decoder: ids [m] behind `at` others, in the first run the states [S, h] -> logits [1 or 2, V]."""
+    m, h, heads, task = shape.tokens, spec.hidden, spec.heads, roles.TASK
+    tables = [refs["decoder.word"], refs["decoder.position"]]
+    x = net.opaque("embedded", (ids, at), task, "embed_at", (m, h), tables)  # [m, h]
+    for i in range(spec.decoder_layers):
+        here, name = f"decoder.{i}.", f"d{i}."
+        u = net.norm(f"{name}u", x, task, f"{here}attention_norm", EPS)  # [m, h]
+        net.begin_block()
+        qkv = net.linear(f"{name}qkv", u, task, {f"{here}{part}": h for part in ("query", "key", "value")})  # [m, 3h]
+        kv = net.append_to_cache(f"{name}kv", f"{here}kv", qkv, at, rows=shape.positions, start=h, role=task)  # [C, 2h]
+        seen = net.cached_attention(f"{name}attention", qkv, kv, at, heads=heads, columns=(0, 0, h), role=task)
+        out = net.linear(f"{name}o", seen, task, {f"{here}attention_out": h})  # [m, h]
+        y = net.sum(f"{name}y", x, out, task)  # [m, h]
+        w = net.norm(f"{name}w", y, task, f"{here}cross_norm", EPS)  # [m, h]
+        q = net.linear(f"{name}q", w, task, {f"{here}cross_query": h})  # [m, h]
+        kept = f"{here}cross"  # in the session
+        if states is None:
+            kv = net.session_state(f"{name}cross", kept, rows=shape.rows, width=2 * h, role=task)  # [S, 2h]
+        else:
+            kv = net.linear(f"{name}pair", states, task, {f"{here}cross_key": h, f"{here}cross_value": h})  # [S, 2h]
+            kv = net.append_to_cache(f"{name}cross", kept, kv, at, rows=shape.rows, start=0, role=task)  # [S, 2h]
+        heard = net.attention(
+            f"{name}heard", q, kv, task, heads=heads, width=h, columns=(0, 0, h), lengths=(shape.rows,)
+        )  # [m, h]
+        out = net.linear(f"{name}p", heard, task, {f"{here}cross_out": h})  # [m, h]
+        z = net.sum(f"{name}z", y, out, task)  # [m, h]
+        v = net.norm(f"{name}v", z, task, f"{here}mlp_norm", EPS)  # [m, h]
+        up = net.linear(f"{name}up", v, task, {f"{here}mlp_up": spec.mlp})  # [m, f]
+        hidden = net.activation(f"{name}g", up, task, spec.activation)  # [m, f]
+        x = net.sum(f"{name}x", z, net.linear(f"{name}down", hidden, task, {f"{here}mlp_down": h}), task)  # [m, h]
+    net.begin_block()
+    x = net.rows("asked", x, task, answered(m, shape.encodes))
+    x = net.norm("decoder.norm", x, task, "decoder.norm", EPS)
+    net.linear("logits", x, task, {"head.decoder": spec.head.outputs}, bias=False)  # [1 or 2, V]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The reference.
+
+
+def reference(
+    spec: WhisperSpec, t: plain.Tensors, inputs: plain.Array, shape: SpeechRun
+) -> tuple[plain.Array, plain.Array]:
+    """Return (the encoder's states [S, h], logits or, where they are wanted, the states), without a cache."""
+    if inputs[0] != 0 or not shape.encodes:
+        raise UnsupportedModelError("the reference reads whole texts; give it the sound and all tokens from the first")
+    m, rows, kind = shape.tokens, shape.rows, t["stem.position"].dtype.type
+    x = (inputs[1 + m :] * kind(STEP)).reshape(2 * rows, spec.bands).astype(kind)
+    for name, step in (("conv1", 1), ("conv2", 2)):
+        padded = np.pad(x, ((1, 1), (0, 0)))
+        windows = np.concatenate([padded[i : i + 2 * rows : step] for i in range(3)], axis=1)
+        x = plain.activate(spec.activation, plain.linear(t, f"stem.{name}", windows))
+    x = x + t["stem.position"][:rows]
+    layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, EPS, (rows,))
+    for i in range(spec.layers):
+        x = plain.pre_norm(t, f"layers.{i}.", x, layer)
+    states = plain.norm(t, "final_norm", x, EPS)  # [S, h]
+    if shape.want == "hidden":
+        return states, states
+    x = t["decoder.word"][inputs[1 : 1 + m]] + t["decoder.position"][:m]  # [m, h]
+    for i in range(spec.decoder_layers):
+        here = f"decoder.{i}."
+        u = plain.norm(t, f"{here}attention_norm", x, EPS)
+        q, k, v = (plain.linear(t, f"{here}{part}", u) for part in ("query", "key", "value"))
+        x = x + plain.linear(t, f"{here}attention_out", plain.attention(q, k, v, spec.heads, (m,), causal=True))
+        q = plain.linear(t, f"{here}cross_query", plain.norm(t, f"{here}cross_norm", x, EPS))
+        k, v = (plain.linear(t, f"{here}{part}", states) for part in ("cross_key", "cross_value"))
+        x = x + plain.linear(t, f"{here}cross_out", plain.attention_over(q, k, v, spec.heads))
+        up = plain.linear(t, f"{here}mlp_up", plain.norm(t, f"{here}mlp_norm", x, EPS))
+        x = x + plain.linear(t, f"{here}mlp_down", plain.activate(spec.activation, up))
+    x = plain.norm(t, "decoder.norm", x[list(answered(m, True))], EPS)
+    return states, x @ t["head.decoder.weight"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kinds.
+
+
+def _kind(layers: int, h: int, heads: int, mlp: int, vocab: int, bands: int = 80, **more: Any) -> Kind:
+    config = {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "is_encoder_decoder": True,
+        "encoder_layers": layers,
+        "decoder_layers": layers,
+        "d_model": h,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": mlp,
+        "decoder_ffn_dim": mlp,
+        "activation_function": "gelu",
+        "vocab_size": vocab,
+        "num_mel_bins": bands,
+        "max_source_positions": 1500,
+        "max_target_positions": 448,
+        "initializer_range": 0.02,
+    }
+    return Kind(config | more, depth="encoder_layers")
+
+
+KINDS: Final = {
+    "whisper-tiny": _kind(4, 384, 6, 1536, 51865),
+    "whisper-base": _kind(6, 512, 8, 2048, 51865),
+    "whisper-small": _kind(12, 768, 12, 3072, 51865),
+    "whisper-turbo": _kind(32, 1280, 20, 5120, 51866, 128, decoder_layers=4),
+    "tiny-whisper": _kind(
+        2, 32, 4, 48, 61, 8, max_source_positions=24, max_target_positions=12, initializer_range=TINY_SPREAD
+    ),
+}
