@@ -114,6 +114,10 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     if args.image:
         pictures = [base64.b64encode(_read(path)).decode() for path in args.image]
         return {"image": pictures[0], **most} if len(pictures) == 1 else {"images": pictures, **most}
+    if args.audio:
+        steered = {"language": args.language, "task": "translate" if args.translate else None, "window": args.window}
+        given = {key: value for key, value in steered.items() if value is not None}
+        return {"audio": base64.b64encode(_read(args.audio)).decode(), **given, **most}
     if args.ids is not None:
         try:
             return {"ids": [int(part) for part in args.ids.split(",")], **most}

@@ -90,6 +90,7 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     what = sub.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", action="append", help="a text; several make a batch")
     what.add_argument("--image", type=Path, action="append", help="a picture; several make a batch")
+    what.add_argument("--audio", type=Path, metavar="FILE", help="a recording of speech: WAV")
     what.add_argument("--ids", help="token ids, separated by commas")
     what.add_argument(
         "--tokens", type=positive_int, metavar="N", help="N seeded random token ids (or N random pictures)"
@@ -106,6 +107,9 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--want", choices=("task", "hidden"), help="the task's result (default), or final hidden states of all tokens"
     )
+    sub.add_argument("--language", metavar="CODE", help="of a recording, as en or de (default: it is found)")
+    sub.add_argument("--translate", action="store_true", help="write a recording's text in English")
+    sub.add_argument("--window", type=positive_seconds, metavar="S", help="seconds in which a recording is read")
     sub.add_argument("--top-k", type=positive_int, metavar="N", help="how many labels or tokens to name")
     sub.add_argument(
         "--max-new-tokens", type=positive_int, metavar="N", help="tokens that a decoder generates, shown as they come"
@@ -229,6 +233,7 @@ _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "infer": (
         ('hepti infer minilm --text "The laundry is done."', "one text"),
         ("hepti infer resnet --image door.jpg --top-k 3", "a picture"),
+        ("hepti infer whisper --audio command.wav --language en", "speech"),
         ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
     ),
     "plan": (("hepti plan minilm --explain", "why it is divided so"), ("hepti plan --story", "what became of plans")),

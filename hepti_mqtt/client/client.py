@@ -84,6 +84,7 @@ def settle(token: object, outcome: Answer | HeptiError) -> None:
 
 
 Picture = Union[str, bytes, "PathLike[str]", Image.Image]
+Recording = Union[str, bytes, "PathLike[str]"]
 _LONGEST_PATH: Final = 1024
 
 
@@ -96,22 +97,31 @@ def encode_picture(picture: Picture) -> str:
         buffer = io.BytesIO()
         picture.save(buffer, "PNG")
         return base64.b64encode(buffer.getvalue()).decode()
-    if isinstance(picture, bytes | bytearray):
-        return base64.b64encode(picture).decode()
-    if isinstance(picture, str) and (len(picture) > _LONGEST_PATH or not os.path.isfile(picture)):
-        if Path(picture[-_LONGEST_PATH:]).suffix:  # base64 has no dot
-            raise RequestError(f"there is no picture {picture[-80:]!r}")
-        return picture
+    return encode_file(picture, "picture")
+
+
+def encode_file(file: Recording, what: str) -> str:
+    """Return a file as base64, from a path, its bytes, or base64; what: it is, for errors.
+
+    Raises RequestError if it cannot be read.
+    """
+    if isinstance(file, bytes | bytearray):
+        return base64.b64encode(file).decode()
+    if isinstance(file, str) and (len(file) > _LONGEST_PATH or not os.path.isfile(file)):
+        if Path(file[-_LONGEST_PATH:]).suffix:  # base64 has no dot
+            raise RequestError(f"there is no {what} {file[-80:]!r}")
+        return file
     try:
-        return base64.b64encode(Path(picture).read_bytes()).decode()
+        return base64.b64encode(Path(file).read_bytes()).decode()
     except OSError as error:
-        raise RequestError(f"cannot read the picture {picture}: {error.strerror or error}") from error
+        raise RequestError(f"cannot read the {what} {file}: {error.strerror or error}") from error
 
 
 def request_body(
     *,
     image: Picture | None = None,
     images: Sequence[Picture] | None = None,
+    audio: Recording | None = None,
     devices: Sequence[str] | None = None,
     options: Mapping[str, str] | None = None,
     **others: Any,
@@ -121,6 +131,7 @@ def request_body(
         **others,
         "image": None if image is None else encode_picture(image),
         "images": None if images is None else [encode_picture(i) for i in images],
+        "audio": None if audio is None else encode_file(audio, "recording"),
         "devices": None if devices is None else list(devices),
         "options": None if options is None else dict(options),
     }
@@ -208,6 +219,10 @@ class Hepti:
         ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         image: Picture | None = None,
         images: Sequence[Picture] | None = None,
+        audio: Recording | None = None,
+        language: str | None = None,
+        task: str | None = None,
+        window: float | None = None,
         truncate: bool | None = None,
         empty: str | None = None,
         want: str | None = None,
@@ -226,10 +241,12 @@ class Hepti:
         timeout_s: float | None = None,
         wait_for_plan: bool | None = None,
     ) -> Answer:
-        """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
+        """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images, audio is the
+        input.
 
-        image: a path, a file's bytes or a Pillow image. want="hidden": final hidden states instead of the task's
-        result; want="plan": computes nothing; the answer comes when the plan is active and has the predicted cost.
+        image: a path, a file's bytes or a Pillow image. audio: a path or a file's bytes, with the language that is
+        spoken, the task ("translate": into English) and the window in which it is read, in seconds. want="hidden":
+        final hidden states instead of the task's result; want="plan": computes nothing; the answer comes when the plan is active and has the predicted cost.
         empty="zero": zeros instead of an error for empty texts. strategy ("auto" to free it), options, devices, wire,
         accuracy, weights, route, objective pin the planner's choice for this request alone. report: the answer waits
         for the devices' counters. timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has
@@ -245,6 +262,10 @@ class Hepti:
             "ids": ids,
             "image": image,
             "images": images,
+            "audio": audio,
+            "language": language,
+            "task": task,
+            "window": window,
             "truncate": truncate,
             "empty": empty,
             "want": want,

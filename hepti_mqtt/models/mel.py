@@ -16,7 +16,6 @@ Floats = npt.NDArray[np.float32]
 
 RATE: Final = 16_000  # samples per second
 HOP: Final = 160  # samples between frames
-FRAMES_PER_S: Final = RATE // HOP
 _WINDOW: Final = 400
 _FLOOR: Final = 1e-10
 _RANGE: Final = 8.0  # powers of ten below the loudest

@@ -21,6 +21,8 @@ from hepti_mqtt.spec import PlainShape, RequestShape, Want
 Floats = npt.NDArray[np.float32]
 
 STEP: Final = 2.0**-20  # of the fixed-point numbers that a request brings
+ROWS_PER_S: Final = 50
+LEAST_WINDOW, WINDOW_STEP = 10 * ROWS_PER_S, 2 * ROWS_PER_S
 PROMPT: Final = 4  # tokens of the usual prompt: start, language, task, no timestamps
 
 
@@ -105,11 +107,19 @@ class SpeechInput:
         return self.vocab
 
     def shape(self, size: int | None = None) -> SpeechRun:
-        """Return the first run of a recording with as many rows as fit into a size, else the longest run."""
+        """Return the first run of a recording that is about so large, in its window, else the longest run."""
         if size is None:
             return SpeechRun(self.positions, self.longest, self.positions)
         tokens = min(PROMPT, self.positions)
-        return SpeechRun(tokens, min(max(size - tokens, self.positions), self.longest), self.positions)
+        return SpeechRun(tokens, self.window(size - tokens), self.positions)
+
+    def window(self, rows: int) -> int:
+        """Return in how many rows a recording of so many is read: steps, so that few Programs serve all recordings.
+
+        At least 10 s: of a shorter window texts go wrong.
+        """
+        wanted = max(-(-rows // WINDOW_STEP) * WINDOW_STEP, LEAST_WINDOW)
+        return max(min(wanted, self.longest), self.positions)
 
     def run(self, tokens: int, rows: int, want: Want = "task") -> SpeechRun:
         """Return the first run of a recording of so many rows."""

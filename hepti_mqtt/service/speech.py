@@ -13,17 +13,15 @@ import numpy.typing as npt
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import TokenRules
-from hepti_mqtt.models.mel import FRAMES_PER_S, HOP, RATE, log_mel
-from hepti_mqtt.models.speech import TASKS, SpeechInput, fixed_point
+from hepti_mqtt.models.mel import HOP, RATE, log_mel
+from hepti_mqtt.models.speech import ROWS_PER_S, TASKS, SpeechInput, fixed_point
 from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service import sound
 
 if TYPE_CHECKING:
     from hepti_mqtt.service.requests import ModelInput
 
-ROWS_PER_S: Final = FRAMES_PER_S // 2
-# Of a shorter window texts go wrong; a silence behind the last word belongs to what the models have learnt.
-LEAST_WINDOW_S, SILENCE_S, WINDOW_STEP_S = 10, 0.5, 2
+SILENCE_S: Final = 0.5  # behind the last word, as in what the models have learnt
 # By these the reference takes a text for none, or for one to try again.
 NO_SPEECH, LOW_SCORE, REPEATS = 0.6, -1.0, 2.4
 
@@ -69,8 +67,7 @@ def window_rows(reads: SpeechInput, seconds: float, window: Any = None) -> int:
         if not number or not least_s <= window <= longest_s:
             raise RequestError(f"window must be a number of seconds from {least_s:.2f} to {longest_s:g}")
         return min(ceil(window * ROWS_PER_S), reads.longest)
-    wanted_s = max(ceil((seconds + SILENCE_S) / WINDOW_STEP_S) * WINDOW_STEP_S, LEAST_WINDOW_S)
-    return max(min(wanted_s * ROWS_PER_S, reads.longest), reads.positions)
+    return reads.window(ceil((seconds + SILENCE_S) * ROWS_PER_S))
 
 
 def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Generation) -> dict[str, Any]:
@@ -99,5 +96,5 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Generat
         "score": score,
         "compression": compression,
         "doubtful": not is_silent and (score < LOW_SCORE or compression > REPEATS),
-        "ids": written,
+        "ids": list(generation.tokens),
     }
