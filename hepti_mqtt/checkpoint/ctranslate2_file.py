@@ -41,6 +41,7 @@ _ACTIVATIONS: Final = {0: "relu", 1: "gelu_new", 2: "silu", 3: "gelu"}
 
 
 class _Variable(NamedTuple):
+    name: str  # its own, where it has others
     shape: tuple[int, ...]
     dtype: str
     offset: int
@@ -89,7 +90,7 @@ class CTranslate2File(RowsFile):
             (rank,) = take.numbers("<B")
             *dims, kind, nbytes = take.numbers(f"<{rank}IBI")
             dtype, stored = _TYPES[kind]
-            found[name] = _Variable(tuple(dims), dtype, take.at, np.dtype(stored).itemsize)
+            found[name] = _Variable(name, tuple(dims), dtype, take.at, np.dtype(stored).itemsize)
             if prod(dims) * np.dtype(stored).itemsize != nbytes:
                 raise ValueError(f"{name[:80]} of {dims} has {nbytes} bytes")
             take.skip(nbytes)
@@ -114,7 +115,7 @@ class CTranslate2File(RowsFile):
             for place, part in enumerate(parts):
                 shape = (rows, *variable.shape[1:])
                 if variable.dtype == "I8":
-                    scale = self._variables[f"{name}_scale"]
+                    scale = self._variables[f"{variable.name}_scale"]
                     if scale.dtype != "F32" or scale.shape != variable.shape[:1]:
                         raise UnsupportedModelError(
                             f"{self.path}: {name} has a scale of {scale.shape}; one per row is read"

@@ -253,6 +253,12 @@ class Checkpoint:
         return speech_tokens(ids, self.spec.head.outputs, self.config, self.extras)
 
     @property
+    def languages(self) -> tuple[str, ...]:
+        """Return the codes of the languages that a model of speech knows; none of another model."""
+        speaks = self.spec.head.task == "transcription"
+        return tuple(sorted(self.speech.languages)) or ("en",) if speaks else ()
+
+    @property
     def mask_id(self) -> int:
         """Return the id of the mask token; raises ModelError if the tokenizer has none."""
         if self.texts.mask is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cli import bench, gateway, output, site
+from hepti_mqtt.cli import bench, gateway, output, site, wyoming
 from hepti_mqtt.config.options import (
     IN_FLIGHT,
     PlannerOptions,
@@ -219,6 +219,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("broker", "run a broker here until interrupted", _broker),
     ("completion", 'print completions for bash and zsh: eval "$(hepti completion)"', _nothing_more),
     ("gateway", "answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments),
+    ("wyoming", "be the speech-to-text service of Home Assistant", wyoming.arguments),
 )
 # Shown below the options of a command.
 _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
@@ -270,6 +271,7 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
     "demo": ("hepti_mqtt.cli.demo", "demo"),
     "bench": ("hepti_mqtt.cli.bench", "bench"),
     "gateway": ("hepti_mqtt.cli.gateway", "gateway"),
+    "wyoming": ("hepti_mqtt.cli.wyoming", "wyoming"),
     "site": ("hepti_mqtt.cli.site", "site"),
     "health": ("hepti_mqtt.cli.health", "health"),
     "doctor": ("hepti_mqtt.cli.doctor", "doctor"),

@@ -246,12 +246,12 @@ class Hepti:
 
         image: a path, a file's bytes or a Pillow image. audio: a path or a file's bytes, with the language that is
         spoken, the task ("translate": into English) and the window in which it is read, in seconds. want="hidden":
-        final hidden states instead of the task's result; want="plan": computes nothing; the answer comes when the plan is active and has the predicted cost.
-        empty="zero": zeros instead of an error for empty texts. strategy ("auto" to free it), options, devices, wire,
-        accuracy, weights, route, objective pin the planner's choice for this request alone. report: the answer waits
-        for the devices' counters. timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has
-        none is waited for, too; by default if timeout_s is given. If the broker is lost, the request is sent again
-        after reconnection.
+        final hidden states instead of the task's result; want="plan": computes nothing; the answer comes when the
+        plan is active and has the predicted cost. empty="zero": zeros instead of an error for empty texts. strategy
+        ("auto" to free it), options, devices, wire, accuracy, weights, route, objective pin the planner's choice for
+        this request alone. report: the answer waits for the devices' counters. timeout_s: 60 by default.
+        wait_for_plan: whether a first plan of a model that has none is waited for, too; by default if timeout_s is
+        given. If the broker is lost, the request is sent again after reconnection.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or without an answer within timeout_s, NetworkError if broker or planner are away all that time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
@@ -84,6 +84,12 @@ class Site:
         """Return the labels of inputs; key: `texts` or `images`. Raises as `embed` does."""
         answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
         return Labelled([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
+
+    async def transcribe(self, model: str, recording: bytes, **options: Any) -> Mapping[str, Any]:
+        """Return what is said in a recording; raises as `embed` does."""
+        (answer,) = await self._ask_all(model, [{"audio": recording}], **options)
+        found: Mapping[str, Any] = answer.result
+        return found
 
     async def _ask_all(self, model: str, bodies: Sequence[dict[str, Any]], **options: Any) -> list[Answer]:
         slots = asyncio.Semaphore(AT_ONCE)

@@ -152,6 +152,7 @@ def fixed_point(frames: Floats) -> npt.NDArray[np.int32]:
 
 LANGUAGE: Final = re.compile(r"<\|([a-z]{2,3})\|>")
 START: Final = "<|startoftranscript|>"
+PLAIN: Final = "<|notimestamps|>"
 SILENT: Final = ("<|nospeech|>", "<|nocaptions|>")
 TASKS: Final = ("transcribe", "translate")
 _MULTILINGUAL: Final = 51_865  # words of the smallest model that knows languages
@@ -202,7 +203,7 @@ def speech_tokens(
     return SpeechTokens(
         start=named(START),
         end=end,
-        plain=named("<|notimestamps|>"),
+        plain=named(PLAIN),
         silent=named(*SILENT),
         languages=languages if several else {},
         tasks={task: named(f"<|{task}|>") for task in TASKS} if several else {},

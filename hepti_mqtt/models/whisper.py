@@ -122,7 +122,7 @@ def tensors(spec: WhisperSpec) -> Iterator[TensorSource]:
         stored = prefixed(base, f"encoder.{name}.weight")
         yield replace(weight(f"stem.{name}.weight", stored, 3 * n, h, (h, n, 3)), channels_first=(n, 3))
         yield vector(f"stem.{name}.bias", prefixed(base, f"encoder.{name}.bias"), h)
-    yield table("stem.position", prefixed(base, "encoder.embed_positions.weight"), spec.rows, h)
+    yield table("stem.sound_position", prefixed(base, "encoder.embed_positions.weight"), spec.rows, h)
     for i in range(spec.layers):
         here = prefixed(base, f"encoder.layers.{i}.")
         yield from _attention(f"layers.{i}.", here, "self_attn", h, ("query", "key", "value", "attention_out"))
@@ -131,8 +131,8 @@ def tensors(spec: WhisperSpec) -> Iterator[TensorSource]:
     yield from norm("final_norm", base, "encoder.layer_norm", h)
     words, logits = prefixed(base, "decoder.embed_tokens.weight"), "proj_out.weight"
     vocab = spec.head.outputs
-    yield table("decoder.word", (*words, logits) if spec.head.tied else words, vocab, h)
-    yield table("decoder.position", prefixed(base, "decoder.embed_positions.weight"), spec.positions, h)
+    yield table("stem.word", (*words, logits) if spec.head.tied else words, vocab, h)
+    yield table("stem.position", prefixed(base, "decoder.embed_positions.weight"), spec.positions, h)
     for i in range(spec.decoder_layers):
         here = prefixed(base, f"decoder.layers.{i}.")
         yield from _attention(f"decoder.{i}.", here, "self_attn", h, ("query", "key", "value", "attention_out"))
@@ -206,7 +206,7 @@ def _frames(net: GraphBuilder, spec: WhisperSpec, shape: SpeechRun, sound: str) 
         )
         source = h
     x = net.add_op(maps.MapAsRows(name="heard", inputs=(x,), role=roles.FRAMES, space=(rows, h), source=(rows, 1, h)))
-    return net.add_table("placed", x, roles.FRAMES, "stem.position", spec.rows)
+    return net.add_table("placed", x, roles.FRAMES, "stem.sound_position", spec.rows)
 
 
 def _decoder(
@@ -220,7 +220,7 @@ def _decoder(
 ) -> None:
     """Add the decoder: ids [m] behind `at` others, in the first run the states [S, h] -> logits [1 or 2, V]."""
     m, h, heads, task = shape.tokens, spec.hidden, spec.heads, roles.TASK
-    tables = [refs["decoder.word"], refs["decoder.position"]]
+    tables = [refs["stem.word"], refs["stem.position"]]
     x = net.opaque("embedded", (ids, at), task, "embed_at", (m, h), tables)  # [m, h]
     for i in range(spec.decoder_layers):
         here, name = f"decoder.{i}.", f"d{i}."
@@ -264,20 +264,20 @@ def reference(
     """Return (the encoder's states [S, h], logits or, where they are wanted, the states), without a cache."""
     if inputs[0] != 0 or not shape.encodes:
         raise UnsupportedModelError("the reference reads whole texts; give it the sound and all tokens from the first")
-    m, rows, kind = shape.tokens, shape.rows, t["stem.position"].dtype.type
+    m, rows, kind = shape.tokens, shape.rows, t["stem.sound_position"].dtype.type
     x = (inputs[1 + m :] * kind(STEP)).reshape(2 * rows, spec.bands).astype(kind)
     for name, step in (("conv1", 1), ("conv2", 2)):
         padded = np.pad(x, ((1, 1), (0, 0)))
         windows = np.concatenate([padded[i : i + 2 * rows : step] for i in range(3)], axis=1)
         x = plain.activate(spec.activation, plain.linear(t, f"stem.{name}", windows))
-    x = x + t["stem.position"][:rows]
+    x = x + t["stem.sound_position"][:rows]
     layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, EPS, (rows,))
     for i in range(spec.layers):
         x = plain.pre_norm(t, f"layers.{i}.", x, layer)
     states = plain.norm(t, "final_norm", x, EPS)  # [S, h]
     if shape.want == "hidden":
         return states, states
-    x = t["decoder.word"][inputs[1 : 1 + m]] + t["decoder.position"][:m]  # [m, h]
+    x = t["stem.word"][inputs[1 : 1 + m]] + t["stem.position"][:m]  # [m, h]
     for i in range(spec.decoder_layers):
         here = f"decoder.{i}."
         u = plain.norm(t, f"{here}attention_norm", x, EPS)
@@ -297,6 +297,7 @@ def reference(
 
 
 def _kind(layers: int, h: int, heads: int, mlp: int, vocab: int, bands: int = 80, **more: Any) -> Kind:
+    text = {"is_multilingual": True, "suppress_tokens": [0], "begin_suppress_tokens": [1, vocab - 8]}
     config = {
         "architectures": ["WhisperForConditionalGeneration"],
         "model_type": "whisper",
@@ -315,7 +316,7 @@ def _kind(layers: int, h: int, heads: int, mlp: int, vocab: int, bands: int = 80
         "max_target_positions": 448,
         "initializer_range": 0.02,
     }
-    return Kind(config | more, depth="encoder_layers")
+    return Kind(config | more, {"generation_config.json": text}, depth="encoder_layers")
 
 
 KINDS: Final = {

@@ -71,6 +71,7 @@ def encode_record(
     unused: Mapping[str, str] = MappingProxyType({}),
     clocks: Mapping[str, float] = MappingProxyType({}),
     evidence: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    languages: Sequence[str] = (),
 ) -> bytes:
     """Return the msgpack map of a model's plans.
 
@@ -83,7 +84,8 @@ def encode_record(
     oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
     why devices that are online are used for no plan, by name. clocks: by how many seconds a device's clock is ahead of
     the planner's, where it is by more than a minute. considered: what the rule said last of other plans, the best
-    first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. `protocol/messages.py`
+    first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. languages: that a
+    model of speech knows; others have no such key. `protocol/messages.py`
     names all keys, for who reads it.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
@@ -98,6 +100,7 @@ def encode_record(
         "spec": spec.to_dict(),
         "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a name may be any bytes
         "in_flight": shown.in_flight,
+        **({"languages": list(languages)} if languages else {}),
         "unused": dict(unused),
         "clocks": dict(clocks),
         "candidates": [
@@ -505,7 +508,8 @@ class _Planner:
         self.shown[shown.model] = shown
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
-        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence)
+        known = checkpoint.languages
+        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence, known)
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:

@@ -19,6 +19,12 @@ from hepti_mqtt.gateway.site import TEXTS, Site
 ROWS = np.random.default_rng(1).standard_normal((200, 5)).astype(np.float32)
 
 
+SPOKEN = {
+    "text": "Light on.", "language": "en", "seconds": 1.5, "no_speech": 0.1, "score": -0.2, "compression": 0.9,
+    "doubtful": False, "ids": [7, 8],
+}  # fmt: skip
+
+
 class Client:
     """Answers at once: text number n gets row n; a `str` of digits is a text."""
 
@@ -34,6 +40,9 @@ class Client:
         future: Future[Answer] = Future()
         if self._error is not None:
             future.set_exception(self._error)
+            return future
+        if "audio" in request:
+            future.set_result(Answer({"result": SPOKEN, "tokens": 1}, 1.0))
             return future
         inputs = request.get("texts") or request["images"]
         if model == "labels":
@@ -164,3 +173,57 @@ def test_metrics_count_by_route_and_status() -> None:
     lines = http.get("/metrics").text.splitlines()
     assert 'hepti_gateway_requests_total{route="/v1/embeddings",status="200"} 1.0' in lines
     assert 'hepti_gateway_requests_total{route="/v1/embeddings",status="404"} 1.0' in lines
+
+
+# bytes that look like a form's own, and every byte that there is
+RECORDING = b"RIFF\r\n--x\r\n\r\n--" + bytes(range(256)) + b"\r\n\r"
+
+
+@pytest.mark.parametrize("route", ["transcriptions", "translations"])
+def test_a_recording_arrives_whole_and_its_text_comes_back(route: str) -> None:
+    client = Client()
+    http = served(client)
+    fields, file = {"model": "m"}, {"file": ("a.wav", RECORDING, "audio/wav")}
+    task = {"transcriptions": "transcribe", "translations": "translate"}[route]
+    assert http.post(f"/v1/audio/{route}", data=fields, files=file).json() == {"text": "Light on."}
+    assert (client.asked[-1]["audio"], client.asked[-1]["task"]) == (RECORDING, task)
+    text = http.post(f"/v1/audio/{route}", data={**fields, "response_format": "text", "language": "en"}, files=file)
+    assert text.text == "Light on.\n"
+    assert client.asked[-1]["language"] == "en"
+    more = {"response_format": "verbose_json", "temperature": "0", "prompt": ""}
+    whole = http.post(f"/v1/audio/{route}", data={**fields, **more}, files=file).json()
+    assert (whole["task"], whole["duration"], whole["segments"][0]["text"]) == (task, 1.5, "Light on.")
+
+
+@pytest.mark.parametrize(
+    ("fields", "files", "status"),
+    [
+        ({"model": "m"}, {"other": ("a", b"x")}, 400),
+        ({"model": "m", "response_format": "srt"}, {"file": ("a", b"x")}, 400),
+        ({"model": "m", "prompt": "Hepti"}, {"file": ("a", b"x")}, 400),
+        ({"model": "m", "temperature": "0.4"}, {"file": ("a", b"x")}, 400),
+        ({"model": "m", "stream": "true"}, {"file": ("a", b"x")}, 400),
+        ({"model": "m", "timestamp_granularities[]": "word"}, {"file": ("a", b"x")}, 400),
+        ({"model": "nobody"}, {"file": ("a", b"x")}, 404),
+    ],
+)
+def test_a_form_that_is_not_understood_is_refused(fields, files, status) -> None:
+    client = Client()
+    answer = served(client).post("/v1/audio/transcriptions", data=fields, files=files)
+    assert (answer.status_code, client.asked) == (status, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status"),
+    [
+        ("application/json", b"{}", 415),
+        ("multipart/form-data", b"", 415),
+        ("multipart/form-data; boundary=x", b"", 400),
+        ("multipart/form-data; boundary=x", b"--x\r\n\r\nno name\r\n--x--", 400),
+        ("multipart/form-data; boundary=x", b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nm', 400),
+        ("multipart/form-data; boundary=x", b"--x\r\n" * 100 + b"--x--", 400),
+    ],
+)
+def test_what_is_no_form_is_refused(kind: str, body: bytes, status: int) -> None:
+    answer = served(Client()).post("/v1/audio/transcriptions", content=body, headers={"Content-Type": kind})
+    assert answer.status_code == status
