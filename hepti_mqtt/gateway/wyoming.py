@@ -94,10 +94,10 @@ class Recording:
 
     def add(self, event: Event) -> None:
         """Take an audio-chunk; raises RequestError for one of another format, or one too many."""
-        form = tuple(event.data.get(key) for key in ("rate", "width", "channels"))
-        rate, width, channels = form
-        known = isinstance(rate, int) and rate > 0 and width in (1, 2, 3, 4) and isinstance(channels, int)
-        if not known or not 0 < channels <= 8:
+        rate, width, channels = form = tuple(event.data.get(key) for key in ("rate", "width", "channels"))
+        if not (isinstance(rate, int) and isinstance(width, int) and isinstance(channels, int)) or not (
+            rate > 0 and 1 <= width <= 4 and 1 <= channels <= 8
+        ):
             raise RequestError(f"audio of rate, width and channels {form} is not read; send PCM of 1 to 4 bytes")
         if self.pcm and form != self.form:
             raise RequestError(f"audio changes from {self.form} to {form} within a recording")

@@ -54,6 +54,10 @@ _WITHOUT_EFFECT: Final = frozenset({
     "temperature", "top_h", "top_k", "top_p", "transformers_version", "typical_p", "use_cache", "use_mtp",
 })  # fmt: skip
 _KEYS: Final = KeyTable(frozenset({"eos_token_id"}), _WITHOUT_EFFECT, _NEUTRAL)
+_STEERING: Final = {"begin_suppress_tokens", "forced_decoder_ids", "suppress_tokens"}  # a request says what is forced
+_SPEECH_KEYS: Final = KeyTable(
+    frozenset(), only={key: values for key, values in _NEUTRAL.items() if key not in _STEERING}, closed=False
+)
 _OLD_KEYS: Final = KeyTable(frozenset(), only=_NEUTRAL, closed=False)  # where config.json has them
 
 
@@ -111,6 +115,14 @@ def _log_probability(row: npt.NDArray[Any], token: int) -> float:
     wide = row.astype(np.float64)
     top = wide.max()
     return float(wide[token] - top - np.log(np.exp(wide - top).sum()))
+
+
+def speech_rules(config: JsonConfig, extras: Mapping[str, Any]) -> JsonConfig:
+    """Return the file that says which tokens of speech are left out; raises UnsupportedModelError for what else would
+    change the likeliest text."""
+    rules = JsonConfig(FILE, extras[FILE]) if FILE in extras else config
+    rules.check_keys(_SPEECH_KEYS)
+    return rules
 
 
 def end_tokens(config: JsonConfig, extras: Mapping[str, Any], vocab: int) -> tuple[int, ...]:

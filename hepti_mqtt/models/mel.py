@@ -6,11 +6,14 @@ filters of unit area, log10, at most 8 below the largest value, then (x + 4) / 4
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from hepti_mqtt.models.config import JsonConfig
 
 Floats = npt.NDArray[np.float32]
 
@@ -20,6 +23,26 @@ _WINDOW: Final = 400
 _FLOOR: Final = 1e-10
 _RANGE: Final = 8.0  # powers of ten below the loudest
 _BLOCK: Final = 512  # frames that are transformed at once
+
+_FILES: Final = {"preprocessor_config.json": None, "processor_config.json": "feature_extractor"}
+
+
+def check_preprocessor(extras: Mapping[str, Any], bands: int, frames: int) -> None:
+    """Raise UnsupportedModelError where a model's files make other frames of sound; frames: of the longest."""
+    for file, inside in _FILES.items():
+        data = extras.get(file, {})
+        config = JsonConfig(file, data if inside is None else data.get(inside, {}))
+        for key, value in (
+            ("feature_size", bands),
+            ("sampling_rate", RATE),
+            ("hop_length", HOP),
+            ("n_fft", _WINDOW),
+            ("nb_max_frames", frames),
+            ("do_normalize", False),
+            ("dither", 0.0),
+        ):
+            config.require_one_of(key, value, value)
+
 
 # The scale is linear up to this frequency, then by powers.
 _BREAK_HZ, _HZ_PER_MEL = 1000.0, 200.0 / 3

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.generation import FILE, TokenRules
+from hepti_mqtt.models.generation import TokenRules, speech_rules
 from hepti_mqtt.spec import PlainShape, RequestShape, Want
 
 Floats = npt.NDArray[np.float32]
@@ -196,7 +196,7 @@ def speech_tokens(
             raise ModelError(f"tokenizer.json has no token {tokens[0]} of {vocab}; copy the model's own file")
         return found
 
-    rules = JsonConfig(FILE, extras[FILE]) if FILE in extras else JsonConfig("config.json", config)
+    rules = speech_rules(JsonConfig("config.json", config), extras)
     several = rules.get("is_multilingual", vocab >= _MULTILINGUAL)
     languages = {code[1]: i for token, i in ids.items() if (code := LANGUAGE.fullmatch(token)) and i < vocab}
     end = named("<|endoftext|>")
@@ -214,7 +214,7 @@ def speech_tokens(
 
 def _left_out(rules: JsonConfig, vocab: int, *keys: str) -> tuple[int, ...]:
     """Return a list of tokens under the first of some keys that is there."""
-    found = next((rules.data[key] for key in keys if rules.data.get(key) is not None), [])
+    found: Any = next((rules.data[key] for key in keys if rules.data.get(key) is not None), [])
     fits = isinstance(found, list) and all(
         isinstance(i, int) and not isinstance(i, bool) and -1 <= i < vocab for i in found
     )

@@ -20,6 +20,7 @@ from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import TINY_SPREAD, Kind
+from hepti_mqtt.models.mel import check_preprocessor
 from hepti_mqtt.models.speech import STEP, SpeechInput, SpeechRun
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight, zeros
 from hepti_mqtt.models.transformer import Layer, pre_norm
@@ -81,7 +82,7 @@ def answered(tokens: int, encodes: bool) -> tuple[int, ...]:
     return (0, tokens - 1) if encodes and tokens > 1 else (tokens - 1,)
 
 
-def spec(architecture: str, config: JsonConfig, _extras: Mapping[str, Any]) -> WhisperSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> WhisperSpec:
     """Return the spec of a model of speech; raises ModelError, UnsupportedModelError."""
     config.require_one_of("scale_embedding", False, False)
     config.require_one_of("is_encoder_decoder", True, True)
@@ -94,6 +95,8 @@ def spec(architecture: str, config: JsonConfig, _extras: Mapping[str, Any]) -> W
         raise UnsupportedModelError(
             f"config.json: max_target_positions {positions} is more than max_source_positions {rows}; it must not be"
         )
+    bands = config.positive("num_mel_bins", 80)
+    check_preprocessor(extras, bands, 2 * rows)
     vocab, tied = config.positive("vocab_size"), config.flag("tie_word_embeddings", True)
     return WhisperSpec(
         family="whisper",
@@ -104,7 +107,7 @@ def spec(architecture: str, config: JsonConfig, _extras: Mapping[str, Any]) -> W
         heads=heads,
         mlp=mlp,
         activation=config.activation("activation_function"),
-        bands=config.positive("num_mel_bins", 80),
+        bands=bands,
         rows=rows,
         positions=positions,
         head=TaskHead("transcription", "last", outputs=vocab, tied=tied),

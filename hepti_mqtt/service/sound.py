@@ -11,6 +11,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -127,7 +128,7 @@ def _wav(name: str, file: bytes) -> Pcm:
 def _other(name: str, file: bytes) -> Pcm:
     """Return what a file of another format holds, as far as `soundfile` reads it."""
     try:
-        import soundfile
+        soundfile: Any = import_module("soundfile")
     except ImportError:
         raise RequestError(
             f"{name} is no WAV file; send WAV (ffmpeg -i FILE out.wav), or install soundfile where the planner runs"

@@ -62,11 +62,11 @@ def window_rows(reads: SpeechInput, seconds: float, window: Any = None) -> int:
     """
     longest_s = reads.longest / ROWS_PER_S
     if window is not None:
-        number = isinstance(window, int | float) and not isinstance(window, bool)
+        wanted_s = float(window) if isinstance(window, int | float) and not isinstance(window, bool) else 0.0
         least_s = max(seconds, reads.positions / ROWS_PER_S)
-        if not number or not least_s <= window <= longest_s:
+        if not least_s <= wanted_s <= longest_s:
             raise RequestError(f"window must be a number of seconds from {least_s:.2f} to {longest_s:g}")
-        return min(ceil(window * ROWS_PER_S), reads.longest)
+        return min(ceil(wanted_s * ROWS_PER_S), reads.longest)
     return reads.window(ceil((seconds + SILENCE_S) * ROWS_PER_S))
 
 

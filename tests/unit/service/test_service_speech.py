@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import struct
 import wave
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import HeptiError, RequestError
+from hepti_mqtt.errors import HeptiError, ModelError, RequestError
 from hepti_mqtt.models.generation import TokenRules
 from hepti_mqtt.models.mel import log_mel
 from hepti_mqtt.models.speech import STEP, SpeechInput
@@ -163,6 +164,27 @@ def test_other_models_hear_nothing(tmp_path) -> None:
         for request in (AUDIO, {"text": "a", "language": "en"}):
             with pytest.raises(HeptiError):
                 read_input(words, request)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"preprocessor_config.json": {"feature_size": 80}},
+        {"preprocessor_config.json": {"hop_length": 320}},
+        {"preprocessor_config.json": {"do_normalize": True}},
+        {"processor_config.json": {"feature_extractor": {"sampling_rate": 8000}}},
+        {"generation_config.json": {"num_beams": 5}},
+        {"generation_config.json": {"suppress_tokens": [99]}},
+        {"generation_config.json": {"suppress_tokens": "none"}},
+    ],
+    ids=str,
+)
+def test_other_ways_of_hearing_and_writing_are_refused(tmp_path, files: dict) -> None:
+    path = make_model("tiny-whisper", tmp_path / "m")
+    for name, data in files.items():
+        (path / name).write_text(json.dumps(data))
+    with pytest.raises(ModelError), Checkpoint.open(path) as opened:
+        _ = opened.speech
 
 
 def test_windows_come_in_steps() -> None:
