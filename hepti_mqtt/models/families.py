@@ -20,6 +20,7 @@ from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
+from hepti_mqtt.models.speech import SpeechInput, fixed_point
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import WeightDtype
@@ -145,11 +146,14 @@ def input_bytes(spec: Spec, shape: RequestShape) -> int:
 
 
 def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> Array:
-    """Return random token ids or pixels for a request."""
+    """Return random token ids, pixels or frames of sound for a request."""
     dims, dtype = spec.input_spec.input_layout(shape)
     values = rng.integers(0, spec.input_spec.upper_bound, dims).astype(NUMPY_DTYPE[dtype])
     if shape.session_rows:
         values[0] = 0  # the cache is empty
+    if isinstance(spec.input_spec, SpeechInput):
+        frames = values[1 + shape.new_rows :]
+        frames[:] = fixed_point(rng.standard_normal(len(frames), np.float32) / 2)
     return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -15,6 +16,7 @@ from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.models.generation import TokenRules
 from hepti_mqtt.models.speech import SpeechRun
 from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.planner.accuracy import weight_error
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -72,6 +74,17 @@ def test_every_method_gives_the_states_of_one_device(name, options):
     found = run_programs(device_programs(SPEC, fixed, shape), tensors(SPEC), inputs(PROMPT))
     expected, _ = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), shape)
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "w8a32", "w8a8"])
+def test_the_encoders_weights_may_be_narrow(dtype):
+    alone = replace(plan(SPEC, ("single", {}), (1.0,)), weight_dtype=dtype)
+    shape = READS.run(len(PROMPT), ROWS, "hidden")
+    found = run_programs(device_programs(SPEC, alone, shape), tensors(SPEC), inputs(PROMPT))
+    expected, _ = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), shape)
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert 0 < error < 0.05
+    assert weight_error(SPEC, tensors(SPEC), dtype) < 0.05
 
 
 RULES = TokenRules(never=(3, 9), first_never=(1,), scored=True, silent=8)
