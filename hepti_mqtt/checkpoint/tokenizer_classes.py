@@ -40,6 +40,8 @@ class TokenizerClass(NamedTuple):
     tokens: its special tokens by role. parameters: values that its model may have, of type `model`. normalizer,
     pre_tokenizer: return the part to use for options and what tokenizer.json has. around: roles of the tokens before
     and behind a text; always: whatever tokenizer.json says. files: what a vocabulary is read from, without it.
+    typed: whether the halves of a pair have types of their own for models that have several; None: versions differ.
+    doubled: two separators between the halves.
     """
 
     model: str
@@ -51,6 +53,8 @@ class TokenizerClass(NamedTuple):
     always: bool
     decoder: Part
     files: tuple[str, ...] = ()
+    typed: bool | None = None
+    doubled: bool = False
 
 
 def differs(part: str, why: str) -> UnsupportedModelError:
@@ -164,6 +168,7 @@ _BERT: Final = TokenizerClass(
     True,
     {"type": "WordPiece", "prefix": "##", "cleanup": True},
     ("vocab.txt",),
+    typed=True,
 )
 _GPT2: Final = TokenizerClass(
     "BPE", _GPT2_TOKENS, _BPE, _no_normalizer, _bytes, None, False, _BYTES, ("vocab.json", "merges.txt")
@@ -177,13 +182,17 @@ _XLM_ROBERTA: Final = TokenizerClass(
     ("bos", "eos"),
     True,
     {"type": "Metaspace", "replacement": _MARK, "prepend_scheme": "always", "split": True},
+    typed=False,
+    doubled=True,
 )
 CLASSES: Final[Mapping[str, TokenizerClass]] = {
     "BertTokenizer": _BERT,
-    "DistilBertTokenizer": _BERT,
+    "DistilBertTokenizer": _BERT._replace(typed=False),
     "ElectraTokenizer": _BERT,
     "GPT2Tokenizer": _GPT2,
-    "RobertaTokenizer": _GPT2._replace(tokens=_ROBERTA_TOKENS, around=("cls", "sep"), always=True),
+    "RobertaTokenizer": _GPT2._replace(
+        tokens=_ROBERTA_TOKENS, around=("cls", "sep"), always=True, typed=False, doubled=True
+    ),
     "XLMRobertaTokenizer": _XLM_ROBERTA,
     "AlbertTokenizer": _XLM_ROBERTA._replace(
         tokens=_ALBERT_TOKENS,
@@ -191,6 +200,8 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
         normalizer=_albert_normalizer,
         around=("cls", "sep"),
         always=False,
+        typed=None,
+        doubled=False,
     ),
 }
 # tokenizer.json counts as it is. Of speech, no text becomes ids.

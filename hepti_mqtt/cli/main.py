@@ -89,12 +89,20 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", help="name of the model, as the planner serves it")
     what = sub.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", action="append", help="a text; several make a batch")
+    what.add_argument("--pair", nargs=2, metavar=("A", "B"), action="append", help="two texts; several make a batch")
+    what.add_argument("--query", metavar="TEXT", help="what the texts of --document are ranked by")
+    what.add_argument("--question", metavar="TEXT", help="what the text of --context answers")
     what.add_argument("--image", type=Path, action="append", help="a picture; several make a batch")
     what.add_argument("--audio", type=Path, metavar="FILE", help="a recording of speech: WAV")
     what.add_argument("--ids", help="token ids, separated by commas")
     what.add_argument(
         "--tokens", type=positive_int, metavar="N", help="N seeded random token ids (or N random pictures)"
     )
+    sub.add_argument("--document", metavar="TEXT", action="append", help="a text that --query is compared with")
+    sub.add_argument("--context", metavar="TEXT", help="the text that the answer to --question is part of")
+    sub.add_argument("--label", metavar="TEXT", action="append", help="a label of your own for --text")
+    sub.add_argument("--prompt", metavar="NAME", help="the model's prompt before a text: query, document, ...")
+    sub.add_argument("--dimensions", type=positive_int, metavar="N", help="the first N numbers of an embedding")
     sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --tokens (default 0)")
     sub.add_argument("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
     sub.add_argument(
@@ -234,6 +242,9 @@ _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "infer": (
         ('hepti infer minilm --text "The laundry is done."', "one text"),
         ("hepti infer resnet --image door.jpg --top-k 3", "a picture"),
+        ('hepti infer reranker --query "warm?" --document "It is hot." --document "Rain."', "documents by a query"),
+        ('hepti infer nli --text "Lamp off!" --label light --label heating', "labels of your own"),
+        ('hepti infer qa --question "Who?" --context "Ada came home."', "a part of a text"),
         ("hepti infer whisper --audio command.wav --language en", "speech"),
         ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
     ),

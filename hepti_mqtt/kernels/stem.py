@@ -1,7 +1,8 @@
 """Kernels that make rows of a request's inputs: embeddings of tokens, patches of pictures.
 
-embed_tokens       ids i32 [m] -> layer norm of word[id] + position[offset + place in its sequence] + type[0], [m, h];
-                   weights word, position, type (optional), gamma, beta; attributes lengths, position_offset, eps.
+embed_tokens       ids i32 [m] -> layer norm of word[id % V] + position[offset + place in its sequence] + type[id // V],
+                   [m, h], of V words; weights word, position, type (optional), gamma, beta; attributes lengths,
+                   position_offset, eps.
 embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. `at` is an i32
                    slot [1];
                    positions beyond the table raise ValueError before anything is written.
@@ -13,7 +14,7 @@ add_table          x [r, c] -> x + table[first row + i, first column + j]; weigh
 prepend_positions  patches [B n, h] -> [B (n + 1), h]: cls + position[0], then patch + position; weights cls [h],
                    position [n + 1, h]; attribute images (B).
 
-An id outside the vocabulary raises ValueError before anything is read.
+An id outside the vocabulary, or of a type that is not there, raises ValueError before anything is read.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 @kernel(
-    reads(int32, 1), fills(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 1), reads(float32, 1),
+    reads(int32, 1), fills(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 1),
     reads(float32, 1), INT_ARRAY, FLOAT,
 )  # fmt: skip
 def _embed_tokens(
-    ids: Any, out: Any, word: Any, position: Any, kind: Any, gamma: Any, beta: Any, positions: Any, eps: Any
+    ids: Any, out: Any, word: Any, position: Any, types: Any, gamma: Any, beta: Any, positions: Any, eps: Any
 ) -> None:
     h = out.shape[1]
     for row in range(len(ids)):
-        token, place = ids[row], positions[row]
+        kind, place = ids[row] // len(word), positions[row]
+        token = ids[row] - kind * len(word)
         for i in range(h):
-            out[row, i] = word[token, i] + position[place, i] + kind[i]
+            out[row, i] = word[token, i] + position[place, i] + types[kind, i]
         normalise_row(out[row], out[row], gamma, beta, eps)
 
 
@@ -74,21 +76,21 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
     word, position, *typed = (check.table(w, h) for w in weights[:-2])
-    kinds = typed[0] if typed else np.zeros((1, h), np.float32)
+    types = typed[0] if typed else np.zeros((1, h), np.float32)
     gamma, beta = (check.plain(w, (h,)) for w in weights[-2:])
-    check.that(len(kinds) > 0, "the table of token types is empty")
+    check.that(len(types) > 0, "the table of token types is empty")
     positions = _positions(op)
     check.that(len(positions) == m, f"lengths sum to {len(positions)}, there are {m} ids")
     if not m or not h:
         return nothing
     last, offset = int(positions.max()), int(positions.min())
     check.that(offset >= 0 and last < len(position), f"position {last} is beyond the {len(position)} of the model")
-    eps, vocab, kind = np.float32(op.attrs["eps"]), len(word), kinds[0]
+    eps = np.float32(op.attrs["eps"])
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         ids = reads[0]
-        _check_ids(ids, vocab)
-        _embed_tokens(ids, writes[0], word, position, kind, gamma, beta, positions, eps)
+        _check_ids(ids, len(word), len(types))
+        _embed_tokens(ids, writes[0], word, position, types, gamma, beta, positions, eps)
 
     return run
 
@@ -113,18 +115,20 @@ def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     return run
 
 
-def _check_ids(ids: Array, vocabulary: int) -> None:
-    """Raise ValueError if one of some token ids is outside the vocabulary."""
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        bad = ids[(ids < 0) | (ids >= vocabulary)][0]
-        raise ValueError(f"token id {bad} is outside the vocabulary 0..{vocabulary - 1}; tokenise for this model")
+def _check_ids(ids: Array, vocabulary: int, types: int = 1) -> None:
+    """Raise ValueError if one of some token ids is outside the vocabulary, or of a type that is not there."""
+    if ids.min() < 0 or ids.max() >= vocabulary * types:
+        bad = ids[(ids < 0) | (ids >= vocabulary * types)][0]
+        of = f" of {types} token types" if types > 1 else ""
+        raise ValueError(f"token id {bad} is outside the vocabulary 0..{vocabulary - 1}{of}; tokenise for this model")
 
 
 def _reference_embed_tokens(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
     word, position, *typed = (np.atleast_2d(w).astype(np.float64, copy=False) for w in weights[:-2])
-    total = word[reads[0]] + position[_positions(op)] + (typed[0][0] if typed else 0)
+    kinds, tokens = np.divmod(reads[0], len(word))
+    total = word[tokens] + position[_positions(op)] + (typed[0][kinds] if typed else 0)
     return [reference_layer_norm(total, weights[-2], weights[-1], op.attrs["eps"])]
 
 

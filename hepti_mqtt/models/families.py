@@ -17,6 +17,7 @@ from hepti_mqtt.lowering import Graph, GraphBuilder
 from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit, whisper
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import JsonConfig, KeyTable
+from hepti_mqtt.models.heads import head_tensors
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
@@ -244,7 +245,8 @@ def _usual(table: str) -> Mapping[str, str]:
 @lru_cache(maxsize=64)
 def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
     """Return every tensor of the model, from the stem to the head."""
-    return tuple(FAMILIES[spec.family].tensors(spec))
+    shared = head_tensors(spec) if isinstance(spec, ModelSpec) else ()
+    return (*FAMILIES[spec.family].tensors(spec), *shared)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.models.transformer import Layer
-from hepti_mqtt.spec import HeadActivation
+from hepti_mqtt.spec import HeadActivation, Pooling
 
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
@@ -25,9 +25,9 @@ _KNOTS: Final = np.arange(6 * 1024 + 1) / 1024
 _ERF: Final = np.array([math.erf(x) for x in _KNOTS])
 
 
-def linear(tensors: Tensors, name: str, x: Array) -> Array:
+def linear(tensors: Tensors, name: str, x: Array, bias: bool = True) -> Array:
     """Return x @ W + b: [m, in] -> [m, out]."""
-    return np.asarray(x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"])
+    return np.asarray(x @ tensors[f"{name}.weight"] + (tensors[f"{name}.bias"] if bias else 0))
 
 
 def norm(tensors: Tensors, name: str, x: Array, eps: float) -> Array:
@@ -96,6 +96,16 @@ def sequence_slices(lengths: Sequence[int]) -> Iterator[slice]:
 def token_positions(lengths: Sequence[int]) -> Array:
     """Return the place of each packed token in its sequence, [m]."""
     return np.concatenate([np.arange(length) for length in lengths])
+
+
+def pool(pooling: Pooling, rows: Array) -> Array:
+    """Return what one sequence's rows [t, h] are pooled to: [h]."""
+    if pooling == "max":
+        return np.asarray(rows.max(axis=0))
+    if pooling == "weighted_mean":
+        return np.asarray(np.average(rows, axis=0, weights=np.arange(1, len(rows) + 1)).astype(rows.dtype))
+    mean = rows.mean(axis=0)
+    return np.asarray(mean * rows.dtype.type(math.sqrt(len(rows))) if pooling == "sqrt_mean" else mean)
 
 
 def activate(activation: HeadActivation, x: Array) -> Array:

@@ -351,7 +351,7 @@ class CoordinatorSession:
         record = None if group.has_suspect_replica else plans.active
         if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
             plans.step(search, "kept", now, str(verdict))
-            return [self._rollout.publish_plan(group)]
+            return [LogEvent("kept", str(verdict)), self._rollout.publish_plan(group)]
         plan, why = verdict.move.option.plan, str(verdict)
         if plan != decision.chosen.plan:
             plans.step(search, "kept", now, f"another plan than the first one: {why}")
