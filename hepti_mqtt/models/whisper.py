@@ -204,7 +204,7 @@ def _frames(net: GraphBuilder, spec: WhisperSpec, shape: SpeechRun, sound: str) 
                 stride=(step, 1),
                 pad=(1, 0, 1, 0),
                 source=(2 * rows, 1, source),
-                activation=spec.activation,
+                activation="gelu",  # whatever the layers have
             )
         )
         source = h
@@ -272,7 +272,7 @@ def reference(
     for name, step in (("conv1", 1), ("conv2", 2)):
         padded = np.pad(x, ((1, 1), (0, 0)))
         windows = np.concatenate([padded[i : i + 2 * rows : step] for i in range(3)], axis=1)
-        x = plain.activate(spec.activation, plain.linear(t, f"stem.{name}", windows))
+        x = plain.activate("gelu", plain.linear(t, f"stem.{name}", windows))
     x = x + t["stem.sound_position"][:rows]
     layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, EPS, (rows,))
     for i in range(spec.layers):
@@ -318,6 +318,9 @@ def _kind(layers: int, h: int, heads: int, mlp: int, vocab: int, bands: int = 80
         "max_source_positions": 1500,
         "max_target_positions": 448,
         "initializer_range": 0.02,
+        # The tokens that steer are the last ones, the end of a text before the others.
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), vocab - 8),
+        "decoder_start_token_id": vocab - 7,
     }
     return Kind(config | more, {"generation_config.json": text}, depth="encoder_layers")
 
