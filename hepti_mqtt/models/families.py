@@ -154,7 +154,7 @@ def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> 
         values[0] = 0  # the cache is empty
     if isinstance(spec.input_spec, SpeechInput):
         frames = values[1 + shape.new_rows :]
-        frames[:] = fixed_point(rng.standard_normal(len(frames), np.float32) / 2)
+        frames[:] = fixed_point(np.float32(0.5) * rng.standard_normal(len(frames), np.float32))
     return values
 
 

@@ -18,8 +18,6 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import TokenRules, speech_rules
 from hepti_mqtt.spec import PlainShape, RequestShape, Want
 
-Floats = npt.NDArray[np.float32]
-
 STEP: Final = 2.0**-20  # of the fixed-point numbers that a request brings
 ROWS_PER_S: Final = 50
 LEAST_WINDOW, WINDOW_STEP = 10 * ROWS_PER_S, 2 * ROWS_PER_S
@@ -141,7 +139,7 @@ class SpeechInput:
         return (1 + shape.new_rows + sound,), "i32"
 
 
-def fixed_point(frames: Floats) -> npt.NDArray[np.int32]:
+def fixed_point(frames: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int32]:
     """Return frames [2 S, bands] as numbers of a request, [n]; of the order of 1, they are kept to 5e-7."""
     return np.asarray(np.rint(frames.reshape(-1) / STEP), np.int32)
 
