@@ -3,7 +3,7 @@
 2 S frames of b bands, S rows of the encoder, m new tokens, C rows of the decoder's cache, h hidden, f MLP width, V
 words.
 The decoder is the task behind the encoder's layers: a session keeps the keys and values of all S rows, which its
-first run computes, and those of the text. Weights of the decoder, and of what makes rows of frames, stay f32.
+first run computes, and those of the text. Weights of what makes rows of frames, and of the logits, stay f32.
 """
 
 from __future__ import annotations
@@ -137,16 +137,21 @@ def tensors(spec: WhisperSpec) -> Iterator[TensorSource]:
     yield table("stem.word", (*words, logits) if spec.head.tied else words, vocab, h)
     yield table("stem.position", prefixed(base, "decoder.embed_positions.weight"), spec.positions, h)
     for i in range(spec.decoder_layers):
-        here = prefixed(base, f"decoder.layers.{i}.")
-        yield from _attention(f"decoder.{i}.", here, "self_attn", h, ("query", "key", "value", "attention_out"))
-        yield from norm(f"decoder.{i}.attention_norm", here, "self_attn_layer_norm", h)
+        here, own = prefixed(base, f"decoder.layers.{i}."), _own(spec, i)
+        yield from _attention(own, here, "self_attn", h, ("query", "key", "value", "attention_out"))
+        yield from norm(f"{own}attention_norm", here, "self_attn_layer_norm", h)
         parts = ("cross_query", "cross_key", "cross_value", "cross_out")
-        yield from _attention(f"decoder.{i}.", here, "encoder_attn", h, parts)
-        yield from norm(f"decoder.{i}.cross_norm", here, "encoder_attn_layer_norm", h)
-        yield from _mlp(f"decoder.{i}.", here, spec)
+        yield from _attention(own, here, "encoder_attn", h, parts)
+        yield from norm(f"{own}cross_norm", here, "encoder_attn_layer_norm", h)
+        yield from _mlp(own, here, spec)
     yield from norm("decoder.norm", base, "decoder.layer_norm", h)
-    own = weight("head.decoder.weight", (logits, *words) if spec.head.tied else (logits,), h, vocab)
-    yield replace(own, created_name=words[0] if spec.head.tied else "")
+    matrix = weight("head.decoder.weight", (logits, *words) if spec.head.tied else (logits,), h, vocab)
+    yield replace(matrix, created_name=words[0] if spec.head.tied else "")
+
+
+def _own(spec: WhisperSpec, i: int) -> str:
+    """Return what the tensors of a layer of the decoder stand under: behind those of the encoder."""
+    return f"layers.{spec.layers + i}."
 
 
 def _attention(
@@ -226,7 +231,7 @@ def _decoder(
     tables = [refs["stem.word"], refs["stem.position"]]
     x = net.opaque("embedded", (ids, at), task, "embed_at", (m, h), tables)  # [m, h]
     for i in range(spec.decoder_layers):
-        here, name = f"decoder.{i}.", f"d{i}."
+        here, name = _own(spec, i), f"d{i}."
         u = net.norm(f"{name}u", x, task, f"{here}attention_norm", EPS)  # [m, h]
         net.begin_block()
         qkv = net.linear(f"{name}qkv", u, task, {f"{here}{part}": h for part in ("query", "key", "value")})  # [m, 3h]
@@ -282,7 +287,7 @@ def reference(
         return states, states
     x = t["stem.word"][inputs[1 : 1 + m]] + t["stem.position"][:m]  # [m, h]
     for i in range(spec.decoder_layers):
-        here = f"decoder.{i}."
+        here = _own(spec, i)
         u = plain.norm(t, f"{here}attention_norm", x, EPS)
         q, k, v = (plain.linear(t, f"{here}{part}", u) for part in ("query", "key", "value"))
         x = x + plain.linear(t, f"{here}attention_out", plain.attention(q, k, v, spec.heads, (m,), causal=True))

@@ -61,9 +61,9 @@ def variables_of(tensors: Mapping[str, np.ndarray], layers: int, decoders: int):
     yield "decoder/embeddings/weight", tensors["stem.word"]
     for side, name in (("encoder", "final_norm"), ("decoder", "decoder.norm")):
         yield from norm_of(f"{side}/layer_norm", tensors, name)
-    for side, here, count in (("encoder", "layers", layers), ("decoder", "decoder", decoders)):
+    for side, first, count in (("encoder", 0, layers), ("decoder", layers, decoders)):
         for i in range(count):
-            own, stored = f"{here}.{i}.", f"{side}/layer_{i}/"
+            own, stored = f"layers.{first + i}.", f"{side}/layer_{i}/"
             yield from linear_of(f"{stored}self_attention/linear_0", tensors, own, "query", "key", "value")
             yield from linear_of(f"{stored}self_attention/linear_1", tensors, own, "attention_out")
             yield from norm_of(f"{stored}self_attention/layer_norm", tensors, f"{own}attention_norm")
