@@ -81,6 +81,18 @@ def _drawing(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def _agent(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "action",
+        nargs="?",
+        choices=("install", "upgrade", "uninstall"),
+        help="instead of running here: install a service of systemd with these options, take what is installed now and "
+        "restart, or remove it with all that it kept",
+    )
+    sub.add_argument("--user", action="store_true", help="the service of this user, without root")
+    add_agent_arguments(sub)
+
+
 def _demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--repeat", type=positive_int, default=10, help="requests per strategy (default 10)")
 
@@ -213,7 +225,7 @@ def _health(sub: argparse.ArgumentParser) -> None:
 
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("demo", "start a broker, a planner and three agents here, and show what they do", _demo),
-    ("agent", "run this device's agent", add_agent_arguments),
+    ("agent", "run this device's agent, or manage its service", _agent),
     ("planner", "run a site's planner", PlannerOptions.add_arguments),
     ("infer", "send a request and print the answer", _infer),
     ("plan", "show how a model is split over the devices, and why", _plan),
@@ -234,6 +246,7 @@ _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "agent": (
         ("hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi", "on every device"),
         ("hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB", "of a closed site, within a budget"),
+        ("sudo /opt/hepti/bin/hepti-agent install --broker kitchen-pi.login", "as a service, from now on"),
     ),
     "planner": (
         ("hepti planner --model minilm=/models/all-MiniLM-L6-v2", "on one machine"),
@@ -299,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_environment()
         settings = settings_from_args(args)
+        args.named_site = args.site or os.environ.get("HEPTI_SITE") or None
         args.broker, args.site = settings.broker, settings.site
         command: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
         return command(args)

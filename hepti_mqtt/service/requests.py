@@ -555,6 +555,7 @@ WEIGHT_DTYPES: Final[tuple[WeightDtype, ...]] = get_args(WeightDtype)
 ROUTES: Final[tuple[Route, ...]] = get_args(Route)
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 _GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
+_OBJECT: Final = re.compile(rb"\s*\{\s*[\"'](?:" + "|".join(sorted(_KEYS)).encode() + rb")[\"']\s*:")
 _ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
 _SHORT: Final = 1024  # characters
 _DELIVERY_KEYS: Final = ("id", "deadline_ms", "reply_to", "report")
@@ -574,8 +575,7 @@ class RequestEnvelope:
 
 def parse(payload: bytes) -> Mapping[str, Any]:
     """Return the JSON object of a request; raises RequestError for anything else."""
-    if len(payload) > MAX_REQUEST_BYTES:
-        raise RequestError(f"a request of {len(payload)} bytes is over the limit of {MAX_REQUEST_BYTES}; send less")
+    _check_bytes(payload)
     items = sum(map(payload.count, (b",", b"[", b"{"))) if len(payload) > MAX_ITEMS else 0
     if items > MAX_ITEMS:
         raise RequestError(
@@ -591,6 +591,27 @@ def parse(payload: bytes) -> Mapping[str, Any]:
     if not isinstance(data, dict):
         raise RequestError('A request is a JSON object such as {"text": "..."}.')
     return data
+
+
+def _check_bytes(payload: bytes) -> None:
+    if len(payload) > MAX_REQUEST_BYTES:
+        raise RequestError(f"a request of {len(payload)} bytes is over the limit of {MAX_REQUEST_BYTES}; send less")
+
+
+def bare_text(payload: bytes) -> str:
+    """Return the text of a payload; raises RequestError for a JSON request, which would be read as a text here."""
+    _check_bytes(payload)
+    if _OBJECT.match(payload[:_GLIMPSED]) is not None:
+        raise RequestError(
+            "This topic takes a text as it is, and this is an object. Publish the text alone, or the object to the "
+            f"model's topic `req`{_json_advice(payload)}."
+        )
+    try:
+        return payload.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"The text is not UTF-8 ({error.reason} at byte {error.start}). Send it as UTF-8."
+        ) from error
 
 
 def _json_advice(payload: bytes) -> str:
