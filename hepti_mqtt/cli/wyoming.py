@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import signal
-from collections.abc import Mapping, Sequence
 from typing import Final
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import require_broker
-from hepti_mqtt.client import Hepti
 from hepti_mqtt.config.options import positive_seconds, tcp_port
-from hepti_mqtt.errors import HeptiError, NetworkError
 
 PORT: Final = 10300
 
@@ -37,33 +32,18 @@ def arguments(sub: argparse.ArgumentParser) -> None:
 
 def wyoming(args: argparse.Namespace) -> int:
     """Serve until interrupted; raises NetworkError if the port is taken or no broker answers."""
-    with Hepti.connect(require_broker(args), args.site, args.client) as hepti, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(args, hepti))
-    return 0
+    import asyncio  # here: other commands begin without it
 
-
-async def _serve(args: argparse.Namespace, hepti: Hepti) -> None:
+    from hepti_mqtt.client import Hepti
     from hepti_mqtt.gateway.site import Site
-    from hepti_mqtt.gateway.wyoming import MAX_LINE, Wyoming
+    from hepti_mqtt.gateway.wyoming import Wyoming, serve, speech_models
 
-    site = Site(hepti, args.timeout, args.model)
+    with Hepti.connect(require_broker(args), args.site, args.client) as hepti, contextlib.suppress(KeyboardInterrupt):
+        site = Site(hepti, args.timeout, args.model)
+        service = Wyoming(site, speech_models(site, hepti), args.model, args.language)
 
-    async def speech() -> Mapping[str, Sequence[str]]:
-        found = {}
-        for name in await site.models():
-            with contextlib.suppress(HeptiError):  # a model that has just gone
-                if languages := (await asyncio.to_thread(hepti.plan, name)).get("languages"):
-                    found[name] = languages
-        return found
+        def listening() -> None:
+            output.err.print(f"listening on tcp://{args.bind}:{args.port} (Wyoming)", markup=False)
 
-    service = Wyoming(site, speech, args.model, args.language)
-    try:
-        server = await asyncio.start_server(service.serve, args.bind, args.port, limit=MAX_LINE)
-    except OSError as error:
-        why = error.strerror or error
-        raise NetworkError(f"cannot listen on {args.bind} port {args.port}: {why}; choose another --port") from None
-    output.err.print(f"listening on tcp://{args.bind}:{args.port} (Wyoming)", markup=False)
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    async with server:
-        await stopped.wait()
+        asyncio.run(serve(service, args.bind, args.port, hepti.site, listening))
+    return 0

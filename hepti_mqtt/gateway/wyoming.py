@@ -8,17 +8,22 @@ each event no more than its bound is read, and a client that stops half-way is d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
+import signal
 import wave
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import HeptiError, RequestError, WireError
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.discovery import SPEECH, registered
+from hepti_mqtt.errors import HeptiError, NetworkError, RequestError, WireError
 from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.transport import is_loopback
 
 _log = logging.getLogger(__name__)
 
@@ -232,3 +237,41 @@ class _Conversation:
                 asked, self._asked = self._asked, {}
                 return await self._whole.transcribe(said, asked)
         return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The server.
+
+
+def speech_models(site: Site, client: Hepti) -> Speech:
+    """Return what finds the models of speech that a site serves, and their languages, by the planner's records."""
+
+    async def found() -> Mapping[str, Sequence[str]]:
+        languages = {}
+        for name in await site.models():
+            with contextlib.suppress(HeptiError):  # a model that has just gone
+                if known := (await asyncio.to_thread(client.plan, name)).get("languages"):
+                    languages[name] = known
+        return languages
+
+    return found
+
+
+async def serve(service: Wyoming, bind: str, port: int, name: str, listening: Callable[[], None]) -> None:
+    """Serve until SIGTERM, announced by mDNS under a site's name where others reach it; raises NetworkError.
+
+    listening: called once clients can connect.
+    """
+    try:
+        server = await asyncio.start_server(service.serve, bind, port, limit=MAX_LINE)
+    except OSError as error:
+        why = error.strerror or error
+        raise NetworkError(f"cannot listen on {bind} port {port}: {why}; choose another --port") from None
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    listening()
+    with contextlib.ExitStack() as announced:
+        if not is_loopback(bind):  # registering takes a second
+            await asyncio.to_thread(announced.enter_context, registered(SPEECH, f"Hepti {name} speech", port, {}))
+        await stopped.wait()
+    server.close()  # and wait for nobody: a client may keep its connection for hours
