@@ -108,14 +108,27 @@ async def _transcribe(site: Site, body: Body, task: str) -> Any:
         raise RequestError(f"response_format {form[:40]!r}; known are {', '.join(TRANSCRIPT_FORMATS)}")
     found = await site.transcribe(await site.model_named(name), file, task=task, language=language or None)
     if form == "text":
-        return f"{found['text']}\n"
+        return f"{found.text}\n"
     if form == "json":
-        return {"text": found["text"]}
-    whole = {"id": 0, "seek": 0, "start": 0.0, "end": found["seconds"], "text": found["text"], "tokens": found["ids"]}
-    measures = {"avg_logprob": found["score"], "compression_ratio": found["compression"]}
-    segment = {**whole, "temperature": 0.0, **measures, "no_speech_prob": found["no_speech"]}
-    about = {"task": task, "language": found["language"], "duration": found["seconds"]}
-    return {**about, "text": found["text"], "segments": [segment] if found["text"] else []}
+        return {"text": found.text}
+    segments = [
+        {
+            "id": number,
+            "seek": round(100 * start),
+            "start": start,
+            "end": start + piece["seconds"],
+            "text": piece["text"],
+            "tokens": piece["ids"],
+            "temperature": 0.0,
+            "avg_logprob": piece["score"],
+            "compression_ratio": piece["compression"],
+            "no_speech_prob": piece["no_speech"],
+        }
+        for number, (start, piece) in enumerate(found.pieces)
+        if piece["text"]
+    ]
+    about = {"task": task, "language": found.language, "duration": found.seconds}
+    return {**about, "text": found.text, "segments": segments}
 
 
 async def rerank(site: Site, body: Body) -> Any:

@@ -184,7 +184,7 @@ class Wyoming:
         language = asked.get("language") or self._language
         code = str(language).replace("_", "-").partition("-")[0].lower() if language else None
         found = await self._site.transcribe(name, recording.wav(), language=code)
-        return Event("transcript", {"text": found["text"], "language": found["language"]})
+        return Event("transcript", {"text": found.text, "language": found.language})
 
 
 def _artifact(name: str, description: str) -> dict[str, Any]:

@@ -10,8 +10,10 @@ import binascii
 import io
 import math
 import re
+import struct
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -166,6 +168,31 @@ def samples_of(name: str, pcm: Pcm, longest_s: float) -> Floats:
         raise RequestError(f"{name} has samples that are not numbers (NaN or infinity); record it again")
     mono = values[:, 0] if pcm.channels == 1 else values.mean(axis=1, dtype=np.float32)
     return np.asarray(np.clip(resampled(mono, pcm.rate), -1, 1), np.float32)
+
+
+PAUSE_S: Final = 0.2  # of quiet in which a recording is cut
+SEARCHED_S: Final = 8.0  # before the last moment for a cut
+
+
+def pieces(samples: Floats, longest_s: float) -> list[tuple[int, int]]:
+    """Return first..stop of each piece of samples at 16 kHz: cut in the quietest pause before its longest end."""
+    longest, pause = round(longest_s * RATE), round(PAUSE_S * RATE)
+    cuts = [0]
+    while len(samples) - cuts[-1] > longest:
+        first = cuts[-1] + max(longest - round(SEARCHED_S * RATE), longest // 2)
+        power = np.cumsum(np.square(samples[first : cuts[-1] + longest], dtype=np.float64))
+        quiet = int((power[pause:] - power[:-pause]).argmin())
+        cuts.append(first + quiet + pause // 2)
+    return list(pairwise([*cuts, len(samples)]))
+
+
+def wav_of(samples: Floats) -> bytes:
+    """Return samples at 16 kHz as a WAV file of 16 bits."""
+    data = np.asarray(np.rint(samples * 32767), "<i2").tobytes()
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, RATE, 2 * RATE, 2, 16)
+    return b"".join(
+        (b"RIFF", struct.pack("<I", 36 + len(data)), b"WAVE", form, b"data", struct.pack("<I", len(data)), data)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

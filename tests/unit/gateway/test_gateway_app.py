@@ -15,6 +15,7 @@ from hepti_mqtt.errors import DeadlineError, HeptiError, NetworkError, Overloade
 from hepti_mqtt.gateway import bodies
 from hepti_mqtt.gateway.app import create_app
 from hepti_mqtt.gateway.site import TEXTS, Site
+from hepti_mqtt.service import sound
 
 ROWS = np.random.default_rng(1).standard_normal((200, 5)).astype(np.float32)
 
@@ -213,7 +214,7 @@ def test_metrics_count_by_route_and_status() -> None:
 
 
 # bytes that look like a form's own, and every byte that there is
-RECORDING = b"RIFF\r\n--x\r\n\r\n--" + bytes(range(256)) + b"\r\n\r"
+RECORDING = b"ID3\r\n--x\r\n\r\n--" + bytes(range(256)) + b"\r\n\r"
 
 
 @pytest.mark.parametrize("route", ["transcriptions", "translations"])
@@ -264,3 +265,18 @@ def test_a_form_that_is_not_understood_is_refused(fields, files, status) -> None
 def test_what_is_no_form_is_refused(kind: str, body: bytes, status: int) -> None:
     answer = served(Client()).post("/v1/audio/transcriptions", content=body, headers={"Content-Type": kind})
     assert answer.status_code == status
+
+
+def test_a_long_recording_is_cut_in_its_pauses() -> None:
+    client, second = Client(), 16_000
+    loud = np.random.default_rng(5).uniform(-0.5, 0.5, 70 * second).astype(np.float32)
+    for pause in (27, 52):
+        loud[pause * second : pause * second + second // 2] = 0
+    fields, file = {"model": "m", "response_format": "verbose_json"}, {"file": ("a.wav", sound.wav_of(loud))}
+    whole = served(client).post("/v1/audio/transcriptions", data=fields, files=file).json()
+    assert whole["text"] == "Light on. Light on. Light on."
+    starts = [segment["start"] for segment in whole["segments"]]
+    assert starts == pytest.approx([0, 27.25, 52.25], abs=0.3)
+    assert [asked["language"] for asked in client.asked] == [None, "en", "en"], "of all pieces that of the first"
+    pieces = [sound.samples_of("piece", sound.pcm_of("piece", asked["audio"]), 30.0) for asked in client.asked]
+    np.testing.assert_allclose(np.concatenate(pieces), loud, atol=1e-4)

@@ -20,6 +20,7 @@ from wyoming.ping import Ping, Pong
 
 from hepti_mqtt.errors import DeadlineError, HeptiError
 from hepti_mqtt.gateway import wyoming
+from hepti_mqtt.gateway.site import Spoken
 from hepti_mqtt.gateway.wyoming import Event, Wyoming, encode_event, read_event
 
 SOUND = np.random.default_rng(2).integers(-9000, 9000, 16_000, np.int16)
@@ -33,12 +34,13 @@ class FakeSite:
         self.asked: list[tuple[str, bytes, dict[str, Any]]] = []
         self.error, self.barrier = error, asyncio.Barrier(together)
 
-    async def transcribe(self, model: str, recording: bytes, **options: Any) -> Mapping[str, Any]:
+    async def transcribe(self, model: str, recording: bytes, **options: Any) -> Spoken:
         self.asked.append((model, recording, options))
         await self.barrier.wait()
         if self.error is not None:
             raise self.error
-        return {"text": f"{len(recording)} bytes", "language": options["language"] or "en"}
+        said = {"text": f"{len(recording)} bytes", "language": options["language"] or "en"}
+        return Spoken(((0.0, said),))
 
 
 def conversation(site: FakeSite, talk: Callable[[int], Awaitable[None]], **options: Any) -> None:
