@@ -28,6 +28,7 @@ from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
+from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
@@ -75,7 +76,7 @@ class Checkpoint:
         self.extras = extras
         self._files = files
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
-        self.spec = without_missing_pooler(spec_from_config(config, extras), self._stored)
+        self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
             self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
@@ -118,7 +119,7 @@ class Checkpoint:
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
-        spec = spec_from_config(config, extras)
+        spec = _plausible_spec(path, config, extras)
         if opening is None:
             raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
         files = [*opening()]
@@ -291,6 +292,18 @@ def model_name(path: Path) -> str:
     return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
 
 
+def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:
+    """Return the spec of a directory; raises UnsupportedModelError for one that every device would refuse."""
+    spec = spec_from_config(config, extras)
+    try:
+        check_spec(spec.to_dict())
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{path}: devices would refuse this model ({error}); correct config.json, or use a smaller model"
+        ) from error
+    return spec
+
+
 def _opening(directory: Path) -> Callable[[], Sequence[WeightsReader]] | None:
     """Return what opens the weights of a directory, one file or shards, safetensors first; None without any."""
     for name, file in (("model.safetensors", WeightsFile), ("pytorch_model.bin", TorchFile)):
@@ -355,12 +368,23 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
         if name in stored:
             found[source] = fold_batch_norm(source, stored, name)
     if missing:
-        raise ModelError(f"{path} lacks {_shortened(missing)}; config.json and the weights must be of the same model")
+        raise ModelError(f"{path} lacks {_shortened(missing)}; {_why_missing(next(iter(missing)), stored)}")
     if wrong:
         raise ModelError(f"{path}: {_shortened(wrong)}; config.json and the weights must be of the same model")
     if not found:
         raise ModelError(f"{path} has no weights; export the model with its weights")
     return found
+
+
+def _why_missing(name: str, stored: Collection[str]) -> str:
+    """Return what to do about a tensor that is missing, by the names of those that are there."""
+    if any(".base_layer." in other for other in stored):
+        return "it has an adapter in it, which must be merged: model.merge_and_unload().save_pretrained(DIR)"
+    longer = next((other for other in stored if other.endswith(f".{name}")), None)
+    if longer is not None:
+        before = longer.removesuffix(name)
+        return f"its names begin with {before!r}, as a training program writes them: save the model within it"
+    return "config.json and the weights must be of the same model"
 
 
 def _shortened(items: Collection[str]) -> str:

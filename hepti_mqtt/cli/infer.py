@@ -54,7 +54,7 @@ def infer(args: argparse.Namespace) -> int:
         error = None
         if args.check:
             directory = args.model_dir or shown.get("directory")
-            error = check(hepti, args, body, directory)
+            error = check(hepti, args, body, directory, spec)
     result = summary(args.model, answers, error)
     if args.json:
         output.print_json(result)
@@ -170,8 +170,13 @@ def send_repeatedly(
     return [ask() for _ in range(repeat)]
 
 
-def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], directory: str | Path | None) -> float:
-    """Return the largest |difference| of final hidden states from the NumPy reference, computed here."""
+def check(
+    hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], directory: str | Path | None, spec: Spec
+) -> float:
+    """Return the largest |difference| of final hidden states from the NumPy reference, computed here.
+
+    spec: of the model that answers; raises ConfigError where the directory is of another one, or missing.
+    """
     directory = None if directory is None else Path(directory).expanduser()
     if directory is None or not directory.exists():  # a file of ONNX, too
         raise ConfigError(
@@ -180,6 +185,8 @@ def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], direc
     asked = {**body, "want": "hidden"}
     hidden = hepti.infer(args.model, **asked, **pin_arguments(args), timeout_s=args.timeout).hidden
     with Checkpoint.open(directory, args.model) as checkpoint:
+        if spec_from_dict(checkpoint.spec.to_dict()) != spec:
+            raise ConfigError(f"{directory} is not the model that answered; name its files with --model-dir DIR")
         return max_abs_err(checkpoint, body, hidden)
 
 

@@ -11,7 +11,9 @@ from hepti_mqtt.spec import Activation
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }

@@ -7,6 +7,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from math import prod
+from re import sub
 from typing import Any, Final, Protocol, get_args
 
 import numpy as np
@@ -210,11 +211,11 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
             f"config.json: architecture {architecture!r} is not supported; {f'nearest: {near}; ' if near else ''}"
             f"all {len(_FAMILY_OF)} are listed in docs/guide/models.md"
         )
-    known = _TYPES.get(str(config.get("model_type")))
-    if known not in (None, _FAMILY_OF[architecture]):
+    model_type = config.get("model_type")
+    if model_type is not None and not _is_of_type(architecture, str(model_type)):
         raise UnsupportedModelError(
-            f"config.json: architecture {architecture!r} is not of model_type {config['model_type']!r}; supported with "
-            f"it: {', '.join(known.ARCHITECTURES)}"
+            f"config.json: architecture {architecture!r} is not of model_type {str(model_type)[:40]!r}, and libraries "
+            "differ in which of them counts; correct the wrong one"
         )
     spec: Spec = _FAMILY_OF[architecture].spec(architecture, checked, extras)
     return spec
@@ -225,6 +226,14 @@ def _read_by(architectures: Any) -> frozenset[str]:
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     found: frozenset[str] = getattr(_FAMILY_OF.get(named) if isinstance(named, str) else None, "READS", frozenset())
     return found
+
+
+def _is_of_type(architecture: str, model_type: str) -> bool:
+    """Return whether an architecture is named after a type, or the type is the name of all of its family."""
+    letters, family = sub("[^a-z0-9]", "", model_type.lower()), _FAMILY_OF[architecture]
+    if architecture.lower().startswith(letters):
+        return True
+    return _TYPES.get(model_type) is family and not any(a.lower().startswith(letters) for a in family.ARCHITECTURES)
 
 
 def tokenizer_class(model_type: str) -> str | None:

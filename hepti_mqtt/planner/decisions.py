@@ -235,6 +235,61 @@ def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: 
     return won_s - lost_s - TWICE * (cost_s + back_s) - TRIAL_SHARE * requests * typical_s
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Inside a run: whether it goes on under another plan from a block on.
+
+
+LEAST_REST_S: Final = 1.0  # a run that ends sooner ends under its plan
+LEAD: Final = 2  # blocks: devices are within one of each other, and the next one has begun when they hear of it
+HEARD_S: Final = 0.1  # for a message to all devices, Programs of the rest, and frames of the border beside its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """Where a run might go on under another plan.
+
+    blocks: of its graph; here: in which it is by now at the most; block: from which on. moved_s: of what devices send.
+    """
+
+    blocks: int
+    here: int
+    block: int
+    moved_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GoingOn:
+    """What the rule says of going on under another plan, in numbers.
+
+    rest_s: expected without it; gain_s: how much less with it, and the probability that it is less. goes: whether it is
+    done. why: not, beside the numbers.
+    """
+
+    border: Border
+    rest_s: float
+    gain_s: float
+    probability: float
+    goes: bool
+    why: str = ""
+
+    def __str__(self) -> str:
+        b = self.border
+        place = f"from block {b.block} of {b.blocks}, in block {b.here} now"
+        less = f"{self.gain_s:.1f} s less of {self.rest_s:.1f} s (probability {self.probability:.2f})"
+        return f"{place}: {less}" + (f"; {self.why}" if self.why else "")
+
+
+def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
+    """Return whether a run under `active` goes on under `other`; both prices are those of the run's shape."""
+    each_s = active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds))) / border.blocks
+    left, until = border.blocks - border.here, border.block - border.here
+    stay_s = left * each_s
+    go_s = until * each_s + (left - until) * other.seconds / border.blocks + border.moved_s + HEARD_S
+    rest_s, probability = float(stay_s.mean()), float((go_s < stay_s).mean())
+    goes = left > until and rest_s > LEAST_REST_S and probability >= SURE
+    return GoingOn(border, rest_s, rest_s - float(go_s.mean()), probability, goes)
+
+
 def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, busy: float, load_factor: float) -> bool:
     """Return whether a second device should load the weights of the only one that serves, ahead of its loss.
 

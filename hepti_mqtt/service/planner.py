@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
-from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
+from hepti_mqtt.errors import (
+    CertificateDateError,
+    ConfigError,
+    HeptiError,
+    NetworkError,
+    OverloadedError,
+    RefusedError,
+    RemoteError,
+)
 from hepti_mqtt.ids import Start, check_name
 from hepti_mqtt.protocol.keys import KEY_BYTES
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
@@ -72,6 +80,7 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.1
 MAX_ECHOES: Final = 16
 ODD_CLOCK_S: Final = 60.0
+CERTIFICATE_S: Final = 2.0  # between two looks whether a certificate has become valid
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
 MAX_UNREAD: Final = 512  # requests that wait to be parsed
@@ -96,17 +105,33 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     check_name("site", config.site)
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
+    stop = stop or threading.Event()
     return_large_blocks()
     with contextlib.ExitStack() as stack:
-        claiming: Future[Start] = Future()
+        claiming: Future[Start | None] = Future()
         threading.Thread(
-            target=run_into, args=(claiming, partial(claim_site, config.url, config.site)), name="claim", daemon=True
+            target=run_into, args=(claiming, partial(_claim_in_time, config, stop)), name="claim", daemon=True
         ).start()
         models = open_models(config, stack)
-        start = claiming.result()
+        if (start := claiming.result()) is None:
+            return
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
-        _Planner(config, start, models).run(stop or threading.Event())
+        _Planner(config, start, models).run(stop)
+
+
+def _claim_in_time(config: PlannerConfig, stop: threading.Event) -> Start | None:
+    """Return the start of a new planner, when the certificate is valid by this machine's clock; None for a stop."""
+    told = False
+    while not stop.is_set():
+        try:
+            return claim_site(config.url, config.site)
+        except CertificateDateError as error:
+            if not told:
+                config.log.warning("%s", error)
+            told = True
+            stop.wait(CERTIFICATE_S)
+    return None
 
 
 def claim_site(url: BrokerUrl, site: str) -> Start:

@@ -419,15 +419,18 @@ class Swarm:
         if step is None:
             return
         host.busy = True
+        outgoing, error = None, None
+        try:
+            outgoing = step.run()  # at once: no event comes between the choice of an op and its run
+        except Exception as exc:
+            error = exc
 
         def finish() -> None:
             if not host.alive or self.hosts.get(name) is not host:
                 return
             host.busy = False
-            try:
-                outgoing = step.run()
-            except Exception as exc:
-                out = host.session.fail_step(step, exc)
+            if error is not None:
+                out = host.session.fail_step(step, error)
             else:
                 out = host.session.finish_step(step, outgoing, 1e-5, self.now)
             self._host_commands(name, host, out)

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, log
 from statistics import median_low
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.lowering.handover import HandoverError
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import handover_moves
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
+    LEAD,
+    SURE,
     TRIAL_RUNS,
+    Border,
+    GoingOn,
     Option,
     Situation,
     Verdict,
     decide,
+    goes_on,
     load_seconds,
     pays_to_hold,
 )
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
-from hepti_mqtt.runtime.coordinator.plans import is_same_division
+from hepti_mqtt.runtime.coordinator.plans import PlanRecord, is_same_division
+from hepti_mqtt.runtime.coordinator.requests import Run, length_factor
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -117,6 +128,42 @@ class Moves:
         verdict = decide(self._situation(group, active, options, now))
         group.judged_s, group.is_fresh, group.verdict = now, False, verdict
         return verdict
+
+    def go_on(self, group: PlanGroup, run: Run, now: float) -> tuple[Plan, GoingOn] | None:
+        """Return under which plan a run goes on and what the rule says of that; None where there is none to ask about.
+
+        run: under a plan before the active one, of which devices have said how far it is.
+        """
+        record = group.plans.active
+        before = next((r for r in group.plans.retiring if r.plan.version == run.plan_version), None)
+        beliefs, spec = self._beliefs(group, now), group.served.spec
+        if record is None or before is None or not all(self._is_there(r.plan, beliefs) for r in (record, before)):
+            return None
+        then, ours = (self._of_run(group, r, run, beliefs, now) for r in (before, record))
+        blocks, progress = group.served.block_count(run.shape), run.progress
+        assert progress is not None
+        # Since that word it may have been as fast as was expected, or as is believed now.
+        fastest_s = min(run.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
+        here = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
+        border = Border(blocks, here, here + LEAD)
+        verdict = goes_on(then, ours, border)
+        if not verdict.goes:
+            return record.plan, verdict
+        try:
+            moved = handover_moves(spec, before.plan, record.plan, run.shape, border.block)
+        except HandoverError as error:
+            return record.plan, replace(verdict, goes=False, why=str(error))
+        sent: Counter[str] = Counter()
+        for move in moved:
+            sent[move.source] += move.nbytes
+        moved_s = max((n / beliefs.cluster.links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
+        return record.plan, goes_on(then, ours, replace(border, moved_s=moved_s))
+
+    def _of_run(self, group: PlanGroup, record: PlanRecord, run: Run, beliefs: Beliefs, now: float) -> Option:
+        """Return a plan as an option for a run of another length."""
+        priced = Priced(record.decision.chosen, record.decision.cluster)
+        option = self._option(group, priced, outlook(priced, beliefs), beliefs, (), now)
+        return replace(option, seconds=option.seconds * length_factor(record.plan, run.shape.size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
         """Return whether the active plan is to be judged: now and then, and after a change at once."""

@@ -17,12 +17,13 @@ from typing import Final, Literal, get_args
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import graph
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, SimulatedRequest
 from hepti_mqtt.protocol.messages import Ready
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
-from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.runtime.machinery import StateMachine, StateTable, Transition, TransitionLog
+from hepti_mqtt.spec import RequestShape, Spec
 
 PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
 PlanEvent = Literal[
@@ -150,6 +151,10 @@ class ServedModel:
     pins: Pins = field(default_factory=Pins)
     batching: Batching = field(default_factory=Batching)
 
+    def block_count(self, shape: RequestShape) -> int:
+        """Return how many blocks the graph of a request has."""
+        return len(graph(self.spec, shape).blocks)
+
 
 @dataclass(frozen=True, slots=True)
 class PlanSnapshot:
@@ -197,7 +202,7 @@ class Search:
 
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
     one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s: when it was first
-    wanted. recalls: it is for the plan that served before alone.
+    wanted. recalls: it is for the plan that served before alone. is_brief: of what stands alone, for a late run.
     """
 
     due_s: float
@@ -209,6 +214,7 @@ class Search:
     plan_version: PlanVersion | None = None
     wanted_s: float = 0.0
     recalls: bool = False
+    is_brief: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -478,6 +484,10 @@ class PlanLifecycle:
 
     def _record_in(self, *states: PlanState) -> PlanRecord | None:
         return next((r for r in self._records if r.state in states), None)
+
+    def tell(self, before: PlanVersion, after: PlanVersion, why: str, now: float) -> None:
+        """Tell the story what was decided about a run: under which plan it ends."""
+        self.story.append(Transition(now, self._label, str(before), "run", str(after), why))
 
     def step(self, thing: Search | PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
         """Take a search or a plan through one step of the table; an illegal one leads to a new search."""

@@ -260,6 +260,13 @@ class RunStats:
     expectation: Expectation = AS_PREDICTED
 
 
+class Progress(NamedTuple):
+    """The farthest block of the graph that a device was in, and when the planner heard of it."""
+
+    block: int
+    heard_s: float
+
+
 @dataclass(slots=True)
 class Run:
     """A packed batch of one or more requests, dispatched under a plan version and a run id.
@@ -270,7 +277,10 @@ class Run:
     output before all reports, and token_index of the token taken then. task_queue: of leased tasks. lost_devices:
     devices without which it continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan;
     only_beside_loads: and had bytes to load all the time. beside_search: the planner's machine searched. frame_key: of
-    its frames.
+    its frames. progress: how far it is, as far as devices have said. before: the run that it goes on with
+    under another plan. asked: the plan and the progress that the rule was last asked about.
+    is_late: it is not as far as it should be; was_searched_for: a brief search for a plan that it may go on under was
+    made.
     """
 
     run_id: int
@@ -298,6 +308,11 @@ class Run:
     only_beside_loads: bool = True
     beside_search: bool = False
     frame_key: FrameKey = UNKEYED
+    progress: Progress | None = None
+    before: Run | None = None
+    asked: tuple[PlanVersion, Progress | None] | None = None
+    is_late: bool = False
+    was_searched_for: bool = False
 
     @property
     def plan_version(self) -> PlanVersion:
@@ -313,6 +328,17 @@ class Run:
     def is_computing(self) -> bool:
         """Return whether devices may still compute for it; False once its token was taken."""
         return self.token_index is None
+
+    def needs(self, plan_version: PlanVersion) -> bool:
+        """Return whether devices of a plan are needed for it; once it is seen to go on, none of the plan before."""
+        before = None if self.before is None or self.progress is not None else self.before.plan_version
+        return plan_version in (self.plan_version, before)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Return whether it may go on under another plan: it is somewhere between its blocks, as begun by a request."""
+        fresh = self.before is None and self.task_queue is None and not self.shape.session_rows
+        return fresh and self.progress is not None and not self.parts and not self.reports and self.is_computing
 
     @property
     def open_items(self) -> list[WorkItem]:
@@ -374,7 +400,7 @@ class Run:
             self.dispatch_bytes,
             len(self.items),
             reported=self.reports.keys() | self.lost_devices >= set(self.plan.devices),
-            dispatched_s=self.dispatched_s,
+            dispatched_s=(self.before or self).dispatched_s,
             expectation=self.expectation,
         )
 

@@ -122,7 +122,8 @@ class Rollout:
         """Release plans whose last run has ended."""
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
-            if not any(r.plan_version in record.versions for r in group.runs.values()):
+            runs = [each for run in group.runs.values() for each in (run, run.before) if each is not None]
+            if not any(run.plan_version in record.versions for run in runs):
                 group.plans.step(record, "idle", now)
                 group.note_left(record.plan)
                 out += self.release(record.plan)

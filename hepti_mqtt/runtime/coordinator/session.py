@@ -18,6 +18,7 @@ from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Recalled, Verdict
 from hepti_mqtt.planner.estimates import strategy_key
+from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
@@ -51,6 +52,7 @@ from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import TransitionLog
 
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
+LATE_BLOCKS: Final = 1  # a run may be at the end of the block that it says it is in
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
 RECALL_S: Final = 1.0  # for what the broker has retained to be heard
 PRICED_S: Final = 3.0  # after a recalled plan is to be prepared: requests that have waited for it come first
@@ -290,7 +292,7 @@ class CoordinatorSession:
                 if was_active:
                     plans.request_search(now, now, why, forced=True)
                     out.append(self._rollout.publish_plan(group))
-                for run in [r for r in group.runs.values() if r.plan_version == lost]:
+                for run in [r for r in group.runs.values() if r.needs(lost)]:
                     lost_runs = True
                     out += self._scheduler.handle_lost_device(group, run, device, now)
         if lost_runs and says_so and self.fleet.record_setback(device, now):
@@ -375,6 +377,12 @@ class CoordinatorSession:
                 return []
             plans.step(plans.searching, "outdated", now, "requests wait")
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
+        late = [r for r in group.runs.values() if r.is_late and r.may_go_on and not r.was_searched_for]
+        if late and not wanted.plans and group.active is not None:
+            # Only what needs no load and few prices can be there before a run ends; the whole search follows.
+            question, wanted.is_brief = replace(question, budget=Budget(0.0)), True
+            for run in late:
+                run.was_searched_for = True
         group.made_room = False
         if not wanted.plans:
             group.search_inputs = self.fleet.estimates.means()
@@ -409,7 +417,10 @@ class CoordinatorSession:
             plans.step(search, "outdated", now)
             return []
         group.error = None
-        return self._handle_found(group, search, event, event.decision, now)
+        out = self._handle_found(group, search, event, event.decision, now)
+        if search.is_brief:
+            plans.request_search(now + SETTLE_S, now, "the search was brief, for a run under way", forced=search.forced)
+        return out
 
     def _handle_found(
         self, group: PlanGroup, search: Search, event: Solved, decision: Decision, now: float
@@ -474,6 +485,8 @@ class CoordinatorSession:
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RunFailed):
             return self._scheduler.handle_failure(device, message, now)
+        if isinstance(message, messages.RunProgress):
+            return self._handle_progress(device, message, now)
         if isinstance(message, messages.TaskDone):
             return self._scheduler.complete_task(device, message, now)
         if not isinstance(message, messages.Ready | messages.PrepareFailed | messages.PrepareProgress):
@@ -499,12 +512,46 @@ class CoordinatorSession:
             return [refused, *self._handle_lost(device, "compiles plans differently", now)]
         return self._rollout.handle_preparation(group, device, message, now)
 
+    def _handle_progress(self, device: str, message: messages.RunProgress, now: float) -> list[CoordinatorCommand]:
+        """Take how far a run is: one that is late says so before it ends."""
+        if (run := self._scheduler.record_progress(device, message, now)) is None:
+            self.counters["late"] += 1
+            return []
+        blocks = self.groups.default(message.model).served.block_count(run.shape)
+        part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
+        if now - run.dispatched_s > LATE_FACTOR * run.expected_s * part:
+            run.is_late = True
+            self.fleet.estimates.record_overdue(run.plan.devices, now)
+        return []
+
+    def _go_on(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Let runs that began under a plan before the active one go on under that, where the rule says so."""
+        active, out = group.plans.active, list[CoordinatorCommand]()
+        for run in list(group.runs.values()) if active is not None and group.plans.retiring else ():
+            assert active is not None
+            asked = (active.version, run.progress)
+            if not run.may_go_on or run.asked == asked or run.plan_version in active.versions:
+                continue
+            is_first, run.asked = run.asked is None or run.asked[0] != active.version, asked
+            if (found := self._moves.go_on(group, run, now)) is None:
+                continue
+            plan, verdict = found
+            what = f"run {run.run_id} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
+            if is_first or verdict.goes:
+                group.plans.tell(run.plan_version, plan.version if verdict.goes else run.plan_version, what, now)
+            if verdict.goes:
+                out += [
+                    LogEvent("continued", what),
+                    *self._scheduler.go_on(group, run, plan, verdict.border.block, now),
+                ]
+        return out
+
     def _advance(self, now: float) -> list[CoordinatorCommand]:
         """Do what has become possible: release, prepare, dispatch, search."""
         out: list[CoordinatorCommand] = []
         for group in self.groups:
             group.queue.discard_finished()
-            out += self._rollout.release_idle(group, now)
+            out += [*self._go_on(group, now), *self._rollout.release_idle(group, now)]
         for slot in self.groups.pinned():
             if slot.idle and slot.plans.in_use is None and slot.plans.preparing is None:
                 out += self._rollout.close_group(slot, now, "there is no plan, and nobody waits for one")

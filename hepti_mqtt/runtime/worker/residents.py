@@ -42,7 +42,7 @@ def check_prepare(
     device: str, plan: Plan, spec: Spec, shapes: Iterable[PlainShape], in_flight: int
 ) -> list[RequestShape]:
     """Return the different shapes; raises PlanError, which names the field, for what no planner asks for."""
-    _check_plan(device, plan)
+    check_plan(device, plan)
     try:
         check_spec(spec.to_dict())
     except ValueError as error:
@@ -64,7 +64,8 @@ def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
         raise _wrong("shape", plain.size, f"is not valid for {spec.architecture}: {error}") from error
 
 
-def _check_plan(device: str, plan: Plan) -> None:
+def check_plan(device: str, plan: Plan) -> None:
+    """Raise PlanError, which names the field, for a plan that no planner makes for a device."""
     devices = plan.devices
     _check_number("plan.devices", len(devices))
     if len(set(devices)) < len(devices):
@@ -123,6 +124,26 @@ ResidentState = Literal["asked", "loading", "subscribing", "ready", "active", "d
 Place = tuple[bytes, WeightRef]  # of a resident matrix: the digest of its manifest, and its range
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The rest of a run of a shape that began under the plan `before`, from a block on, under the plan `after`.
+
+    versions: of both plans.
+    """
+
+    shape: RequestShape
+    before: Plan = field(compare=False)
+    after: Plan = field(compare=False)
+    block: int
+    versions: tuple[PlanVersion, PlanVersion] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", (self.before.version, self.after.version))
+
+
+ProgramKey = RequestShape | Continuation  # what a device has a Program for, under a plan
+
+
 @dataclass(slots=True)
 class ResidentPlan:
     """A plan on a device, ready when it is `loaded` and its filters are `subscribed`.
@@ -133,8 +154,8 @@ class ResidentPlan:
     urgent_shapes, prebuild_shapes: shapes
     whose Programs are to be built; `prebuild_shapes` only while idle. mesh_sources: peers whose frames come directly;
     the filters are for the others. loaded: with the urgent Programs. subscribed: the filters are acknowledged and the
-    peers were joined. programs: by request shape, least recently used first. state: changed by `ResidentPlans` only.
-    frame_key: of all frames of the plan.
+    peers were joined. programs: by what they are for, least recently used first. state: changed by `ResidentPlans`
+    only. frame_key: of all frames of the plan.
     """
 
     plan: Plan
@@ -159,7 +180,7 @@ class ResidentPlan:
     loaded: bool = False
     filters_acknowledged: bool = False
     subscribed: bool = False
-    programs: OrderedDict[RequestShape, BoundProgram] = field(default_factory=OrderedDict)
+    programs: OrderedDict[ProgramKey, BoundProgram] = field(default_factory=OrderedDict)
     state: ResidentState = "asked"
 
     @property
@@ -177,7 +198,7 @@ class ResidentPlan:
         """Return whether requests can run under the plan."""
         return self.loaded and self.subscribed and self.state != "released"
 
-    def cache_program(self, shape: RequestShape, bound: BoundProgram) -> None:
+    def cache_program(self, shape: ProgramKey, bound: BoundProgram) -> None:
         """Keep a Program for the next request of its shape, in place of the one used longest ago."""
         self.programs[shape] = bound
         while len(self.programs) > KEPT_PROGRAMS:

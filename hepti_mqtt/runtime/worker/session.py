@@ -15,6 +15,7 @@ from typing import Final
 
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, PlanError, WireError
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.messages import Peer, Prepare
@@ -48,7 +49,7 @@ from hepti_mqtt.runtime.worker.interface import (
     Unsubscribe,
     WorkerEvent,
 )
-from hepti_mqtt.runtime.worker.residents import EndEvent, PlanKey, ResidentPlan, ResidentPlans, plan_key
+from hepti_mqtt.runtime.worker.residents import EndEvent, PlanKey, ResidentPlan, ResidentPlans, check_plan, plan_key
 from hepti_mqtt.runtime.worker.runs import WorkerRuns
 
 JOIN_S: Final = 5.0  # to connect to a peer
@@ -229,6 +230,8 @@ class WorkerSession:
                 return self._release([*self.plans, *self._being_analysed], "drain", now)
             case messages.Cancel():
                 self.runs.cancel(message.run_id)
+            case messages.HandOver():
+                return self._hand_over(message, now)
             case messages.LeaseTasks():
                 return self.runs.handle_lease(message, now)
             case _:
@@ -393,6 +396,18 @@ class WorkerSession:
         out = [] if resident.subscribed else self._release([late.key], "failed", now, text)
         failed = self._failed(resident.transaction_id, late.key, "mesh", text, 0, late.peers)
         return [*out, LogTrouble("mesh_unheard", text), failed]
+
+    def _hand_over(self, message: messages.HandOver, now: float) -> list[Command]:
+        resident = self.plans.get(message.model, message.plan_version)
+        try:
+            after = Plan.from_dict(message.plan)
+            check_plan(after.root, after)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"the plan that run {message.run_id} goes on under cannot be read ({error!r})") from error
+        if resident is None:
+            self.counters["dead_epoch"] += 1
+            return []
+        return self.runs.leave(resident, message, after, now)
 
     def _activate(self, message: messages.Activate, now: float) -> list[Command]:
         out = self._release_unconfirmed(self.plans.unconfirmed(message.model, message.plan_version), "outlived", now)

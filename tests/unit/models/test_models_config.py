@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -268,12 +269,30 @@ def test_wrong_preprocessors_are_named(pre):
 
 
 @pytest.mark.parametrize(
+    ("architecture", "model_type", "fits"),
+    [
+        ("BertModel", "bert", True),
+        ("XLMRobertaModel", "xlm-roberta", True),
+        ("BertModel", "deberta", False),
+        ("RobertaModel", "bert", False),
+        ("XLMRobertaModel", "roberta", False),
+        ("BertModel", 7, False),
+    ],
+)
+def test_an_architecture_of_another_type_is_refused(architecture, model_type, fits):
+    config = {**BERT, "pad_token_id": 1, "architectures": [architecture], "model_type": model_type}
+    with contextlib.nullcontext() if fits else pytest.raises(UnsupportedModelError):
+        models.spec_from_config(config, {})
+
+
+@pytest.mark.parametrize(
     ("family", "architecture"), [(f, a) for f in models.FAMILIES.values() for a in f.ARCHITECTURES]
 )
 def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_names(family, architecture):
     kinds = list(family.KINDS.values())
     kind = next((k for k in kinds if k.config["architectures"] == [architecture]), kinds[0])
-    spec = spec_of(kind.config, kind.extras, architectures=[architecture])
+    other = {} if kind.config["architectures"] == [architecture] else {"model_type": "absent"}
+    spec = spec_of(kind.config, kind.extras, architectures=[architecture], **other)
     assert models.spec_from_dict(spec.to_dict()) == replace(spec, head=replace(spec.head, labels=()))
     sources = models.tensor_sources(spec)
     names = [source.name for source in sources]

@@ -24,9 +24,12 @@ from hepti_mqtt.planner import Candidate, Price, Question, price
 from hepti_mqtt.planner import decide as decide_plan
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
+    LEAD,
+    Border,
     Option,
     Situation,
     decide,
+    goes_on,
     pays_to_hold,
 )
 from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
@@ -282,3 +285,27 @@ def test_a_device_that_is_fast_only_while_it_idles_is_left() -> None:
     assert played.longest_late_s <= 10.0
     assert played.moves
     assert sum(played.late) / len(played.late) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("other_s", "here", "moved_s", "goes"),
+    [
+        (5.0, 4, 0.0, True),  # half the time, and twenty layers to come
+        (5.0, 4, 5.0, False),  # but the border takes longer than that wins
+        (5.0, 24, 0.0, False),  # it ends before it could
+        (10.0, 4, 0.0, False),  # nothing is won
+        (9.95, 4, 0.0, False),  # less than what it costs
+    ],
+)
+def test_a_run_goes_on_where_its_rest_surely_takes_less(other_s: float, here: int, moved_s: float, goes: bool) -> None:
+    verdict = goes_on(option(10.0), option(other_s, "block"), Border(26, here, here + LEAD, moved_s))
+    assert verdict.goes is goes
+    assert verdict.rest_s == pytest.approx(10.0 * (26 - here) / 26)
+
+
+def test_a_short_run_ends_under_its_plan() -> None:
+    assert not goes_on(option(1.1), option(0.1, "block"), Border(26, 4, 4 + LEAD)).goes
+
+
+def test_a_run_stays_where_the_other_plan_is_only_likely_to_be_better() -> None:
+    assert not goes_on(option(10.0), option(9.0, "block", sd=0.2), Border(26, 4, 4 + LEAD)).goes
