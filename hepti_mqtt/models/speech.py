@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import TokenRules, speech_rules
-from hepti_mqtt.spec import PlainShape, RequestShape, Want
+from hepti_mqtt.spec import Activation, PlainShape, RequestShape, TaskHead, Want
 
 STEP: Final = 2.0**-20  # of the fixed-point numbers that a request brings
 ROWS_PER_S: Final = 50
@@ -142,6 +142,57 @@ class SpeechInput:
 def fixed_point(frames: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int32]:
     """Return frames [2 S, bands] as numbers of a request, [n]; of the order of 1, they are kept to 5e-7."""
     return np.asarray(np.rint(frames.reshape(-1) / STEP), np.int32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The spec of a model: an encoder of frames, and a decoder of its text behind it.
+
+
+def answered(tokens: int, encodes: bool) -> tuple[int, ...]:
+    """Return the tokens behind which a run gives logits: the last, and of the first run the first, for silence."""
+    return (0, tokens - 1) if encodes and tokens > 1 else (tokens - 1,)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechSpec:
+    """The sizes of a model; rows: S of the longest sound. positions: C of the longest text."""
+
+    family: str
+    architecture: str
+    layers: int
+    decoder_layers: int
+    hidden: int
+    heads: int
+    mlp: int
+    activation: Activation
+    bands: int
+    rows: int
+    positions: int
+    head: TaskHead
+
+    @property
+    def input_spec(self) -> SpeechInput:
+        """Return what a request brings."""
+        return SpeechInput(self.head.outputs, self.bands, self.rows, self.positions)
+
+    def output_shape(self, shape: RequestShape) -> tuple[int, int]:
+        """Return [S, h] of the encoder's states, or logits of the last token, and before them of a text's first one."""
+        rows = shape.session_rows - self.positions
+        if shape.want == "hidden":
+            return rows, self.hidden
+        return len(answered(shape.new_rows, shape.size > rows)), self.head.outputs
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for msgpack or JSON."""
+        return {**asdict(self), "head": self.head.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SpeechSpec:
+        """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
+        made = cls(**{**data, "head": TaskHead.from_dict(data["head"])})
+        if made.hidden % made.heads or not 1 <= made.positions <= made.rows:
+            raise ValueError(f"{made.heads} heads of {made.hidden} columns, {made.positions} of {made.rows} rows")
+        return made
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
 """Whisper (Radford et al., 2022): an encoder of sound and a decoder of text, both with norms before each block.
 
-2 S frames of b bands, S rows of the encoder, m new tokens, C rows of the decoder's cache, h hidden, f MLP width, V
-words.
-The decoder is the task behind the encoder's layers: a session keeps the keys and values of all S rows, which its
-first run computes, and those of the text. Weights of what makes rows of frames, and of the logits, stay f32.
+2 S frames of b bands, S rows of the encoder, m new tokens, h hidden, f MLP width, V words. The decoder is the task
+behind the encoder's layers: a session keeps the keys and values of all S rows, which its first run computes, and those
+of the text. Weights of what makes rows of frames, and of the logits, stay f32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,72 +16,22 @@ import numpy as np
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering import ops as maps
-from hepti_mqtt.models import plain
+from hepti_mqtt.models import cross_decoder, plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import TINY_SPREAD, Kind
 from hepti_mqtt.models.mel import check_preprocessor
-from hepti_mqtt.models.speech import STEP, SpeechInput, SpeechRun
+from hepti_mqtt.models.speech import STEP, SpeechRun, SpeechSpec
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight, zeros
 from hepti_mqtt.models.transformer import Layer, pre_norm
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Activation, RequestShape, TaskHead
+from hepti_mqtt.spec import TaskHead
 
 ARCHITECTURES: Final = {"WhisperForConditionalGeneration": "transcription"}
 READS: Final = frozenset({"is_encoder_decoder"})
-EPS: Final = 1e-5
+SPEC: Final = SpeechSpec
 
 
-@dataclass(frozen=True, slots=True)
-class WhisperSpec:
-    """The sizes of a model; rows: S of the longest sound. positions: C of the longest text."""
-
-    family: str
-    architecture: str
-    layers: int
-    decoder_layers: int
-    hidden: int
-    heads: int
-    mlp: int
-    activation: Activation
-    bands: int
-    rows: int
-    positions: int
-    head: TaskHead
-
-    @property
-    def input_spec(self) -> SpeechInput:
-        """Return what a request brings."""
-        return SpeechInput(self.head.outputs, self.bands, self.rows, self.positions)
-
-    def output_shape(self, shape: RequestShape) -> tuple[int, int]:
-        """Return [S, h] of the encoder's states, or logits of the last token, and before them of a text's first one."""
-        rows = shape.session_rows - self.positions
-        if shape.want == "hidden":
-            return rows, self.hidden
-        return len(answered(shape.new_rows, shape.size > rows)), self.head.outputs
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for msgpack or JSON."""
-        return {**asdict(self), "head": self.head.to_dict()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> WhisperSpec:
-        """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
-        made = cls(**{**data, "head": TaskHead.from_dict(data["head"])})
-        if made.hidden % made.heads or not 1 <= made.positions <= made.rows:
-            raise ValueError(f"{made.heads} heads of {made.hidden} columns, {made.positions} of {made.rows} rows")
-        return made
-
-
-SPEC: Final = WhisperSpec
-
-
-def answered(tokens: int, encodes: bool) -> tuple[int, ...]:
-    """Return the tokens behind which a run gives logits: the last, and of the first run the first, for silence."""
-    return (0, tokens - 1) if encodes and tokens > 1 else (tokens - 1,)
-
-
-def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> WhisperSpec:
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> SpeechSpec:
     """Return the spec of a model of speech; raises ModelError, UnsupportedModelError."""
     config.require_one_of("scale_embedding", False, False)
     config.require_one_of("is_encoder_decoder", True, True)
@@ -98,7 +47,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Wh
     bands = config.positive("num_mel_bins", 80)
     check_preprocessor(extras, bands, 2 * rows)
     vocab, tied = config.positive("vocab_size"), config.flag("tie_word_embeddings", True)
-    return WhisperSpec(
+    return SpeechSpec(
         family="whisper",
         architecture=architecture,
         layers=config.positive("encoder_layers"),
@@ -118,7 +67,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Wh
 # Stored tensors.
 
 
-def tensors(spec: WhisperSpec) -> Iterator[TensorSource]:
+def tensors(spec: SpeechSpec) -> Iterator[TensorSource]:
     """Yield the tensors of encoder and decoder; keys have no bias."""
     h, base = spec.hidden, ("model.", "")
     for name, n in (("conv1", spec.bands), ("conv2", h)):
@@ -137,7 +86,7 @@ def tensors(spec: WhisperSpec) -> Iterator[TensorSource]:
     yield table("stem.word", (*words, logits) if spec.head.tied else words, vocab, h)
     yield table("stem.position", prefixed(base, "decoder.embed_positions.weight"), spec.positions, h)
     for i in range(spec.decoder_layers):
-        here, own = prefixed(base, f"decoder.layers.{i}."), _own(spec, i)
+        here, own = prefixed(base, f"decoder.layers.{i}."), cross_decoder.stored(spec, i)
         yield from _attention(own, here, "self_attn", h, ("query", "key", "value", "attention_out"))
         yield from norm(f"{own}attention_norm", here, "self_attn_layer_norm", h)
         parts = ("cross_query", "cross_key", "cross_value", "cross_out")
@@ -149,11 +98,6 @@ def tensors(spec: WhisperSpec) -> Iterator[TensorSource]:
     yield replace(matrix, created_name=words[0] if spec.head.tied else "")
 
 
-def _own(spec: WhisperSpec, i: int) -> str:
-    """Return what the tensors of a layer of the decoder stand under: behind those of the encoder."""
-    return f"layers.{spec.layers + i}."
-
-
 def _attention(
     name: str, here: tuple[str, ...], stored: str, h: int, parts: tuple[str, str, str, str]
 ) -> Iterator[TensorSource]:
@@ -163,7 +107,7 @@ def _attention(
         yield zeros(bias.name, h) if called == "k_proj" else bias
 
 
-def _mlp(name: str, here: tuple[str, ...], spec: WhisperSpec) -> Iterator[TensorSource]:
+def _mlp(name: str, here: tuple[str, ...], spec: SpeechSpec) -> Iterator[TensorSource]:
     yield from norm(f"{name}mlp_norm", here, "final_layer_norm", spec.hidden)
     yield from dense(f"{name}mlp_up", here, "fc1", spec.hidden, spec.mlp)
     yield from dense(f"{name}mlp_down", here, "fc2", spec.mlp, spec.hidden)
@@ -173,26 +117,27 @@ def _mlp(name: str, here: tuple[str, ...], spec: WhisperSpec) -> Iterator[Tensor
 # The graph.
 
 
-def graph(net: GraphBuilder, spec: WhisperSpec, shape: SpeechRun, refs: Mapping[str, WeightRef]) -> None:
+def graph(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one run: rows of the cache, ids, frames, i32 [1 + m + n] -> logits, or the encoder's states."""
     m, (count,) = shape.tokens, spec.input_spec.input_layout(shape)[0]
     tokens = net.input("tokens", (count,), "i32")
     states = None
     if shape.encodes:
         x = _frames(net, spec, shape, net.slice("sound", tokens, roles.SLICE, 1 + m, count))  # [S, h]
-        layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, EPS, (shape.rows,))
+        layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, cross_decoder.EPS, (shape.rows,))
         for i in net.layers(spec.layers):
             x = pre_norm(net, f"{i}.", f"layers.{i}.", x, layer)
         net.begin_block()
         x = net.rows("rows", x, roles.TASK)
-        states = net.norm("final_norm", x, roles.TASK, "final_norm", EPS)  # [S, h]
+        states = net.norm("final_norm", x, roles.TASK, "final_norm", cross_decoder.EPS)  # [S, h]
     if shape.want == "task":
         net.set_layer(spec.layers - 1)
         at = net.slice("at", tokens, roles.SLICE, 0, 1)  # [1]
-        _decoder(net, spec, shape, at, net.slice("ids", tokens, roles.SLICE, 1, 1 + m), states, refs)
+        ids = net.slice("ids", tokens, roles.SLICE, 1, 1 + m)
+        cross_decoder.graph(net, spec, shape, at, ids, states, refs)
 
 
-def _frames(net: GraphBuilder, spec: WhisperSpec, shape: SpeechRun, sound: str) -> str:
+def _frames(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, sound: str) -> str:
     """Add two convolutions over time, of which the second halves it, then positions: [n] -> [S, h]."""
     rows, h = shape.rows, spec.hidden
     dims, source = (2 * rows, 1, spec.bands), spec.bands
@@ -217,57 +162,12 @@ def _frames(net: GraphBuilder, spec: WhisperSpec, shape: SpeechRun, sound: str) 
     return net.add_table("placed", x, roles.FRAMES, "stem.sound_position", spec.rows)
 
 
-def _decoder(
-    net: GraphBuilder,
-    spec: WhisperSpec,
-    shape: SpeechRun,
-    at: str,
-    ids: str,
-    states: str | None,
-    refs: Mapping[str, WeightRef],
-) -> None:
-    """Add the decoder: ids [m] behind `at` others, in the first run the states [S, h] -> logits [1 or 2, V]."""
-    m, h, heads, task = shape.tokens, spec.hidden, spec.heads, roles.TASK
-    tables = [refs["stem.word"], refs["stem.position"]]
-    x = net.opaque("embedded", (ids, at), task, "embed_at", (m, h), tables)  # [m, h]
-    for i in range(spec.decoder_layers):
-        here, name = _own(spec, i), f"d{i}."
-        u = net.norm(f"{name}u", x, task, f"{here}attention_norm", EPS)  # [m, h]
-        net.begin_block()
-        qkv = net.linear(f"{name}qkv", u, task, {f"{here}{part}": h for part in ("query", "key", "value")})  # [m, 3h]
-        kv = net.append_to_cache(f"{name}kv", f"{here}kv", qkv, at, rows=shape.positions, start=h, role=task)  # [C, 2h]
-        seen = net.cached_attention(f"{name}attention", qkv, kv, at, heads=heads, columns=(0, 0, h), role=task)
-        out = net.linear(f"{name}o", seen, task, {f"{here}attention_out": h})  # [m, h]
-        y = net.sum(f"{name}y", x, out, task)  # [m, h]
-        w = net.norm(f"{name}w", y, task, f"{here}cross_norm", EPS)  # [m, h]
-        q = net.linear(f"{name}q", w, task, {f"{here}cross_query": h})  # [m, h]
-        kept = f"{here}cross"  # in the session
-        if states is None:
-            kv = net.session_state(f"{name}cross", kept, rows=shape.rows, width=2 * h, role=task)  # [S, 2h]
-        else:
-            kv = net.linear(f"{name}pair", states, task, {f"{here}cross_key": h, f"{here}cross_value": h})  # [S, 2h]
-            kv = net.append_to_cache(f"{name}cross", kept, kv, at, rows=shape.rows, start=0, role=task)  # [S, 2h]
-        heard = net.attention(
-            f"{name}heard", q, kv, task, heads=heads, width=h, columns=(0, 0, h), lengths=(shape.rows,)
-        )  # [m, h]
-        out = net.linear(f"{name}p", heard, task, {f"{here}cross_out": h})  # [m, h]
-        z = net.sum(f"{name}z", y, out, task)  # [m, h]
-        v = net.norm(f"{name}v", z, task, f"{here}mlp_norm", EPS)  # [m, h]
-        up = net.linear(f"{name}up", v, task, {f"{here}mlp_up": spec.mlp})  # [m, f]
-        hidden = net.activation(f"{name}g", up, task, spec.activation)  # [m, f]
-        x = net.sum(f"{name}x", z, net.linear(f"{name}down", hidden, task, {f"{here}mlp_down": h}), task)  # [m, h]
-    net.begin_block()
-    x = net.rows("asked", x, task, answered(m, shape.encodes))
-    x = net.norm("decoder.norm", x, task, "decoder.norm", EPS)
-    net.linear("logits", x, task, {"head.decoder": spec.head.outputs}, bias=False)  # [1 or 2, V]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The reference.
 
 
 def reference(
-    spec: WhisperSpec, t: plain.Tensors, inputs: plain.Array, shape: SpeechRun
+    spec: SpeechSpec, t: plain.Tensors, inputs: plain.Array, shape: SpeechRun
 ) -> tuple[plain.Array, plain.Array]:
     """Return (the encoder's states [S, h], logits or, where they are wanted, the states), without a cache."""
     if inputs[0] != 0 or not shape.encodes:
@@ -279,25 +179,13 @@ def reference(
         windows = np.concatenate([padded[i : i + 2 * rows : step] for i in range(3)], axis=1)
         x = plain.activate("gelu", plain.linear(t, f"stem.{name}", windows))
     x = x + t["stem.sound_position"][:rows]
-    layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, EPS, (rows,))
+    layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, cross_decoder.EPS, (rows,))
     for i in range(spec.layers):
         x = plain.pre_norm(t, f"layers.{i}.", x, layer)
-    states = plain.norm(t, "final_norm", x, EPS)  # [S, h]
+    states = plain.norm(t, "final_norm", x, cross_decoder.EPS)  # [S, h]
     if shape.want == "hidden":
         return states, states
-    x = t["stem.word"][inputs[1 : 1 + m]] + t["stem.position"][:m]  # [m, h]
-    for i in range(spec.decoder_layers):
-        here = _own(spec, i)
-        u = plain.norm(t, f"{here}attention_norm", x, EPS)
-        q, k, v = (plain.linear(t, f"{here}{part}", u) for part in ("query", "key", "value"))
-        x = x + plain.linear(t, f"{here}attention_out", plain.attention(q, k, v, spec.heads, (m,), causal=True))
-        q = plain.linear(t, f"{here}cross_query", plain.norm(t, f"{here}cross_norm", x, EPS))
-        k, v = (plain.linear(t, f"{here}{part}", states) for part in ("cross_key", "cross_value"))
-        x = x + plain.linear(t, f"{here}cross_out", plain.attention_over(q, k, v, spec.heads))
-        up = plain.linear(t, f"{here}mlp_up", plain.norm(t, f"{here}mlp_norm", x, EPS))
-        x = x + plain.linear(t, f"{here}mlp_down", plain.activate(spec.activation, up))
-    x = plain.norm(t, "decoder.norm", x[list(answered(m, True))], EPS)
-    return states, x @ t["head.decoder.weight"]
+    return states, cross_decoder.reference(spec, t, inputs[1 : 1 + m], states)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
