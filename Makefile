@@ -27,7 +27,7 @@ test-site: kernels
 	$(PYTEST) tests/site -m "not nightly"
 
 # Faults, soak, parity, every instruction set.
-test-nightly: kernels
+test-nightly: kernels $(VENV)/.speech
 	$(PYTEST) -m nightly
 
 # And every instruction set, broker, damaged input and long schedule, and all examples of each property.
@@ -153,6 +153,10 @@ lock: $(VENV)/.dev
 
 $(VENV)/.run: requirements-demo.lock pyproject.toml
 	.ci/setup.sh $(PYTHON) $(VENV) requirements-demo.lock
+	touch $@
+
+$(VENV)/.speech: requirements-speech.lock $(VENV)/.dev
+	.ci/setup.sh $(PYTHON) $(VENV) requirements-speech.lock
 	touch $@
 
 $(VENV)/.dev: requirements-dev.lock requirements-demo.lock pyproject.toml

@@ -74,7 +74,7 @@ def _lowered(spec: Spec, divided: PlanKey, shape: RequestShape) -> Lowered:
     if divided.plan.weight_dtype not in weight_dtypes(spec):
         raise ValueError(f"{spec.architecture} does not support weights in {divided.plan.weight_dtype}")
     plan, whole = divided.plan, graph(spec, shape)
-    if (rewrite := STRATEGIES[plan.strategy].rewrite) is not None:
+    if (rewrite := STRATEGIES[plan.strategy].rewrite) is not None and _divides(plan, whole):
         whole = rewrite(Division(whole, plan))(whole)
     if places := _task_places(plan):
         return LoweredTasks(whole, plan, places, _table)
@@ -90,7 +90,16 @@ def base_table(division: Division) -> Table:
 
 
 def _table(division: Division) -> Table:
-    return STRATEGIES[division.plan.strategy].table(division).with_defaults(base_table(division))
+    divided = _divides(division.plan, division.graph)
+    table = STRATEGIES[division.plan.strategy].table(division) if divided else Table()
+    return table.with_defaults(base_table(division))
+
+
+def _divides(plan: Plan, part: Graph) -> bool:
+    """Return whether a run has what the plan's method divides: later runs of a session may have the task alone."""
+    method = STRATEGIES[plan.strategy]
+    some = not method.needs_any or not part.roles.isdisjoint(method.needs_any)
+    return some and part.roles.issuperset(method.needs)
 
 
 def task_count(spec: Spec, plan: Plan) -> int:

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import onnx_file, storage
+from hepti_mqtt.checkpoint import ctranslate2_file, onnx_file, storage
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
-from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm
+from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm, zeros_reader
 from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
 from hepti_mqtt.checkpoint.torch_file import TorchFile
 from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
@@ -25,6 +25,7 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import TextInput
+from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
 from hepti_mqtt.protocol.plausible import check_spec
@@ -112,6 +113,9 @@ class Checkpoint:
         described = path / "config.json"
         opening = _opening(path)
         config = read_json(described) if described.is_file() or opening is not None else {}
+        if opening is None and (converted := ctranslate2_file.find(path)) is not None:
+            file = ctranslate2_file.CTranslate2File(converted, config)
+            return cls(path, name, file.config, extras, [file])
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
@@ -244,6 +248,18 @@ class Checkpoint:
         vocab = reads.vocab if isinstance(reads, TextInput) else 0
         return end_tokens(JsonConfig("config.json", self.config), self.extras, vocab)
 
+    @cached_property
+    def speech(self) -> SpeechTokens:
+        """Return the tokens that steer the text of speech; raises ModelError without the model's own tokenizer."""
+        ids: Mapping[str, int] = self.tokenizer.get_vocab()
+        return speech_tokens(ids, self.spec.head.outputs, self.config, self.extras)
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """Return the codes of the languages that a model of speech knows; none of another model."""
+        speaks = self.spec.head.task == "transcription"
+        return tuple(sorted(self.speech.languages)) or ("en",) if speaks else ()
+
     @property
     def mask_id(self) -> int:
         """Return the id of the mask token; raises ModelError if the tokenizer has none."""
@@ -337,6 +353,9 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
     missing: dict[str, None] = {}
     wrong: dict[str, None] = {}
     for source in tensor_sources(spec):
+        if not source.stored:
+            found[source] = zeros_reader(source.stored_shape)
+            continue
         name = next((name for name in source.stored if name in stored), source.primary_name)
         for part, shape in {name: source.stored_shape, **source.folded_shapes}.items():
             if part not in stored:

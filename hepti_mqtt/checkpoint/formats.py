@@ -25,7 +25,6 @@ _FETCH: Final = "run `git lfs install && git lfs pull` where it was cloned, or `
 _FOREIGN: Final[Sequence[tuple[str, str]]] = (
     ("adapter_model.safetensors", "an adapter (PEFT, LoRA); merge it into its base model, and give that"),
     ("*.gguf", "a GGUF model, which llama.cpp and Ollama read; give the original model that it was made from"),
-    ("model.bin", "a CTranslate2 model, which faster-whisper and CTranslate2 read; give the original model"),
     ("openvino_model.xml", "an OpenVINO model, which OpenVINO reads; give the original model"),
     ("*.tflite", "a TensorFlow Lite model, which LiteRT reads; give the original model"),
     ("*.mlpackage", "a Core ML model; give the original model"),

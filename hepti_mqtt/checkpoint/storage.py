@@ -56,6 +56,11 @@ class TensorReader:
         return self.dtype in FLOATS
 
 
+def zeros_reader(shape: tuple[int, ...]) -> TensorReader:
+    """Return a tensor of zeros."""
+    return TensorReader(shape, "F32", lambda start, stop, columns: np.zeros((stop - start, columns), np.float32))
+
+
 class WeightsReader(Protocol):
     """An open file of tensors."""
 

@@ -204,5 +204,5 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
         doubled=False,
     ),
 }
-# tokenizer.json counts as it is.
-AS_IT_IS: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})
+# tokenizer.json counts as it is. Of speech, no text becomes ids.
+AS_IT_IS: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend", "WhisperTokenizer"})

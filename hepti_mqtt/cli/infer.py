@@ -106,9 +106,21 @@ def pin_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     """Return the request's input as keyword arguments of `Hepti.infer`; raises ConfigError for a missing file."""
-    names = ("max_new_tokens", "want", "top_k", "prompt", "dimensions", "query", "question", "context")
+    names = (
+        "max_new_tokens",
+        "want",
+        "top_k",
+        "prompt",
+        "dimensions",
+        "query",
+        "question",
+        "context",
+        "language",
+        "window",
+    )
     options = {name: getattr(args, name) for name in names}
     options |= {"documents": args.document, "candidate_labels": args.label, "pairs": args.pair}
+    options["task"] = "translate" if args.translate else None
     most = {key: value for key, value in options.items() if value is not None}
     extra = {"truncate": True, **most} if args.truncate else most
     if args.pair or args.query is not None or args.question is not None:
@@ -118,6 +130,8 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     if args.image:
         pictures = [base64.b64encode(_read(path)).decode() for path in args.image]
         return {"image": pictures[0], **most} if len(pictures) == 1 else {"images": pictures, **most}
+    if args.audio:
+        return {"audio": base64.b64encode(_read(args.audio)).decode(), **most}
     if args.ids is not None:
         try:
             return {"ids": [int(part) for part in args.ids.split(",")], **most}

@@ -8,6 +8,9 @@ embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weigh
                    positions beyond the table raise ValueError before anything is written.
 patchify           pixels u8 [B, C, S, S] -> (pixel / 255 - mean) / std, [B (S/p)^2, C p p], a patch flattened as
                    (channel, y, x) like the weight of a convolution; attributes patch (p), mean, std (per channel).
+frames             i32 [n] -> f32 of n numbers in any shape: each times the attribute step (fixed point).
+add_table          x [r, c] -> x + table[first row + i, first column + j]; weight table plain; attribute
+                   first (row and column).
 prepend_positions  patches [B n, h] -> [B (n + 1), h]: cls + position[0], then patch + position; weights cls [h],
                    position [n + 1, h]; attribute images (B).
 
@@ -17,6 +20,7 @@ An id outside the vocabulary, or of a type that is not there, raises ValueError 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -225,5 +229,55 @@ def _reference_prepend_positions(
     return [(np.concatenate([first, patches], axis=1) + position).reshape(-1, h)]
 
 
+def _bind_frames(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes("i32", "f32")
+    check.weights(weights, 0)
+    check.shape(check.reads[0], (prod(check.writes[0].shape),))
+    step = np.float32(op.attrs["step"])
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        np.multiply(reads[0], step, out=writes[0].reshape(-1), casting="same_kind", dtype=np.float32)
+
+    return run
+
+
+def _reference_frames(
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    return [(reads[0] * op.attrs["step"]).reshape(slots[op.writes[0]].shape)]
+
+
+@kernel(reads(float32, 2), reads(float32, 2), fills(float32, 2), INT, INT)
+def _add_table(x: Any, table: Any, out: Any, row: int, column: int) -> None:
+    for r in range(x.shape[0]):
+        for c in range(x.shape[1]):
+            out[r, c] = x[r, c] + table[row + r, column + c]
+
+
+def _bind_add_table(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.rank(2)
+    check.weights(weights, 1)
+    table, (row, column) = check.plain(weights[0], (-1, -1)), op.attrs["first"]
+    r, c = check.writes[0].shape
+    check.shape(check.reads[0], (r, c))
+    inside = 0 <= row <= len(table) - r and 0 <= column <= table.shape[1] - c
+    check.that(inside, f"a table of {list(table.shape)} has no {r} x {c} from {row}, {column} on")
+    return lambda reads, writes: _add_table(reads[0], table, writes[0], row, column)
+
+
+def _reference_add_table(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    (row, column), (r, c) = op.attrs["first"], reads[0].shape
+    return [reads[0].astype(np.float64) + weights[0][row : row + r, column : column + c]]
+
+
+FRAMES: Final = Kernel("frames", _bind_frames, _reference_frames, rowwise)
+ADD_TABLE: Final = Kernel("add_table", _bind_add_table, _reference_add_table, rowwise)
 PATCHIFY: Final = Kernel("patchify", _bind_patchify, _reference_patchify, rowwise)
 PREPEND_POSITIONS: Final = Kernel("prepend_positions", _bind_prepend_positions, _reference_prepend_positions, rowwise)

@@ -15,6 +15,7 @@ from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.ops import (
     Activation,
     Add,
+    AddTable,
     AppendRows,
     Attention,
     CachedAttention,
@@ -281,6 +282,10 @@ class GraphBuilder:
         dims = self.shape_of(x)
         return self._add(name, (x, y), role, (), Add, space=dims, rank=len(dims))
 
+    def add_table(self, name: str, x: str, role: str, tensor: str, rows: int) -> str:
+        """x [m, h] -> x + the first m of the `rows` rows of a stored table."""
+        return self._add(name, (x,), role, (tensor,), AddTable, space=self.shape_of(x), rows=rows)
+
     def norm(self, name: str, x: str, role: str, tensor: str, eps: float) -> str:
         """x [m, h] -> layer norm; its moments are a tensor of their own, with a role of their own."""
         m, h = self.shape_of(x)
@@ -324,22 +329,34 @@ class GraphBuilder:
         """x [n] -> x[start:stop]."""
         return self._add(name, (x,), role, (), Slice, space=(stop - start,), dtype=self._ops[x].dtype, start=start)
 
-    def append_to_cache(self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int) -> str:
+    def session_state(self, name: str, state: str, *, rows: int, width: int, role: str = roles.CACHE) -> str:
+        """What the session has kept as `state` [rows, width]."""
+        return self._add(name, (), role, (state,), SessionState, space=(rows, width))
+
+    def append_to_cache(
+        self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int, role: str = roles.CACHE
+    ) -> str:
         """qkv [m, start + w], at [1] -> the session's `state` [rows, w] with the new rows at `at`."""
         m, width = self.shape_of(qkv)
+        past = self.session_state(f"{name}.past", state, rows=rows, width=width - start, role=role)
         space = (rows, width - start)
-        past = self._add(f"{name}.past", (), roles.CACHE, (state,), SessionState, space=space)
-        return self._add(name, (past, qkv, at), roles.CACHE, (state,), AppendRows, space=space, start=start, rows=m)
+        return self._add(name, (past, qkv, at), role, (state,), AppendRows, space=space, start=start, rows=m)
 
     def cached_attention(
-        self, name: str, q: str, kv: str, at: str, *, heads: int, columns: tuple[int, int, int]
+        self,
+        name: str,
+        q: str,
+        kv: str,
+        at: str,
+        *,
+        heads: int,
+        columns: tuple[int, int, int],
+        role: str = roles.ATTENTION,
     ) -> str:
         """q [m, *], kv [C, 2 width], at [1] -> attention [m, width]; columns: where q, k and v begin in theirs."""
         rows, width = self.shape_of(kv)[0], self.shape_of(kv)[1] // 2
         space = (self.shape_of(q)[0], width, rows)
-        return self._add(
-            name, (q, kv, at), roles.ATTENTION, (), CachedAttention, space=space, d=width // heads, columns=columns
-        )
+        return self._add(name, (q, kv, at), role, (), CachedAttention, space=space, d=width // heads, columns=columns)
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:
         """Tensors [m, h_i] -> side by side [m, sum of h_i]."""

@@ -519,6 +519,24 @@ class OpaqueOp(Op):
         return Call(self.kernel, self.weights, dict(self.attrs))
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AddTable(Op):
+    """x [r, c] + the rows of the same numbers of a stored table, of which every device has all; rows: of the table."""
+
+    rows: int
+
+    kind = "add_table"
+
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
+        return tuple(tuple((part,) for part in parts) for parts in product(*region))
+
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
+        return (WeightRef(self.tensors[0], (0, self.rows), (0, self.space[1]), "plain"),)
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("add_table", self.weight_refs(region), {"first": (region[0][0][0], region[1][0][0])})
+
+
 def _vectors(tensors: Sequence[str], c: IndexSet) -> tuple[WeightRef, ...]:
     if len(c) != 1:
         raise ValueError(f"{tensors}: columns {c} are several ranges; give each device one")
@@ -760,7 +778,8 @@ class Conv(Window):
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         attrs = {"activation": self.activation, "bias": self.bias, "residual": self.residual}
-        more = {"groups": index_count(region[2]) * self.groups // self.space[2], "residual_first": self.residual_first}
+        groups = 1 if self.groups == 1 else index_count(region[2]) * self.groups // self.space[2]
+        more = {"groups": groups, "residual_first": self.residual_first}
         # Where on the whole map the part lies: tiles of several outputs are the same ones in every part.
         lies = {"origin": (region[0][0][0], region[1][0][0]), "whole": self.space[:2]}
         return Call("conv2d", self.weight_refs(region), {**self.window(region), **attrs, **more, **lies})

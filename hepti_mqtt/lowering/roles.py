@@ -12,6 +12,7 @@ from typing import Final
 
 INPUT: Final = "input"  # what the request brings
 STEM: Final = "stem"  # before the layers
+FRAMES: Final = "frames"  # a stem in rows that are computed where the layers need them
 TASK: Final = "task"  # behind the layers
 
 BEFORE_ATTENTION: Final = "before_attention"

@@ -15,13 +15,14 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
-from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit
+from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit, whisper
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.heads import head_tensors
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
+from hepti_mqtt.models.speech import SpeechInput, fixed_point
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import WeightDtype
@@ -36,7 +37,8 @@ class Family(Protocol):
 
     It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
     by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
-    And, by model_type, the classes of transformers that make ids and pixels, `TOKENIZER_CLASSES` and
+    `READS` are the keys of config.json that it checks itself, of those that are refused for all others. And, by
+    model_type, the classes of transformers that make ids and pixels, `TOKENIZER_CLASSES` and
     `PICTURE_CLASSES`, where the model's files name none.
     """
 
@@ -74,6 +76,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "electra": electra,
     "gpt2": gpt2,
     "decoupled": decoupled,
+    "whisper": whisper,
     "cnn": cnn,
 }
 _FAMILY_OF: Final[Mapping[str, Family]] = {a: family for family in FAMILIES.values() for a in family.ARCHITECTURES}
@@ -133,6 +136,11 @@ def representative_shape(spec: Spec, tokens: int, sequences: int = 1) -> Request
     return one.concatenate([one] * (several - 1))
 
 
+def is_planned_for(spec: Spec, shape: RequestShape) -> bool:
+    """Return whether plans are made for such runs: those of a session are for its steps or for its first run."""
+    return not shape.session_rows or (shape.size > 1) == (spec.input_spec.shape(shape.size).size > 1)
+
+
 def input_bytes(spec: Spec, shape: RequestShape) -> int:
     """Return the bytes of what a request brings."""
     dims, dtype = spec.input_spec.input_layout(shape)
@@ -140,11 +148,14 @@ def input_bytes(spec: Spec, shape: RequestShape) -> int:
 
 
 def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> Array:
-    """Return random token ids or pixels for a request."""
+    """Return random token ids, pixels or frames of sound for a request."""
     dims, dtype = spec.input_spec.input_layout(shape)
     values = rng.integers(0, spec.input_spec.upper_bound, dims).astype(NUMPY_DTYPE[dtype])
     if shape.session_rows:
         values[0] = 0  # the cache is empty
+    if isinstance(spec.input_spec, SpeechInput):
+        frames = values[1 + shape.new_rows :]
+        frames[:] = fixed_point(np.float32(0.5) * rng.standard_normal(len(frames), np.float32))
     return values
 
 
@@ -189,7 +200,7 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
     architecture, activation or option that is not computed here, ModelError for missing or wrong keys.
     """
     checked = JsonConfig("config.json", config)
-    checked.check_keys(_KEYS)
+    checked.check_keys(_KEYS._replace(read=_read_by(config.get("architectures"))))
     architectures = checked.require("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise checked.bad_value("architectures", "a list with one name", architectures)
@@ -208,6 +219,13 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
         )
     spec: Spec = _FAMILY_OF[architecture].spec(architecture, checked, extras)
     return spec
+
+
+def _read_by(architectures: Any) -> frozenset[str]:
+    """Return the keys that the family of an architecture checks itself."""
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    found: frozenset[str] = getattr(_FAMILY_OF.get(named) if isinstance(named, str) else None, "READS", frozenset())
+    return found
 
 
 def _is_of_type(architecture: str, model_type: str) -> bool:

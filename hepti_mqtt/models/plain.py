@@ -52,6 +52,13 @@ def attention(q: Array, k: Array, v: Array, heads: int, lengths: Sequence[int], 
     return out
 
 
+def attention_over(q: Array, k: Array, v: Array, heads: int) -> Array:
+    """Return the attention of rows over those of another sequence: q [m, h], k and v [s, h] -> [m, h]."""
+    qs, ks, vs = (z.reshape(len(z), heads, -1).transpose(1, 0, 2) for z in (q, k, v))  # [a, rows, d] each
+    weights = softmax(qs @ ks.transpose(0, 2, 1) / math.sqrt(qs.shape[-1]))  # [a, m, s]
+    return (weights @ vs).transpose(1, 0, 2).reshape(q.shape)
+
+
 def softmax(x: Array) -> Array:
     """Return exp(x) / sum(exp(x)) along the last dimension."""
     weights = np.exp(x - x.max(axis=-1, keepdims=True))

@@ -33,12 +33,12 @@ class TensorSource:
     """One tensor: its canonical name and shape, and how a checkpoint stores it.
 
     shape: (in, out), (rows, columns) of a table, or (n,). stored: alternative names in a checkpoint, of which the
-    first found counts. stored_shape: as the checkpoint has it, with `shape`'s elements in the same order, or in the
-    order of its transpose where `transposed` ([out, in]). layout: how kernels use it. created_name: the name in a new
-    checkpoint where that is not the first; two tensors that are tied have one. channels_first: of a stored row, what it
-    is there, [C, ...], while its channels come last here. norm: folded in at reading, as a factor of each stored row,
-    or, of a vector, which is then stored as the norm's bias, with what the norm does to `convolution_bias`, if
-    anything.
+    first found counts; without any it is zeros. stored_shape: as the checkpoint has it, with `shape`'s elements in
+    the same order, or in the order of its transpose where `transposed` ([out, in]). layout: how kernels use it.
+    created_name: the name in a new checkpoint where that is not the first; two tensors that are tied have one.
+    channels_first: of a stored row, what it is there, [C, ...], while its channels come last here. norm: folded in
+    at reading, as a factor of each stored row, or, of a vector, which is then stored as the norm's bias, with what
+    the norm does to `convolution_bias`, if anything.
     """
 
     name: str
@@ -95,6 +95,11 @@ def dense(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: int
         weight(f"{name}.weight", prefixed(prefixes, f"{stored}.weight"), n_in, n_out),
         vector(f"{name}.bias", prefixed(prefixes, f"{stored}.bias"), n_out),
     )
+
+
+def zeros(name: str, n: int) -> TensorSource:
+    """Return the source of a vector (n,) of zeros, which no checkpoint stores."""
+    return TensorSource(name, (n,), (), (n,))
 
 
 def conv1d(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: int) -> tuple[TensorSource, ...]:

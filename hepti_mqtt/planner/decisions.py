@@ -319,9 +319,7 @@ def pays_to_search(
     """Return whether a search, and the move that follows, may win more than both cost.
 
     gain: the part of a request's time `run_s` that it may win: a move needs `LEAST_GAIN`, and so much prices are off.
-
-    remaining: of the youngest change.
-    search_factor: how many times as long a request takes beside a search.
+    remaining: of the youngest change. search_factor: how many times as long a request takes beside a search.
     """
     requests = _lasts_s(remaining, search_s + ACTIVATE_S) / period_s
     cost_s = busy * (search_s * max(search_factor - 1, 0.0) + MOVE_S)

@@ -508,7 +508,8 @@ class _Planner:
         self.shown[shown.model], self.unused = shown, unused
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
-        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence)
+        known = checkpoint.languages
+        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence, known)
         self._publish(self.topics.plan(shown.model), record, retain=True)
 
     def _connected(self) -> None:

@@ -105,6 +105,7 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
             checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
             if checkpoint.has_tokenizer:
                 _ = checkpoint.tokenizer  # now: at the first request the directory may hold another model's
+            _ = checkpoint.languages
             require_acceptable(checkpoint)
             config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
         except ModelError as error:

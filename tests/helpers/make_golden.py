@@ -60,7 +60,7 @@ def write(file, inputs, shape, hidden, output, **more):
     np.savez_compressed(
         file,
         inputs=inputs,
-        lengths=np.array(shape.lengths),
+        lengths=np.array(shape.sizes),
         hidden=hidden.astype(np.float32),
         output=output.astype(np.float32),
         **more,

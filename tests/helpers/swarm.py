@@ -209,9 +209,12 @@ class Swarm:
     def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int) -> None:
         """Hand a request for `most` tokens behind `ids` to the planner."""
         shape, inputs = single_sequence(spec, ids, tokens=len(ids) + most)
-        generation = Generation(tuple(ids.tolist()), most, shape)
+        self.begin(token, Batch(shape, inputs), Generation(tuple(ids.tolist()), most, shape))
+
+    def begin(self, token: object, first: Batch, generation: Generation) -> None:
+        """Hand a request that generates tokens to the planner."""
         key = RequestKey(MODEL, "user", str(token))
-        job = Request(key, (Batch(shape, inputs),), token, None, generation=generation)
+        job = Request(key, (first,), token, None, generation=generation)
         self.tell_planner(coordinator_interface.RequestArrived(job))
 
     # -- the devices' shells ------------------------------------------------------------------------------------------

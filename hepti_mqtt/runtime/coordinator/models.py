@@ -14,7 +14,7 @@ import numpy as np
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import largest_shape, representative_shape
+from hepti_mqtt.models import is_planned_for, largest_shape, representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
@@ -228,7 +228,7 @@ class PlanGroup:
         if record is None or run.before or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
             return
         length = shape.size / max(plan.predicted_tokens, 1)
-        if not 0.8 < length < 1.25 or (shape.session_rows and shape.size > 1):
+        if not 0.8 < length < 1.25 or not is_planned_for(self.served.spec, shape):
             return
         for device, report in run.reports.items():
             use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)

@@ -18,6 +18,7 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
@@ -93,15 +94,20 @@ class Pins:
 class Generation:
     """The generation of tokens: the prompt, the tokens so far, and the session that caches them.
 
-    shape: of the prompt's run. session: its number, 0 before it begins; plan_version: under which it began.
+    shape: of the prompt's run. rules: for the tokens. carried: i32 [n], what the first run of a session reads beside
+    tokens. scores: logarithms of the probabilities of the tokens; silence: the probability that there is nothing to
+    write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again.
     """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
     shape: RequestShape
-    end_tokens: tuple[int, ...] = ()
+    rules: TokenRules = LIKELIEST
+    carried: Array = field(default_factory=lambda: np.empty(0, np.int32))
     tokens: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    silence: float | None = None
     session: int = 0
     plan_version: PlanVersion | None = None
     cached_rows: int = 0
@@ -110,7 +116,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """Return whether the last token is there."""
-        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] in self.end_tokens)
+        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] in self.rules.end)
 
     def start_session(self, plan_version: PlanVersion, session: int) -> None:
         """Start over under a plan version: the next run computes the prompt and all tokens so far."""
@@ -119,19 +125,27 @@ class Generation:
     def next_batch(self) -> tuple[Batch, DecoderSession]:
         """Return the next run: the tokens that are not cached, and whether it is the session's last."""
         ids = (*self.prompt, *self.tokens)[self.cached_rows :]
-        chunk = Batch(self.shape.decode_step(len(ids)), np.array([self.cached_rows, *ids], np.int32))
-        return chunk, DecoderSession(self.session, final=len(self.tokens) + 1 >= self.max_new_tokens)
+        inputs, begins = np.array([self.cached_rows, *ids], np.int32), not self.cached_rows
+        if begins and self.carried.size:
+            inputs = np.concatenate([inputs, self.carried])
+        return Batch(self.shape.decode_step(len(ids), begins), inputs), DecoderSession(
+            self.session, final=len(self.tokens) + 1 >= self.max_new_tokens
+        )
 
     def append_token(self, logits: Array) -> int:
-        """Take the logits [1, V] of the run that `next` gave; return the token that follows, the likeliest one."""
+        """Take the logits [r, V] of the run that `next_batch` gave; return the token that follows."""
+        if not self.cached_rows and self.silence is None:
+            self.silence = self.rules.silence(logits)
         self.cached_rows = len(self.prompt) + len(self.tokens)
-        self.tokens.append(argmax_token(logits))
-        return self.tokens[-1]
+        token, score = self.rules.choose(logits, len(self.tokens))
+        self.tokens.append(token)
+        self.scores.append(score)
+        return token
 
     def rewind(self, place: int) -> None:
         """Take back the tokens from a place on; what is cached of them may be wrong, so a new session begins."""
         self.published_tokens = max(self.published_tokens, tuple(self.tokens), key=len)
-        del self.tokens[place:]
+        del self.tokens[place:], self.scores[place:]
         self.plan_version = None
 
 
@@ -181,7 +195,7 @@ class Request:
         if self.generation is None:
             return [self.batches[chunk].shape]
         rows = len(self.generation.prompt) + len(self.generation.tokens)
-        return [self.generation.shape.decode_step(rows), self.generation.shape.decode_step(1)]
+        return [self.generation.shape.decode_step(rows, begins=True), self.generation.shape.decode_step(1)]
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""
@@ -401,11 +415,6 @@ class Run:
 
 def _same(one: Array, other: Array) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
-
-
-def argmax_token(logits: Array) -> int:
-    """Return the token that follows from logits [1, V]."""
-    return int(logits[0].argmax())
 
 
 def length_factor(plan: Plan, tokens: int) -> float:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
+from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import task_count
 from hepti_mqtt.protocol import messages
@@ -37,7 +38,6 @@ from hepti_mqtt.runtime.coordinator.requests import (
     Run,
     RunStats,
     WorkItem,
-    argmax_token,
     concatenate,
     length_factor,
     split_into_micro_batches,
@@ -189,7 +189,9 @@ class Scheduler:
         self._number += 1
         request.sequence, request.arrived_s = self._number, now
         longest = max(c.shape.size for c in request.batches)
-        group.recent_lengths.append(longest + (request.generation.max_new_tokens if request.generation else 0))
+        generation = request.generation
+        grows = generation is not None and not generation.carried.size  # else what it carries is what takes the time
+        group.recent_lengths.append(longest + (generation.max_new_tokens if generation is not None and grows else 0))
         if group.active is not None and group.active.replicas and request.wants_result and request.generation is None:
             request.batches = split_into_micro_batches(request.batches)  # each goes to the replica that is free first
         group.queue.append(WorkItem(request, i) for i in range(len(request.batches) if request.wants_result else 1))
@@ -482,12 +484,11 @@ class Scheduler:
         work = run.beside_one_work
         if work is not None and run.ran_alone and run.expected_s > 0:
             self._groups.background.record_run((now - run.dispatched_s) / run.expected_s, loads=work == "loads")
-        # Of a decoder plans are made for its steps, of others for a request that runs by itself.
         if (
             run.ran_alone
             and not run.beside_loads
             and len(run.items) == 1
-            and (not run.shape.session_rows or run.shape.size == 1)
+            and is_planned_for(group.served.spec, run.shape)
         ):
             group.record_run(run.plan, run.shape.size, now - run.dispatched_s, now, doubtful=run.beside_search)
         if not run.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
@@ -586,7 +587,9 @@ class Scheduler:
             return []
         if run.token_index is None:
             return self._append_token(group, run, stats)
-        if argmax_token(run.output()) != generation.tokens[run.token_index]:  # by the reports a part was forged
+        if (
+            generation.rules.choose(run.output(), run.token_index)[0] != generation.tokens[run.token_index]
+        ):  # by the reports a part was forged
             error = RemoteError("parts of an answer are not those that devices have sent")
             return self._rewind(group, run, error, MAX_ATTEMPTS)
         request.stats[run.token_index] = stats
@@ -648,4 +651,4 @@ class Scheduler:
 
 
 def _usable(logits: Array) -> bool:
-    return logits.ndim == 2 and len(logits) == 1 and bool(np.isfinite(logits).all())
+    return logits.ndim == 2 and len(logits) > 0 and bool(np.isfinite(logits).all())

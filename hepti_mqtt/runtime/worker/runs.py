@@ -488,7 +488,7 @@ class WorkerRuns:
         at, plan = int(inputs[0]), resident.plan
         key = (plan.model, plan.version, session.number)
         busy = frozenset((*r.key, r.session.number) for r in self._runs.values())
-        return self._sessions.arrays(key, bound.template.program, at, at + shape.size, resident.sessions, busy)
+        return self._sessions.arrays(key, bound.template.program, at, at + shape.new_rows, resident.sessions, busy)
 
     def handle_tensor(self, frame: Frame, now: float) -> list[Command]:
         """Take what a peer has sent, or keep it until its request is here."""

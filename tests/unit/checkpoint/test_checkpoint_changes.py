@@ -136,7 +136,7 @@ def flat(checkpoint, answer):
 def generated(checkpoint, prepared, computed):
     """Return the tokens that follow, and their text."""
     prompt = tuple(prepared.inputs[1:].tolist())
-    generation = Generation(prompt, prepared.new_tokens, prepared.shape, checkpoint.end_tokens)
+    generation = Generation(prompt, prepared.new_tokens, prepared.shape, prepared.rules)
     while not generation.done:
         ids = (*prompt, *generation.tokens)
         key = (checkpoint.spec, ids)

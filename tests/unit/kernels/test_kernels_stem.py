@@ -84,3 +84,19 @@ def test_images_that_do_not_fit_are_refused(size, change, message):
 def test_prepend_positions(images, n, h):
     weights = [array(h), array(n + 1, h)]
     Case("prepend_positions", [array(images * n, h)], [(images * (n + 1), h)], weights, images=images).check()
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 1, 5), (0, 4)])
+def test_frames_are_numbers_of_fixed_point(shape):
+    numbers = RNG.randint(-(2**24), 2**24, int(np.prod(shape))).astype(np.int32)
+    Case("frames", [numbers], [shape], [], step=2.0**-20).check(rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("first", [(0, 0), (4, 2)])
+def test_a_part_of_a_table_is_added(first):
+    Case("add_table", [array(5, 7)], [(5, 7)], [array(9, 9)], first=first).check(rtol=1e-6, atol=1e-6)
+
+
+def test_what_lies_beyond_a_table_is_refused():
+    with pytest.raises(ValueError, match="no 5 x 7"):
+        Case("add_table", [array(5, 7)], [(5, 7)], [array(9, 9)], first=(5, 0)).run()

@@ -15,6 +15,7 @@ from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.models.plain import activate, erf
 from hepti_mqtt.models.shapes import ImageInput, TextInput, TokenBatch
+from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_program
@@ -41,6 +42,8 @@ def checkpoint(request, tmp_path_factory):
 def batch(spec, lengths, seed=0):
     """Return inputs and shape of a batch; for images the numbers of `lengths` do not matter."""
     reads = spec.input_spec
+    if isinstance(reads, SpeechInput):
+        return models.random_inputs(spec, reads.shape(), np.random.default_rng(seed)), reads.shape()
     shape = reads.batch(len(lengths) if isinstance(reads, ImageInput) else tuple(lengths))
     if isinstance(reads, TextInput) and reads.masks:
         masks = tuple(start + length // 2 for start, length in zip(shape.starts, lengths, strict=True))
