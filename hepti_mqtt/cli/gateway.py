@@ -55,8 +55,9 @@ def gateway(args: argparse.Namespace) -> int:
     listener = _listen(args.bind, args.port)
     with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
         site = Site(hepti, args.timeout, args.model, truncate=args.truncate)
+        server: uvicorn.Server
         config = uvicorn.Config(
-            create_app(site, keys),
+            create_app(site, keys, lambda: server.should_exit),
             log_config=None,
             access_log=args.verbose,
             lifespan="off",
@@ -64,12 +65,13 @@ def gateway(args: argparse.Namespace) -> int:
             timeout_keep_alive=IDLE_S,
             h11_max_incomplete_event_size=HEADER_BYTES,
         )
-        output.err.print(f"listening on http://{args.bind}:{args.port} (OpenAI: /v1)", markup=False)
+        server = uvicorn.Server(config)
+        output.err.print(f"listening on http://{args.bind}:{args.port} (dashboard: /, OpenAI: /v1)", markup=False)
         with contextlib.ExitStack() as stack:
             if args.announce:
                 where = 0 if _is_loopback(args.bind) else args.port
                 stack.callback(Announcement("gateway", args.site, BrokerUrl.parse(require_broker(args)), where).close)
-            uvicorn.Server(config).run(sockets=[listener])
+            server.run(sockets=[listener])
     return 0
 
 

@@ -240,6 +240,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("broker", "run a broker here until interrupted", _broker),
     ("completion", 'print completions for bash and zsh: eval "$(hepti completion)"', _nothing_more),
     ("gateway", "answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments),
+    ("dashboard", "show the site on a web page: the gateway, whose / it is", gateway.arguments),
     ("wyoming", "be the speech-to-text service of Home Assistant", wyoming.arguments),
 )
 # Shown below the options of a command.
@@ -296,6 +297,7 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
     "demo": ("hepti_mqtt.cli.demo", "demo"),
     "bench": ("hepti_mqtt.cli.bench", "bench"),
     "gateway": ("hepti_mqtt.cli.gateway", "gateway"),
+    "dashboard": ("hepti_mqtt.cli.gateway", "gateway"),
     "wyoming": ("hepti_mqtt.cli.wyoming", "wyoming"),
     "site": ("hepti_mqtt.cli.site", "site"),
     "health": ("hepti_mqtt.cli.health", "health"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +13,7 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_of_devices, sanitize_device, unusable_reason, usable
+from hepti_mqtt.client.simulated import SimulatedPlan, simulate_plan
 from hepti_mqtt.cost.explain import (
     format_program,
     layout_svg,
@@ -29,7 +30,6 @@ from hepti_mqtt.cost.simulator import (
     Throughput,
     TopicNames,
     simulate,
-    simulate_requests,
     simulate_throughput,
     simulated_request,
 )
@@ -391,36 +391,9 @@ def print_judgement(model: str, shown: Mapping[str, Any]) -> None:
         output.print_table("what is believed of devices and links", ("device", "evidence"), told)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedPlan:
-    """A request of `shape` under a plan, as the simulator saw it."""
-
-    spec: Spec
-    plan: Plan
-    shape: RequestShape
-    programs: Mapping[str, Program]
-    result: Simulation
-
-    def title(self) -> str:
-        """Return what pictures of it are called."""
-        return f"{self.plan.method}, {self.shape.size} tokens"
-
-
 def needs_simulation(args: argparse.Namespace) -> bool:
     """Return whether the arguments ask for what only the simulator knows."""
     return bool(args.explain or args.svg or args.layout_svg)
-
-
-def simulate_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> SimulatedPlan:
-    """Return what happens in a request under a plan, by simulation."""
-    naming = TopicNames(site, plan.model)
-    if plan.replicas:  # a request for each of them
-        request = simulated_request(naming, spec, plan, shape, cluster)
-        several = simulate_requests(naming, spec, (request,) * len(plan.replicas), cluster, 1, record=True)
-        parts = {d: p for choice in request.choices for d, p in choice.programs.items()}
-        return SimulatedPlan(spec, plan, shape, parts, several)
-    parts = device_programs(spec, plan, shape)
-    return SimulatedPlan(spec, plan, shape, parts, simulate(naming, spec, shape, parts, cluster, record=True))
 
 
 def simulate_plan_load(site: str, played: SimulatedPlan, cluster: Cluster, in_flight: int) -> Throughput:
