@@ -52,7 +52,7 @@ def gateway(args: argparse.Namespace) -> int:
     from hepti_mqtt.gateway.site import Site
     from hepti_mqtt.transport import BrokerUrl
 
-    listener = _listen(args.bind, args.port)
+    listener = listen(args.bind, args.port)
     with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
         site = Site(hepti, args.timeout, args.model, truncate=args.truncate)
         server: uvicorn.Server
@@ -82,7 +82,8 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int) -> socket.socket:
+    """Return a listening socket; raises NetworkError if the port is taken."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=CONNECTIONS)

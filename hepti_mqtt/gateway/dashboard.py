@@ -28,6 +28,7 @@ PLANNER_S: Final = 1.0
 WATCHERS: Final = 64
 MOMENTS: Final = 120  # of a time line
 STEPS: Final = 40  # of a model's story
+CANDIDATES: Final = 10  # the best
 PAGE: Final[Mapping[str, tuple[str, str]]] = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -69,9 +70,14 @@ class View:
 
     def _model(self, name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         record = self._client.plan(name, PLANNER_S)
-        kept = ("reason", "candidates", "error", "progress", "in_flight")
+        kept = ("reason", "error", "progress", "in_flight")
         told = {"name": name, "reads": None, **{key: record[key] for key in kept}}
-        told |= {"story": record["story"][-STEPS:], "active": record["active"], "preparing": record["preparing"]}
+        told |= {
+            "candidates": record["candidates"][:CANDIDATES],
+            "story": record["story"][-STEPS:],
+            "active": record["active"],
+            "preparing": record["preparing"],
+        }
         if record["active"] is None:
             return told
         version = record["active"]["epoch"], [d["device"] for d in found if d["status"] == "online"]

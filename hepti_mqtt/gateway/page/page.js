@@ -7,12 +7,12 @@ let site = null;
 
 function make(element, attributes, children) {
   for (const [key, value] of Object.entries(attributes ?? {})) element.setAttribute(key, value);
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return element;
 }
 const h = (tag, attributes, ...children) => make(document.createElement(tag), attributes, children);
 const s = (tag, attributes, ...children) => make(document.createElementNS(SVG, tag), attributes, children);
-const show = (id, ...children) => $(id).replaceChildren(...children.flat());
+const show = (id, ...children) => $(id).replaceChildren(...children.flat(Infinity));
 
 const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
 const number = (value, digits = 1, unit = "") => (known(value) ? value.toFixed(digits) + unit : "–");
@@ -87,7 +87,7 @@ function progress(model) {
 }
 
 function drawTimeline(model) {
-  const names = Object.keys(model.shares), left = 100, width = 700, row = 26;
+  const names = Object.keys(model.shares), left = 100, width = Math.max($("timeline").clientWidth - left, 120), row = 26;
   const parts = [];
   names.forEach((name, at) => {
     const y = at * (row + 8);
@@ -127,7 +127,7 @@ function drawLinks() {
   if (there.length < 2) { show("links"); show("links-table", wait("No two devices are online.")); return; }
   const place = new Map(there.map((d, i) => {
     const angle = (2 * Math.PI * i) / there.length - Math.PI / 2;
-    return [d.device, [150 + 92 * Math.cos(angle), 120 + 80 * Math.sin(angle)]];
+    return [d.device, [150 + 92 * Math.cos(angle), 112 + 80 * Math.sin(angle)]];
   }));
   const lines = [], rows = [];
   there.forEach((a, i) => there.slice(i + 1).forEach((b) => {
@@ -136,14 +136,14 @@ function drawLinks() {
     const direct = Boolean(link.joined || back.joined);
     const trip = link.round_trip_s ?? back.round_trip_s, rate = link.bytes_per_s ?? back.bytes_per_s;
     lines.push(s("line", { x1, y1, x2, y2, class: direct ? "link" : "link relayed" }));
-    rows.push([`${a.device} – ${b.device}`, direct ? "direct" : "over the broker", number(known(trip) ? trip * 1e3 : null, 2, " ms"), number(known(rate) ? rate * 8e-6 : null, 0, " Mbit/s"), link.trouble || back.trouble || ""]);
+    rows.push([`${a.device} – ${b.device}`, direct ? "direct" : "not direct", number(known(trip) ? trip * 1e3 : null, 2, " ms"), number(known(rate) ? rate * 8e-6 : null, 0, " Mbit/s"), link.trouble || back.trouble || ""]);
   }));
   const nodes = there.map((d) => {
-    const [x, y] = place.get(d.device), up = y < 120;
+    const [x, y] = place.get(d.device), up = y < 112;
     return [s("circle", { cx: x, cy: y, r: 9, class: "node" + (d.unused ? " off" : "") }),
       s("text", { x, y: up ? y - 16 : y + 26, "text-anchor": "middle", class: "name" }, d.device.length > 16 ? d.device.slice(0, 15) + "…" : d.device)];
   });
-  show("links", picture(`Links: ${rows.map((row) => `${row[0]} ${row[1]}`).join("; ")}`, 300, 240, lines, nodes));
+  show("links", picture(`Links: ${rows.map((row) => `${row[0]} ${row[1]}`).join("; ")}`, 300, 222, lines, nodes));
   show("links-table", table([["link"], ["way"], ["round trip", "number"], ["rate", "number"], ["", "long"]], rows));
 }
 
@@ -154,7 +154,7 @@ function drawLatency(model) {
   if (!answers.length) { show("latency", wait("No request has come through this gateway yet.")); show("latency-table", wait("Nothing yet.")); return; }
   const first = answers[0].time, span = Math.max(site.time - first, 30);
   const values = answers.flatMap((a) => [a.latency_ms, a.predicted_ms]).filter(known);
-  const top = Math.max(...values) * 1.15, left = 52, width = 1020, height = 170;
+  const top = Math.max(...values) * 1.15, left = 52, width = Math.max($("latency").clientWidth - left - 8, 160), height = 170;
   const x = (time) => left + ((time - first) / span) * width, y = (ms) => height - (ms / top) * (height - 10);
   const parts = [0, 0.5, 1].map((part) => [s("line", { x1: left, x2: left + width, y1: y(top * part), y2: y(top * part), class: "axis" }),
     s("text", { x: left - 8, y: y(top * part) + 4, "text-anchor": "end" }, number(top * part, top < 10 ? 1 : 0))]);
@@ -259,6 +259,7 @@ async function ask(event) {
 }
 
 $("ask").addEventListener("submit", ask);
+addEventListener("resize", () => site && draw());
 $("model").addEventListener("change", () => site && draw());
 const events = new EventSource("events");
 events.onmessage = (event) => { site = JSON.parse(event.data); draw(); };
