@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib import resources
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -27,6 +27,8 @@ EVERY_S: Final = 2.0
 PLANNER_S: Final = 1.0
 WATCHERS: Final = 64
 MOMENTS: Final = 120  # of a time line
+SIMULATED_S: Final = 20.0
+COST: Final = 20  # a simulation is kept for at least 20 times what it took
 STEPS: Final = 40  # of a model's story
 CANDIDATES: Final = 10  # the best
 PAGE: Final[Mapping[str, tuple[str, str]]] = {
@@ -46,12 +48,20 @@ HEADERS: Final[Mapping[str, str]] = {
 }
 
 
+class _Simulated(NamedTuple):
+    """What the simulator said of a plan, and until when that is kept: what is measured of links changes."""
+
+    version: object
+    due: float
+    told: dict[str, Any]
+
+
 class View:
     """Looks at a site through its client; blocking, for one thread at a time."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._simulated: dict[str, tuple[object, dict[str, Any]]] = {}  # by model: of which plan, what came out
+        self._simulated: dict[str, _Simulated] = {}  # by model
 
     def look(self) -> dict[str, Any]:
         """Return the devices and models of the site, and in `trouble` what keeps it from being seen, else None."""
@@ -80,10 +90,13 @@ class View:
         }
         if record["active"] is None:
             return told
-        version = record["active"]["epoch"], [d["device"] for d in found if d["status"] == "online"]
-        if self._simulated.get(name, (None, {}))[0] != version:
-            self._simulated[name] = version, simulated(self._client.site, record, found)
-        return told | self._simulated[name][1]
+        version, begun = record["active"]["epoch"], time.monotonic()
+        known = self._simulated.get(name)
+        if known is None or known.version != version or begun > known.due:
+            found_out = simulated(self._client.site, record, found)
+            now = time.monotonic()
+            self._simulated[name] = _Simulated(version, now + max(SIMULATED_S, COST * (now - begun)), found_out)
+        return told | self._simulated[name].told
 
 
 def describe_device(device: Mapping[str, Any], unused: Mapping[str, str]) -> dict[str, Any]:

@@ -17,11 +17,22 @@ from hepti_mqtt.client import Hepti
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 
 
+# Every text of the site is markup, also where today's rules for names would not let it be.
+HOSTILE = """
+site = JSON.parse(JSON.stringify(site), (key, value) =>
+  typeof value === "string" ? value + `"><img src=x onerror="stolen=1"><script>stolen=1</script>` : value);
+draw();
+"""
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("dashboard")
     served = {"sentiment": make_model("tiny-bert-classifier", directory / "sentiment", seed=3)}
-    yield from running_site(directory, served, {"kitchen": "100MiB", "attic": "100MiB", "livingroom": "100MiB"})
+    agents = {"kitchen": "100MiB", "attic": "100MiB", "livingroom": "100MiB"}
+    yield from running_site(
+        directory, served, agents, planner=("--strategy", "megatron", "--devices", ",".join(agents))
+    )
 
 
 def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Path) -> None:
@@ -49,7 +60,7 @@ def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Pa
                 )
             poll(lambda: browser.run("document.querySelector('#answer .bar-row')?.textContent"), "the answer")
         poll(lambda: browser.run("document.querySelectorAll('#latency circle').length") == 3, "the history")
-        assert browser.run("document.querySelectorAll('#shares .bar-row').length") >= 1
+        assert browser.run("document.querySelectorAll('#shares .bar-row').length") == 3
         for name, width, dark in (("light", 1240, False), ("dark", 1240, True), ("phone", 390, True)):
             browser.show(f"http://127.0.0.1:{port}/", width, 844, dark)
             poll(
@@ -58,5 +69,9 @@ def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Pa
             assert browser.run("document.documentElement.scrollWidth <= innerWidth"), f"{name} is too wide"
             browser.screenshot(kept / f"dashboard-{name}.png")
         assert browser.messages == []
+        browser.run(HOSTILE)
+        assert browser.run("document.body.textContent.includes('<img')")
+        assert browser.run("document.querySelectorAll('img, b script, main script').length") == 0
+        assert browser.run("window.stolen") is None
     gateway.terminate()
     gateway.wait(PATIENCE_S)  # although a page watched until just now
