@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ipaddress
 import os
+import resource
 import socket
 from typing import Final
 
@@ -52,6 +53,7 @@ def gateway(args: argparse.Namespace) -> int:
     from hepti_mqtt.gateway.site import Site
     from hepti_mqtt.transport import BrokerUrl
 
+    _allow_connections()
     listener = listen(args.bind, args.port)
     with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
         site = Site(hepti, args.timeout, args.model, truncate=args.truncate)
@@ -73,6 +75,14 @@ def gateway(args: argparse.Namespace) -> int:
                 stack.callback(Announcement("gateway", args.site, BrokerUrl.parse(require_broker(args)), where).close)
             server.run(sockets=[listener])
     return 0
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files, of which many systems allow 1,024, as far as this user may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * CONNECTIONS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _is_loopback(address: str) -> bool:
