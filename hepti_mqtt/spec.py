@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, Self
 
 Task = Literal["embedding", "classification", "masked_token", "image_classification", "feature_map", "generation"]
-Activation = Literal["gelu", "gelu_tanh", "relu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden"]
 

@@ -182,9 +182,11 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
     "BertTokenizer": _BERT,
     "DistilBertTokenizer": _BERT,
     "ElectraTokenizer": _BERT,
+    "MPNetTokenizer": _BERT._replace(tokens=_ROBERTA_TOKENS | {"unk": "[UNK]"}),
     "GPT2Tokenizer": _GPT2,
     "RobertaTokenizer": _GPT2._replace(tokens=_ROBERTA_TOKENS, around=("cls", "sep"), always=True),
     "XLMRobertaTokenizer": _XLM_ROBERTA,
+    "CamembertTokenizer": _XLM_ROBERTA,
     "AlbertTokenizer": _XLM_ROBERTA._replace(
         tokens=_ALBERT_TOKENS,
         parameters={"unk_id": (1,), "byte_fallback": (None, False)},

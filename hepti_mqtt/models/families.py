@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
-from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit
+from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, modernbert, mpnet, vit
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.kinds import Kind
@@ -70,6 +70,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "distilbert": distilbert,
     "albert": albert,
     "electra": electra,
+    "mpnet": mpnet,
+    "modernbert": modernbert,
     "gpt2": gpt2,
     "decoupled": decoupled,
     "cnn": cnn,

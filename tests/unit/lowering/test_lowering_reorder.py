@@ -15,7 +15,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.lowering import GraphBuilder, choose_product_order, roles, span
-from hepti_mqtt.lowering.ops import ReorderedAttention
+from hepti_mqtt.lowering.attention import ReorderedAttention
 from hepti_mqtt.lowering.regions import index_count
 from hepti_mqtt.lowering.rewrites import REORDERED_COST, multiplications, reorder_attention
 from hepti_mqtt.models import graph, largest_shape
