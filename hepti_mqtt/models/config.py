@@ -40,6 +40,10 @@ class KeyTable(NamedTuple):
     closed: bool = True
 
 
+_ATTENTION_KEYS: Final = frozenset(
+    {"num_attention_heads", "attention_bias", "attention_dropout", "rope_parameters", "rope_scaling", "rope_theta"}
+    | {"_attn_implementation", "attn_implementation"}
+)
 _ROPE_KEYS: Final = KeyTable(
     read=frozenset({"rope_theta"}),
     only={"rope_type": ("default",), "type": ("default",), "partial_rotary_factor": (1.0, 1)},
@@ -183,6 +187,16 @@ class JsonConfig:
         found.check_keys(_ROPE_KEYS)
         JsonConfig(f"{self.file}: rope_scaling", self.get("rope_scaling", {})).check_keys(_ROPE_KEYS)
         return found.number("rope_theta", self.number(key, default))
+
+    def refuse_unknown_attention(self, *known: str) -> None:
+        """Raise UnsupportedModelError for a key about attention or positions that is neither usual nor `known`."""
+        for key, value in self.data.items():
+            about = any(word in key for word in ("attention", "attn", "causal", "window", "rope", "rotary"))
+            if about and value is not None and key not in _ATTENTION_KEYS and key not in known:
+                raise UnsupportedModelError(
+                    f"{self.file}: {key} {_short(value)} may change what tokens see, and its meaning is not supported; "
+                    "use a model without it, or remove the key if it does not matter"
+                )
 
     def layer_kinds(self, layers: int, is_global: Callable[[int], bool]) -> tuple[bool, ...]:
         """Return whether each layer sees all tokens: as `layer_types` says, or else `is_global` of its number."""

@@ -14,7 +14,20 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
-from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, modernbert, mpnet, vit
+from hepti_mqtt.models import (
+    albert,
+    bert,
+    decoupled,
+    distilbert,
+    electra,
+    gemma3,
+    gpt2,
+    modernbert,
+    mpnet,
+    nomic_bert,
+    qwen3,
+    vit,
+)
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.kinds import Kind
@@ -34,7 +47,8 @@ class Family(Protocol):
 
     It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
     by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
-    And, by model_type, the classes of transformers that make ids and pixels, `TOKENIZER_CLASSES` and
+    `KNOWN_CODE` begins the names of code that checkpoints bring and that the family computes. And, by model_type, the
+    classes of transformers that make ids and pixels, `TOKENIZER_CLASSES` and
     `PICTURE_CLASSES`, where the model's files name none.
     """
 
@@ -72,6 +86,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "electra": electra,
     "mpnet": mpnet,
     "modernbert": modernbert,
+    "nomic_bert": nomic_bert,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
     "gpt2": gpt2,
     "decoupled": decoupled,
     "cnn": cnn,
@@ -85,7 +102,6 @@ _KEYS: Final = KeyTable(
     frozenset(),
     only={
         "add_cross_attention": (False,),
-        "auto_map": (),
         "compression_config": (),
         "is_encoder_decoder": (False,),
         "pruned_heads": ({},),
@@ -93,6 +109,7 @@ _KEYS: Final = KeyTable(
     },
     closed=False,
 )
+_CODE_KEYS: Final = _KEYS._replace(only={**_KEYS.only, "auto_map": ()})
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> Spec:
@@ -189,7 +206,6 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
     architecture, activation or option that is not computed here, ModelError for missing or wrong keys.
     """
     checked = JsonConfig("config.json", config)
-    checked.check_keys(_KEYS)
     architectures = checked.require("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise checked.bad_value("architectures", "a list with one name", architectures)
@@ -206,8 +222,16 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
             f"config.json: architecture {architecture!r} is not of model_type {config['model_type']!r}; supported with "
             f"it: {', '.join(known.ARCHITECTURES)}"
         )
-    spec: Spec = _FAMILY_OF[architecture].spec(architecture, checked, extras)
+    family = _FAMILY_OF[architecture]
+    checked.check_keys(_KEYS if _is_known_code(family, config.get("auto_map")) else _CODE_KEYS)
+    spec: Spec = family.spec(architecture, checked, extras)
     return spec
+
+
+def _is_known_code(family: Family, named: Any) -> bool:
+    """Return whether all code that a config.json names, its `auto_map`, is of a family that is computed here."""
+    known = getattr(family, "KNOWN_CODE", ())
+    return isinstance(named, Mapping) and bool(known) and all(str(v).startswith(known) for v in named.values())
 
 
 def tokenizer_class(model_type: str) -> str | None:

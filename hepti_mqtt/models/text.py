@@ -55,17 +55,18 @@ def encoder_spec(
     offset: int = 0,
     width: int = 0,
     eps: float | None = None,
+    positions: str = "absolute",
 ) -> ModelSpec:
     """Return the spec of an encoder of text that norms after each residual; raises ModelError, UnsupportedModelError.
 
     types: rows of the table of token types, 0 without. offset: the first token's position. width: see TextStem. eps: of
-    the norms, by default as the file says.
+    the norms, by default as the file says. positions: how tokens have them, in the words of the file.
     """
-    config.require_one_of("position_embedding_type", "absolute", "absolute")
+    config.require_one_of("position_embedding_type", positions, positions)
     config.require_one_of("is_decoder", False, False)
-    positions = config.positive("max_position_embeddings")
-    if positions <= offset:
-        raise ModelError(f"config.json: max_position_embeddings {positions} leaves no position behind offset {offset}")
+    rows = config.positive("max_position_embeddings")
+    if rows <= offset:
+        raise ModelError(f"config.json: max_position_embeddings {rows} leaves no position behind offset {offset}")
     hidden = config.positive(keys.hidden)
     return ModelSpec(
         family=family,
@@ -77,9 +78,9 @@ def encoder_spec(
         norm_first=False,
         activation=config.activation(keys.activation),
         norm_eps=config.number("layer_norm_eps", 1e-12) if eps is None else eps,
-        max_tokens=sentences.max_tokens(positions - offset, extras),
+        max_tokens=sentences.max_tokens(rows - offset, extras),
         head=head,
-        text=TextStem(config.positive("vocab_size"), positions, types, offset, width),
+        text=TextStem(config.positive("vocab_size"), rows, types, offset, width),
     )
 
 
