@@ -508,6 +508,24 @@ def _store(total: Any, d: int, high: Any, norm: Any, with_state: int, out: Any, 
         out[at + d + 1] = norm
 
 
+@helper
+def _each_alone(
+    q: Any, kv: Any, out: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, bias: Any, scale: Any, row: int,
+    count: int, head: int, scores: Any, total: Any, query: Any,
+) -> None:  # fmt: skip
+    """Write the results of `count` queries from `row` on, one after the other."""
+    heads, d, with_state, of_keys = layout[3], layout[4], layout[5], head // layout[6]
+    column, k_column, v_column = layout[0] + head * d, layout[1] + of_keys * d, layout[2] + of_keys * d
+    for j in range(row, row + count):
+        for c in range(d):
+            query[c] = q[j, column + c] * scale
+        place = q_at[j] if len(bias) > 0 else 0
+        top, weight = _query_alone(
+            query[:d], kv, k_column, v_column, limits[j, _BEGIN], limits[j, _END], place, k_at, bias, scores, total[:d]
+        )
+        _store(total, d, top, weight, with_state, out, (j * heads + head) * (d + 2 if with_state else d))
+
+
 class HeadLayout(NamedTuple):
     """Where the heads of an op lie in q and kv; compiled code reads it as a table in this order.
 
@@ -552,7 +570,6 @@ def attention_units(
     total = np.empty(NR * stride, np.float32)
     zeros = np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
-    width = d + 2 if with_state else d
     for unit in range(first, stop):
         head, tile = unit // len(tiles), unit % len(tiles)
         row, count = tiles[tile, _FIRST], tiles[tile, _STOP] - tiles[tile, _FIRST]
@@ -597,16 +614,9 @@ def attention_units(
                 at += KEYS * stride
             # A masked key weighs 0, but 0 times a value that is not finite is NaN, which its query must not see.
             alone = masked and _has_nan(total, count, d)
-        for j in range(count):
-            at = ((row + j) * heads + head) * width
-            if alone:
-                for c in range(d):
-                    queries[c] = q[row + j, column + c] * scale
-                place = q_at[row + j] if len(bias) > 0 else 0
-                begin, stop_key = limits[row + j, _BEGIN], limits[row + j, _END]
-                top, weight = _query_alone(
-                    queries[:d], kv, k_column, v_column, begin, stop_key, place, k_at, bias, scores, total[:d]
-                )
-                _store(total, d, top, weight, with_state, out, at)
-            else:
-                _store(total[j * stride :], d, high[j] * LN2, norm[j], with_state, out, at)
+        if alone:
+            _each_alone(q, kv, out, limits, layout, q_at, k_at, bias, scale, row, count, head, scores, total, queries)
+        else:
+            for j in range(count):
+                to = ((row + j) * heads + head) * (d + 2 if with_state else d)
+                _store(total[j * stride :], d, high[j] * LN2, norm[j], with_state, out, to)

@@ -86,6 +86,7 @@ _TINY: Final = _GEMMA3 | {
 }  # fmt: skip
 KINDS: Final = {
     "embeddinggemma": make_kind("Gemma3TextModel", "gemma3_text", _REAL),
+    "tiny-embeddinggemma": replace(make_kind("Gemma3ForCausalLM", "gemma3_text", _TINY), extras=qwen3.SENTENCES),
     "tiny-gemma3": make_kind("Gemma3TextModel", "gemma3_text", _TINY),
 }
 

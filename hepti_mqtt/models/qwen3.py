@@ -7,10 +7,11 @@ tokens, h hidden, d columns of a head, f MLP width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.models import sentences, text
+from hepti_mqtt.models import bert, sentences, text
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
 from hepti_mqtt.models.mpnet import graph, reference
@@ -43,8 +44,8 @@ def sentence_head(architecture: str, extras: Mapping[str, Any]) -> TaskHead:
         return sentences.sentence_head(extras)
     if architecture.endswith("ForCausalLM"):
         raise UnsupportedModelError(
-            f"config.json: {architecture} is supported only as an encoder of sentences, with {sentences.MODULES}; use an "
-            "embedding model of this family"
+            f"config.json: {architecture} is supported only as an encoder of sentences, with {sentences.MODULES}; use "
+            "an embedding model of this family"
         )
     return TaskHead("embedding", "last")
 
@@ -118,9 +119,11 @@ _TINY: Final = {
     "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8,
     "intermediate_size": 48, "vocab_size": 211, "max_position_embeddings": 40, "initializer_range": TINY_SPREAD,
 }  # fmt: skip
+SENTENCES: Final = bert.KINDS["tiny-minilm"].extras
 _QWEN3: Final = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "tie_word_embeddings": True}
 KINDS: Final = {
     "qwen3-embedding": make_kind("Qwen3Model", "qwen3", _REAL, _QWEN3),
+    "tiny-qwen3-embedding": replace(make_kind("Qwen3ForCausalLM", "qwen3", _TINY, _QWEN3), extras=SENTENCES),
     "tiny-qwen3": make_kind("Qwen3Model", "qwen3", _TINY, _QWEN3),
 }
 

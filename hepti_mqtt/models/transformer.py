@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from hepti_mqtt.lowering import GraphBuilder, Norm, roles
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput
@@ -29,6 +29,7 @@ class TextStem:
     scale: float = 1.0
 
 
+T = TypeVar("T")
 MATRICES: Final = ("qkv", "attention_out", "mlp_up", "mlp_down")
 
 
@@ -42,7 +43,7 @@ class BlockSpec:
     as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for
     1 / sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance, which all layers
     share. thetas, windows: of each layer the base of its rotary positions, and the most rows between query and key, -1
-    for all; none where no layer has them.
+    for all, from the first one again where there are more layers; none where no layer has them.
     """
 
     biases: tuple[str, ...] = MATRICES
@@ -177,17 +178,18 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
 class Layer(NamedTuple):
     """Sizes of a transformer layer, and what the packed sequences are.
 
-    h, a heads of d columns of which `group` share keys and values, f. block: what is not as in BERT; theta, window: of
-    this layer, 0 and -1 without. bare: no norm before its attention. bias: the table of a bias by distance.
+    h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
+    theta, window: of this layer, 0 and -1 without. bare: no norm before its attention. bias: the table of a bias by
+    distance.
     """
 
     hidden: int
     heads: int
     mlp: int
     activation: Activation
-    norm: Norm
+    norm: Norm | float
     lengths: tuple[int, ...]
-    head_dim: int
+    head_dim: int = 0
     group: int = 1
     block: BlockSpec = BlockSpec()
     theta: float = 0.0
@@ -201,9 +203,13 @@ class Layer(NamedTuple):
         block = spec.block
         return cls(
             spec.hidden, spec.heads, spec.mlp, spec.activation, spec.norm, shape.lengths, spec.head_dim,
-            spec.heads // spec.kv_heads, block, block.thetas[i] if block.thetas else 0.0,
-            block.windows[i] if block.windows else -1, i < block.bare, bias,
+            spec.heads // spec.kv_heads, block, _of_layer(block.thetas, i, 0.0), _of_layer(block.windows, i, -1),
+            i < block.bare, bias,
         )  # fmt: skip
+
+
+def _of_layer(values: tuple[T, ...], i: int, without: T) -> T:
+    return values[i % len(values)] if values else without
 
 
 def add_layers(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, refs: Mapping[str, WeightRef]) -> str:
@@ -251,7 +257,8 @@ def _norm(net: GraphBuilder, name: str, x: str, role: str, stored: str, n: Layer
 
 def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
     width, block = net.shape_of(x)[1], n.block
-    q = n.heads * n.head_dim
+    d = n.head_dim or n.hidden // n.heads
+    q = n.heads * d
     kv = q // n.group
     matrices = {f"{stored}query": q, f"{stored}key": kv, f"{stored}value": kv}
     bias = "qkv" in block.biases
@@ -259,8 +266,8 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
         gammas = (f"{stored}query_norm.weight", f"{stored}key_norm.weight") if block.head_norms else ()
         qkv = net.linear(f"{name}projection", x, roles.PROJECTION, matrices, bias=bias)  # [m, q + 2 kv]
         qkv = net.rotate(
-            f"{name}qkv", qkv, roles.QKV, d=n.head_dim, columns=(q, kv), theta=n.theta, lengths=n.lengths,
-            norm=n.norm if block.head_norms else None, gammas=gammas,
+            f"{name}qkv", qkv, roles.QKV, d=d, columns=(q, kv), theta=n.theta, lengths=n.lengths,
+            norm=n.norm if block.head_norms and isinstance(n.norm, Norm) else None, gammas=gammas,
         )  # fmt: skip
     else:
         qkv = net.linear(f"{name}qkv", x, roles.QKV, matrices, bias=bias)  # [m, q + 2 kv]
