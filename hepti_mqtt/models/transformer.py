@@ -150,7 +150,8 @@ class ModelSpec:
         if fields.get("image") is not None:
             image = dict(fields["image"])
             fields["image"] = ImageStem(**{**image, "mean": tuple(image["mean"]), "std": tuple(image["std"])})
-        block = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.get("block", {}).items()}
+        plain: Mapping[str, Any] = fields.get("block", {})
+        block: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
         fields["block"] = BlockSpec(**block)
         made = cls(**fields)
         if made.text is not None and made.max_tokens + made.text.position_offset > made.text.positions:
