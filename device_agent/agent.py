@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from secrets import token_bytes
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import platformdirs
 import psutil
@@ -31,7 +31,7 @@ from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, 
 from device_agent.probes import Prober
 from device_agent.shell import BuilderThread, SessionLoop
 from hepti_mqtt import __version__
-from hepti_mqtt.config.process import StopRequested, StopSignals, return_large_blocks
+from hepti_mqtt.config.process import StopRequested, StopSignals, requires_extra, return_large_blocks
 from hepti_mqtt.config.settings import data_link
 from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.ids import Start, check_name
@@ -58,6 +58,9 @@ from hepti_mqtt.transport import (
     new_boot,
     open_broker_warning,
 )
+
+if TYPE_CHECKING:
+    from hepti_mqtt.metrics import MetricsServer
 
 APP: Final = "hepti"
 
@@ -189,6 +192,7 @@ class _Agent:
         self._shell: SessionLoop | None = None
         self._tuning: BackgroundTuning | None = None
         self._links: MeshLinks | None = None
+        self._metrics = None if config.metrics is None else self._serve_metrics(config.metrics)
         self._packets = PacketLimit(
             config.url,
             f"hepti-{config.site}-{config.device_id}-size",
@@ -290,10 +294,20 @@ class _Agent:
         if self._links is not None:
             self._links.close()
         self._loader.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._builder is not None:
             self._builder.close()
         if self._workers is not None:
             self._workers.close()
+
+    def _serve_metrics(self, address: tuple[str, int]) -> MetricsServer:
+        """Serve the last heartbeat's numbers; raises ConfigError without the extra, NetworkError for the address."""
+        with requires_extra("metrics", "--metrics"):
+            from hepti_mqtt.metrics import serve_device
+        return serve_device(
+            address, self._config.device_id, lambda: None if self._heartbeat is None else self._heartbeat.last
+        )
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class AgentConfig:
     also hears, on the loader's thread, how far the weights are. mesh: be an endpoint for what this device sends its
     peers; mesh_host: where they reach it, None for its own address on the way to the broker; mesh_port: 0 for any that
     is free. mesh_tls: certificate and key (PEM); without it a device whose broker's connection is encrypted is no
-    endpoint.
+    endpoint. metrics: where Prometheus reads, None for nowhere.
     """
 
     url: BrokerUrl
@@ -100,6 +100,7 @@ class AgentConfig:
     mesh_host: str | None = None
     mesh_port: int = 0
     mesh_tls: Path | None = None
+    metrics: tuple[str, int] | None = None
 
     @classmethod
     def from_args(
@@ -124,4 +125,5 @@ class AgentConfig:
             mesh_host=None if args.mesh_host is None else parse_mesh_host(args.mesh_host),
             mesh_port=args.mesh_port or 0,
             mesh_tls=args.mesh_tls,
+            metrics=args.metrics,
         )

@@ -161,7 +161,7 @@ HEARTBEAT_S: Final = 1.0
 
 
 class HeartbeatThread:
-    """Publishes heartbeats and probes from `start` to `close`.
+    """Publishes heartbeats and probes from `start` to `close`; last: the last heartbeat.
 
     last_op_s: returns when the session thread last ran an op. counters: returns what the heartbeat carries.
     links: to peers, None without mesh; the session thread probes them when `inbox` says so.
@@ -186,6 +186,7 @@ class HeartbeatThread:
         self._stepped_s, self._counters, self._complaints = last_op_s, counters, complaints
         self._links, self._inbox = links, inbox
         self._seq = 0
+        self.last: Heartbeat | None = None
         self._closing = threading.Event()
         self._soon = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hepti-heartbeat", daemon=True)
@@ -229,6 +230,7 @@ class HeartbeatThread:
             peer_byte_s=None if frame is None else frame.byte_s,
             clock_s=time.time(),
         )
+        self.last = heartbeat
         self._network.publish("control", self._topics.heartbeat(self._device), encode_heartbeat(heartbeat), 0)
         for payload in self._prober.due_probes(now, busy=now - self._stepped_s() < BUSY_S):
             self._network.publish("data", self._topics.probe(self._device), payload, 0)

@@ -7,10 +7,20 @@ d = h / a, L layers, N devices, B sequences of a batch.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol, Self
 
-Task = Literal["embedding", "classification", "masked_token", "image_classification", "feature_map", "generation"]
+Task = Literal[
+    "embedding",
+    "classification",
+    "token_classification",
+    "question_answering",
+    "masked_token",
+    "image_classification",
+    "feature_map",
+    "generation",
+]
+Pooling = Literal["mean", "sqrt_mean", "weighted_mean", "max", "cls", "last", "mask", "none"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden"]
@@ -133,30 +143,49 @@ class Spec(Hashable, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Projection:
+    """A dense layer behind the pooling; path: the folder of the model that holds its weights."""
+
+    path: str
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: HeadActivation | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TaskHead:
     """What follows the last layer.
 
-    pooling: which rows of the final hidden states [m, h] the task reads: the mean over each sequence, its first row
-    (cls), its last one, or the rows at mask tokens. pooler: a dense layer after cls. outputs: columns of the
-    logits, 0 without. activation: of the dense layer before the last one: the pooler's, or that before the vocabulary.
-    tied: the word embeddings are the matrix of the logits too, unless a checkpoint stores one of its own. labels: the
-    names of the outputs, which only who reads answers needs: they do not travel.
+    pooling: which rows of the final hidden states [m, h] the task reads: the mean over each sequence (its sum by the
+    root of the length, by place), the largest of each column, its first row (cls), its last one, the rows at mask
+    tokens, or all as they are (none). pooler: a dense layer after cls. projections: those behind the pooling. outputs:
+    columns of the logits, 0 without. activation: of the dense layer before the last one: the pooler's, or that before
+    the vocabulary. tied: the word embeddings are the matrix of the logits too, unless a checkpoint stores one of its
+    own. labels: the names of the outputs, which only who reads answers needs: they do not travel.
     """
 
     task: Task
-    pooling: Literal["mean", "cls", "mask", "last"]
+    pooling: Pooling
     normalize: bool = False
     pooler: bool = False
     outputs: int = 0
     labels: tuple[str, ...] = ()
     activation: HeadActivation = "tanh"
     tied: bool = False
+    projections: tuple[Projection, ...] = ()
+
+    def columns(self, hidden: int) -> int:
+        """Return the columns of the task's output, of a model with so many hidden ones."""
+        return self.outputs or (self.projections[-1].outputs if self.projections else hidden)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data without the labels; `from_dict` is the inverse but for those."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "labels"}
+        told = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "labels"}
+        return told | {"projections": [asdict(projection) for projection in self.projections]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TaskHead:
         """Return the head that `to_dict` described; raises TypeError on other data."""
-        return cls(**{name: value for name, value in data.items() if name != "labels"})
+        told = {name: value for name, value in data.items() if name != "labels"}
+        return cls(**told | {"projections": tuple(Projection(**one) for one in data.get("projections", ()))})

@@ -20,7 +20,7 @@ ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("cut", "reconnect", "kill", "restart", "stop", "cont"), ()),
 }
 _EMULATED: Final = ("rate", "cpu", "cut", "reconnect")
-_BOUNDS: Final = {"mbit": BOUNDS["rate"], "gflops": BOUNDS["gflops"], "share": (0.001, 1.0), "at": (0.0, 86_400.0)}
+_BOUNDS: Final = {"mbit": BOUNDS["rate"], "gflops": BOUNDS["gflops"], "share": (0.001, 4.0), "at": (0.0, 86_400.0)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,11 +114,12 @@ class Checkpoint:
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
-        spec_from_config(config, extras)
+        spec = spec_from_config(config, extras)
         if opening is None:
             raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
-        files = opening()
+        files = [*opening()]
         try:
+            files += [_opened_folder(path, projection.path) for projection in spec.head.projections]
             return cls(path, name, config, extras, files)
         except BaseException:
             close_all(files)
@@ -282,6 +283,27 @@ def _opening(directory: Path) -> Callable[[], Sequence[WeightsReader]] | None:
         if (directory / f"{name}.index.json").is_file():
             return partial(open_shards, directory / f"{name}.index.json", file)
     return None
+
+
+class _Folder:
+    """The weights in a folder of a directory, under its name and theirs."""
+
+    def __init__(self, name: str, file: WeightsReader) -> None:
+        self._file = file
+        self.stamps = file.stamps
+        self.tensors = {f"{name}/{tensor}": reader for tensor, reader in file.tensors.items()}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _opened_folder(directory: Path, name: str) -> _Folder:
+    """Return the open weights of a module; raises ModelError where there are none."""
+    opening = _opening(directory / name)
+    if opening is None:
+        raise ModelError(f"{directory / name} has no model.safetensors; copy the whole folder of the model")
+    (file,) = opening()
+    return _Folder(name, file)
 
 
 def _stored_matrix(source: TensorSource) -> tuple[int, int]:

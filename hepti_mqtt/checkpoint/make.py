@@ -51,7 +51,9 @@ def write_tokenizer(path: Path, vocab: int, roberta: bool = False) -> None:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A {end}", special_tokens=[(start, ids[start]), (end, ids[end])]
+        single=f"{start} $A {end}",
+        pair=f"{start} $A {end} {end} $B {end}" if roberta else f"{start} $A {end} $B:1 {end}:1",
+        special_tokens=[(start, ids[start]), (end, ids[end])],
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(path))

@@ -43,7 +43,8 @@ class TextTokenizer:
     """A tokenizer without padding and truncation, and what else is known of its tokens.
 
     side: which end of a long text is cut off. mask, separator: ids, None where there is none. controls: ids that
-    only the model's own template may bring.
+    only the model's own template may bring. typed: whether tokens have the types of the template; None: versions of
+    transformers differ. pair_refusal: why it makes no ids of a pair of texts, empty if it does.
     """
 
     tokenizer: Tokenizer
@@ -51,6 +52,8 @@ class TextTokenizer:
     mask: int | None
     separator: int | None
     controls: frozenset[int]
+    typed: bool | None = None
+    pair_refusal: str = ""
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -105,12 +108,15 @@ def open_tokenizer(
     unknown = data["model"].get("unk_id", tokenizer.token_to_id(str(data["model"].get("unk_token") or "")))
     free = {unknown, ids.get("unk"), ids.get("mask") if masks else None}
     left: Literal["left", "right"] = "left" if str(side).lower() == "left" else "right"
+    inputs = options.get("model_input_names", None)
     return TextTokenizer(
         tokenizer,
         left,
         ids.get("mask"),
         ids.get("sep"),
         frozenset(i for i in special | usual if i is not None and i not in free),
+        (known.typed if known is not None else None) if inputs is None else "token_type_ids" in inputs,
+        _pair_refusal(tokenizer, known, tokens),
     )
 
 
@@ -311,15 +317,36 @@ def _put_around(tokenizer: Tokenizer, known: TokenizerClass, tokens: Sequence[st
     if None in ids:
         raise ModelError(f"{FILE} has no {' or no '.join(tokens)}, which its class puts around texts; copy it again")
     if tokenizer.post_processor is None:
-        start, end = ([{"SpecialToken": {"id": token, "type_id": 0}}] for token in tokens)
+        start, end, closing = (
+            [{"SpecialToken": {"id": token, "type_id": kind}}]
+            for token, kind in ((tokens[0], 0), (tokens[1], 0), (tokens[1], 1))
+        )
         single = [*start, {"Sequence": {"id": "A", "type_id": 0}}, *end]
+        second = [*(end if known.doubled else ()), {"Sequence": {"id": "B", "type_id": 1}}, *closing]
         special = {t: {"id": t, "ids": [i], "tokens": [t]} for t, i in zip(tokens, ids, strict=True)}
         part = {
             "type": "TemplateProcessing",
             "single": single,
-            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "pair": [*single, *second],
         }
         tokenizer.post_processor = _bare({"post_processor": {**part, "special_tokens": special}}).post_processor
     probe = tokenizer.encode("a", add_special_tokens=False)
     if known.always and tokenizer.post_process(probe).ids != [ids[0], *probe.ids, ids[1]]:
         raise differs("post_processor", f"{tokens[0]}, the text, {tokens[1]}")
+
+
+def _pair_refusal(tokenizer: Tokenizer, known: TokenizerClass | None, tokens: Mapping[str, str]) -> str:
+    """Return why pairs are not read: the template has none, or its class builds another one."""
+    if not tokenizer.num_special_tokens_to_add(True):
+        return f"{FILE} does not say how two texts become one sequence"
+    if known is None or known.around is None:
+        return ""
+    start, end = (tokenizer.token_to_id(tokens[role]) for role in known.around)
+    half = tokenizer.encode("a", add_special_tokens=False)
+    pair = tokenizer.post_process(half, half)
+    between = [end, end] if known.doubled else [end]
+    types = [0] * (len(half) + 2) + [1] * (len(half) + 1)
+    right = pair.ids == [start, *half.ids, *between, *half.ids, end]
+    if right and (not known.typed or pair.type_ids == types):
+        return ""
+    return f"{FILE} joins two texts in another way than its class in transformers, whose versions differ in this"

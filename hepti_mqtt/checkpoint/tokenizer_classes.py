@@ -44,6 +44,8 @@ class TokenizerClass(NamedTuple):
     tokens: its special tokens by role. parameters: values that its model may have, of type `model`. normalizer,
     pre_tokenizer: return the part to use for options and what tokenizer.json has. around: roles of the tokens before
     and behind a text; always: whatever tokenizer.json says. files: what a vocabulary is read from, without it.
+    typed: whether the halves of a pair have types of their own for models that have several; None: versions differ.
+    doubled: two separators between the halves.
     """
 
     model: str
@@ -55,6 +57,8 @@ class TokenizerClass(NamedTuple):
     always: bool
     decoder: Part
     files: tuple[str, ...] = ()
+    typed: bool | None = None
+    doubled: bool = False
 
 
 def differs(part: str, why: str) -> UnsupportedModelError:
@@ -199,6 +203,7 @@ _BERT: Final = TokenizerClass(
     True,
     {"type": "WordPiece", "prefix": "##", "cleanup": True},
     ("vocab.txt",),
+    typed=True,
 )
 _GPT2: Final = TokenizerClass(
     "BPE", _GPT2_TOKENS, _BPE, _no_normalizer, _bytes, None, False, _BYTES, ("vocab.json", "merges.txt")
@@ -212,12 +217,14 @@ _XLM_ROBERTA: Final = TokenizerClass(
     ("bos", "eos"),
     True,
     {"type": "Metaspace", "replacement": _MARK, "prepend_scheme": "always", "split": True},
+    typed=False,
+    doubled=True,
 )
 CLASSES: Final[Mapping[str, TokenizerClass]] = {
     "BertTokenizer": _BERT,
-    "DistilBertTokenizer": _BERT,
+    "DistilBertTokenizer": _BERT._replace(typed=False),
     "ElectraTokenizer": _BERT,
-    "MPNetTokenizer": _BERT._replace(tokens=_ROBERTA_TOKENS | {"unk": "[UNK]"}),
+    "MPNetTokenizer": _BERT._replace(tokens=_ROBERTA_TOKENS | {"unk": "[UNK]"}, typed=False, doubled=True),
     "GPT2Tokenizer": _GPT2,
     "Qwen2Tokenizer": _GPT2._replace(
         tokens=dict.fromkeys(("eos", "pad"), "<|endoftext|>"), normalizer=_nfc, pre_tokenizer=_qwen2_words
@@ -239,7 +246,9 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
             ],
         },
     ),
-    "RobertaTokenizer": _GPT2._replace(tokens=_ROBERTA_TOKENS, around=("cls", "sep"), always=True),
+    "RobertaTokenizer": _GPT2._replace(
+        tokens=_ROBERTA_TOKENS, around=("cls", "sep"), always=True, typed=False, doubled=True
+    ),
     "XLMRobertaTokenizer": _XLM_ROBERTA,
     "CamembertTokenizer": _XLM_ROBERTA,
     "AlbertTokenizer": _XLM_ROBERTA._replace(
@@ -248,6 +257,8 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
         normalizer=_albert_normalizer,
         around=("cls", "sep"),
         always=False,
+        typed=None,
+        doubled=False,
     ),
 }
 # tokenizer.json counts as it is.

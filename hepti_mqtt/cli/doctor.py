@@ -20,9 +20,10 @@ from platformdirs import user_cache_path
 from device_agent.machine import free_memory
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
+from hepti_mqtt.cli.processes import take_found_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.config import settings
-from hepti_mqtt.errors import BadNameError, HeptiError, NetworkError, WireError
+from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.kernels import isa, precompile
 from hepti_mqtt.kernels.jit import cache_directory
@@ -53,8 +54,8 @@ def doctor(args: argparse.Namespace) -> int:
     """Look at the machine, then, if there is a broker's URL, at the broker and the site; print what was found."""
     findings = list(_machine())
     if args.broker is None:
-        findings.append(Finding("broker", "none given", "give --broker mqtt://HOST or set HEPTI_BROKER", 2))
-    else:
+        findings.append(_found_broker(args))
+    if args.broker is not None:
         findings += _broker(BrokerUrl.parse(args.broker), args.broker, args.site)
     code = max((f.exit_code for f in findings), default=0)
     if args.json:
@@ -63,6 +64,15 @@ def doctor(args: argparse.Namespace) -> int:
         rows = [("!" if f.advice else "", f.what, f.found, f.advice) for f in findings]
         output.print_table(f"hepti {__version__}", ("", "what", "found", "what to do"), rows)
     return code
+
+
+def _found_broker(args: argparse.Namespace) -> Finding:
+    """Look for a broker that the network announces, and take it if there is one alone."""
+    try:
+        take_found_broker(args)
+    except ConfigError as error:
+        return Finding("broker", "none given", str(error), 2)
+    return Finding("broker", f"{args.broker}, found by mDNS, site {args.site}")
 
 
 def _machine() -> Iterator[Finding]:

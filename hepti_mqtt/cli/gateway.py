@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import os
 import socket
@@ -10,7 +11,8 @@ from typing import Final
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import require_broker
-from hepti_mqtt.config.options import positive_seconds, tcp_port
+from hepti_mqtt.config.options import NO_ANNOUNCE_HELP, positive_seconds, tcp_port
+from hepti_mqtt.config.process import requires_extra
 from hepti_mqtt.errors import ConfigError, NetworkError
 
 PORT: Final = 8091
@@ -30,6 +32,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
         "--timeout", type=positive_seconds, default=60.0, help="seconds to wait for an answer (default 60)"
     )
     sub.add_argument("--client", metavar="NAME", help="name in topics (default: that of the broker's user)")
+    sub.add_argument("--no-announce", dest="announce", action="store_false", help=NO_ANNOUNCE_HELP)
     sub.add_argument(
         "--no-keys", action="store_true", help=f"listen beyond loopback without keys (else set {KEYS}=KEY,..)"
     )
@@ -40,14 +43,14 @@ def gateway(args: argparse.Namespace) -> int:
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
     if not (keys or args.no_keys or _is_loopback(args.bind)):
         raise ConfigError(f"{args.bind} can be reached by others: set {KEYS}=KEY,.. (or say --no-keys)")
-    try:
+    with requires_extra("gateway", "the gateway"):
         import uvicorn
 
         from hepti_mqtt.gateway.app import create_app
-    except ImportError as error:
-        raise ConfigError(f"the gateway needs {error.name}: pip install 'hepti[gateway]'") from None
     from hepti_mqtt.client import Hepti
+    from hepti_mqtt.discovery import Announcement
     from hepti_mqtt.gateway.site import Site
+    from hepti_mqtt.transport import BrokerUrl
 
     listener = _listen(args.bind, args.port)
     with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
@@ -62,7 +65,11 @@ def gateway(args: argparse.Namespace) -> int:
             h11_max_incomplete_event_size=HEADER_BYTES,
         )
         output.err.print(f"listening on http://{args.bind}:{args.port} (OpenAI: /v1)", markup=False)
-        uvicorn.Server(config).run(sockets=[listener])
+        with contextlib.ExitStack() as stack:
+            if args.announce:
+                where = 0 if _is_loopback(args.bind) else args.port
+                stack.callback(Announcement("gateway", args.site, BrokerUrl.parse(require_broker(args)), where).close)
+            uvicorn.Server(config).run(sockets=[listener])
     return 0
 
 

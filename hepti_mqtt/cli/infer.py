@@ -106,9 +106,13 @@ def pin_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     """Return the request's input as keyword arguments of `Hepti.infer`; raises ConfigError for a missing file."""
-    options = {"max_new_tokens": args.max_new_tokens, "want": args.want, "top_k": args.top_k}
+    names = ("max_new_tokens", "want", "top_k", "prompt", "dimensions", "query", "question", "context")
+    options = {name: getattr(args, name) for name in names}
+    options |= {"documents": args.document, "candidate_labels": args.label, "pairs": args.pair}
     most = {key: value for key, value in options.items() if value is not None}
     extra = {"truncate": True, **most} if args.truncate else most
+    if args.pair or args.query is not None or args.question is not None:
+        return extra
     if args.text:
         return {"text": args.text[0], **extra} if len(args.text) == 1 else {"texts": args.text, **extra}
     if args.image:

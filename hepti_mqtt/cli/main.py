@@ -81,6 +81,18 @@ def _drawing(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def _agent(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "action",
+        nargs="?",
+        choices=("install", "upgrade", "uninstall"),
+        help="instead of running here: install a service of systemd with these options, take what is installed now and "
+        "restart, or remove it with all that it kept",
+    )
+    sub.add_argument("--user", action="store_true", help="the service of this user, without root")
+    add_agent_arguments(sub)
+
+
 def _demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--repeat", type=positive_int, default=10, help="requests per strategy (default 10)")
 
@@ -89,11 +101,19 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", help="name of the model, as the planner serves it")
     what = sub.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", action="append", help="a text; several make a batch")
+    what.add_argument("--pair", nargs=2, metavar=("A", "B"), action="append", help="two texts; several make a batch")
+    what.add_argument("--query", metavar="TEXT", help="what the texts of --document are ranked by")
+    what.add_argument("--question", metavar="TEXT", help="what the text of --context answers")
     what.add_argument("--image", type=Path, action="append", help="a picture; several make a batch")
     what.add_argument("--ids", help="token ids, separated by commas")
     what.add_argument(
         "--tokens", type=positive_int, metavar="N", help="N seeded random token ids (or N random pictures)"
     )
+    sub.add_argument("--document", metavar="TEXT", action="append", help="a text that --query is compared with")
+    sub.add_argument("--context", metavar="TEXT", help="the text that the answer to --question is part of")
+    sub.add_argument("--label", metavar="TEXT", action="append", help="a label of your own for --text")
+    sub.add_argument("--prompt", metavar="NAME", help="the model's prompt before a text: query, document, ...")
+    sub.add_argument("--dimensions", type=positive_int, metavar="N", help="the first N numbers of an embedding")
     sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --tokens (default 0)")
     sub.add_argument("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
     sub.add_argument(
@@ -201,7 +221,7 @@ def _health(sub: argparse.ArgumentParser) -> None:
 
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("demo", "start a broker, a planner and three agents here, and show what they do", _demo),
-    ("agent", "run this device's agent", add_agent_arguments),
+    ("agent", "run this device's agent, or manage its service", _agent),
     ("planner", "run a site's planner", PlannerOptions.add_arguments),
     ("infer", "send a request and print the answer", _infer),
     ("plan", "show how a model is split over the devices, and why", _plan),
@@ -221,6 +241,7 @@ _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "agent": (
         ("hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi", "on every device"),
         ("hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB", "of a closed site, within a budget"),
+        ("sudo /opt/hepti/bin/hepti-agent install --broker kitchen-pi.login", "as a service, from now on"),
     ),
     "planner": (
         ("hepti planner --model minilm=/models/all-MiniLM-L6-v2", "on one machine"),
@@ -229,6 +250,9 @@ _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "infer": (
         ('hepti infer minilm --text "The laundry is done."', "one text"),
         ("hepti infer resnet --image door.jpg --top-k 3", "a picture"),
+        ('hepti infer reranker --query "warm?" --document "It is hot." --document "Rain."', "documents by a query"),
+        ('hepti infer nli --text "Lamp off!" --label light --label heating', "labels of your own"),
+        ('hepti infer qa --question "Who?" --context "Ada came home."', "a part of a text"),
         ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
     ),
     "plan": (("hepti plan minilm --explain", "why it is divided so"), ("hepti plan --story", "what became of plans")),
@@ -281,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_environment()
         settings = settings_from_args(args)
+        args.named_site = args.site or os.environ.get("HEPTI_SITE") or None
         args.broker, args.site = settings.broker, settings.site
         command: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
         return command(args)

@@ -32,6 +32,8 @@ def _make(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from hepti_mqtt.service.requests import forms
+
     with Checkpoint.open(args.directory) as checkpoint:
         spec = checkpoint.spec
         sources = models.tensor_sources(spec)
@@ -40,6 +42,7 @@ def _inspect(args: argparse.Namespace) -> int:
             **spec.to_dict(),
             "parameters": parameters,
             "tensors": len(sources),
+            "requests": [" and ".join(form) for form in forms(checkpoint)],
         }
     if args.json:
         output.print_json(result)

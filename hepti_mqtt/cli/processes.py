@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from functools import partial
 from typing import Final
 
@@ -19,11 +20,26 @@ _KEEPS_NOTHING: Final = (
 
 
 def agent(args: argparse.Namespace) -> int:
-    """Run this device's agent."""
+    """Run this device's agent, or manage its service."""
+    if args.broker is None and args.action in (None, "install"):
+        take_found_broker(args)
+    if args.action is not None:
+        from hepti_mqtt.cli.install import manage
+
+        return manage(args)
     from device_agent import AgentConfig, run_agent
 
     run_agent(AgentConfig.from_args(args, on_load_event=partial(_show_load, output.ProgressLines())))
     return 0
+
+
+def take_found_broker(args: argparse.Namespace) -> None:
+    """Take the broker that the network announces, and its site unless one was named; raises ConfigError."""
+    from hepti_mqtt.discovery import choose, look
+
+    found = choose(look(), args.named_site)
+    args.broker, args.site = found.broker, args.named_site or found.site or args.site
+    output.err.print(f"no --broker was given: taking {found}, which mDNS found", markup=False)
 
 
 def _show_load(view: output.ProgressLines, event: object) -> None:
@@ -39,9 +55,14 @@ def _show_load(view: output.ProgressLines, event: object) -> None:
 
 def planner(args: argparse.Namespace) -> int:
     """Run the site's planner."""
+    from hepti_mqtt.discovery import Announcement
     from hepti_mqtt.service import PlannerConfig, run_planner
 
-    run_planner(PlannerConfig.of(settings_from_args(args), PlannerOptions.from_args(args)), stop_event())
+    config = PlannerConfig.of(settings_from_args(args), PlannerOptions.from_args(args))
+    with contextlib.ExitStack() as stack:
+        if args.announce:
+            stack.callback(Announcement("planner", config.site, config.url).close)
+        run_planner(config, stop_event())
     return 0
 
 

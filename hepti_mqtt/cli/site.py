@@ -1,4 +1,4 @@
-"""`hepti site`: a closed site's directory, its users, and what of it to copy where."""
+"""`hepti site`: a closed site's directory, its users, and what of it to copy where; and how a site is forgotten."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, get_args
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.closed_site.roles import AddedRole
-from hepti_mqtt.config.options import tcp_port
+from hepti_mqtt.config.options import HOME_ASSISTANT, discovery_prefix, tcp_port
 from hepti_mqtt.config.settings import DEFAULT_SITE
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ _START: Final = {
     "device": "hepti-agent --broker {to} --id {user}",
     "client": "hepti infer MODEL --broker {to} --text ...",
     "viewer": "hepti devices --broker {to}",
+    "home": "in Home Assistant's MQTT integration: the name and password of {to}",
 }
 
 
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the actions of `hepti site`."""
-    actions = sub.add_subparsers(dest="action", required=True, metavar="init|add|revoke")
+    actions = sub.add_subparsers(dest="action", required=True, metavar="init|add|revoke|forget")
     init = actions.add_parser("init", help="make authority, certificate, access list and configuration of the broker")
     init.add_argument(
         "directory", type=Path, metavar="DIR", help="a new directory; anyone who can read it owns the site"
@@ -44,9 +45,11 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     )
     init.add_argument("--port", type=tcp_port, default=PORT, help=f"the broker's port (default {PORT})")
     init.add_argument("--site", default=argparse.SUPPRESS, help=f"name of the site (default: {DEFAULT_SITE})")
-    add = actions.add_parser("add", help="add a device, a client or a viewer: writes its login file")
+    add = actions.add_parser("add", help="add a user of a role: writes its login file")
     add.add_argument(
-        "role", choices=get_args(AddedRole), help="its role: to compute, to send requests, or only to look"
+        "role",
+        choices=get_args(AddedRole),
+        help="its role: to compute, to send requests, only to look, or to be Home Assistant",
     )
     add.add_argument("name", metavar="NAME", help="name of the user: a device's --id, a client's --client")
     revoke = actions.add_parser("revoke", help="revoke a user; `planner` gets a new login")
@@ -55,14 +58,31 @@ def arguments(sub: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--dir", type=Path, default=Path(), metavar="DIR", dest="directory", help="the site's directory (default .)"
         )
-    for action in (init, add, revoke):
+    gone = actions.add_parser("forget", help="clear what the broker retains of a site, a device or a model")
+    _forget(gone)
+    for action in (init, add, revoke, gone):
         action.add_argument(
             "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object on stdout"
         )
 
 
+def _forget(sub: argparse.ArgumentParser) -> None:
+    what = sub.add_mutually_exclusive_group()
+    what.add_argument("--device", metavar="NAME", help="forget this device alone, which must be offline")
+    what.add_argument("--model", metavar="NAME", help="forget this model alone")
+    sub.add_argument("--yes", action="store_true", help="do not ask")
+    home = f"prefix of Home Assistant's MQTT discovery (default {HOME_ASSISTANT}; off: there is none)"
+    sub.add_argument("--home-assistant", type=discovery_prefix, default=HOME_ASSISTANT, metavar="PREFIX", help=home)
+    for option, meaning in (("--broker", "the broker's URL, or the planner's login file"), ("--site", "its name")):
+        sub.add_argument(option, default=argparse.SUPPRESS, help=f"{meaning} (default: HEPTI_{option[2:].upper()})")
+
+
 def site(args: argparse.Namespace) -> int:
-    """Make a closed site, or let a user in or out; print what to copy where."""
+    """Make a closed site, or let a user in or out, and print what to copy where; or forget a site."""
+    if args.action == "forget":
+        from hepti_mqtt.cli.forget import forget
+
+        return forget(args)
     from hepti_mqtt.closed_site.folder import SiteFolder
 
     if args.action == "init":
@@ -124,5 +144,5 @@ def _commands(found: SiteFolder, user: str | None) -> list[str]:
             name = copy.file.stem
             lines.append(f"then, as {name}: {_START[found.users[name]].format(to=copy.to, user=name)}")
     if user is None:
-        lines.append(f"let others in: hepti site add device|client|viewer NAME --dir {here}")
+        lines.append(f"let others in: hepti site add device|client|viewer|home NAME --dir {here}")
     return lines

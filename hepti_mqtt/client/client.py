@@ -15,7 +15,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Union
+from typing import Any, Final, TypedDict, Union, Unpack
 
 from PIL import Image
 
@@ -127,6 +127,56 @@ def request_body(
     return {key: value for key, value in body.items() if value is not None}
 
 
+class RequestKeys(TypedDict, total=False):
+    """The keys of a request; docs/reference/requests.md says what each means, and which belong together.
+
+    Inputs: text, texts, ids (with token_types), text and text_pair, pairs, query and documents, question and context,
+    text or texts with candidate_labels, image, images (each a path, a file's bytes, a Pillow image or base64).
+    want="hidden": final hidden states instead of the task's result; want="plan": computes nothing; the answer comes
+    when the plan is active and has the predicted cost. strategy ("auto" to free it), options, devices, wire, accuracy,
+    weights, route, objective pin the planner's choice for this request alone. report: the answer waits for the devices'
+    counters.
+    """
+
+    text: str | None
+    texts: Sequence[str] | None
+    ids: Sequence[int] | Sequence[Sequence[int]] | None
+    token_types: Sequence[int] | Sequence[Sequence[int]] | None
+    text_pair: str | None
+    pairs: Sequence[Sequence[str]] | None
+    query: str | None
+    documents: Sequence[str] | None
+    question: str | None
+    context: str | None
+    candidate_labels: Sequence[str] | None
+    image: Picture | None
+    images: Sequence[Picture] | None
+    truncate: bool | None
+    empty: str | None
+    want: str | None
+    top_k: int | None
+    prompt: str | None
+    dimensions: int | None
+    raw_scores: bool | None
+    return_documents: bool | None
+    aggregation: str | None
+    no_answer: bool | None
+    max_answer_tokens: int | None
+    multi_label: bool | None
+    hypothesis_template: str | None
+    max_new_tokens: int | None
+    deadline_ms: float | None
+    strategy: str | None
+    options: Mapping[str, str] | None
+    devices: Sequence[str] | None
+    wire: str | None
+    accuracy: float | None
+    weights: str | None
+    route: str | None
+    objective: str | None
+    report: bool | None
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The connection.
 
@@ -203,64 +253,18 @@ class Hepti:
         self,
         model: str,
         *,
-        text: str | None = None,
-        texts: Sequence[str] | None = None,
-        ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        image: Picture | None = None,
-        images: Sequence[Picture] | None = None,
-        truncate: bool | None = None,
-        empty: str | None = None,
-        want: str | None = None,
-        top_k: int | None = None,
-        max_new_tokens: int | None = None,
-        deadline_ms: float | None = None,
-        strategy: str | None = None,
-        options: Mapping[str, str] | None = None,
-        devices: Sequence[str] | None = None,
-        wire: str | None = None,
-        accuracy: float | None = None,
-        weights: str | None = None,
-        route: str | None = None,
-        objective: str | None = None,
-        report: bool | None = None,
         timeout_s: float | None = None,
         wait_for_plan: bool | None = None,
+        **request: Unpack[RequestKeys],
     ) -> Answer:
-        """Ask a model and wait for the answer; exactly one of text, texts, ids, image, images is the input.
+        """Ask a model and wait for the answer; request: exactly one input, and options, as `RequestKeys` has them.
 
-        image: a path, a file's bytes or a Pillow image. want="hidden": final hidden states instead of the task's
-        result; want="plan": computes nothing; the answer comes when the plan is active and has the predicted cost.
-        empty="zero": zeros instead of an error for empty texts. strategy ("auto" to free it), options, devices, wire,
-        accuracy, weights, route, objective pin the planner's choice for this request alone. report: the answer waits
-        for the devices' counters. timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has
-        none is waited for, too; by default if timeout_s is given. If the broker is lost, the request is sent again
-        after reconnection.
+        timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has none is waited for, too; by
+        default if timeout_s is given. If the broker is lost, the request is sent again after reconnection.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or without an answer within timeout_s, NetworkError if broker or planner are away all that time.
         """
-        request: dict[str, Any] = {
-            "text": text,
-            "texts": texts,
-            "ids": ids,
-            "image": image,
-            "images": images,
-            "truncate": truncate,
-            "empty": empty,
-            "want": want,
-            "top_k": top_k,
-            "max_new_tokens": max_new_tokens,
-            "deadline_ms": deadline_ms,
-            "strategy": strategy,
-            "options": options,
-            "devices": devices,
-            "wire": wire,
-            "accuracy": accuracy,
-            "weights": weights,
-            "route": route,
-            "objective": objective,
-            "report": report,
-        }
         wait_s = ANSWER_S if timeout_s is None else timeout_s
         until = time.monotonic() + wait_s
         while True:

@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def result(self) -> Any:
-        """Return the result as JSON: embedding, labels, masks, hidden states; None with want="plan"."""
+        """Return the result as JSON: embedding, labels, ranking, hidden states ...; None with want="plan"."""
         return self.raw["result"]
 
     @property
@@ -82,6 +82,17 @@ class Answer:
     def masks(self) -> list[Any]:
         """Return [{position, tokens: [{token, id, score}]}]; for a request with a list, one such list for each."""
         parts = self._parts("masks")
+        return parts if self._several else list(parts[0])
+
+    @property
+    def ranking(self) -> list[Any]:
+        """Return [{index, score}] of the documents, best first; with `document` where that was asked for."""
+        return list(self._parts("ranking")[0])
+
+    @property
+    def entities(self) -> list[Any]:
+        """Return [{label, score, start, end, text, tokens}]; for a request with a list, one such list for each."""
+        parts = self._parts("entities")
         return parts if self._several else list(parts[0])
 
     @property

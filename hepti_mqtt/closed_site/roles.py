@@ -7,8 +7,8 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from hepti_mqtt.protocol.topics import TOPIC_ROOT
 
-Role = Literal["planner", "device", "client", "viewer"]
-AddedRole = Literal["device", "client", "viewer"]  # a site has one planner
+Role = Literal["planner", "device", "client", "viewer", "home"]
+AddedRole = Literal["device", "client", "viewer", "home"]  # a site has one planner
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 
@@ -33,13 +33,21 @@ _EVERYBODY: Final = _rights(
     readwrite=("dev/{me}/probe",),
 )
 
+_CLIENT: Final = (
+    *_rights(read=("infer/+/res/{me}/#",), write=("infer/+/req/{me}", "infer/+/text/{me}")),
+    *_EVERYBODY,
+)
+
 _RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
     "planner": _rights(
-        read=("dev/+/status", "dev/+/caps", "dev/+/hb", "dev/+/up", "infer/+/req/+"),
-        write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#", "home/+/+"),
+        read=("dev/+/hb", "dev/+/up", "infer/+/req/+", "infer/+/text/+"),
+        write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#"),
         # It reads its own status and plans, to notice another planner and what an earlier one left behind; its name
-        # cannot stand in a device's topic.
-        readwrite=("planner/status", "plan/+", "evt/+", "dev/doctor/probe"),
+        # cannot stand in a device's topic. `hepti site forget` clears what is retained.
+        readwrite=(
+            *("planner/status", "plan/+", "evt/+", "home/+/+", "dev/doctor/probe"),
+            *("dev/+/status", "dev/+/caps", "dev/+/use"),
+        ),
     ),
     "device": (
         *_rights(
@@ -48,15 +56,16 @@ _RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
         ),
         *_EVERYBODY,
     ),
-    "client": (*_rights(read=("infer/+/res/{me}/#",), write=("infer/+/req/{me}",)), *_EVERYBODY),
+    "client": _CLIENT,
     "viewer": _EVERYBODY,
+    "home": (*_CLIENT, *_rights(write=("dev/+/use",))),
 }
 
 
-# Beside the site's own topics: the planner announces the site to Home Assistant, which reads as a viewer.
+# Beside the site's own topics: the planner announces the site to Home Assistant.
 _HOME_ASSISTANT: Final[Mapping[Role, tuple[AclRule, ...]]] = {
     "planner": _rights(read=("homeassistant/status",), readwrite=("homeassistant/device/+/config",)),
-    "viewer": _rights(read=("homeassistant/device/+/config",), readwrite=("homeassistant/status",)),
+    "home": _rights(read=("homeassistant/device/+/config",), readwrite=("homeassistant/status",)),
 }
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 HOME_ASSISTANT: Final = "homeassistant"
+NO_ANNOUNCE_HELP: Final = "do not announce the site by mDNS, which is done with the extra `discovery`"
+METRICS_HELP: Final = "serve numbers for Prometheus there (needs the extra `metrics`; default: nowhere)"
 
 
 def size_text(text: str) -> str:
@@ -49,6 +51,14 @@ def discovery_prefix(text: str) -> str | None:
     if not text or set(text) & set("+#\0") or text.startswith("/") or text.endswith("/"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a topic; Home Assistant's own is {HOME_ASSISTANT}")
     return None if text == "off" else text
+
+
+def metrics_address(text: str) -> tuple[str, int]:
+    """Return (host, port) from HOST:PORT, where Prometheus reads."""
+    host, _, port = text.rpartition(":")
+    if not host:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9301")
+    return host.removeprefix("[").removesuffix("]"), tcp_port(port)
 
 
 def index_range(text: str) -> range:
@@ -165,6 +175,7 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh-tls", type=Path, metavar="FILE", help=certificate)
     add("--no-mesh", dest="mesh", action="store_false", help="send all tensors through the broker")
     add("--no-retry", dest="retry", action="store_false", help="exit if the broker cannot be reached")
+    add("--metrics", type=metrics_address, metavar="HOST:PORT", help=METRICS_HELP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +239,7 @@ class PlannerOptions:
     frame_tags: FrameTags = "header"
     max_weight_error: float = MAX_WEIGHT_ERROR
     home_assistant: str | None = HOME_ASSISTANT
+    metrics: tuple[str, int] | None = None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -261,6 +273,8 @@ class PlannerOptions:
         add("--broker-mbit", type=positive_mbit, metavar="MBIT", help=rate)
         home = f"prefix of Home Assistant's MQTT discovery (default {HOME_ASSISTANT}; off: announce nothing)"
         add("--home-assistant", type=discovery_prefix, default=HOME_ASSISTANT, metavar="PREFIX", help=home)
+        add("--metrics", type=metrics_address, metavar="HOST:PORT", help=METRICS_HELP)
+        add("--no-announce", dest="announce", action="store_false", help=NO_ANNOUNCE_HELP)
         add_pin_arguments(parser)
 
     @classmethod
@@ -282,4 +296,5 @@ class PlannerOptions:
             args.frame_tags,
             args.max_weight_error,
             args.home_assistant,
+            args.metrics,
         )

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Final, Self
 
+from hepti_mqtt.errors import ConfigError
+
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -161,6 +163,15 @@ def setup_logging(handler: logging.Handler, form: str, verbose: bool = False) ->
     logging.basicConfig(level=logging.INFO, format=form, handlers=[handler])
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.NOTSET)
+
+
+@contextmanager
+def requires_extra(extra: str, what: str) -> Iterator[None]:
+    """Raise ConfigError where an import inside fails for a library of an extra; what: needs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what} needs {error.name}: pip install 'hepti[{extra}]'") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway.bodies import Body, texts_of
-from hepti_mqtt.gateway.site import Embedded, Site
+from hepti_mqtt.gateway.site import Site
 
 UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
-_PAIRS: Final = "reranking reads pairs of texts, which no served model does yet; use embeddings"
 
 Vectors = NDArray[np.float32]
 Handler = Callable[[Site, Body], Awaitable[Any]]
@@ -44,17 +43,10 @@ async def embeddings(site: Site, body: Body) -> Any:
     if encoding not in ("float", "base64"):
         raise RequestError(f"encoding_format {encoding!r}; known are float and base64")
     model = await site.model_named(name)
-    found = await site.embed(model, texts_of(value))
-    _check_size(found, size)
+    found = await site.embed(model, texts_of(value), dimensions=size)
     write = _base64 if encoding == "base64" else _floats
     data = [{"object": "embedding", "index": i, "embedding": write(row)} for i, row in enumerate(found.vectors)]
     return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
-
-
-def _check_size(found: Embedded, size: int | None) -> None:
-    whole = found.vectors.shape[1]
-    if size is not None and size != whole:
-        raise RequestError(f"dimensions {size}: this model's embeddings have {whole} numbers; leave dimensions out")
 
 
 def _usage(tokens: int) -> dict[str, int]:
@@ -89,9 +81,25 @@ async def classify(site: Site, body: Body) -> Any:
     return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
 
 
-async def rerank(_site: Site, _body: Body) -> Any:
-    """POST /v1/rerank and /rerank: refused until a model reads pairs."""
-    raise RequestError(_PAIRS)
+async def rerank(site: Site, body: Body) -> Any:
+    """POST /v1/rerank of Jina and Cohere; documents: texts, or {"text"}; best first."""
+    name, query, value = body.take("model", str), body.take("query", str), body.take("documents", list)
+    most, whole = body.take("top_n", int), body.take("return_documents", bool, True)
+    body.drop("user")
+    body.end()
+    if most is not None and most < 1:
+        raise RequestError("top_n is 1 or more")
+    if query is None:
+        raise RequestError("'query' is missing; send a text")
+    given = [one.get("text") if isinstance(one, dict) and one.keys() == {"text"} else one for one in value or []]
+    model, texts = await site.model_named(name), texts_of(given, "documents")
+    found = await site.rank(model, query, texts)
+    results = [
+        {"index": one["index"], "relevance_score": one["score"]}
+        | ({"document": {"text": texts[one["index"]]}} if whole else {})
+        for one in found.ranking[:most]
+    ]
+    return {"model": model, "results": results, "usage": _usage(found.tokens)}
 
 
 # -- Text Embeddings Inference -----------------------------------------------------------------------------------------
@@ -102,13 +110,10 @@ async def tei_embed(site: Site, body: Body) -> Any:
     texts = texts_of(body.take("inputs", (str, list)), "inputs")
     truncate, normalize = body.take("truncate", bool, False), body.take("normalize", bool, True)
     size, direction = body.take("dimensions", int), body.take("truncation_direction", str, "Right")
-    if body.take("prompt_name", str) is not None:
-        raise RequestError("prompt_name: the gateway puts no other prompt before a text than the model's default one")
+    prompt = body.take("prompt_name", str)
     body.end()
-    if direction.lower() != "right":
-        raise RequestError("truncation_direction: texts are cut at their end (Right) only")
-    found = await site.embed(await site.model_named(None), texts, truncate)
-    _check_size(found, size)
+    _check_direction(direction)
+    found = await site.embed(await site.model_named(None), texts, truncate, dimensions=size, prompt=prompt)
     lengths = np.linalg.norm(found.vectors, axis=1, keepdims=True)
     if normalize:
         return (found.vectors / np.maximum(lengths, np.finfo(np.float32).tiny)).tolist()
@@ -117,19 +122,57 @@ async def tei_embed(site: Site, body: Body) -> Any:
     return found.vectors.tolist()
 
 
+def _check_direction(direction: str) -> None:
+    if direction.lower() != "right":
+        raise RequestError("truncation_direction: texts are cut at their end (Right) only")
+
+
 async def tei_predict(site: Site, body: Body) -> Any:
-    """POST /predict of TEI: labels with scores of one text, or of each of a list."""
+    """POST /predict of TEI: labels with scores of one text or pair, or of each of a list of lists of one or two."""
     inputs, truncate = body.take("inputs", (str, list)), body.take("truncate", bool, False)
-    if body.take("raw_scores", bool, False):
-        raise RequestError("raw_scores: the scores are those after the model's own last step; leave raw_scores out")
+    raw, direction = body.take("raw_scores", bool, False), body.take("truncation_direction", str, "Right")
     body.end()
-    texts = [inputs] if isinstance(inputs, str) else inputs
-    if isinstance(inputs, list) and all(isinstance(one, list) and len(one) == 1 for one in inputs):
-        texts = [one[0] for one in inputs]  # TEI's own clients send lists of lists
-    if isinstance(inputs, list) and any(isinstance(one, list) and len(one) > 1 for one in texts):
-        raise RequestError(_PAIRS)
-    found = await site.classify(await site.model_named(None), texts_of(texts, "inputs"), "texts", truncate=truncate)
-    return found.labels[0] if isinstance(inputs, str) else found.labels
+    _check_direction(direction)
+    several = isinstance(inputs, list) and any(isinstance(one, list) for one in inputs)
+    items = inputs if several else [[inputs] if isinstance(inputs, str) else inputs]
+    if not items or not all(isinstance(one, list) and len(one) in (1, 2) for one in items):
+        raise RequestError("'inputs' is a text, a list of one or two texts, or a list of such lists")
+    if len({len(one) for one in items}) > 1:
+        raise RequestError("'inputs' holds texts, or pairs of texts, and not both")
+    texts_of([text for one in items for text in one], "inputs")
+    key, asked = ("pairs", items) if len(items[0]) == 2 else ("texts", [one[0] for one in items])
+    options = {"truncate": truncate, "raw_scores": raw or None}
+    found = await site.classify(await site.model_named(None), asked, key, **options)
+    return found.labels if several else found.labels[0]
+
+
+async def tei_rerank(site: Site, body: Body) -> Any:
+    """POST /rerank of TEI: scores are sigmoids of the logits, whatever the model's files say."""
+    query, texts = body.take("query", str), texts_of(body.take("texts", list), "texts")
+    raw, whole = body.take("raw_scores", bool, False), body.take("return_text", bool, False)
+    truncate, direction = body.take("truncate", bool, False), body.take("truncation_direction", str, "Right")
+    body.end()
+    _check_direction(direction)
+    if query is None:
+        raise RequestError("'query' is missing; send a text")
+    found = await site.rank(await site.model_named(None), query, texts, truncate, raw_scores=True)
+    return [
+        {"index": one["index"], "score": one["score"] if raw else float(0.5 * (1 + np.tanh(one["score"] / 2)))}
+        | ({"text": texts[one["index"]]} if whole else {})
+        for one in found.ranking
+    ]
+
+
+async def tei_similarity(site: Site, body: Body) -> Any:
+    """POST /similarity of TEI: of each sentence to the first one, in their order."""
+    inputs = Body(body.take("inputs", dict, {}))
+    body.end()
+    source, sentences = inputs.take("source_sentence", str), texts_of(inputs.take("sentences", list), "sentences")
+    inputs.end()
+    if source is None:
+        raise RequestError("'source_sentence' is missing; send a text")
+    found = await site.rank(await site.model_named(None), source, sentences)
+    return [one["score"] for one in sorted(found.ranking, key=lambda one: int(one["index"]))]
 
 
 async def tei_info(site: Site, _body: Body) -> Any:
@@ -148,8 +191,7 @@ async def ollama_embed(site: Site, body: Body) -> Any:
     body.drop("keep_alive", "options")
     body.end()
     model = await site.model_named(name)
-    found = await site.embed(model, texts, truncate)
-    _check_size(found, size)
+    found = await site.embed(model, texts, truncate, dimensions=size)
     spent_ns = int((time.perf_counter() - begun) * 1e9)
     durations = {"total_duration": spent_ns, "load_duration": 0}
     return {
@@ -178,7 +220,8 @@ ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("POST", "/v1/rerank"): rerank,
     ("POST", "/embed"): tei_embed,
     ("POST", "/predict"): tei_predict,
-    ("POST", "/rerank"): rerank,
+    ("POST", "/rerank"): tei_rerank,
+    ("POST", "/similarity"): tei_similarity,
     ("GET", "/info"): tei_info,
     ("POST", "/api/embed"): ollama_embed,
     ("GET", "/api/tags"): ollama_tags,

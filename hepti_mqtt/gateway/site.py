@@ -45,6 +45,13 @@ class Labelled(NamedTuple):
     tokens: int
 
 
+class Ranked(NamedTuple):
+    """{"index", "score"} of documents, best first, and the tokens that they took."""
+
+    ranking: list[dict[str, Any]]
+    tokens: int
+
+
 class Site:
     """Requests to one site; timeout_s: of one HTTP request. model: for routes whose body names none."""
 
@@ -74,14 +81,28 @@ class Site:
             raise UnknownModelError(f"model {wanted!r} is not served here; served: {', '.join(served) or 'none'}")
         return wanted
 
-    async def embed(self, model: str, texts: Sequence[str], truncate: bool | None = None) -> Embedded:
-        """Return the embeddings of texts; raises the planner's errors, RequestError for a model that makes none."""
+    async def embed(self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any) -> Embedded:
+        """Return the embeddings of texts; raises the planner's errors, RequestError for a model that makes none.
+
+        options: `dimensions` and `prompt`, None for none.
+        """
         cut = self.truncate if truncate is None else truncate
-        answers = await self._ask_all(model, [{"texts": list(part)} for part in _parts(texts)], truncate=cut or None)
+        bodies = [{"texts": list(part)} for part in _parts(texts)]
+        answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
         return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
-    async def classify(self, model: str, inputs: Sequence[str], key: str, **options: Any) -> Labelled:
-        """Return the labels of inputs; key: `texts` or `images`. Raises as `embed` does."""
+    async def rank(
+        self, model: str, query: str, documents: Sequence[str], truncate: bool | None = None, **options: Any
+    ) -> Ranked:
+        """Return documents ranked by a query, from several requests if they are many; raises as `embed` does."""
+        cut = self.truncate if truncate is None else truncate
+        bodies = [{"query": query, "documents": list(part)} for part in _parts(documents)]
+        answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
+        found = [{**one, "index": one["index"] + TEXTS * place} for place, a in enumerate(answers) for one in a.ranking]
+        return Ranked(sorted(found, key=lambda one: (-one["score"], one["index"])), sum(a.tokens for a in answers))
+
+    async def classify(self, model: str, inputs: Sequence[Any], key: str, **options: Any) -> Labelled:
+        """Return the labels of inputs; key: `texts`, `pairs` or `images`. Raises as `embed` does."""
         answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
         return Labelled([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
 
@@ -103,5 +124,5 @@ class Site:
         return [task.result() for task in tasks]
 
 
-def _parts(inputs: Sequence[str]) -> list[Sequence[str]]:
+def _parts(inputs: Sequence[Any]) -> list[Sequence[Any]]:
     return [inputs[at : at + TEXTS] for at in range(0, len(inputs), TEXTS)]

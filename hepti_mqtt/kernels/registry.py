@@ -27,10 +27,10 @@ from hepti_mqtt.kernels.rowwise import (
     ADD_NORM,
     GATE,
     LAYER_NORM,
-    MEAN_ROWS,
     MOMENTS,
     NORMALISE,
     NORMALIZE_ROWS,
+    POOL_ROWS,
     SUM,
 )
 from hepti_mqtt.kernels.stem import EMBED_AT, EMBED_TOKENS, PATCHIFY, PREPEND_POSITIONS
@@ -55,7 +55,7 @@ _ALL: Final = (
     EMBED_TOKENS,
     PATCHIFY,
     PREPEND_POSITIONS,
-    MEAN_ROWS,
+    POOL_ROWS,
     NORMALIZE_ROWS,
     CONV2D,
     MAX_POOL2D,

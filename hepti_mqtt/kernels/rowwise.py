@@ -11,7 +11,8 @@ layer_norm      x -> its norm, as `base.norm_of` says: weights gamma and perhaps
 add_norm        the sum of `add`, then its layer norm -> (normed), or (total, normed) with attribute keep_sum; weights
                 bias if attribute bias, then as `layer_norm` has; attributes bias, keep_sum, and those of `layer_norm`.
 normalize_rows  x -> x / max(L2 norm, 1e-12).
-mean_rows       x -> mean of each sequence [B, h]; attribute lengths. An empty sequence gives 0.
+pool_rows       x -> one row of each sequence [B, h]; attributes lengths, mode: mean, sqrt_mean (the sum by the root
+                of the length), weighted_mean (by place, the first counts once) or max. An empty sequence gives 0.
 
 Layer norm of rows whose columns lie on several devices:
 
@@ -482,41 +483,69 @@ MOMENTS: Final = Kernel("moments", _bind_moments, _reference_moments, rowwise)
 NORMALISE: Final = Kernel("normalise", _bind_normalise, _reference_normalise, rowwise)
 
 
-@kernel(reads(float32, 2), fills(float32, 2), INT_ARRAY)
-def _mean_rows(x: Any, out: Any, starts: Any) -> None:
-    """Fill out [B, h] with the means of rows starts[b]..starts[b + 1] of x; of no rows it is 0."""
+POOLINGS: Final = ("mean", "sqrt_mean", "weighted_mean", "max")
+
+
+@kernel(reads(float32, 2), fills(float32, 2), INT_ARRAY, INT)
+def _pool_rows(x: Any, out: Any, starts: Any, mode: int) -> None:
+    """Fill out [B, h] with rows starts[b]..starts[b + 1] of x, by the number of a mode; of no rows it is 0."""
     h = x.shape[1]
     for b in range(len(out)):
+        first, stop = starts[b], starts[b + 1]
         for i in range(h):
             out[b, i] = ZERO
-        for row in range(starts[b], starts[b + 1]):
+        for row in range(first, stop):
             for i in range(h):
-                out[b, i] += x[row, i]
-        by = np.float32(max(starts[b + 1] - starts[b], 1))
-        for i in range(h):
-            out[b, i] /= by
+                if mode == 3:
+                    # What is no number stays: no comparison with it holds.
+                    if row == first or x[row, i] > out[b, i] or x[row, i] != x[row, i]:
+                        out[b, i] = x[row, i]
+                elif mode == 2:
+                    out[b, i] += np.float32(row - first + 1) * x[row, i]
+                else:
+                    out[b, i] += x[row, i]
+        count = np.float64(max(stop - first, 1))
+        by = np.float32(count)
+        if mode == 1:
+            by = np.float32(np.sqrt(count))
+        elif mode == 2:
+            by = np.float32(count * (count + 1) / 2)
+        if mode != 3:
+            for i in range(h):
+                out[b, i] /= by
 
 
-def _bind_mean_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_pool_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
     check = Check(op, slots)
     check.count(1)
     check.dtypes()
     check.rank(2)
     check.weights(weights, 0)
-    starts = starts_of(op.attrs["lengths"])
+    starts, name = starts_of(op.attrs["lengths"]), op.attrs["mode"]
     m, h = check.reads[0].shape
     check.that(starts[-1] == m, f"lengths sum to {starts[-1]}, x has {m} rows")
+    check.that(name in POOLINGS, f"mode {name!r} is none of {', '.join(POOLINGS)}")
     check.shape(check.writes[0], (len(starts) - 1, h))
-    return lambda reads, writes: _mean_rows(reads[0], writes[0], starts)
+    mode = POOLINGS.index(name)
+    return lambda reads, writes: _pool_rows(reads[0], writes[0], starts, mode)
 
 
-def _reference_mean_rows(
+def _reference_pool_rows(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
 ) -> list[Array]:
     starts = starts_of(op.attrs["lengths"])
     x = reads[0].astype(np.float64)
-    means = [x[a:b].sum(axis=0) / max(b - a, 1) for a, b in pairwise(starts)]
-    return [np.asarray(means).reshape(len(means), x.shape[1])]
+    pooled = [_pooled(x[a:b], op.attrs["mode"]) if b > a else np.zeros(x.shape[1]) for a, b in pairwise(starts)]
+    return [np.asarray(pooled).reshape(len(pooled), x.shape[1])]
 
 
-MEAN_ROWS: Final = Kernel("mean_rows", _bind_mean_rows, _reference_mean_rows, rowwise)
+def _pooled(rows: Array, mode: str) -> Array:
+    if mode == "max":
+        return np.asarray(rows.max(axis=0))
+    places = np.arange(1, len(rows) + 1)[:, None]
+    if mode == "weighted_mean":
+        return np.asarray((rows * places).sum(axis=0) / places.sum())
+    return np.asarray(rows.sum(axis=0) / (len(rows) if mode == "mean" else np.sqrt(len(rows))))
+
+
+POOL_ROWS: Final = Kernel("pool_rows", _bind_pool_rows, _reference_pool_rows, rowwise)

@@ -1,8 +1,9 @@
 """Kernels that make rows of a request's inputs: embeddings of tokens, patches of pictures.
 
-embed_tokens       ids i32 [m] -> norm of scale * word[id] + position[offset + place in its sequence] + type[0], [m, h].
-                   Attribute parts names the weights in their order: word, and perhaps position, type, gamma (without
-                   it there is no norm), beta. Others: lengths, position_offset, scale, those of `base.norm_of`.
+embed_tokens       ids i32 [m] -> norm of scale * word[id % V] + position[offset + place in its sequence] +
+                   type[id // V], [m, h], of V words. Attribute parts names the weights in their order: word, and
+                   perhaps position, type, gamma (without it there is no norm), beta. Others: lengths, position_offset,
+                   scale, those of `base.norm_of`.
 embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. `at` is an i32
                    slot [1];
                    positions beyond the table raise ValueError before anything is written.
@@ -11,7 +12,7 @@ patchify           pixels u8 [B, C, S, S] -> (pixel / 255 - mean) / std, [B (S/p
 prepend_positions  patches [B n, h] -> [B (n + 1), h]: cls + position[0], then patch + position; weights cls [h],
                    position [n + 1, h]; attribute images (B).
 
-An id outside the vocabulary raises ValueError before anything is read.
+An id outside the vocabulary, or of a type that is not there, raises ValueError before anything is read.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 @kernel(
-    reads(int32, 1), fills(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 1), INT_ARRAY, FLOAT,
+    reads(int32, 1), fills(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 2), INT_ARRAY, FLOAT,
     reads(float32, 1), reads(float32, 1), FLOAT, INT,
 )  # fmt: skip
 def _embed_tokens(
-    ids: Any, out: Any, word: Any, position: Any, kind: Any, positions: Any, scale: Any, gamma: Any, beta: Any,
+    ids: Any, out: Any, word: Any, position: Any, types: Any, positions: Any, scale: Any, gamma: Any, beta: Any,
     eps: Any, centred: int,
 ) -> None:  # fmt: skip
     h = out.shape[1]
     for row in range(len(ids)):
-        token, place = ids[row], positions[row]
+        kind, place = ids[row] // len(word), positions[row]
+        token = ids[row] - kind * len(word)
         for i in range(h):
-            out[row, i] = word[token, i] * scale + position[place, i] + kind[i]
+            out[row, i] = word[token, i] * scale + position[place, i] + types[kind, i]
         if len(gamma) > 0:
             normalise_row(out[row], out[row], gamma, beta, eps, centred)
 
@@ -82,8 +84,8 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
     none = np.zeros((1, h), np.float32)
-    word, position, kinds = (check.table(parts.get(name, none), h) for name in ("word", "position", "type"))
-    check.that(len(kinds) > 0, "the table of token types is empty")
+    word, position, types = (check.table(parts.get(name, none), h) for name in ("word", "position", "type"))
+    check.that(len(types) > 0, "the table of token types is empty")
     norm = [parts[name] for name in ("gamma", "beta") if name in parts]
     nowhere = np.zeros(0, np.float32)
     how = norm_of(check, norm, h) if norm else (nowhere, nowhere, np.float32(0), 0)
@@ -93,12 +95,12 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         return nothing
     last, offset = int(positions.max()), int(positions.min())
     check.that(offset >= 0 and last < len(position), f"position {last} is beyond the {len(position)} of the model")
-    vocab, kind, scale = len(word), kinds[0], np.float32(op.attrs.get("scale", 1.0))
+    scale = np.float32(op.attrs.get("scale", 1.0))
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         ids = reads[0]
-        _check_ids(ids, vocab)
-        _embed_tokens(ids, writes[0], word, position, kind, positions, scale, *how)
+        _check_ids(ids, len(word), len(types))
+        _embed_tokens(ids, writes[0], word, position, types, positions, scale, *how)
 
     return run
 
@@ -123,22 +125,24 @@ def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     return run
 
 
-def _check_ids(ids: Array, vocabulary: int) -> None:
-    """Raise ValueError if one of some token ids is outside the vocabulary."""
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        bad = ids[(ids < 0) | (ids >= vocabulary)][0]
-        raise ValueError(f"token id {bad} is outside the vocabulary 0..{vocabulary - 1}; tokenise for this model")
+def _check_ids(ids: Array, vocabulary: int, types: int = 1) -> None:
+    """Raise ValueError if one of some token ids is outside the vocabulary, or of a type that is not there."""
+    if ids.min() < 0 or ids.max() >= vocabulary * types:
+        bad = ids[(ids < 0) | (ids >= vocabulary * types)][0]
+        of = f" of {types} token types" if types > 1 else ""
+        raise ValueError(f"token id {bad} is outside the vocabulary 0..{vocabulary - 1}{of}; tokenise for this model")
 
 
 def _reference_embed_tokens(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
     parts = {name: np.atleast_2d(w).astype(np.float64, copy=False) for name, w in _parts(op, weights).items()}
-    total = parts["word"][reads[0]] * op.attrs.get("scale", 1.0)
+    kinds, tokens = np.divmod(reads[0], len(parts["word"]))
+    total = parts["word"][tokens] * op.attrs.get("scale", 1.0)
     if "position" in parts:
         total = total + parts["position"][_positions(op)]
     if "type" in parts:
-        total = total + parts["type"][0]
+        total = total + parts["type"][kinds]
     norm = [parts[name][0] for name in ("gamma", "beta") if name in parts]
     return [reference_norm(total, norm, op.attrs) if norm else total]
 

@@ -19,6 +19,8 @@ from hepti_mqtt.spec import Task
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "AlbertModel": "embedding",
     "AlbertForSequenceClassification": "classification",
+    "AlbertForTokenClassification": "token_classification",
+    "AlbertForQuestionAnswering": "question_answering",
     "AlbertForMaskedLM": "masked_token",
 }
 TOKENIZER_CLASSES: Final = {"albert": "AlbertTokenizer"}
@@ -66,6 +68,8 @@ KINDS: Final = {
     ),
     "tiny-albert": make_kind("AlbertModel", "albert", _TINY),
     "tiny-albert-classifier": make_kind("AlbertForSequenceClassification", "albert", _TINY, labels=3),
+    "tiny-albert-entities": make_kind("AlbertForTokenClassification", "albert", _TINY, labels=5),
+    "tiny-albert-answers": make_kind("AlbertForQuestionAnswering", "albert", _TINY),
     "tiny-albert-mlm": make_kind("AlbertForMaskedLM", "albert", _TINY),
 }
 

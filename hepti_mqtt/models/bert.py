@@ -31,15 +31,23 @@ class _Kind(NamedTuple):
 ARCHITECTURES: Final[Mapping[str, _Kind]] = {
     "BertModel": _Kind("embedding", "bert."),
     "BertForSequenceClassification": _Kind("classification", "bert."),
+    "BertForTokenClassification": _Kind("token_classification", "bert."),
+    "BertForQuestionAnswering": _Kind("question_answering", "bert."),
     "BertForMaskedLM": _Kind("masked_token", "bert."),
     "RobertaModel": _Kind("embedding", "roberta."),
     "RobertaForSequenceClassification": _Kind("classification", "roberta."),
+    "RobertaForTokenClassification": _Kind("token_classification", "roberta."),
+    "RobertaForQuestionAnswering": _Kind("question_answering", "roberta."),
     "RobertaForMaskedLM": _Kind("masked_token", "roberta."),
     "XLMRobertaModel": _Kind("embedding", "roberta."),
     "XLMRobertaForSequenceClassification": _Kind("classification", "roberta."),
+    "XLMRobertaForTokenClassification": _Kind("token_classification", "roberta."),
+    "XLMRobertaForQuestionAnswering": _Kind("question_answering", "roberta."),
     "XLMRobertaForMaskedLM": _Kind("masked_token", "roberta."),
     "CamembertModel": _Kind("embedding", "roberta."),
     "CamembertForSequenceClassification": _Kind("classification", "roberta."),
+    "CamembertForTokenClassification": _Kind("token_classification", "roberta."),
+    "CamembertForQuestionAnswering": _Kind("question_answering", "roberta."),
     "CamembertForMaskedLM": _Kind("masked_token", "roberta."),
 }
 
@@ -129,6 +137,7 @@ def reference(
 
 _BERT: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
 _WORDS: Final = {"vocab_size": 30522, "max_position_embeddings": 512}
+_SIGMOID: Final = "torch.nn.modules.activation.Sigmoid"
 _MINILM: Final = {"num_hidden_layers": 6, "hidden_size": 384, "intermediate_size": 1536}
 _TINY_ROBERTA: Final = TINY | {
     "layer_norm_eps": 1e-5,
@@ -161,9 +170,21 @@ KINDS: Final = {
     "minilm": _sentence(BASE, _MINILM, _BERT, _WORDS),
     "tiny-bert": make_kind("BertModel", "bert", TINY, _BERT),
     "tiny-bert-classifier": make_kind("BertForSequenceClassification", "bert", TINY, _BERT, labels=5),
+    "tiny-bert-ranker": make_kind(
+        "BertForSequenceClassification",
+        "bert",
+        TINY,
+        _BERT,
+        labels=1,
+        sentence_transformers={"activation_fn": _SIGMOID},
+    ),
+    "tiny-bert-entities": make_kind("BertForTokenClassification", "bert", TINY, _BERT, labels=5),
+    "tiny-bert-answers": make_kind("BertForQuestionAnswering", "bert", TINY, _BERT),
     "tiny-bert-mlm": make_kind("BertForMaskedLM", "bert", TINY, _BERT),
     "tiny-minilm": _sentence(TINY, _BERT),
     "tiny-roberta": make_kind("RobertaModel", "roberta", _TINY_ROBERTA),
     "tiny-roberta-classifier": make_kind("RobertaForSequenceClassification", "roberta", _TINY_ROBERTA, labels=3),
+    "tiny-roberta-entities": make_kind("RobertaForTokenClassification", "roberta", _TINY_ROBERTA, labels=5),
+    "tiny-roberta-answers": make_kind("RobertaForQuestionAnswering", "roberta", _TINY_ROBERTA),
     "tiny-roberta-mlm": make_kind("RobertaForMaskedLM", "roberta", _TINY_ROBERTA),
 }

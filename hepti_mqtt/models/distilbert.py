@@ -16,6 +16,8 @@ from hepti_mqtt.spec import Task
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "DistilBertModel": "embedding",
     "DistilBertForSequenceClassification": "classification",
+    "DistilBertForTokenClassification": "token_classification",
+    "DistilBertForQuestionAnswering": "question_answering",
     "DistilBertForMaskedLM": "masked_token",
 }
 TOKENIZER_CLASSES: Final = {"distilbert": "BertTokenizer"}
@@ -59,6 +61,10 @@ KINDS: Final = {
     "tiny-distilbert-classifier": make_kind(
         "DistilBertForSequenceClassification", "distilbert", _TINY, depth="n_layers", labels=3
     ),
+    "tiny-distilbert-entities": make_kind(
+        "DistilBertForTokenClassification", "distilbert", _TINY, depth="n_layers", labels=5
+    ),
+    "tiny-distilbert-answers": make_kind("DistilBertForQuestionAnswering", "distilbert", _TINY, depth="n_layers"),
     "tiny-distilbert-mlm": make_kind("DistilBertForMaskedLM", "distilbert", _TINY, depth="n_layers"),
 }
 

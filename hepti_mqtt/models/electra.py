@@ -16,6 +16,8 @@ from hepti_mqtt.spec import Task
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ElectraModel": "embedding",
     "ElectraForSequenceClassification": "classification",
+    "ElectraForTokenClassification": "token_classification",
+    "ElectraForQuestionAnswering": "question_answering",
     "ElectraForMaskedLM": "masked_token",
 }
 TOKENIZER_CLASSES: Final = {"electra": "BertTokenizer"}
@@ -51,6 +53,8 @@ KINDS: Final = {
     "tiny-electra-classifier": make_kind(
         "ElectraForSequenceClassification", "electra", _TINY, embedding_size=32, labels=3
     ),
+    "tiny-electra-entities": make_kind("ElectraForTokenClassification", "electra", _TINY, labels=5),
+    "tiny-electra-answers": make_kind("ElectraForQuestionAnswering", "electra", _TINY),
     "tiny-electra-mlm": make_kind("ElectraForMaskedLM", "electra", _TINY),
 }
 

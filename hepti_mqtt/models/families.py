@@ -30,6 +30,7 @@ from hepti_mqtt.models import (
 )
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import JsonConfig, KeyTable
+from hepti_mqtt.models.heads import head_tensors
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
@@ -252,7 +253,8 @@ def _usual(table: str) -> Mapping[str, str]:
 @lru_cache(maxsize=64)
 def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
     """Return every tensor of the model, from the stem to the head."""
-    return tuple(FAMILIES[spec.family].tensors(spec))
+    shared = head_tensors(spec) if isinstance(spec, ModelSpec) else ()
+    return (*FAMILIES[spec.family].tensors(spec), *shared)
 
 
 @lru_cache(maxsize=64)

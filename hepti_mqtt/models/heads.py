@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 import numpy as np
 
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import TASK
-from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, sequence_slices
+from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, pool, sequence_slices
 from hepti_mqtt.models.shapes import PackedBatch
+from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec, needed_rows
 from hepti_mqtt.program import WeightRef
+
+# What one kernel makes of all rows of a sequence; other poolings choose rows.
+POOLED: Final = ("mean", "sqrt_mean", "weighted_mean", "max")
+_STORED: Final = {"token_classification": "classifier", "question_answering": "qa_outputs"}
+
+
+def head_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of heads that are alike in all families: those of rows, and the layers behind a pooling."""
+    head = spec.head
+    if (stored := _STORED.get(head.task)) is not None:
+        yield from dense("head.classifier", ("",), stored, spec.hidden, head.outputs)
+    for i, one in enumerate(head.projections):
+        layer = dense(_projection(i), (f"{one.path}/",), "linear", one.inputs, one.outputs)
+        yield from layer if one.bias else layer[:1]
+
+
+def _projection(i: int) -> str:
+    return f"head.projection.{i}"
 
 
 def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, refs: Mapping[str, WeightRef]) -> str:
@@ -25,13 +45,16 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
     if shape.want == "hidden":
         return x
     head = spec.head
-    if head.pooling == "mean":
+    if head.pooling in POOLED:
         dims = (len(shape.lengths), spec.hidden)
-        x = net.opaque("pooled", (x,), TASK, "mean_rows", dims, lengths=shape.lengths)  # [B, h]
+        x = net.opaque("pooled", (x,), TASK, "pool_rows", dims, lengths=shape.lengths, mode=head.pooling)  # [B, h]
     if head.pooler:
         x = _dense(net, x, "head.pooler", head.activation, refs)
     if "head.pooler_norm.weight" in refs:
         x = _norm(net, spec, x, "head.pooler_norm", refs)
+    for i, one in enumerate(head.projections):
+        matrix = {_projection(i): one.outputs}
+        x = net.linear(_projection(i), x, TASK, matrix, bias=one.bias, activation=one.activation)
     if head.normalize:
         x = net.opaque("unit", (x,), TASK, "normalize_rows", net.shape_of(x))
     if head.task == "masked_token":
@@ -47,12 +70,17 @@ def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBat
     if shape.want == "hidden":
         return hidden, hidden
     head, rows = spec.head, needed_rows(spec, shape)
-    means = (hidden[one].mean(axis=0) for one in sequence_slices(shape.lengths))
-    x = np.stack([*means]) if rows is None else hidden[list(rows)]  # [B or masks, h]
+    if head.pooling in POOLED:
+        x = np.stack([pool(head.pooling, hidden[one]) for one in sequence_slices(shape.lengths)])  # [B, h]
+    else:
+        x = hidden if rows is None else hidden[list(rows)]  # [m, B or masks, h]
     if head.pooler:
         x = activate(head.activation, linear(tensors, "head.pooler", x))
     if "head.pooler_norm.weight" in tensors:
         x = norm(tensors, "head.pooler_norm", x, spec.norm)
+    for i, one in enumerate(head.projections):
+        x = linear(tensors, _projection(i), x, one.bias)
+        x = activate(one.activation, x) if one.activation else x
     if head.normalize:
         x = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
     if head.task == "masked_token":

@@ -21,6 +21,7 @@ from hepti_mqtt.spec import Task
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "ModernBertModel": "embedding",
     "ModernBertForSequenceClassification": "classification",
+    "ModernBertForTokenClassification": "token_classification",
     "ModernBertForMaskedLM": "masked_token",
 }
 TOKENIZER_CLASSES: Final = {"modernbert": "TokenizersBackend"}
@@ -46,6 +47,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     if task == "classification":
         config.require_one_of("classifier_pooling", "cls", "cls", "mean")
         head = replace(head, pooling=config.get("classifier_pooling", "cls"))
+    if task == "token_classification":
+        head = replace(head, pooler=True, activation=act)
     hidden, layers = config.positive("hidden_size"), config.positive("num_hidden_layers")
     positions, every = config.positive("max_position_embeddings"), config.positive("global_attn_every_n_layers", 3)
     full = config.layer_kinds(layers, lambda i: i % every == 0)
@@ -101,9 +104,10 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         absent = {f"head.{part}.bias" for part, biased in has.items() if not biased}
         parts = text.mask_head_tensors(spec, base, "head.dense", "head.norm", "decoder", words=_WORDS)
         yield from (source for source in parts if source.name not in absent)
-    elif task == "classification":
+    elif spec.head.pooler:
         yield from dense("head.pooler", ("",), "head.dense", h, h)[: 2 if "head" in biases else 1]
         yield from norm("head.pooler_norm", ("",), "head.norm", h, own_norm)
+    if task == "classification":
         yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
 
 

@@ -22,6 +22,8 @@ from hepti_mqtt.spec import Task
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "MPNetModel": "embedding",
     "MPNetForSequenceClassification": "classification",
+    "MPNetForTokenClassification": "token_classification",
+    "MPNetForQuestionAnswering": "question_answering",
     "MPNetForMaskedLM": "masked_token",
 }
 TOKENIZER_CLASSES: Final = {"mpnet": "MPNetTokenizer"}

@@ -28,9 +28,11 @@ class _Kind(NamedTuple):
 ARCHITECTURES: Final[Mapping[str, _Kind]] = {
     "NomicBertModel": _Kind("embedding", "nomic_bert."),
     "NomicBertForSequenceClassification": _Kind("classification", "nomic_bert."),
+    "NomicBertForTokenClassification": _Kind("token_classification", "nomic_bert."),
     "NomicBertForMaskedLM": _Kind("masked_token", "nomic_bert."),
     "GteModel": _Kind("embedding", "gte."),
     "GteForSequenceClassification": _Kind("classification", "gte."),
+    "GteForTokenClassification": _Kind("token_classification", "gte."),
     "GteForMaskedLM": _Kind("masked_token", "gte."),
 }
 TOKENIZER_CLASSES: Final = {"nomic_bert": "BertTokenizer", "gte": "XLMRobertaTokenizer"}

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hepti_mqtt.lowering import Norm
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.transformer import Layer, ModelSpec
-from hepti_mqtt.spec import HeadActivation
+from hepti_mqtt.spec import HeadActivation, Pooling
 
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
@@ -164,6 +164,16 @@ def sequence_slices(lengths: Sequence[int]) -> Iterator[slice]:
 def token_positions(lengths: Sequence[int]) -> Array:
     """Return the place of each packed token in its sequence, [m]."""
     return np.concatenate([np.arange(length) for length in lengths])
+
+
+def pool(pooling: Pooling, rows: Array) -> Array:
+    """Return what one sequence's rows [t, h] are pooled to: [h]."""
+    if pooling == "max":
+        return np.asarray(rows.max(axis=0))
+    if pooling == "weighted_mean":
+        return np.asarray(np.average(rows, axis=0, weights=np.arange(1, len(rows) + 1)).astype(rows.dtype))
+    mean = rows.mean(axis=0)
+    return np.asarray(mean * rows.dtype.type(math.sqrt(len(rows))) if pooling == "sqrt_mean" else mean)
 
 
 def activate(activation: HeadActivation, x: Array) -> Array:

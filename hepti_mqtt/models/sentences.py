@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.spec import TaskHead
+from hepti_mqtt.spec import HeadActivation, Pooling, Projection, TaskHead
 
 MODULES: Final = "modules.json"
 SETTINGS: Final = "config_sentence_transformers.json"
@@ -17,29 +18,54 @@ _TRANSFORMER_FILES: Final = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_MODULES: Final = ("Transformer", "Pooling", "Normalize")
 _PACKAGE: Final = "sentence_transformers."
 _UNCHANGED: Final = (5, 4)  # from this version on texts are neither stripped nor lowered before the tokenizer
-_FORWARD: Final = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-_POOLINGS: Final = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
-_OTHER_POOLINGS: Final = tuple(
-    f"pooling_mode_{name}" for name in ("lasttoken", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
-)
+_FORWARDS: Final = {  # by what the module is for: what it calls, and what it calls the result
+    "feature-extraction": ("last_hidden_state", "token_embeddings"),
+    "sequence-classification": ("logits", "scores"),
+}
+# What each mode is called: in new files, and as a flag in old ones.
+_POOLINGS: Final[Mapping[str, Pooling]] = {
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "sqrt_mean",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last",
+}
+_FLAGS: Final = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# Modules of PyTorch behind a dense layer or a score, by dotted name.
+_ACTIVATIONS: Final[Mapping[str, HeadActivation | None]] = {
+    "torch.nn.modules.linear.Identity": None,
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.GELU": "gelu",
+}
+_SCORES: Final = {"torch.nn.modules.linear.Identity": False, "torch.nn.modules.activation.Sigmoid": True}
+_OLD_ACTIVATION: Final = "sbert_ce_default_activation_function"  # before version 4
+SIMILARITIES: Final = ("cosine", "dot", "euclidean", "manhattan")
+# Prompts for what is looked for, and for what it is looked for in: the first that is there.
+QUERY_PROMPTS: Final = ("query",)
+DOCUMENT_PROMPTS: Final = ("document", "passage", "corpus")
 
 _SETTINGS_KEYS: Final = KeyTable(
-    read=frozenset({"__version__", "default_prompt_name", "prompts"}),
-    without_effect=frozenset({"similarity_fn_name"}),
-    only={"model_type": ("SentenceTransformer",)},
+    read=frozenset({"__version__", "default_prompt_name", "prompts", "similarity_fn_name"}),
+    only={"model_type": ("SentenceTransformer", "CrossEncoder")},
 )
 _TRANSFORMER_KEYS: Final = KeyTable(
-    read=frozenset({"do_lower_case", "max_seq_length", "processor_kwargs", "processing_kwargs", "tokenizer_args"}),
+    read=frozenset({"do_lower_case", "max_seq_length", "processor_kwargs", "processing_kwargs", "tokenizer_args"})
+    | {"modality_config", "module_output_name", "transformer_task"},
     without_effect=frozenset({"model_args", "model_kwargs", "unpad_inputs"}),
     only={
         "config_args": ({},),
         "config_kwargs": ({},),
-        "modality_config": (_FORWARD,),
-        "module_output_name": ("token_embeddings",),
-        "transformer_task": ("feature-extraction",),
     },
 )
 _CALL_KEYS: Final = KeyTable(read=frozenset({"max_length"}), only={"truncation": (True, "longest_first")})
@@ -48,9 +74,16 @@ _PROCESSOR_KEYS: Final = KeyTable(
     without_effect=frozenset({"padding_side", "use_fast", "trust_remote_code"}),
 )
 _POOLING_KEYS: Final = KeyTable(
-    read=frozenset({"include_prompt", "pooling_mode", *_POOLINGS}),
+    read=frozenset({"include_prompt", "pooling_mode", *_FLAGS}),
     without_effect=frozenset({"embedding_dimension", "word_embedding_dimension"}),
-    only=dict.fromkeys(_OTHER_POOLINGS, (False,)),
+)
+_DENSE_KEYS: Final = KeyTable(
+    read=frozenset({"activation_function", "bias", "in_features", "out_features"}),
+    only={
+        "module_input_name": ("sentence_embedding",),
+        "module_output_name": ("sentence_embedding",),
+        "use_residual": (False,),
+    },
 )
 _NORMALIZE_KEYS: Final = KeyTable(
     read=frozenset(),
@@ -59,15 +92,23 @@ _NORMALIZE_KEYS: Final = KeyTable(
 
 
 class TextRules(NamedTuple):
-    """What is done with a text before its tokens are looked up.
+    """What is done with a text before its tokens are looked up, and with vectors behind the model.
 
-    prompt: put before it. strip: spaces at both ends are dropped. lower: before the tokenizer (`text`), as its first
-    step (`normalizer`), or not at all.
+    prompt: put before it where a request names none of `prompts`, which have names. strip: spaces at both ends are
+    dropped. lower: before the tokenizer (`text`), as its first step (`normalizer`), or not at all. similarity: how
+    vectors are compared. pools_prompt: whether the tokens of a prompt are pooled as all others.
     """
 
     prompt: str = ""
     strip: bool = False
     lower: Literal["", "text", "normalizer"] = ""
+    prompts: Mapping[str, str] = {}
+    similarity: str = "cosine"
+    pools_prompt: bool = True
+
+    def prompt_for(self, names: Sequence[str]) -> str:
+        """Return the first prompt of these names, empty where there is none."""
+        return next((self.prompts[name] for name in names if self.prompts.get(name)), "")
 
 
 def text_rules(extras: Mapping[str, Any]) -> TextRules:
@@ -81,7 +122,17 @@ def text_rules(extras: Mapping[str, Any]) -> TextRules:
     settings.check_keys(_SETTINGS_KEYS)
     lower = _transformer(extras).flag("do_lower_case", False)
     new = _version(settings) >= _UNCHANGED
-    return TextRules(_default_prompt(settings), not new, ("normalizer" if new else "text") if lower else "")
+    similarity = settings.get("similarity_fn_name", SIMILARITIES[0])
+    if similarity not in SIMILARITIES:
+        raise settings.bad_value("similarity_fn_name", f"one of {', '.join(SIMILARITIES)}", similarity)
+    return TextRules(
+        _default_prompt(settings),
+        not new,
+        ("normalizer" if new else "text") if lower else "",
+        _prompts(settings),
+        similarity,
+        _pools_prompt(extras),
+    )
 
 
 def max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
@@ -102,49 +153,120 @@ def max_tokens(positions: int, extras: Mapping[str, Any]) -> int:
 
 
 def sentence_head(extras: Mapping[str, Any]) -> TaskHead:
-    """Return the head of a sentence-transformers directory: Transformer, Pooling, and perhaps Normalize."""
+    """Return the head of a sentence-transformers directory.
+
+    Its modules are Transformer, Pooling, perhaps Dense, also several, and perhaps Normalize, in this order.
+    """
+    names, paths = _modules(extras)
+    normalize = names[-1:] == ["Normalize"]
+    between = names[2 : len(names) - normalize]
+    if names[:2] != ["Transformer", "Pooling"] or paths[0] or any(name != "Dense" for name in between):
+        raise UnsupportedModelError(
+            f"{MODULES}: modules {names} are not supported; supported: Transformer (in the directory itself), "
+            "Pooling, then Dense or nothing, also several, and then Normalize or nothing, all of sentence_transformers"
+        )
+    rules, pooling = text_rules(extras), _module(extras, paths[1])
+    if rules.prompt and not rules.pools_prompt:
+        raise UnsupportedModelError(
+            f"{pooling.file}: include_prompt false is supported only without a default_prompt_name in "
+            f"{SETTINGS}, since all tokens are pooled here; use a model that pools its prompt"
+        )
+    if normalize:
+        file = f"{paths[-1]}/config.json"
+        JsonConfig(file, extras.get(file, {})).check_keys(_NORMALIZE_KEYS)
+    layers = [_projection(path, _module(extras, path)) for path in paths[2 : 2 + len(between)]]
+    for before, after in pairwise(layers):
+        if before.outputs != after.inputs:
+            raise ModelError(
+                f"{after.path}/config.json: in_features {after.inputs}, but {before.path} has out_features "
+                f"{before.outputs}; restore the files as the model was published"
+            )
+    return TaskHead("embedding", _pooling(pooling), normalize=normalize, projections=tuple(layers))
+
+
+def _modules(extras: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the classes and the folders of the modules, in the order of computation; raises ModelError."""
     modules = extras[MODULES]
-    if not isinstance(modules, list) or not all(isinstance(m, Mapping) for m in modules):
+    if not isinstance(modules, list) or not modules or not all(isinstance(m, Mapping) for m in modules):
         raise ModelError(f"{MODULES}: expected a JSON list of modules; restore the file")
     types = [str(m.get("type", "")) for m in modules]
     names = [name.rpartition(".")[2] if name.startswith(_PACKAGE) else name for name in types]
-    if names not in ([*_MODULES], [*_MODULES[:2]]) or modules[0].get("path"):
-        raise UnsupportedModelError(
-            f"{MODULES}: modules {types} are not supported; supported: Transformer (in the directory itself), "
-            "Pooling, and then Normalize or nothing, all of sentence_transformers"
-        )
-    rules = text_rules(extras)
-    file = f"{modules[1].get('path', '')}/config.json"
+    return names, [str(m.get("path", "")) for m in modules]
+
+
+def _module(extras: Mapping[str, Any], path: str) -> JsonConfig:
+    """Return the file of a module; raises ModelError where it is missing."""
+    file = f"{path}/config.json"
     if file not in extras:
         raise ModelError(f"{file} is missing, though {MODULES} names it; restore the file as the model was published")
-    pooling = JsonConfig(file, extras[file])
-    if rules.prompt and not pooling.flag("include_prompt", True):
-        raise UnsupportedModelError(
-            f"{file}: include_prompt false is supported only without a default_prompt_name in "
-            f"{SETTINGS}, since all tokens are pooled here; use a model that pools its prompt"
-        )
-    normalize = names[-1] == "Normalize"
-    if normalize:
-        file = f"{modules[2].get('path', '')}/config.json"
-        JsonConfig(file, extras.get(file, {})).check_keys(_NORMALIZE_KEYS)
-    return TaskHead("embedding", _pooling(pooling), normalize=normalize)
+    return JsonConfig(file, extras[file])
 
 
-def _pooling(pooling: JsonConfig) -> Literal["cls", "mean"]:
+def _pools_prompt(extras: Mapping[str, Any]) -> bool:
+    names, paths = _modules(extras)
+    pooling = next((path for name, path in zip(names, paths, strict=True) if name == "Pooling"), None)
+    return pooling is None or _module(extras, pooling).flag("include_prompt", True)
+
+
+def _pooling(pooling: JsonConfig) -> Pooling:
     """Return how rows are pooled: what `pooling_mode` names, or else the one flag of old files that is set."""
     named = pooling.get("pooling_mode", None)
     if named is None:
         modes = [key for key in pooling.data if key.startswith("pooling_mode_") and pooling.flag(key, False)]
-        modes = [_POOLINGS.get(mode, mode) for mode in modes]
+        modes = [_FLAGS.get(mode, mode) for mode in modes]
     else:
         modes = named if isinstance(named, list) else [named]
-    if modes not in (["mean"], ["cls"]):
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
         raise UnsupportedModelError(
-            f"{pooling.file}: pooling {modes} is not supported; supported: one of pooling_mode_mean_tokens, "
-            "pooling_mode_cls_token, or a pooling_mode of mean or cls"
+            f"{pooling.file}: pooling {modes} is not supported; supported: one of {', '.join(_POOLINGS)}"
         )
     pooling.check_keys(_POOLING_KEYS)
-    return "mean" if modes == ["mean"] else "cls"
+    return _POOLINGS[modes[0]]
+
+
+def _projection(path: str, config: JsonConfig) -> Projection:
+    """Return a dense layer behind the pooling; raises UnsupportedModelError for an activation that is not computed."""
+    config.check_keys(_DENSE_KEYS)
+    named = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if named not in _ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{config.file}: activation_function {named!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
+    sizes = (config.positive("in_features"), config.positive("out_features"))
+    return Projection(path, *sizes, config.flag("bias", True), _ACTIVATIONS[named])
+
+
+def check_cross_encoder(extras: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for a cross-encoder with modules behind its transformer."""
+    if MODULES in extras and is_cross_encoder(extras) and (names := _modules(extras)[0]) != ["Transformer"]:
+        raise UnsupportedModelError(
+            f"{MODULES}: modules {names} are not supported for scores of pairs; supported: Transformer alone"
+        )
+
+
+class CrossEncoder(NamedTuple):
+    """What a directory says of the scores of pairs; declared: it says that it scores pairs and nothing else.
+
+    sigmoid: whether a score is the logit's; None: an activation that is not computed, named `activation`.
+    """
+
+    declared: bool
+    sigmoid: bool | None
+    activation: str = ""
+
+
+def cross_encoder(config: JsonConfig, extras: Mapping[str, Any], outputs: int) -> CrossEncoder:
+    """Return how the scores of pairs are made: as the directory says, else by a sigmoid where there is one output."""
+    settings, own = extras.get(SETTINGS, {}), config.get("sentence_transformers", {})
+    stated = (
+        settings.get("activation_fn") if is_cross_encoder(extras) else None,
+        own.get("activation_fn") if isinstance(own, Mapping) else None,
+        config.get(_OLD_ACTIVATION, None),
+    )
+    named = next((str(name) for name in stated if name is not None), None)
+    if named is None:
+        return CrossEncoder(is_cross_encoder(extras), outputs == 1)
+    return CrossEncoder(True, _SCORES.get(named), named)
 
 
 def _transformer(extras: Mapping[str, Any]) -> JsonConfig:
@@ -152,7 +274,18 @@ def _transformer(extras: Mapping[str, Any]) -> JsonConfig:
     file = next((name for name in _TRANSFORMER_FILES if extras.get(name)), _TRANSFORMER_FILES[0])
     config = JsonConfig(file, extras.get(file, {}) if MODULES in extras else {})
     config.check_keys(_TRANSFORMER_KEYS)
+    scores = is_cross_encoder(extras)
+    kind = "sequence-classification" if scores else "feature-extraction"
+    called, result = _FORWARDS[kind]
+    forward = {"text": {"method": "forward", "method_output_name": called}}
+    only = {"modality_config": (forward,), "module_output_name": (result,), "transformer_task": (kind,)}
+    config.check_keys(KeyTable(frozenset(), only=only, closed=False))
     return config
+
+
+def is_cross_encoder(extras: Mapping[str, Any]) -> bool:
+    """Return whether sentence-transformers wrote a directory for the scores of pairs."""
+    return bool(extras.get(SETTINGS, {}).get("model_type") == "CrossEncoder")
 
 
 def _part(config: JsonConfig, key: str, table: KeyTable) -> JsonConfig:
@@ -170,15 +303,21 @@ def _version(settings: JsonConfig) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else (0, 0)
 
 
+def _prompts(settings: JsonConfig) -> Mapping[str, str]:
+    """Return the prompts by name, without those that are null; raises ModelError."""
+    prompts = settings.get("prompts", {})
+    if not isinstance(prompts, Mapping) or not all(isinstance(p, str | None) for p in prompts.values()):
+        raise settings.bad_value("prompts", "an object of names and texts", prompts)
+    return {name: prompt for name, prompt in prompts.items() if prompt is not None}
+
+
 def _default_prompt(settings: JsonConfig) -> str:
     """Return what is put before every text; raises ModelError."""
-    name, prompts = settings.get("default_prompt_name", None), settings.get("prompts", {})
+    name, prompts = settings.get("default_prompt_name", None), _prompts(settings)
     if name is None:
         return ""
-    if not isinstance(prompts, Mapping):
-        raise settings.bad_value("prompts", "an object of names and texts", prompts)
     found = prompts.get(name) if isinstance(name, str) else None
-    if not isinstance(found, str):
+    if found is None:
         raise ModelError(
             f"{settings.file}: default_prompt_name {name!r} is not one of its prompts {[*prompts]}; restore the file"
         )

@@ -197,17 +197,19 @@ CACHE_ROWS: Final = 64  # of the smallest cache; others are twice, four times ..
 class TextInput:
     """A request brings token ids i32 [m]: of a vocabulary, at most `longest` in a sequence.
 
-    masks: the task answers for mask tokens, so that a request has at least one.
+    masks: the task answers for mask tokens, so that a request has at least one. types: of tokens, 1 where all are
+    alike; a token of another type than the first travels as id + type x vocabulary.
     """
 
     vocab: int
     longest: int
     masks: bool = False
+    types: int = 1
 
     @property
     def upper_bound(self) -> int:
         """Return the bound below which all values of the input are."""
-        return self.vocab
+        return self.vocab * self.types
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
         """Return a request of one sequence: of so many tokens where the model takes them, else the longest."""

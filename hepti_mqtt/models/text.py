@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
@@ -91,7 +93,7 @@ def stem_of(spec: ModelSpec) -> TextStem:
 
 
 def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> str:
-    """Add the stem of a packed batch: ids i32 [m] -> [m, h]."""
+    """Add the stem of a packed batch: ids i32 [m], each with its type x V added -> [m, h]."""
     stem = stem_of(spec)
     ids = net.input("ids", (shape.tokens,), "i32")
     parts = {part: refs[name] for part, name in _STEM.items() if name in refs}
@@ -114,12 +116,13 @@ def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[
 def reference_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: PackedBatch) -> plain.Array:
     """Return the embeddings of token ids [m]: [m, h]."""
     stem = stem_of(spec)
-    x = t["stem.word"][ids]  # [m, e]
+    types, words = np.divmod(ids, stem.vocab)  # [m] each
+    x = t["stem.word"][words]  # [m, e]
     x = x * x.dtype.type(stem.scale)
     if "stem.position" in t:
         x = x + t["stem.position"][plain.token_positions(shape.lengths) + stem.position_offset]
     if stem.types:
-        x = x + t["stem.type"][0]
+        x = x + t["stem.type"][types]
     if "stem.norm.weight" in t:
         x = plain.norm(t, "stem.norm", x, spec.norm)
     return plain.linear(t, "stem.projection", x) if stem.width else x
@@ -232,6 +235,12 @@ def task_head(
         tied = config.flag("tie_word_embeddings", True)
         return TaskHead(task, "mask", outputs=config.positive("vocab_size"), activation=fill, tied=tied)
     if task == "classification":
+        sentences.check_cross_encoder(extras)
         labels = config.labels()
         return TaskHead(task, "cls", pooler=True, outputs=len(labels), labels=labels, activation=classify)
+    if task == "token_classification":
+        labels = config.labels()
+        return TaskHead(task, "none", outputs=len(labels), labels=labels)
+    if task == "question_answering":
+        return TaskHead(task, "none", outputs=2)  # where an answer begins, and where it ends
     return sentences.sentence_head(extras) if sentences.MODULES in extras else TaskHead(task, "cls", pooler=pooler)

@@ -16,9 +16,9 @@ from hepti_mqtt.spec import Activation, InputSpec, RequestShape, TaskHead
 class TextStem:
     """Token embeddings: word + position + type, then a layer norm.
 
-    types: 0 where there is no table of token types. width: columns of the tables where a dense layer takes them to h,
-    0 where they have h themselves. scale: of the word's row. positions: for which there are rows of a table, or so many
-    as a text may have.
+    types: 0 where there is no table of token types; with several, an id has its type x vocab added. width: columns of
+    the tables where a dense layer takes them to h, 0 where they have h themselves. scale: of the word's row. positions:
+    for which there are rows of a table, or so many as a text may have.
     """
 
     vocab: int
@@ -124,17 +124,17 @@ class ModelSpec:
         if self.text is not None and self.head.task == "generation":
             return DecoderInput(self.text.vocab, self.max_tokens)
         if self.text is not None:
-            return TextInput(self.text.vocab, self.max_tokens, self.head.pooling == "mask")
+            return TextInput(self.text.vocab, self.max_tokens, self.head.pooling == "mask", max(self.text.types, 1))
         assert self.image is not None
         image = self.image
         return ImageInput(image.size, image.channels, image.patches + 1, image.shortest)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
-        """Return the shape of the answer: [m, h] hidden, [masks, V] or [B, outputs] logits, or [B, h] embeddings."""
+        """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, or [B, h] embeddings."""
         if shape.want == "hidden":
             return shape.size, self.hidden
-        rows = len(shape.mask_positions) if self.head.pooling == "mask" else len(shape.sizes)
-        return rows, self.head.outputs or self.hidden
+        rows = {"mask": len(shape.mask_positions), "none": shape.size}.get(self.head.pooling, len(shape.sizes))
+        return rows, self.head.columns(self.hidden)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
@@ -161,11 +161,12 @@ class ModelSpec:
 
 def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
     """Return the packed rows of the final hidden states that the task reads; None means all of them."""
-    if shape.want == "hidden" or spec.head.pooling == "mean":
+    pooling = spec.head.pooling
+    if shape.want == "hidden" or pooling not in ("cls", "last", "mask"):
         return None
-    if spec.head.pooling == "cls":
+    if pooling == "cls":
         return shape.starts
-    if spec.head.pooling == "last":
+    if pooling == "last":
         return tuple(start + length - 1 for start, length in zip(shape.starts, shape.lengths, strict=True))
     return shape.mask_rows
 

@@ -470,9 +470,14 @@ class SiteEstimates:
                 self._probe("rate", key, _log_rate(rate), now, shared=busy or loading, loading=loading)
 
     def _probe(self, what: What, key: Key, value: float, now: float, *, shared: bool, loading: bool) -> None:
-        """Take a probe of a link. One beside exchanges or loads that found it worse than believed has shared it."""
+        """Take a probe of a link. One beside exchanges that found it worse than believed has shared it.
+
+        One beside loads that did says nothing: a load takes what the link has left for as long as it lasts.
+        """
         known = self._quantities.get((what, key))
         worse = known is not None and (value > known.mean if what == "round trip" else value < known.mean)
+        if worse and loading:
+            return
         weight = SHARED_LINK if shared and worse else LOADED_LINK if loading else 1.0
         self._observe(what, key, value, "busy" if shared else "idle", weight, now)
 

@@ -516,6 +516,17 @@ def decode_status(payload: Body) -> Status:
     return _from_json(Status, payload)
 
 
+def decode_use(payload: Body) -> bool:
+    """Return whether people let plans use a device; a cleared payload lets them. Raises `WireError` on anything else.
+
+    Its values are those of a switch in Home Assistant.
+    """
+    said = bytes(payload).strip().lower()
+    if said not in (b"on", b"off", b""):
+        raise WireError(f"{said[:20]!r} is neither on nor off")
+    return said != b"off"
+
+
 def encode_caps(caps: Caps) -> bytes:
     """Return the JSON of a device's capabilities; raises `WireError` if a field is out of range."""
     return _to_json(caps)

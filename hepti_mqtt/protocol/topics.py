@@ -1,13 +1,13 @@
 """Topics: the only place that knows how names and slashes make a topic, and what a PUBLISH packet weighs.
 
-    hepti/v1/<site>/dev/<id>/status|caps|hb|cmd|up|probe
+    hepti/v1/<site>/dev/<id>/status|caps|hb|cmd|up|probe|use
     hepti/v1/<site>/planner/status
     hepti/v1/<site>/plan/<model>
     hepti/v1/<site>/work/<model>/<first>
     hepti/v1/<site>/weights/<id or all>
     hepti/v1/<site>/x/<model>/<layer>/<from>/<to or all>
-    hepti/v1/<site>/infer/<model>/req/<client>
-    hepti/v1/<site>/infer/<model>/res/<client>/<request>
+    hepti/v1/<site>/infer/<model>/req|text/<client>
+    hepti/v1/<site>/infer/<model>/res/<client>[/<request>]
     hepti/v1/<site>/evt/<kind>
     hepti/v1/<site>/home/device|model|site/<name>
 
@@ -31,12 +31,14 @@ Kind = Literal[
     "command",
     "up",
     "probe",
+    "use",
     "planner_status",
     "plan",
     "work",
     "weights",
     "activation",
     "request",
+    "text",
     "response",
     "event",
 ]
@@ -54,6 +56,7 @@ _DEVICE_TAILS: Final[Mapping[str, Kind]] = {
     "cmd": "command",
     "up": "up",
     "probe": "probe",
+    "use": "use",
 }
 
 
@@ -114,6 +117,10 @@ class Topics:
         """Return the topic on which a device measures the way through the broker and back."""
         return self._device(device, "probe")
 
+    def use(self, device: str) -> str:
+        """Return the topic of the retained on | off by which people keep a device out of plans."""
+        return self._device(device, "use")
+
     def planner_status(self) -> str:
         """Return the topic of the planner's retained online | offline (its will)."""
         return f"{self._root}/{PLANNER}/status"
@@ -143,6 +150,14 @@ class Topics:
     def request(self, model: str, client: str) -> str:
         """Return the topic to which a client publishes its requests."""
         return f"{self._root}/infer/{check_name('model', model)}/req/{check_name('client', client)}"
+
+    def text(self, model: str, client: str) -> str:
+        """Return the topic to which a client publishes a bare text."""
+        return f"{self._root}/infer/{check_name('model', model)}/text/{check_name('client', client)}"
+
+    def text_response(self, model: str, client: str) -> str:
+        """Return the topic on which a client gets the answers to its bare texts."""
+        return self._response_root(model, client).removesuffix("/")
 
     def response(self, model: str, client: str, request: str) -> str:
         """Return the topic on which a client gets the answer to one request."""
@@ -174,9 +189,21 @@ class Topics:
         """Return the filter for what every device tells the planner."""
         return self._every_device("up")
 
+    def all_uses(self) -> str:
+        """Return the filter for who is kept out of plans."""
+        return self._every_device("use")
+
     def all_requests(self) -> str:
         """Return the filter for every client's requests to every model."""
         return f"{self._root}/infer/+/req/+"
+
+    def all_texts(self) -> str:
+        """Return the filter for every client's bare texts to every model."""
+        return f"{self._root}/infer/+/text/+"
+
+    def everything(self) -> str:
+        """Return the filter for every topic of the site."""
+        return f"{self._root}/#"
 
     def all_plans(self) -> str:
         """Return the filter for the plans of every model."""
@@ -211,7 +238,7 @@ class Topics:
         if len(topic.encode()) > MAX_TOPIC_BYTES or not topic.isprintable():
             return None
         match levels:
-            case ["infer", model, "req", client] if model and client:
+            case ["infer", model, "req" | "text", client] if model and client:
                 try:
                     check_name("model", model)
                     check_name("client", client)
@@ -278,6 +305,10 @@ def _parse_levels(levels: list[str]) -> ParsedTopic | None:
             )
         case ["infer", model, "req", client]:
             return ParsedTopic("request", model=check_name("model", model), client=check_name("client", client))
+        case ["infer", model, "text", client]:
+            return ParsedTopic("text", model=check_name("model", model), client=check_name("client", client))
+        case ["infer", model, "res", client]:
+            return ParsedTopic("response", model=check_name("model", model), client=check_name("client", client))
         case ["infer", model, "res", client, request]:
             return ParsedTopic(
                 "response",

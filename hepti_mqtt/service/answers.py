@@ -13,7 +13,8 @@ import numpy.typing as npt
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, WireError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.service.requests import Floats, ModelInput
+from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
+from hepti_mqtt.service.requests import ModelInput
 
 
 def decode_output(
@@ -21,12 +22,13 @@ def decode_output(
 ) -> dict[str, Any]:
     """Return the JSON answer for a model's output of the spec's `output_shape`.
 
-    {"embedding": [h numbers]}; {"labels": [{"label", "score"}]} best first; {"masks": [{"position", "tokens":
-    [{"token", "id", "score"}]}]} with the position in the sequence; {"dtype", "shape", "base64"} for hidden states.
-    {"ids", "text"} of the tokens that a decoder has generated; {"map": {"dtype", "shape", "base64"}} for a feature map
-    whose pixels are rows. A request with a list (texts, images, ids of ids) gets
-    {"results": [one of these for each]}, except hidden states, which are packed [m, h]. Raises WireError for an output
-    of another shape, ModelError for one that is not finite. plan: by which it was computed.
+    {"embedding": [h numbers, or the request's dimensions]}; {"labels": [{"label", "score"}]} best first; {"masks":
+    [{"position", "tokens": [{"token", "id", "score"}]}]} with the position in the sequence; {"dtype", "shape",
+    "base64"} for hidden states. {"ids", "text"} of the tokens that a decoder has generated; {"map": {"dtype", "shape",
+    "base64"}} for a feature map whose pixels are rows; for a question, what that has. A request with a list (texts,
+    pairs, images, ids of ids) gets {"results": [one of these for each]}, except hidden states, which are packed [m, h].
+    Raises WireError for an output of another shape, ModelError for one that is not finite. plan: by which it was
+    computed.
     """
     spec, shape = checkpoint.spec, prepared.shape
     if prepared.new_tokens:
@@ -41,9 +43,14 @@ def decode_output(
         raise ModelError(f"Model {checkpoint.model} produced NaN or infinity{_narrow_numbers(plan)}")
     if shape.want == "hidden":
         return _numbers(values)
-    results = _RESULTS[spec.head.task](checkpoint, prepared, values)
+    asked = prepared.question
+    results = (
+        _RESULTS[spec.head.task](checkpoint, prepared, values)
+        if asked is None
+        else asked.results(checkpoint, shape, _shortened(checkpoint, prepared, values))
+    )
     for place in prepared.empty:
-        results.insert(place, {"embedding": [0.0] * values.shape[1]})
+        results.insert(place, {"embedding": [0.0] * (prepared.dimensions or values.shape[1])})
     return {"results": results} if prepared.is_list else results[0]
 
 
@@ -82,23 +89,31 @@ def _maps(_checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list
     return [{"map": _numbers(rows)} for rows in np.split(output, len(prepared.shape.sizes))]
 
 
-def _embeddings(_checkpoint: Checkpoint, _prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
-    return [{"embedding": row.tolist()} for row in output]
+def _embeddings(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
+    return [{"embedding": row.tolist()} for row in _shortened(checkpoint, prepared, output)]
+
+
+def _shortened(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> Floats:
+    """Return the first numbers of embeddings, as many as were asked for, of length 1 where the model's are."""
+    if not prepared.dimensions:
+        return output
+    cut = output[:, : prepared.dimensions]
+    return unit(cut) if checkpoint.spec.head.normalize else cut
 
 
 def _labels(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
     names = checkpoint.spec.head.labels
-    scores = _scores(checkpoint, output)
+    scores = output if prepared.raw_scores else _scores(checkpoint, output)
     return [
-        {"labels": [{"label": names[i], "score": float(row[i])} for i in _best(row, prepared.top_k)]} for row in scores
+        {"labels": [{"label": names[i], "score": float(row[i])} for i in best(row, prepared.top_k)]} for row in scores
     ]
 
 
 def _masks(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
     token_of = checkpoint.tokenizer.id_to_token
     results: list[dict[str, Any]] = [{"masks": []} for _ in prepared.shape.sizes]
-    for (item, place), logits in zip(prepared.shape.mask_positions, _softmax(output), strict=True):
-        tokens = [{"token": token_of(i), "id": i, "score": float(logits[i])} for i in _best(logits, prepared.top_k)]
+    for (item, place), logits in zip(prepared.shape.mask_positions, softmax(output), strict=True):
+        tokens = [{"token": token_of(i), "id": i, "score": float(logits[i])} for i in best(logits, prepared.top_k)]
         results[item]["masks"].append({"position": place, "tokens": tokens})
     return results
 
@@ -118,19 +133,8 @@ def _scores(checkpoint: Checkpoint, logits: Floats) -> Floats:
     if problem == "regression" or logits.shape[1] == 1:
         return logits
     if problem == "multi_label_classification":
-        return np.asarray(0.5 * (1 + np.tanh(logits / 2)))
-    return _softmax(logits)
-
-
-def _softmax(logits: Floats) -> Floats:
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
-
-
-def _best(scores: Floats, count: int) -> Sequence[int]:
-    """Return the indices of the best scores, best first; ties by index."""
-    order: list[int] = np.argsort(-scores, kind="stable")[:count].tolist()
-    return order
+        return sigmoid(logits)
+    return softmax(logits)
 
 
 def token_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:

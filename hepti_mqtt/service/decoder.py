@@ -17,12 +17,16 @@ from hepti_mqtt.transport import Delivery
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """A user's request, not yet parsed; delivery: how it came, None if the broker does not keep it."""
+    """A user's request, not yet parsed.
+
+    delivery: how it came, None if the broker does not keep it. bare: the payload is a text instead of JSON.
+    """
 
     model: str
     client: str
     payload: bytes
     delivery: Delivery | None = None
+    bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class RetainedPlan:
 
 DecodedMessage = (
     interface.DeviceStatus
+    | interface.DeviceUse
     | interface.DeviceCaps
     | interface.DeviceHeartbeat
     | interface.DeviceMessage
@@ -63,7 +68,9 @@ class MessageDecoder:
             "caps": _caps,
             "heartbeat": _heartbeat,
             "up": _up,
+            "use": _use,
             "request": lambda topic, payload: RawRequest(topic.model, topic.client, payload),
+            "text": lambda topic, payload: RawRequest(topic.model, topic.client, payload, bare=True),
             "planner_status": lambda _, payload: PlannerStatus(messages.decode_status(payload)),
             "plan": lambda topic, _: RetainedPlan(topic.model),
         }
@@ -76,21 +83,22 @@ class MessageDecoder:
             (t.all_caps(), 1),
             (t.all_heartbeats(), 0),
             (t.all_reports(), 1),
+            (t.all_uses(), 1),
             (t.planner_status(), 1),
             (t.all_plans(), 1),
         ]
 
     def requests(self) -> list[tuple[str, int]]:
-        """Return the subscription for requests."""
-        return [(self.topics.all_requests(), 1)]
+        """Return the subscriptions for requests."""
+        return [(self.topics.all_requests(), 1), (self.topics.all_texts(), 1)]
 
     def decode(self, topic: str, payload: bytes) -> DecodedMessage | None:
-        """Return a decoded message; None if it is empty (a cleared retained one) or invalid."""
-        if not payload:
-            return None
+        """Return a decoded message; None if it is invalid, or empty: a cleared retained one."""
         parsed = None
         try:
             parsed = self.topics.parse(topic)
+            if not payload and parsed.kind != "use":  # a cleared switch is one that is on
+                return None
             decoder = self._decoders.get(parsed.kind)
             if decoder is None:
                 self.counters["foreign"] += 1
@@ -108,6 +116,10 @@ class MessageDecoder:
 def _status(topic: ParsedTopic, payload: bytes) -> DecodedMessage | None:
     status = messages.decode_status(payload)
     return None if status == messages.QUESTION else interface.DeviceStatus(topic.device, status)
+
+
+def _use(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
+    return interface.DeviceUse(topic.device, messages.decode_use(payload))
 
 
 def _caps(topic: ParsedTopic, payload: bytes) -> DecodedMessage:

@@ -26,6 +26,7 @@ from hepti_mqtt.service.forecast import Forecasts, shares
 from hepti_mqtt.service.requests import (
     MAX_WAITING_BYTES,
     MemoryQuota,
+    bare_text,
     digest,
     parse,
     peek_id,
@@ -43,11 +44,12 @@ MAX_CACHED_BYTES: Final = 64 << 20
 
 
 class Reply(NamedTuple):
-    """What to publish to a user; the id in `key` is the client's own, or a generated one."""
+    """What to publish to a user; the id in `key` is the client's own, or a generated one. outcome: ok, or a code."""
 
     topic: str
     payload: bytes
     key: RequestKey
+    outcome: str = "ok"
 
     def as_repeated(self) -> Reply:
         """Return the reply with the note that there may have been one before."""
@@ -55,7 +57,7 @@ class Reply(NamedTuple):
 
     def too_large(self, error: PacketLimitError) -> Reply:
         """Return the error that replaces an answer which the broker rejects."""
-        return self._replace(payload=encode_failure(json.loads(self.payload)["id"], error))
+        return self._replace(payload=encode_failure(json.loads(self.payload)["id"], error), outcome=error.code)
 
 
 class _CachedAnswer(NamedTuple):
@@ -76,11 +78,12 @@ class OpenModel:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _ReplyContext:
-    """How to answer a request; weakly referenced by the memory quota."""
+    """How to answer a request; weakly referenced by the memory quota. streams: tokens go out as they come."""
 
     topic: str
     model_input: requests.ModelInput
     received_s: float
+    streams: bool
 
 
 MakeId = Callable[[RawRequest], str]
@@ -117,13 +120,16 @@ class RequestHandler:
         """
         own_id: str | None = None
         try:
-            data = parse(raw.payload)
+            data = {"text": bare_text(raw.payload)} if raw.bare else parse(raw.payload)
             own_id = request_id(data)
-            return self._build_request(RequestKey(raw.model, raw.client, own_id or make_id(raw)), data, now)
+            key = RequestKey(raw.model, raw.client, own_id or make_id(raw))
+            return self._build_request(key, data, now, self._text_topic(raw) if raw.bare else None)
         except HeptiError as error:
             return self.refuse_unread(raw, error, make_id, own_id)
 
-    def _build_request(self, key: RequestKey, data: Mapping[str, Any], now: float) -> Request | Reply:
+    def _build_request(
+        self, key: RequestKey, data: Mapping[str, Any], now: float, text_topic: str | None
+    ) -> Request | Reply:
         model, client = key.model, key.client
         served = self._models.get(model)
         if served is None:
@@ -134,7 +140,7 @@ class RequestHandler:
                 f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
                 "operator"
             )
-        topic = parts.reply_to or self._topics.response(model, client, key.id)
+        topic = text_topic or parts.reply_to or self._topics.response(model, client, key.id)
         if parts.reply_to and not self._topics.response_allowed(parts.reply_to, model, client):
             own = self._topics.responses(client, model).removesuffix("+")
             raise RequestError(f"reply_to must be a topic below {own}, where only {client} reads")
@@ -151,7 +157,7 @@ class RequestHandler:
             prompt = tuple(prepared.inputs[1:].tolist())
             generation = Generation(prompt, prepared.new_tokens, prepared.shape, served.checkpoint.end_tokens)
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
-        context = _ReplyContext(topic, prepared, now)
+        context = _ReplyContext(topic, prepared, now, streams=text_topic is None)
         self._quota.take(prepared.inputs.nbytes, context)
         return Request(
             key,
@@ -165,13 +171,17 @@ class RequestHandler:
             wants_report=parts.report,
         )
 
+    def _text_topic(self, raw: RawRequest) -> str:
+        return self._topics.text_response(raw.model, raw.client)
+
     def refuse_unread(
         self, raw: RawRequest, error: HeptiError, make_id: MakeId = _new_id, own_id: str | None = None
     ) -> Reply:
         """Return the error that answers a request; callable on any thread. own_id: searched for unless given."""
-        own_id = own_id or peek_id(raw.payload)
+        own_id = None if raw.bare else own_id or peek_id(raw.payload)
         key = RequestKey(raw.model, raw.client, own_id or make_id(raw))
-        return Reply(self._topics.response(key.model, key.client, key.id), encode_failure(own_id, error), key)
+        topic = self._text_topic(raw) if raw.bare else self._topics.response(key.model, key.client, key.id)
+        return Reply(topic, encode_failure(own_id, error), key, error.code)
 
     def request_forecast(self, request: Request) -> None:
         """Request a cost forecast on another thread; the answer contains it if it is ready in time."""
@@ -191,9 +201,11 @@ class RequestHandler:
                 late.append(max(begun_s - received_s, 0.0))
             return min(late, default=0.0)
 
-    def encode_token(self, command: TokenReady) -> Reply:
-        """Return the JSON of one token, sent before the answer, which has all tokens."""
+    def encode_token(self, command: TokenReady) -> Reply | None:
+        """Return the JSON of one token, sent before the answer, which has all; None where only that is wanted."""
         request = command.request
+        if not _context(request).streams:
+            return None
         told = {
             "request": request.key.id,
             "index": command.index,
@@ -267,7 +279,7 @@ class RequestHandler:
     def encode_refusal(self, command: RefuseRequest) -> Reply:
         """Return the JSON of an error, which is not cached: the same request may be sent again."""
         key = command.request.key
-        return Reply(_context(command.request).topic, encode_failure(key.id, command.error), key)
+        return Reply(_context(command.request).topic, encode_failure(key.id, command.error), key, command.error.code)
 
     def _cached_answer(self, key: RequestKey) -> _CachedAnswer | None:
         with self._lock:

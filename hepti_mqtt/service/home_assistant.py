@@ -19,7 +19,14 @@ import msgpack
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, WireError
-from hepti_mqtt.protocol.messages import Heartbeat, Status, decode_heartbeat, decode_status, missing_record_key
+from hepti_mqtt.protocol.messages import (
+    Heartbeat,
+    Status,
+    decode_heartbeat,
+    decode_status,
+    decode_use,
+    missing_record_key,
+)
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, State
@@ -82,6 +89,16 @@ class Payloads:
             "slowdown": _sensor("Slowdown", "slowdown", state_class="measurement", entity_category="diagnostic"),
             "round_trip": _sensor("Round trip", "round_trip_ms", unit="ms", device_class="duration"),
             "share": _sensor("Share of the work", "share_percent", unit="%", state_class="measurement"),
+            "use": {
+                "platform": "switch",
+                "name": "Use for inference",
+                "entity_category": "config",
+                "command_topic": self._topics.use(name),
+                "retain": True,  # it outlives the planner
+                "payload_on": "on",
+                "payload_off": "off",
+                "value_template": "{{ value_json.use }}",
+            },
             "version": {
                 "platform": "update",
                 "name": "Agent",
@@ -175,6 +192,7 @@ class HomeAssistantSession:
         self._topics, self._prefix, self._tasks = topics, prefix, dict(tasks)
         self._payloads = Payloads(topics, prefix)
         self._devices: dict[str, _Device] = {}
+        self._unwanted: set[str] = set()  # switched off, also before anything else is known of them
         self._models = {name: _Model() for name in tasks}
         self._retained: dict[str, bytes] = {}  # what we have published
         self._foreign: set[str] = set()  # configs of this site that the broker had
@@ -185,7 +203,7 @@ class HomeAssistantSession:
     def filters(self) -> list[tuple[str, int]]:
         """Return what to subscribe to, with the QoS."""
         t = self._topics
-        own = [(t.all_status(), 1), (t.all_heartbeats(), 0), (t.all_plans(), 1)]
+        own = [(t.all_status(), 1), (t.all_uses(), 1), (t.all_heartbeats(), 0), (t.all_plans(), 1)]
         return [*own, (f"{self._prefix}/status", 1), (self._payloads.all_configs(), 1)]
 
     def handle_connection(self, now: float) -> list[Publish]:
@@ -231,6 +249,9 @@ class HomeAssistantSession:
             known = self._devices.get(parsed.device)
             self._devices[parsed.device] = _Device(status, known.heartbeat if known else None)
             return [*self._publish_device(parsed.device, now), *self._publish_site()]
+        if parsed.kind == "use":
+            (self._unwanted.discard if decode_use(payload) else self._unwanted.add)(parsed.device)
+            return self._publish_device(parsed.device, now) if parsed.device in self._devices else []
         if parsed.kind == "heartbeat" and (device := self._devices.get(parsed.device)) is not None:
             device.heartbeat = decode_heartbeat(payload)
             due = now - device.published_s >= STATE_S
@@ -286,7 +307,11 @@ class HomeAssistantSession:
         device = self._devices[name]
         out = self._retain(self._payloads.config_topic("device", name), self._payloads.device(name, device.status))
         device.published_s, heartbeat = now, device.heartbeat
-        state: Json = {"version": device.status.version, "share_percent": round(100 * self._share(name), 1)}
+        state: Json = {
+            "version": device.status.version,
+            "use": "off" if name in self._unwanted else "on",
+            "share_percent": round(100 * self._share(name), 1),
+        }
         if heartbeat is not None:
             trip_s = heartbeat.round_trip_s
             state |= {

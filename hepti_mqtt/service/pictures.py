@@ -17,7 +17,8 @@ from PIL import Image, ImageOps
 
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.shapes import ImageInput
-from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, describe
+from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS
+from hepti_mqtt.service.texts import describe
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _GREY: Final = frozenset({"I;16", "I;16B", "I;16L"})  # 16 bits, of which Pillow takes the upper half of colours

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from secrets import token_bytes
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgpack
 
 from hepti_mqtt import __version__
-from hepti_mqtt.config.process import RateLimitedLog, return_large_blocks
+from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
 from hepti_mqtt.ids import Start, check_name
 from hepti_mqtt.protocol.keys import KEY_BYTES
@@ -61,6 +61,9 @@ from hepti_mqtt.transport import (
     new_boot,
     open_broker_warning,
 )
+
+if TYPE_CHECKING:
+    from hepti_mqtt.service.metrics import PlannerMetrics
 
 
 def encode_record(
@@ -216,6 +219,7 @@ class _Planner:
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.clocks: dict[str, float] = {}
         self.shown: dict[str, PublishPlan] = {}
+        self.unused: Mapping[str, str] = {}  # as the records say
         self.session = session.CoordinatorSession(
             config.site, start.boot, served, config.in_flight, broker, token_bytes(KEY_BYTES), config.checked
         )
@@ -259,6 +263,7 @@ class _Planner:
             lambda error: self.inbox.post(partial(self._fail, error)),
         )
         self.home = self._home_assistant(config.home_assistant)
+        self.metrics = self._metrics()
 
     def _home_assistant(self, prefix: str | None) -> HomeAssistant | None:
         if prefix is None:
@@ -266,6 +271,15 @@ class _Planner:
         tasks = {name: model.checkpoint.spec.head.task for name, model in self.models.items()}
         warn = partial(self.decoder.log.record, "home_assistant")
         return HomeAssistant(self.config.url, self.topics, prefix, tasks, time.monotonic, warn)
+
+    def _metrics(self) -> PlannerMetrics | None:
+        if self.config.metrics is None:
+            return None
+        with requires_extra("metrics", "--metrics"):
+            from hepti_mqtt.service.metrics import PlannerMetrics
+
+        counted = (self.decoder.counters, self.session.counters)
+        return PlannerMetrics(self.models, lambda: {k: n for c in counted for k, n in dict(c).items()})
 
     # -- network thread: nothing here blocks ------------------------------------------------------------------------
 
@@ -346,10 +360,13 @@ class _Planner:
 
     def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
         self.channel.send(self.handler.refuse_unread(raw, error, self.channel.journal.id_for), [raw])
+        if self.metrics is not None:
+            self.metrics.record_answer(raw.model, error.code, 0.0)
 
     def _answer(self, command: Answering) -> None:
         if isinstance(command, interface.TokenReady):
-            self.channel.send(self.handler.encode_token(command))
+            if (part := self.handler.encode_token(command)) is not None:
+                self.channel.send(part)
             return
         try:
             reply = (
@@ -360,9 +377,12 @@ class _Planner:
         except Exception as error:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
         self.channel.send(reply, self.channel.journal.take_waiting(command.request))
+        age_s, model = self.handler.age_s(command.request, time.monotonic()), reply.key.model
         if self.home is not None:
-            age_s = self.handler.age_s(command.request, time.monotonic())
-            self.home.record_reply(command.request.key.model, 1e3 * age_s, reply.payload)
+            self.home.record_reply(model, 1e3 * age_s, reply.payload)
+        if self.metrics is not None:
+            stats = command.stats if isinstance(command, interface.AnswerRequest) else ()
+            self.metrics.record_answer(model, reply.outcome, age_s, stats)
 
     def _internal_error(self, error: Exception) -> RemoteError:
         self.log.exception("Internal error while handling a request; the planner continues")
@@ -384,7 +404,10 @@ class _Planner:
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
             threading.Thread(target=self.tiles.run, name="planner-tiles", daemon=True),
         ]
+        served = None
         try:
+            if self.metrics is not None and self.config.metrics is not None:
+                served = self.metrics.serve(self.config.metrics)
             self.bulk.connect()
             self.channel.connect()
             self.control.connect()
@@ -401,6 +424,8 @@ class _Planner:
             self.forecasts.close()
             self.tiles.close()
             self._shut_down()
+            if served is not None:
+                served.close()
         if self.failure is not None:
             raise self.failure
 
@@ -417,6 +442,8 @@ class _Planner:
                 self.channel.resend_due(time.monotonic())
                 if self.home is not None:
                     self.home.tick()
+                if self.metrics is not None:
+                    self.metrics.look(self.session, time.monotonic())
             self.throttle.run_before_searches(
                 partial(self._run_guarded, item if callable(item) else partial(self._handle, item))
             )
@@ -449,6 +476,8 @@ class _Planner:
             self._run_guarded(partial(self._execute, command))
         if isinstance(event, interface.DeviceHeartbeat):
             self._compare_clock(event.device, event.heartbeat.clock_s)
+        elif isinstance(event, interface.Tick) and self.session.fleet.unused_reasons() != self.unused:
+            self._publish_plans()
         self.forecasts.set_busy_models(computing := self.session.groups.models_in_use())
         self.throttle.set_serving(bool(computing))
         self.tiles.set_serving(bool(computing))
@@ -467,6 +496,9 @@ class _Planner:
         if ahead_s:
             text = f"the clock of {device} differs from this machine's by {abs(ahead_s):.0f} s; set the wrong one"
             self.decoder.log.warn_once("odd_clock", device, text)
+        self._publish_plans()
+
+    def _publish_plans(self) -> None:
         for shown in self.shown.values():
             self._publish_plan(shown)
 
@@ -502,7 +534,7 @@ class _Planner:
     def _publish_plan(self, shown: interface.PublishPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
         served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
-        self.shown[shown.model] = shown
+        self.shown[shown.model], self.unused = shown, unused
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
         record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence)

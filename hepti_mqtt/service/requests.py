@@ -1,4 +1,4 @@
-"""Users' requests: limits, parsing, tokenising, pins, and batches."""
+"""Users' requests: limits, parsing, inputs, pins, and batches."""
 
 from __future__ import annotations
 
@@ -15,40 +15,29 @@ from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import BadNameError, ModelError, OverloadedError, RequestError
+from hepti_mqtt.errors import BadNameError, OverloadedError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import preprocessor, single_sequence
-from hepti_mqtt.models.sentences import TextRules
+from hepti_mqtt.models.sentences import DOCUMENT_PROMPTS, MODULES, QUERY_PROMPTS
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
-from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
+from hepti_mqtt.service.questions import (
+    Entities,
+    Extraction,
+    OwnLabels,
+    Question,
+    Ranking,
+    Source,
+    entailment,
+    scoring,
+)
+from hepti_mqtt.service.texts import TextReader, Tokens, describe, is_int, quoted
 from hepti_mqtt.spec import RequestShape, Want
 from hepti_mqtt.strategies import STRATEGIES
-
-
-def is_int(value: Any) -> bool:
-    """Return whether a JSON value is an integer; true and false are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def describe(value: Any) -> str:
-    """Return a short description of a JSON value."""
-    if value is None or isinstance(value, bool | int | float):
-        return str(value)[:40]
-    words: dict[str, str] = {"str": "a string", "list": "a list", "dict": "an object"}
-    name = type(value).__name__
-    return words.get(name, name)
-
-
-def quoted(value: Any) -> str:
-    """Return the beginning of a string, or a short description of another JSON value."""
-    return repr(value[:40]) if isinstance(value, str) else describe(value)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Limits of a request: each is checked before the work that it bounds. Documented in docs/reference/requests.md.
@@ -57,27 +46,10 @@ def quoted(value: Any) -> str:
 MAX_REQUEST_BYTES: Final = 16_000_000
 MAX_ITEMS: Final = 500_000  # commas and opening brackets of a request's JSON, also those within texts
 MAX_SEQUENCES: Final = 64
-MAX_CHARACTERS: Final = 400_000  # tokenised of all texts of a request; truncated text hardly counts
 MAX_PIXELS: Final = 25_000_000  # of all pictures of a request; those of WebP count twice
 MAX_SCANS: Final = 64  # of a JPEG file: each covers all pixels, and may be a few bytes long
 MAX_OUTPUT: Final = 8_000_000  # numbers in an answer
 MAX_WAITING_BYTES: Final = 128 << 20  # ids and pixels of all unanswered requests
-
-
-class CharacterBudget:
-    """The characters that one request may still have tokenised."""
-
-    def __init__(self) -> None:
-        self._left = MAX_CHARACTERS
-
-    def take(self, count: int) -> None:
-        """Count characters to be tokenised; raises RequestError above the limit."""
-        self._left -= count
-        if self._left < 0:
-            raise RequestError(
-                f"the texts are too long: {MAX_CHARACTERS} characters of one request are read at the most; shorten "
-                "them, or send fewer at once"
-            )
 
 
 class MemoryQuota:
@@ -104,107 +76,44 @@ class MemoryQuota:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Texts to token ids: of a long text only as much is tokenised as the model reads.
-
-
-CHARACTERS_PER_TOKEN: Final = 4  # first guess, doubled until it suffices
-
-
-def encode_text(
-    checkpoint: Checkpoint, reads: TextInput, name: str, value: Any, truncate: bool, characters: CharacterBudget
-) -> list[int]:
-    """Return the ids of a text; truncation keeps the tokens that the tokenizer adds at both ends.
-
-    Without truncation a long text may end early, still longer than the model reads. Raises RequestError naming the
-    text, ModelError for a tokenizer of another model.
-    """
-    if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string, not {describe(value)}")
-    if not value.strip():
-        raise RequestError(f"{name} is empty; send some words")
-    if not checkpoint.has_tokenizer and not reads.masks:
-        raise ModelError(
-            f"{checkpoint.path / 'tokenizer.json'} is missing, so texts cannot be read; copy it, or send token ids"
-        )
-    texts = checkpoint.texts
-    tokenizer, text = texts.tokenizer, _cleaned(checkpoint.text_rules, value)
-    # Of a text whose beginning is cut off, all tokens are needed.
-    longest = len(text) if truncate and texts.side == "left" else reads.longest
-    encoding = _encode_prefix(tokenizer, name, text, longest, characters)
-    if (control := next((i for i in encoding.ids if i in texts.controls), None)) is not None:
-        raise RequestError(
-            f"{name} has the model's control token {tokenizer.id_to_token(control)!r} in it, which this tokenizer "
-            "cannot read as text; take it out"
-        )
-    room = reads.longest - tokenizer.num_special_tokens_to_add(False)
-    if truncate and len(encoding) > room:
-        encoding.truncate(max(room, 0), direction=texts.side)
-    ids: list[int] = tokenizer.post_process(encoding).ids
-    if not ids:
-        raise RequestError(f"{name} has no tokens for model {checkpoint.model}; send some words")
-    if max(ids) >= reads.vocab:
-        raise ModelError(
-            f"{checkpoint.path / 'tokenizer.json'} gives id {max(ids)}, but config.json's vocab_size is "
-            f"{reads.vocab}; both must be of the same model"
-        )
-    return ids
-
-
-def _cleaned(rules: TextRules, text: str) -> str:
-    """Return a text with the prompt and lower case that sentence-transformers applies before its tokenizer."""
-    text = f"{rules.prompt}{text}"
-    text = text.strip() if rules.strip else text
-    return text.lower() if rules.lower == "text" else text
-
-
-def _encode_prefix(tokenizer: Tokenizer, name: str, text: str, longest: int, characters: CharacterBudget) -> Encoding:
-    """Return all tokens of a text, or more than `longest` of its first ones."""
-    window = CHARACTERS_PER_TOKEN * longest
-    while window < len(text):
-        characters.take(window)
-        encoding = _encode(tokenizer.encode_batch, name, text[:window])
-        # The last word may continue behind the window or start a special token, which changes its tokens.
-        words, sure = encoding.word_ids, window - _longest_special(tokenizer)
-        pairs = zip(words, encoding.offsets, strict=True)
-        if words and sum(word != words[-1] and stop <= sure for word, (_, stop) in pairs) > longest:
-            return encoding
-        window *= 2
-    characters.take(len(text))
-    return _encode(tokenizer.encode_batch_fast, name, text)  # the fast variant gives no word ids
-
-
-def _longest_special(tokenizer: Tokenizer) -> int:
-    return max((len(token.content) for token in tokenizer.get_added_tokens_decoder().values()), default=0)
-
-
-def _encode(encode: Callable[..., list[Encoding]], name: str, text: str) -> Encoding:
-    """Return a text's tokens, by a batch method: only those release the interpreter lock."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{name} is not valid Unicode ({error.reason}); send it as UTF-8") from error
-    return encode([text], add_special_tokens=False)[0]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # JSON requests to token ids or pixels, without I/O.
 
 
-Floats = npt.NDArray[np.float32]
-
 MAX_TOP_K: Final = 1000
 DEFAULT_TOP_K: Final = 5
-
-TEXT_INPUTS: Final = ("text", "texts", "ids")
-IMAGE_INPUTS: Final = ("image", "images")
 MAX_NEW_TOKENS: Final = 4096
 DEFAULT_NEW_TOKENS: Final = 16
-_OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", "max_new_tokens"})
+TEMPLATE: Final = "This example is {}."
+# Of a question and a part of its context, as extractive question answering of transformers has them.
+WINDOW: Final = 384
+OVERLAP: Final = 128
+MAX_ANSWER_TOKENS: Final = 15
+
+IMAGE_FORMS: Final = (("image",), ("images",))
+PAIR_FORMS: Final = (("text", "text_pair"), ("pairs",))
+RANKING_FORM: Final = ("query", "documents")
+LABEL_FORMS: Final = (("text", "candidate_labels"), ("texts", "candidate_labels"))
+ANSWER_FORM: Final = ("question", "context")
+_FORMS: Final = (
+    ("text",), ("texts",), ("ids",), *PAIR_FORMS, RANKING_FORM, *LABEL_FORMS, ANSWER_FORM, *IMAGE_FORMS,
+)  # fmt: skip
+_INPUTS: Final = tuple(dict.fromkeys(key for form in _FORMS for key in form))
+# Options that only some inputs have, and tasks.
+_INPUTS_OF: Final = {
+    "token_types": ("ids",), "return_documents": ("documents",), "multi_label": ("candidate_labels",),
+    "hypothesis_template": ("candidate_labels",), "no_answer": ("context",), "max_answer_tokens": ("context", "ids"),
+    "prompt": ("text", "texts"), "aggregation": ("text", "texts", "ids"),
+}  # fmt: skip
+_TASKS_OF: Final = {
+    "aggregation": "token_classification", "dimensions": "embedding", "max_answer_tokens": "question_answering",
+    "max_new_tokens": "generation", "prompt": "embedding", "raw_scores": "classification",
+}  # fmt: skip
+_OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", *_INPUTS_OF, *_TASKS_OF})
 # Read by the envelope below.
 PINS: Final = ("strategy", "options", "devices", "wire", "accuracy", "weights", "route", "objective")
 _ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", "report", *PINS})
 UNKNOWN_SHOWN: Final = 8
-_KEYS: Final = frozenset({*TEXT_INPUTS, *IMAGE_INPUTS, *_OPTIONS, *_ENVELOPE})
+_KEYS: Final = frozenset({*_INPUTS, *_OPTIONS, *_ENVELOPE})
 
 
 @dataclass(frozen=True)
@@ -214,6 +123,8 @@ class ModelInput:
     inputs: token ids int32 [m], for a decoder with a leading zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
     user sent a list and gets a list of results. wants_result: False for want "plan", which needs no devices.
     new_tokens: number of tokens to generate. empty: indices of empty texts, which are not computed and give zeros.
+    dimensions: of an embedding, 0 for all. raw_scores: logits instead of scores. question: what the output is asked,
+    None for one answer of the model's task for each input.
     """
 
     shape: RequestShape
@@ -223,6 +134,9 @@ class ModelInput:
     wants_result: bool = True
     new_tokens: int = 0
     empty: tuple[int, ...] = ()
+    dimensions: int = 0
+    raw_scores: bool = False
+    question: Question | None = None
 
 
 def read_input(checkpoint: Checkpoint, request: Any) -> ModelInput:
@@ -251,34 +165,108 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> ModelInput:
             f"unknown key{'s' if len(unknown) > 1 else ''} {some}{more}; a request may have {', '.join(sorted(_KEYS))}"
         )
     reads = checkpoint.spec.input_spec
-    given = [key for key in (*TEXT_INPUTS, *IMAGE_INPUTS) if key in request]
-    allowed = IMAGE_INPUTS if isinstance(reads, ImageInput) else TEXT_INPUTS
-    if len(given) != 1:
-        has = f"this one has {' and '.join(given)}" if given else "this one has none"
-        raise RequestError(f"a request has exactly one of {', '.join(allowed)}; {has}")
-    if given[0] not in allowed:
-        raise RequestError(
-            f"model {checkpoint.model} cannot read {given[0]!r}; send one of {', '.join(allowed)}, or ask another model"
-        )
+    form = _form(checkpoint, request)
     want, computes = _want(request)
-    top_k = request.get("top_k", DEFAULT_TOP_K)
-    if not is_int(top_k) or not 1 <= top_k <= MAX_TOP_K:
-        raise RequestError(f"top_k must be an integer from 1 to {MAX_TOP_K}, not {describe(top_k)}")
-    key, several = given[0], _is_several(given[0], request[given[0]])
+    top_k = _integer(request, "top_k", DEFAULT_TOP_K, MAX_TOP_K)
+    several = _is_several(form, request)
     if isinstance(reads, ImageInput):
         pixels = _pictures(checkpoint, reads, request, several)
         return ModelInput(reads.batch(len(pixels), want), pixels, several, top_k, computes)
-    if isinstance(reads, DecoderInput):
-        return _decoded(checkpoint, reads, request, key, want, top_k, computes)
-    if "max_new_tokens" in request:
-        raise RequestError(
-            f"model {checkpoint.model} generates no tokens; leave max_new_tokens out, or ask another model"
-        )
     assert isinstance(reads, TextInput)
+    truncate = _flag(request, "truncate")
+    if isinstance(reads, DecoderInput):
+        return _decoded(checkpoint, reads, request, form[0], want, top_k, computes)
     request, empty = _without_empty(checkpoint, request, want)
-    lengths, ids = _tokens(checkpoint, reads, request, key, several)
-    rows = _mask_rows(checkpoint, key, ids) if reads.masks and want == "task" else ()
-    return ModelInput(reads.batch(lengths, want, rows), ids, several, top_k, computes, empty=empty)
+    task = checkpoint.spec.head.task
+    places = want == "task" and task in ("token_classification", "question_answering")
+    reader = TextReader(checkpoint, reads, truncate, offsets=places)
+    sequences, question = _READ.get(form, _read_inputs)(checkpoint, reader, request, form, several)
+    lengths, ids = _packed(sequences)
+    rows = _mask_rows(checkpoint, reads, form[0], ids) if reads.masks and want == "task" else ()
+    return ModelInput(
+        reads.batch(lengths, want, rows),
+        ids,
+        several,
+        top_k,
+        computes,
+        empty=empty,
+        dimensions=_integer(request, "dimensions", 0, checkpoint.spec.output_shape(reads.shape(1))[1]),
+        raw_scores=_flag(request, "raw_scores"),
+        question=question,
+    )
+
+
+Form = tuple[str, ...]
+
+
+def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
+    """Return the keys that requests of a model may bring their input with, together."""
+    reads, head = checkpoint.spec.input_spec, checkpoint.spec.head
+    if isinstance(reads, ImageInput):
+        return IMAGE_FORMS
+    if isinstance(reads, DecoderInput):
+        return (("text",), ("ids",))
+    texts: tuple[Form, ...] = (("text",), ("texts",))
+    if head.task == "question_answering":
+        return (ANSWER_FORM, ("ids",))
+    if head.task == "classification":
+        texts = PAIR_FORMS if scoring(checkpoint).declared else (*texts, *PAIR_FORMS)
+        ranks = (RANKING_FORM,) if head.outputs == 1 else ()
+        entails = LABEL_FORMS if entailment(head.labels)[0] >= 0 else ()
+        return (*texts, ("ids",), *ranks, *entails)
+    if head.task == "embedding":
+        pairs = () if MODULES in checkpoint.extras else PAIR_FORMS
+        return (*texts, ("ids",), *pairs, RANKING_FORM)
+    return (*texts, ("ids",), *(PAIR_FORMS if head.task == "masked_token" else ()))
+
+
+def _form(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Form:
+    """Return the keys of a request's input; raises RequestError for those that the model does not read together."""
+    given = tuple(key for key in _INPUTS if key in request)
+    allowed = forms(checkpoint)
+    found = next((form for form in allowed if {*form} == {*given}), None)
+    if found is None:
+        reads = "; ".join(" and ".join(form) for form in allowed)
+        raise RequestError(
+            f"a request to model {checkpoint.model} brings one of: {reads}. This one brings "
+            f"{' and '.join(given) or 'none'}{_why_not(checkpoint, given)}; send one of those, or ask another model"
+        )
+    for option, inputs in _INPUTS_OF.items():
+        if option in request and not {*inputs} & {*given}:
+            raise RequestError(f"{option} goes with {' or '.join(inputs)}; leave it out")
+    for option, task in _TASKS_OF.items():
+        if option in request and checkpoint.spec.head.task != task:
+            raise RequestError(
+                f"{option} is for {task.replace('_', ' ')}, which model {checkpoint.model} does not do; leave it out"
+            )
+    return found
+
+
+def _why_not(checkpoint: Checkpoint, given: Sequence[str]) -> str:
+    """Return why a classifier does not read what others read, as the end of a sentence."""
+    head = checkpoint.spec.head
+    if head.task != "classification":
+        return ""
+    if "documents" in given and head.outputs > 1:
+        return f", and only models with one label rank documents: this one has {head.outputs}"
+    if "candidate_labels" in given and entailment(head.labels)[0] < 0:
+        return ", and only models with a label that begins with 'entail' take labels of your own"
+    return ", and its files say that it scores pairs of texts" if scoring(checkpoint).declared else ""
+
+
+def _integer(request: Mapping[str, Any], key: str, default: int, most: int) -> int:
+    """Return an option that is an integer from 1 on."""
+    value = request.get(key, default)
+    if key in request and (not is_int(value) or not 1 <= value <= most):
+        raise RequestError(f"{key} must be an integer from 1 to {most}, not {describe(value)}")
+    return int(value)
+
+
+def _flag(request: Mapping[str, Any], key: str) -> bool:
+    value = request.get(key, False)
+    if not isinstance(value, bool):
+        raise RequestError(f"{key} must be true or false, not {describe(value)}")
+    return value
 
 
 def _without_empty(
@@ -311,15 +299,16 @@ def _decoded(
     computes: bool,
 ) -> ModelInput:
     """Return a decoder's input: one prompt, and the number of tokens to generate."""
-    if _is_several(key, request[key]):
+    if _is_several((key,), request):
         raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
-    most = request.get("max_new_tokens", DEFAULT_NEW_TOKENS)
-    if not is_int(most) or not 1 <= most <= MAX_NEW_TOKENS:
-        raise RequestError(f"max_new_tokens must be an integer from 1 to {MAX_NEW_TOKENS}, not {describe(most)}")
+    most = _integer(request, "max_new_tokens", DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS)
     limit, new = reads.longest, most if want == "task" else 0
-    if request.get("truncate") is True and new < limit:
+    truncate = request.get("truncate") is True
+    if truncate and new < limit:
         reads = replace(reads, longest=limit - new)  # leave room for the new tokens
-    _, ids = _tokens(checkpoint, reads, request, key, several=False)
+    reader = TextReader(checkpoint, reads, truncate)
+    tokens = reader.ids(key, request[key]) if key == "ids" else reader.text(key, request[key])
+    ids = np.array(tokens.ids, np.int32)
     if len(ids) + new > limit:
         if "max_new_tokens" in request or len(ids) >= limit:
             raise RequestError(
@@ -331,11 +320,12 @@ def _decoded(
     return ModelInput(shape, inputs, is_list=False, top_k=top_k, wants_result=computes, new_tokens=new)
 
 
-def _is_several(key: str, value: Any) -> bool:
+def _is_several(form: Form, request: Mapping[str, Any]) -> bool:
     """Return whether the user sent several inputs; ids may be one list or a list of lists."""
-    if key == "ids":
+    if form == ("ids",):
+        value = request["ids"]
         return isinstance(value, list) and any(isinstance(item, list) for item in value)
-    return key in ("texts", "images")
+    return bool({"texts", "pairs", "images"} & {*form})
 
 
 def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
@@ -348,34 +338,14 @@ def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
     raise RequestError(f'want must be "task", "hidden" or "plan", not {quoted(want)}')
 
 
-def _tokens(
-    checkpoint: Checkpoint, reads: TextInput, request: Mapping[str, Any], key: str, several: bool
-) -> tuple[tuple[int, ...], npt.NDArray[np.int32]]:
+def _packed(sequences: Sequence[Tokens]) -> tuple[tuple[int, ...], npt.NDArray[np.int32]]:
     """Return the length of each sequence, and all ids packed [m]."""
-    truncate = request.get("truncate", False)
-    if not isinstance(truncate, bool):
-        raise RequestError(f"truncate must be true or false, not {describe(truncate)}")
-    limit = reads.longest
-    sequences: list[list[int]] = []
-    characters = CharacterBudget()
-    for name, item in _items(key, request[key], several):
-        ids = (
-            _checked_ids(checkpoint, reads, name, item)
-            if key == "ids"
-            else encode_text(checkpoint, reads, name, item, truncate, characters)
-        )
-        if len(ids) > limit and not truncate:
-            raise RequestError(
-                f"{name} has more than {limit} tokens, which is what model {checkpoint.model} takes at most: "
-                'shorten it, or send "truncate": true'
-            )
-        sequences.append(ids[:limit])
-    packed = np.array([token for ids in sequences for token in ids], np.int32)
-    return tuple(map(len, sequences)), packed
+    packed = np.array([token for one in sequences for token in one.ids], np.int32)
+    return tuple(len(one.ids) for one in sequences), packed
 
 
-def _mask_rows(checkpoint: Checkpoint, key: str, ids: npt.NDArray[np.int32]) -> tuple[int, ...]:
-    rows = tuple(np.flatnonzero(ids == checkpoint.mask_id).tolist())
+def _mask_rows(checkpoint: Checkpoint, reads: TextInput, key: str, ids: npt.NDArray[np.int32]) -> tuple[int, ...]:
+    rows = tuple(np.flatnonzero(ids % reads.vocab == checkpoint.mask_id).tolist())
     if not rows:
         mask = checkpoint.tokenizer.id_to_token(checkpoint.mask_id)
         raise RequestError(
@@ -384,7 +354,7 @@ def _mask_rows(checkpoint: Checkpoint, key: str, ids: npt.NDArray[np.int32]) -> 
     return rows
 
 
-def _items(key: str, value: Any, several: bool) -> list[tuple[str, Any]]:
+def _items(key: str, value: Any, several: bool = True) -> list[tuple[str, Any]]:
     """Return each input with its name in errors."""
     if not several:
         return [(key, value)]
@@ -395,34 +365,141 @@ def _items(key: str, value: Any, several: bool) -> list[tuple[str, Any]]:
     return [(f"{key}[{i}]", item) for i, item in enumerate(value)]
 
 
-def _checked_ids(checkpoint: Checkpoint, reads: TextInput, name: str, value: Any) -> list[int]:
-    if not isinstance(value, list):
-        raise RequestError(f"{name} must be a list of integers, not {describe(value)}")
-    if not value:
-        raise RequestError(f"{name} is empty; send at least one token id")
-    for place, token in enumerate(value):
-        if not is_int(token):
-            raise RequestError(f"{name}[{place}] must be an integer, not {quoted(token)}")
-        if not 0 <= token < reads.vocab:
-            raise RequestError(f"{name} has the id {token}; model {checkpoint.model} knows 0 to {reads.vocab - 1}")
-    _check_single(checkpoint, name, value)
-    return value
+# ----------------------------------------------------------------------------------------------------------------------
+# What each form of a request gives: sequences of tokens, and what their output is asked.
 
 
-def _check_single(checkpoint: Checkpoint, name: str, ids: Sequence[int]) -> None:
-    """Raise RequestError for ids of which a model makes something else than one text."""
-    spec = checkpoint.spec
-    stem = spec.text if isinstance(spec, ModelSpec) else None
-    if stem is None:
-        return
-    if stem.position_offset and stem.position_offset - 1 in ids:
-        raise RequestError(f"{name} has the padding id {stem.position_offset - 1}; send ids without padding")
-    separator = checkpoint.texts.separator if stem.types > 1 and checkpoint.has_tokenizer else None
-    if separator is not None and separator in ids[:-1]:
+Read = tuple[list[Tokens], Question | None]
+
+
+def _read_inputs(
+    checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], form: Form, several: bool
+) -> Read:
+    """Read texts, or a user's own ids: one answer for each."""
+    (key,) = form
+    task = checkpoint.spec.head.task
+    if key == "ids":
+        items = _items(key, request[key], several)
+        types = request.get("token_types", [None] * len(items) if several else None)
+        if several and (not isinstance(types, list) or len(types) != len(items)):
+            raise RequestError(f"token_types must have one list for each of the {len(items)} lists of ids")
+        by_item = types if several else [types]
+        read = [reader.ids(name, item, kinds) for (name, item), kinds in zip(items, by_item, strict=True)]
+    else:
+        prompt = _prompt(checkpoint, request)
+        read = [reader.text(name, item, prompt) for name, item in _items(key, request[key], several)]
+    if task == "token_classification" and request.get("want") != "hidden":
+        return read, _entities(checkpoint, request, read, [text for _, text in _items(key, request[key], several)])
+    if task == "question_answering":
+        return read, Extraction(_integer(request, "max_answer_tokens", MAX_ANSWER_TOKENS, WINDOW))
+    return read, None
+
+
+def _prompt(checkpoint: Checkpoint, request: Mapping[str, Any]) -> str | None:
+    """Return the prompt that a request names, None for the model's default one."""
+    if "prompt" not in request:
+        return None
+    rules, name = checkpoint.text_rules, request["prompt"]
+    if not isinstance(name, str) or name not in rules.prompts:
+        known = ", ".join(map(repr, rules.prompts)) or "none"
+        raise RequestError(f"prompt {quoted(name)} is none of model {checkpoint.model}'s prompts, which are: {known}")
+    return _pooled(checkpoint, rules.prompts[name])
+
+
+def _pooled(checkpoint: Checkpoint, prompt: str) -> str:
+    """Return a prompt whose tokens are pooled with the others; raises RequestError where they are not."""
+    if prompt and not checkpoint.text_rules.pools_prompt:
         raise RequestError(
-            f"{name} has the separator {separator} before its end: it is a pair of texts, or has padding, which model "
-            f"{checkpoint.model} would read as one text; send one text without padding"
+            f"model {checkpoint.model} leaves its prompts out of the pooling, which is not supported; send texts "
+            "without a prompt, or ask another model"
         )
+    return prompt
+
+
+def _entities(
+    checkpoint: Checkpoint, request: Mapping[str, Any], read: Sequence[Tokens], items: Sequence[Any]
+) -> Entities:
+    aggregation = request.get("aggregation", "simple")
+    if aggregation not in ("simple", "none"):
+        raise RequestError(f'aggregation must be "simple" or "none", not {quoted(aggregation)}')
+    encodings = [tokens.encoding for tokens in read if tokens.encoding is not None]
+    if encodings:
+        return Entities(aggregation == "simple", tuple(items), tuple(map(Source.of, encodings)))
+    own = checkpoint.texts.controls if checkpoint.has_tokenizer else frozenset()
+    return Entities(aggregation == "simple", own=tuple(np.array([i in own for i in one.ids], bool) for one in read))
+
+
+def _read_pairs(
+    _checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], form: Form, several: bool
+) -> Read:
+    """Read pairs of texts: one answer for each."""
+    if not several:
+        return [reader.pair(("text", "text_pair"), (request["text"], request["text_pair"]))], None
+    read = []
+    for name, pair in _items(form[0], request[form[0]]):
+        if not isinstance(pair, list) or len(pair) != 2:
+            has = f"a list of {len(pair)}" if isinstance(pair, list) else describe(pair)
+            raise RequestError(f"{name} must be a list of two texts, not {has}")
+        read.append(reader.pair((f"{name}[0]", f"{name}[1]"), (pair[0], pair[1])))
+    return read, None
+
+
+def _read_ranking(
+    checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], _form: Form, _several: bool
+) -> Read:
+    """Read a query and documents: pairs for a model that scores those, else texts to compare."""
+    query, documents = request["query"], _items("documents", request["documents"])
+    top_k = request.get("top_k")
+    returned = tuple(text for _, text in documents) if _flag(request, "return_documents") else None
+    ranking = Ranking(top_k, _flag(request, "raw_scores"), returned)
+    if checkpoint.spec.head.task != "embedding":
+        return [reader.pair(("query", name), (query, text)) for name, text in documents], ranking
+    rules = checkpoint.text_rules
+    first, others = (_pooled(checkpoint, rules.prompt_for(names)) for names in (QUERY_PROMPTS, DOCUMENT_PROMPTS))
+    return [reader.text("query", query, first), *(reader.text(name, text, others) for name, text in documents)], ranking
+
+
+def _read_labels(
+    _checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], form: Form, several: bool
+) -> Read:
+    """Read texts and a user's own labels: a pair of each text with a sentence about each label."""
+    labels = [label for _, label in _items("candidate_labels", request["candidate_labels"])]
+    if not all(isinstance(label, str) and label.strip() for label in labels) or len({*labels}) < len(labels):
+        raise RequestError("candidate_labels must be different texts, none of them empty")
+    template = request.get("hypothesis_template", TEMPLATE)
+    if not isinstance(template, str) or template.count("{}") != 1:
+        raise RequestError(f"hypothesis_template must be a text with one {{}} for the label, not {quoted(template)}")
+    items = _items(form[0], request[form[0]], several)
+    if len(items) * len(labels) > MAX_SEQUENCES:
+        raise RequestError(
+            f"{len(items)} texts with {len(labels)} labels are {len(items) * len(labels)} pairs; send at most "
+            f"{MAX_SEQUENCES} in one request"
+        )
+    read = [
+        reader.pair((name, "candidate_labels"), (text, template.replace("{}", label)), first_only=True)
+        for name, text in items
+        for label in labels
+    ]
+    return read, OwnLabels(tuple(labels), _flag(request, "multi_label"), request.get("top_k"))
+
+
+def _read_question(
+    _checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], _form: Form, _several: bool
+) -> Read:
+    """Read a question and a context: as many windows as a long context takes."""
+    values = (request["question"], request["context"])
+    read = reader.windows(("question", "context"), values, WINDOW, OVERLAP, MAX_SEQUENCES)
+    most = _integer(request, "max_answer_tokens", MAX_ANSWER_TOKENS, WINDOW)
+    sources = tuple(Source.of(tokens.encoding) for tokens in read if tokens.encoding is not None)
+    return read, Extraction(most, _flag(request, "no_answer"), request["context"], sources)
+
+
+_READ: Final[Mapping[Form, Callable[[Checkpoint, TextReader, Mapping[str, Any], Form, bool], Read]]] = {
+    **dict.fromkeys(PAIR_FORMS, _read_pairs),
+    RANKING_FORM: _read_ranking,
+    **dict.fromkeys(LABEL_FORMS, _read_labels),
+    ANSWER_FORM: _read_question,
+}
 
 
 def _pictures(
@@ -449,6 +526,7 @@ WEIGHT_DTYPES: Final[tuple[WeightDtype, ...]] = get_args(WeightDtype)
 ROUTES: Final[tuple[Route, ...]] = get_args(Route)
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 _GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
+_OBJECT: Final = re.compile(rb"\s*\{\s*[\"'](?:" + "|".join(sorted(_KEYS)).encode() + rb")[\"']\s*:")
 _ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
 _SHORT: Final = 1024  # characters
 _DELIVERY_KEYS: Final = ("id", "deadline_ms", "reply_to", "report")
@@ -468,8 +546,7 @@ class RequestEnvelope:
 
 def parse(payload: bytes) -> Mapping[str, Any]:
     """Return the JSON object of a request; raises RequestError for anything else."""
-    if len(payload) > MAX_REQUEST_BYTES:
-        raise RequestError(f"a request of {len(payload)} bytes is over the limit of {MAX_REQUEST_BYTES}; send less")
+    _check_bytes(payload)
     items = sum(map(payload.count, (b",", b"[", b"{"))) if len(payload) > MAX_ITEMS else 0
     if items > MAX_ITEMS:
         raise RequestError(
@@ -485,6 +562,27 @@ def parse(payload: bytes) -> Mapping[str, Any]:
     if not isinstance(data, dict):
         raise RequestError('A request is a JSON object such as {"text": "..."}.')
     return data
+
+
+def _check_bytes(payload: bytes) -> None:
+    if len(payload) > MAX_REQUEST_BYTES:
+        raise RequestError(f"a request of {len(payload)} bytes is over the limit of {MAX_REQUEST_BYTES}; send less")
+
+
+def bare_text(payload: bytes) -> str:
+    """Return the text of a payload; raises RequestError for a JSON request, which would be read as a text here."""
+    _check_bytes(payload)
+    if _OBJECT.match(payload[:_GLIMPSED]) is not None:
+        raise RequestError(
+            "This topic takes a text as it is, and this is an object. Publish the text alone, or the object to the "
+            f"model's topic `req`{_json_advice(payload)}."
+        )
+    try:
+        return payload.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"The text is not UTF-8 ({error.reason} at byte {error.start}). Send it as UTF-8."
+        ) from error
 
 
 def _json_advice(payload: bytes) -> str:

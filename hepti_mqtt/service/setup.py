@@ -51,7 +51,7 @@ class PlannerConfig:
     together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
     refuses pins in requests. checked: what the tags of frames cover. max_weight_error: how far narrow weights may move
     an answer. state_dir: of the journal, by default the user's. home_assistant: prefix of its discovery, None to
-    announce nothing.
+    announce nothing. metrics: where Prometheus reads, None for nowhere.
     """
 
     url: BrokerUrl
@@ -66,6 +66,7 @@ class PlannerConfig:
     max_weight_error: float = MAX_WEIGHT_ERROR
     state_dir: Path | None = None
     home_assistant: str | None = None
+    metrics: tuple[str, int] | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
     @classmethod
@@ -83,6 +84,7 @@ class PlannerConfig:
             checked=options.frame_tags,
             max_weight_error=options.max_weight_error,
             home_assistant=options.home_assistant,
+            metrics=options.metrics,
         )
 
 

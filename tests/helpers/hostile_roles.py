@@ -54,6 +54,7 @@ def topics_of(me: str) -> list[str]:
     for name in (me, "a"):
         found += [t.status(name), t.caps(name), t.heartbeat(name), t.reports(name), t.command(name), t.probe(name)]
         found += [t.work("tiny", name), t.weights(name)]
+        found += [t.use(name), t.text("tiny", name)]
         found += [t.request("tiny", name), t.responses(name, "tiny").replace("+", "q1")]
         found += [t.activation("tiny", 1, name, to) for to in ("a", "b", "all")]
     return found

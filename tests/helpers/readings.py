@@ -118,7 +118,7 @@ class ReadingsSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ReadingsSpec:
-        return cls(**{**data, "head": TaskHead(**{**data["head"], "labels": tuple(data["head"]["labels"])})})
+        return cls(**{**data, "head": replace(TaskHead.from_dict(data["head"]), labels=tuple(data["head"]["labels"]))})
 
 
 SPEC: Final = ReadingsSpec

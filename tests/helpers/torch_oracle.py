@@ -43,7 +43,8 @@ def outputs(path, architecture, inputs, shape, pooling=None):
             continue
         masks = [row - start for row in shape.mask_rows if start <= row < start + length]
         hidden.append(rows.numpy())
-        output.append(_task(result, rows, masks, pooling))
+        every = slice(None) if "TokenClassification" in architecture else masks
+        output.append(_task(result, rows, every, pooling))
     return np.concatenate(hidden), np.concatenate(output)
 
 
@@ -90,6 +91,8 @@ def _task(result, rows, masks, pooling):
     if pooling == "mean":
         mean = rows.mean(dim=0, keepdim=True)
         return torch.nn.functional.normalize(mean, dim=1).numpy()
+    if "start_logits" in result:
+        return torch.stack([result.start_logits[0], result.end_logits[0]], dim=1).numpy()
     if "logits" not in result:
         # A family without a pooler gives the first row as it is.
         return (

@@ -22,11 +22,12 @@ from PIL import Image
 
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request
-from hepti_mqtt.service import requests
+from hepti_mqtt.service import texts
 from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, RequestHandler
-from hepti_mqtt.service.requests import MAX_CHARACTERS, MAX_ITEMS, MAX_PIXELS, MAX_REQUEST_BYTES
+from hepti_mqtt.service.requests import MAX_ITEMS, MAX_PIXELS, MAX_REQUEST_BYTES
+from hepti_mqtt.service.texts import MAX_CHARACTERS
 
 ROOM = 1000  # bytes for the rest of the JSON
 
@@ -101,7 +102,7 @@ def main() -> None:
         assert isinstance(desk.read_request(RawRequest("worst", "me", usual), 0.0), Request)
         Path("/proc/self/clear_refs").write_text("5")  # forget what was in use at the most
         before, begun = in_use_mb("VmRSS"), time.perf_counter()
-        tokenised = counted(requests)
+        tokenised = counted(texts)
         found = desk.read_request(RawRequest("worst", "me", payload), 0.0)
         seconds = time.perf_counter() - begun
         said = f"job of {found.batches[0].shape.size} tokens" if isinstance(found, Request) else found.payload.decode()

@@ -36,7 +36,8 @@ CASES = (
     ("tiny-convnet", "edgeflow", {}),
     ("tiny-resnet", "map_rows", {"cut": "none", "halo": "ahead"}),
 )
-KINDS = tuple(dict.fromkeys(kind for kind, _, _ in CASES))
+RANKER = "tiny-bert-ranker"
+KINDS = (*dict.fromkeys(kind for kind, _, _ in CASES), RANKER)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,27 @@ def test_a_picture_in_and_labels_out(site: Site, hepti: Hepti) -> None:
     assert [found["label"] for found in got.labels] == [found["label"] for found in want["labels"]]
     scores = [[found["score"] for found in labels] for labels in (got.labels, want["labels"])]
     np.testing.assert_allclose(*scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["row", "megatron"])
+def test_documents_are_ranked_by_a_query(site: Site, hepti: Hepti, strategy: str) -> None:
+    """Pairs with token types, over both devices; as text, and as a user's own ids."""
+    documents = ["the door is cold", "a warm light in the room", "camera"]
+    body = {"query": "a warm room", "documents": documents}
+    with Checkpoint.open(site.models[RANKER], RANKER) as checkpoint:
+        prepared = read_input(checkpoint, body)
+        spec, tensors = checkpoint.spec, checkpoint.tensors()
+        want = decode_output(checkpoint, prepared, models.reference(spec, tensors, prepared.inputs, prepared.shape)[1])
+        pairs = [checkpoint.tokenizer.encode("a warm room", document) for document in documents]
+    pins = {"strategy": strategy, "devices": list(AGENTS), "timeout_s": PATIENCE_S}
+    got = hepti.infer(RANKER, **body, **pins)
+    assert [found["index"] for found in got.ranking] == [found["index"] for found in want["ranking"]]
+    scores = [[found["score"] for found in ranking] for ranking in (got.ranking, want["ranking"])]
+    np.testing.assert_allclose(*scores, atol=1e-5)
+    ids = {"ids": [pair.ids for pair in pairs], "token_types": [pair.type_ids for pair in pairs]}
+    logits = [labels[0]["score"] for labels in hepti.infer(RANKER, **ids, **pins).labels]
+    by_index = {found["index"]: found["score"] for found in got.ranking}
+    np.testing.assert_allclose([by_index[i] for i in range(3)], 1 / (1 + np.exp(-np.array(logits))), atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "strategy", "options"), CASES)

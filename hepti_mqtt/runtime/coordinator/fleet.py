@@ -50,6 +50,7 @@ SILENT_S: Final = 15.0  # a device that is starting says so every other second; 
 STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
 RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
 LOSS_S: Final = 86400.0  # a device is taken to be lost once in so long, until losses are seen
+UNWANTED: Final = "switched off for inference"
 NO_START: Final = Start(0, 0)
 MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
 
@@ -58,13 +59,14 @@ MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are
 class Member:
     """One device as it has described itself.
 
-    refused: why plans do not use it until it restarts. starting_s: since when it is starting.
-    left_s: when it was last lost. last_message_s: of its last message about a run or a plan. quarantined_until_s: it
-    hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last completed a run.
-    boot_before: of the start that plans used, when a new start appeared before the end of the old one. other_caps: the
-    last ones of a start whose status has not come yet. unreachable_until_s: peers that it could not connect to.
-    implausible: what it has said that cannot be. channel: for messages that nobody else can forge, None if the device
-    or this planner has no key. setbacks: when it cost others a run or a plan; unreliable: it is put aside for that.
+    refused: why plans do not use it until it restarts. wanted: people let plans use it. starting_s: since when it is
+    starting. left_s: when it was last lost. last_message_s: of its last message about a run or a plan.
+    quarantined_until_s: it hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last
+    completed a run. boot_before: of the start that plans used, when a new start appeared before the end of the old one.
+    other_caps: the last ones of a start whose status has not come yet. unreachable_until_s: peers that it could not
+    connect to. implausible: what it has said that cannot be. channel: for messages that nobody else can forge, None if
+    the device or this planner has no key. setbacks: when it cost others a run or a plan; unreliable: it is put aside
+    for that.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Member:
     starting_s: float | None = None
     left_s: float = -inf
     refused: str = ""
+    wanted: bool = True
     last_message_s: float = -inf
     quarantined_until_s: float | None = None
     quarantines: int = 0
@@ -100,12 +103,14 @@ class Member:
 
     @property
     def usable(self) -> bool:
-        """Return whether plans may use the device: online, not refused, and described by caps of the same start."""
-        there = self.online and not self.refused and self.quarantined_until_s is None
+        """Return whether plans may use the device: online, wanted, and described by caps of the same start."""
+        there = self.online and self.wanted and not self.refused and self.quarantined_until_s is None
         return there and self.caps is not None and self.caps.boot == self.boot
 
     def is_expected(self, now: float) -> bool:
         """Return whether it may be usable soon: it says so every other second, or has left a moment ago."""
+        if not self.wanted:
+            return False
         if self.starting_s is not None:
             return now - self.starting_s <= STARTING_S and now - self.last_heartbeat_s <= SILENT_S
         return not self.usable and not self.refused and now - self.left_s < RETURN_S
@@ -154,7 +159,7 @@ class Fleet:
         """Return whether a device is known, or can be: of too many one that is not there is forgotten for it."""
         if name in self.members or len(self.members) < MAX_MEMBERS:
             return True
-        absent = [m for m in self.members.values() if not m.usable]
+        absent = [m for m in self.members.values() if not m.usable and m.wanted]
         if absent:
             gone = min(absent, key=lambda m: m.last_heartbeat_s).name
             del self.members[gone]
@@ -189,6 +194,12 @@ class Fleet:
         if member.starting_s is not None and since is None:
             return "starting"
         return "joined" if member.usable and not was else None
+
+    def record_use(self, name: str, wanted: bool) -> str | None:
+        """Take whether people want a device to be used; return "joined", "unwanted" or None."""
+        member = self.member(name)
+        was, member.wanted = member.usable, wanted
+        return None if was == member.usable else "unwanted" if was else "joined"
 
     def _begin(self, member: Member, start: Start) -> None:
         """Take a new start of a device, with its caps if they came first."""
@@ -393,7 +404,9 @@ class Fleet:
         """Return why plans do not use devices that are online, as far as it was the planner that decided so."""
         why = {}
         for member in self.members.values():
-            if member.refused:
+            if not member.wanted:
+                why[member.name] = UNWANTED
+            elif member.refused:
                 why[member.name] = member.refused
             elif member.caps is None and member.implausible:
                 why[member.name] = member.implausible
@@ -423,7 +436,9 @@ class Fleet:
 
     def refusal_reasons(self) -> list[str]:
         """Return why devices that are there are not used."""
-        return [m.refused for m in self.members.values() if m.refused and m.online]
+        there = [m for m in self.members.values() if m.online]
+        unwanted = [f"{m.name} is {UNWANTED}" for m in there if not m.wanted]
+        return unwanted + [m.refused for m in there if m.refused and m.wanted]
 
     def usable(self) -> dict[str, Member]:
         """Return the devices that plans may use."""

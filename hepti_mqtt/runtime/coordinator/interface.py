@@ -27,6 +27,14 @@ class DeviceStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Whether people let plans use a device."""
+
+    device: str
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceCaps:
     """A device's retained caps."""
 
@@ -123,6 +131,7 @@ class Tick:
 
 CoordinatorEvent = (
     DeviceStatus
+    | DeviceUse
     | DeviceCaps
     | DeviceHeartbeat
     | DeviceMessage

@@ -21,7 +21,7 @@ from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.runtime.coordinator.fleet import Fleet, HangDetector
+from hepti_mqtt.runtime.coordinator.fleet import UNWANTED, Fleet, HangDetector
 from hepti_mqtt.runtime.coordinator.interface import (
     BrokerConnection,
     CoordinatorCommand,
@@ -31,6 +31,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     DeviceHeartbeat,
     DeviceMessage,
     DeviceStatus,
+    DeviceUse,
     LogEvent,
     PinPlan,
     RequestArrived,
@@ -87,6 +88,7 @@ class CoordinatorSession:
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._handle_status,
+            DeviceUse: self._handle_use,
             DeviceCaps: self._handle_caps,
             DeviceHeartbeat: self._handle_heartbeat,
             DeviceMessage: self._handle_message,
@@ -166,6 +168,17 @@ class CoordinatorSession:
         before = self.fleet.member(event.device).refused
         out = self._handle_change(event.device, self.fleet.record_caps(event.device, event.caps), now)
         return self._tell_refused(event.device, before) + out
+
+    def _handle_use(self, event: DeviceUse, now: float) -> list[CoordinatorCommand]:
+        """People switch a device off or on: what it computes runs again elsewhere, and it frees what it holds."""
+        if not self._admit_device(event.device):
+            return []
+        change = self.fleet.record_use(event.device, event.wanted)
+        if change != "unwanted":
+            return self._handle_change(event.device, change, now)
+        lost = self._handle_lost(event.device, f"was {UNWANTED}", now)
+        release = messages.ReleaseAll(self._rollout.ids.next_transaction())
+        return [*lost, self._rollout.command_device(event.device, release)]
 
     def _tell_refused(self, device: str, before: str) -> list[CoordinatorCommand]:
         """Tell of a device that is refused now, and was not before."""
@@ -351,7 +364,7 @@ class CoordinatorSession:
         record = None if group.has_suspect_replica else plans.active
         if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
             plans.step(search, "kept", now, str(verdict))
-            return [self._rollout.publish_plan(group)]
+            return [LogEvent("kept", str(verdict)), self._rollout.publish_plan(group)]
         plan, why = verdict.move.option.plan, str(verdict)
         if plan != decision.chosen.plan:
             plans.step(search, "kept", now, f"another plan than the first one: {why}")

@@ -540,6 +540,7 @@ class WorkerRuns:
         topic = self._topics.reports(self._device)
         sent = request.sent_bytes + publish_bytes(topic, frame_bytes(0), 1)
         numbers = (int(request.compute_s * 1e6), int(wait * 1e6), sent, request.outputs_sent)
+        self._counters.update(compute_us=numbers[0], wait_us=numbers[1])
         self.end(run_id)
         if request.session.final:
             self._sessions.end((model, plan_version, request.session.number))

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, SITE, Site, running_site
+from site_processes import PATIENCE_S, SITE, Site, Voice, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.infer import format_result
@@ -29,12 +30,23 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerUrl, PahoTransport
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+METRICS_PORT = free_port()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("cli-site")
     kinds = {"tiny": "tiny-bert", "vit": "tiny-vit-classifier", "masks": "tiny-bert-mlm"}
     models = {name: make_model(kind, directory / f"model-{name}", seed=3) for name, kind in kinds.items()}
-    for running in running_site(directory, models, {"a": "100MiB", "b": "100MiB"}):
+    metrics = ("--metrics", f"127.0.0.1:{METRICS_PORT}")
+    for running in running_site(directory, models, {"a": "100MiB", "b": "100MiB"}, planner=metrics):
         with Hepti.connect(running.url, site=SITE) as hepti:
 
             def knows_both(record: Any) -> bool:
@@ -329,3 +341,45 @@ def test_ctrl_c_is_no_traceback(site: Site) -> None:
             process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+def test_a_bare_text_of_an_automation(site: Site, ask: Any) -> None:
+    topics, text = Topics(SITE), 'He said "hi"\nand left'
+    answer = topics.text_response("tiny", "ha")
+    automation = Voice(site.url, answer)
+    try:
+        automation.say(topics.text("tiny", "ha"), text.encode())
+        told = json.loads(automation.next(answer)[1])
+    finally:
+        automation.close()
+    assert told["result"]["embedding"] == pytest.approx(ask("infer", "tiny", "--text", text)["output"]["embedding"])
+
+
+def test_a_planner_can_be_read_by_prometheus(ask: Any) -> None:
+    ask("infer", "tiny", "--tokens", "8")
+
+    def shown() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=PATIENCE_S) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    wanted = (
+        'hepti_planner_request_seconds_count{model="tiny",outcome="ok"}',
+        'hepti_planner_devices{state="usable"} 2',
+    )
+    poll(lambda: all(name in shown() for name in wanted), "the planner counts its answers and devices")
+
+
+def test_a_device_that_is_switched_off_is_used_for_nothing(site: Site, ask: Any, run: Any) -> None:
+    switch = Topics(SITE).use("b")
+    home = Voice(site.url, switch)
+    try:
+        home.say(switch, b"off", retain=True)
+        poll(lambda: {d["device"]: d for d in ask("devices")["devices"]}["b"]["refused"], "b is switched off")
+        found = ask("infer", "tiny", "--tokens", "8", "--strategy", "row")
+        assert set(found["plan"]["devices"]) == {"a"}
+        assert "b is not used" in run("devices")[1]
+    finally:
+        home.say(switch, b"", retain=True)
+        poll(lambda: not {d["device"]: d for d in ask("devices")["devices"]}["b"]["refused"], "b is switched on")
+        home.close()

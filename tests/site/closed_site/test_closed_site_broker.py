@@ -124,7 +124,7 @@ def test_nobody_leaves_a_will_for_another(closed):
 BROKER = Path(__file__).parents[3] / "broker"
 
 
-USERS = {"pi-1": "device", "pi-2": "device", "alice": "client", "bob": "client", "hall": "viewer"}
+USERS = {"pi-1": "device", "pi-2": "device", "alice": "client", "bob": "client", "hall": "viewer", "ha": "home"}
 
 
 EVERYBODY = {PLANNER, *USERS}
@@ -141,8 +141,9 @@ HOME, OTHER = Topics("home"), Topics("attic")
 
 # topic -> (who may publish it, who may read it), for the names of one device and one client and for all.
 ACCESS = {
-    HOME.status("pi-1"): ({"pi-1"}, EVERYBODY),
-    HOME.caps("pi-1"): ({"pi-1"}, EVERYBODY),
+    HOME.status("pi-1"): ({"pi-1", PLANNER}, EVERYBODY),
+    HOME.caps("pi-1"): ({"pi-1", PLANNER}, EVERYBODY),
+    HOME.use("pi-1"): ({"ha", PLANNER}, {PLANNER}),
     HOME.heartbeat("pi-1"): ({"pi-1"}, EVERYBODY),
     HOME.command("pi-1"): ({PLANNER}, {"pi-1"}),
     HOME.reports("pi-1"): ({"pi-1"}, {PLANNER}),
@@ -159,14 +160,21 @@ ACCESS = {
     HOME.activation("m", 3, "pi-1", ALL_DEVICES): ({"pi-1"}, DEVICES),
     HOME.activation("m", 3, "pi-1", PLANNER): ({"pi-1"}, set()),
     HOME.request("m", "alice"): ({"alice"}, {PLANNER}),
+    HOME.text("m", "ha"): ({"ha"}, {PLANNER}),
+    HOME.text("m", "alice"): ({"alice"}, {PLANNER}),
+    HOME.text_response("m", "alice"): ({PLANNER}, {"alice"}),
     HOME.response("m", "alice", "r1"): ({PLANNER}, {"alice"}),
     HOME.response("m", "alice", "r1") + "/part": ({PLANNER}, {"alice"}),
     HOME.event("joined"): ({PLANNER, *DEVICES}, EVERYBODY),
     # Clients and viewers are no devices, devices and viewers no clients, whatever their names are.
-    HOME.status("alice"): (set(), EVERYBODY),
+    HOME.status("alice"): ({PLANNER}, EVERYBODY),
     HOME.activation("m", 3, "alice", ALL_DEVICES): (set(), DEVICES),
     HOME.request("m", "pi-1"): (set(), {PLANNER}),
     HOME.request("m", "hall"): (set(), {PLANNER}),
+    HOME.text("m", "hall"): (set(), {PLANNER}),
+    HOME.home("device", "pi-1"): ({PLANNER}, EVERYBODY),
+    "homeassistant/status": ({"ha"}, {"ha", PLANNER}),
+    "homeassistant/device/x/config": ({PLANNER}, {"ha", PLANNER}),
     # Other sites, and what is no topic of ours.
     OTHER.status("pi-1"): (set(), set()),
     OTHER.planner_status(): (set(), set()),
@@ -177,7 +185,8 @@ ACCESS = {
 
 def test_every_kind_of_topic_is_in_the_table():
     ours = [topic for topic in ACCESS if topic.startswith("hepti/v1/home/") and topic.count("/") < 8]
-    assert {HOME.parse(topic).kind for topic in ours if topic != ANYTHING} == set(get_args(Kind))
+    read_by_none = (ANYTHING, HOME.home("device", "pi-1"))
+    assert {HOME.parse(topic).kind for topic in ours if topic not in read_by_none} == set(get_args(Kind))
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +223,6 @@ def test_the_access_list_lets_through_what_it_should_and_nothing_else(urls, prot
 
 def test_the_example_has_every_role():
     text = (BROKER / "acl.example").read_text()
-    users = {"planner": "planner", "pi-1": "device", "alice": "client", "hall-tablet": "viewer"}
+    users = {"planner": "planner", "pi-1": "device", "alice": "client", "hall-tablet": "viewer", "ha": "home"}
     assert set(users.values()) == set(ROLES)
     assert text == acl_text("+", users)

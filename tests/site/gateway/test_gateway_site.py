@@ -27,8 +27,9 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("gateway")
-    model = make_model("tiny-convnet", directory / "model", seed=3)
-    yield from running_site(directory, {"tiny": model}, {"a": "100MiB"})
+    kinds = {"tiny": "tiny-convnet", "ranker": "tiny-bert-ranker"}
+    served = {name: make_model(kind, directory / name, seed=3) for name, kind in kinds.items()}
+    yield from running_site(directory, served, {"a": "100MiB"})
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,22 @@ def test_labels_are_those_that_mqtt_gives(site: Site, port: int) -> None:
     assert json.loads(raw)["data"][0]["labels"] == labels
 
 
+def test_a_ranking_is_the_one_that_mqtt_gives(site: Site, port: int) -> None:
+    documents = ["the door is cold", "a warm light in the room", "camera"]
+    with Hepti.connect(site.url, site.name) as hepti:
+        hepti.wait_ready("ranker", PATIENCE_S)
+        ranking = hepti.infer("ranker", query="a warm room", documents=documents, timeout_s=PATIENCE_S).ranking
+    body = {"model": "ranker", "query": "a warm room", "documents": documents}
+    status, raw = ask(port, "POST", "/v1/rerank", body)
+    assert status == 200, raw
+    results = json.loads(raw)["results"]
+    assert [{"index": one["index"], "score": one["relevance_score"]} for one in results] == ranking
+    assert [one["document"]["text"] for one in results] == [documents[one["index"]] for one in ranking]
+
+
 def test_openais_client_hears_what_is_served_and_what_is_wrong(port: int) -> None:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert sorted(model.id for model in client.models.list()) == ["ranker", "tiny"]
         with pytest.raises(openai.NotFoundError) as unknown:
             client.embeddings.create(model="other", input="x")
         assert unknown.value.code == "model_not_found"

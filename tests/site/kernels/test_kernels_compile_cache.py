@@ -21,7 +21,7 @@ KEYS = 40
 ONE_KERNEL = """
 from hepti_mqtt.kernels import registry
 from hepti_mqtt.kernels import jit
-[(dispatcher, arguments)] = [r[:2] for r in jit.registered if r[0].py_func.__name__ == "_mean_rows"]
+[(dispatcher, arguments)] = [r[:2] for r in jit.registered if r[0].py_func.__name__ == "_pool_rows"]
 print(jit.in_cache(dispatcher, arguments))
 jit.entry_of(dispatcher, arguments)
 print(jit.in_cache(dispatcher, arguments), dispatcher.stats.cache_hits.get(arguments, 0))

@@ -102,6 +102,9 @@ def test_every_kind_becomes_its_event():
         (HOME.heartbeat("a"), messages.encode_heartbeat(BEAT)): interface.DeviceHeartbeat("a", BEAT),
         (HOME.reports("a"), messages.encode(ready)): interface.DeviceMessage("a", ready),
         (HOME.request("m", "c"), b"{"): RawRequest("m", "c", b"{"),
+        (HOME.text("m", "c"), b"{"): RawRequest("m", "c", b"{", bare=True),
+        (HOME.use("a"), b"OFF"): interface.DeviceUse("a", wanted=False),
+        (HOME.use("a"), b""): interface.DeviceUse("a", wanted=True),
         (HOME.planner_status(), messages.encode_status(status)): PlannerStatus(status),
         (HOME.plan("m"), b"x"): RetainedPlan("m"),
     }

@@ -26,16 +26,15 @@ from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import requests
 from hepti_mqtt.service import requests as env
-from hepti_mqtt.service import requests as service_requests
+from hepti_mqtt.service import texts as service_texts
 from hepti_mqtt.service.answers import decode_output, token_text
 from hepti_mqtt.service.requests import (
-    MAX_CHARACTERS,
     MAX_SEQUENCES,
-    CharacterBudget,
     ModelInput,
     read_input,
     split_into_batches,
 )
+from hepti_mqtt.service.texts import MAX_CHARACTERS, CharacterBudget
 
 LIMIT = 20
 
@@ -421,10 +420,10 @@ def test_a_special_token_across_the_border_is_not_taken_apart(reader, shift, mon
     longest = reader.spec.input_spec.longest
     special = "<|the|door|>"
     reader.tokenizer.add_tokens([special])
-    monkeypatch.setattr(service_requests, "CHARACTERS_PER_TOKEN", 2)
+    monkeypatch.setattr(service_texts, "CHARACTERS_PER_TOKEN", 2)
     text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
     ids = reader.tokenizer.encode(text, add_special_tokens=False).ids
-    found = service_requests._encode_prefix(reader.tokenizer, "text", text, longest, CharacterBudget()).ids
+    found = service_texts._encode_prefix(reader.tokenizer, "text", text, longest, CharacterBudget(), False).ids
     assert len(found) > longest
     assert found[:longest] == ids[:longest]
 
@@ -452,15 +451,15 @@ def test_a_text_too_long_without_truncation_is_hardly_read(reader, monkeypatch):
 
 def test_a_text_of_few_tokens_is_read_as_far_as_the_limit(reader):
     """One word without an end: it has no tokens until all of it is read."""
-    fits = "x" * (service_requests.MAX_CHARACTERS // 4)
+    fits = "x" * (service_texts.MAX_CHARACTERS // 4)
     assert read_input(reader, {"text": fits, "truncate": True}).shape.size > 0
     with pytest.raises(RequestError):
-        read_input(reader, {"text": "x" * service_requests.MAX_CHARACTERS, "truncate": True})
+        read_input(reader, {"text": "x" * service_texts.MAX_CHARACTERS, "truncate": True})
 
 
 def test_the_limit_is_that_of_all_texts_together(reader):
-    one = "x" * (service_requests.MAX_CHARACTERS // 8)
-    assert service_requests.CHARACTERS_PER_TOKEN * reader.spec.input_spec.longest < len(one)
+    one = "x" * (service_texts.MAX_CHARACTERS // 8)
+    assert service_texts.CHARACTERS_PER_TOKEN * reader.spec.input_spec.longest < len(one)
     read_input(reader, {"text": one, "truncate": True})
     with pytest.raises(RequestError):
         read_input(reader, {"texts": [one] * 10, "truncate": True})

@@ -61,7 +61,7 @@ def test_as_json(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(made["copy"]) == 6
     assert "listener 18883\n" in (place / "broker" / "mosquitto.conf").read_text()
     monkeypatch.chdir(place)
-    for role, name in (("device", "pi-1"), ("client", "alice"), ("viewer", "hall")):
+    for role, name in (("device", "pi-1"), ("client", "alice"), ("viewer", "hall"), ("home", "ha")):
         code, out, _ = run("--json", "add", role, name)
         assert code == 0
         found = json.loads(out)

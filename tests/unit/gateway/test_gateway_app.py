@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from hepti_mqtt.client import Answer
-from hepti_mqtt.errors import DeadlineError, HeptiError, NetworkError, OverloadedError, PlanError
+from hepti_mqtt.errors import DeadlineError, HeptiError, NetworkError, OverloadedError, PlanError, RequestError
 from hepti_mqtt.gateway import bodies
 from hepti_mqtt.gateway.app import create_app
 from hepti_mqtt.gateway.site import TEXTS, Site
@@ -27,7 +27,7 @@ class Client:
         self._error = error
 
     def models(self, timeout: float = 5.0) -> list[str]:
-        return ["m", "labels"]
+        return ["m", "labels", "ranker"]
 
     def submit(self, model: str, **request: Any) -> Future[Answer]:
         self.asked.append({"model": model, **request})
@@ -35,11 +35,19 @@ class Client:
         if self._error is not None:
             future.set_exception(self._error)
             return future
-        inputs = request.get("texts") or request["images"]
+        if model == "ranker":
+            scores = sorted(((float(text), i) for i, text in enumerate(request["documents"])), reverse=True)
+            ranking = [{"index": i, "score": score} for score, i in scores]
+            future.set_result(Answer({"result": {"ranking": ranking}, "tokens": 7}, 1.0))
+            return future
+        if (request.get("dimensions") or 0) > ROWS.shape[1]:
+            future.set_exception(RequestError("dimensions"))
+            return future
+        inputs = request.get("texts") or request.get("pairs") or request["images"]
         if model == "labels":
             parts = [{"labels": [{"label": "a", "score": 0.75}, {"label": "b", "score": 0.25}]} for _ in inputs]
         else:
-            parts = [{"embedding": ROWS[int(text)].tolist()} for text in inputs]
+            parts = [{"embedding": ROWS[int(text)][: request.get("dimensions")].tolist()} for text in inputs]
         future.set_result(Answer({"result": {"results": parts}, "tokens": 3 * len(inputs)}, 1.0))
         return future
 
@@ -67,7 +75,7 @@ def test_base64_holds_the_bits_of_the_floats_in_the_order_of_the_texts() -> None
         ({"model": "m", "input": [[1, 2]]}, 400, "bad_request"),
         ({"model": "m", "input": [7]}, 400, "bad_request"),
         ({"model": "m", "input": []}, 400, "bad_request"),
-        ({"model": "m", "input": "1", "dimensions": 3}, 400, "bad_request"),
+        ({"model": "m", "input": "1", "dimensions": 6}, 400, "bad_request"),
         ({"model": "m", "input": "1", "encoding_format": "int8"}, 400, "bad_request"),
         ({"model": "m", "input": "1", "unheard_of": 1}, 400, "bad_request"),
         ({"model": "m", "input": True}, 400, "bad_request"),
@@ -132,8 +140,31 @@ def test_tei_normalises_where_it_says_so() -> None:
     raw = np.array(http.post("/embed", json={"inputs": ["1"], "normalize": False}).json(), np.float32)
     assert np.array_equal(raw, ROWS[1:2])
     assert http.post("/embed", json={"inputs": "1", "truncation_direction": "Left"}).status_code == 400
-    assert http.post("/embed", json={"inputs": "1", "prompt_name": "query"}).status_code == 400
-    assert http.post("/rerank", json={"query": "1", "texts": ["2"]}).status_code == 400
+    cut = http.post("/v1/embeddings", json={"model": "m", "input": "1", "dimensions": 3}).json()["data"][0]
+    assert len(cut["embedding"]) == 3
+
+
+def test_many_documents_are_ranked_as_one_list() -> None:
+    client = Client()
+    http = TestClient(create_app(Site(client, 5.0, "ranker")))
+    documents = [str(i * 37 % 100) for i in range(100)]
+    body = {"model": "ranker", "query": "q", "documents": documents, "top_n": 3}
+    found = http.post("/v1/rerank", json=body).json()
+    assert [one["document"]["text"] for one in found["results"]] == ["99", "98", "97"]
+    assert [documents[one["index"]] for one in found["results"]] == ["99", "98", "97"]
+    assert [len(asked["documents"]) for asked in client.asked] == [TEXTS, 100 - TEXTS]
+    objects = [{"text": text} for text in documents]
+    again = http.post("/v1/rerank", json={**body, "documents": objects, "return_documents": False}).json()
+    assert again["results"] == [{k: one[k] for k in ("index", "relevance_score")} for one in found["results"]]
+    tei = http.post("/rerank", json={"query": "q", "texts": ["1", "3"], "return_text": True}).json()
+    assert [one["text"] for one in tei] == ["3", "1"]
+    assert tei[0]["score"] == pytest.approx(1 / (1 + np.exp(-3)))
+    raw = http.post("/rerank", json={"query": "q", "texts": ["1", "3"], "raw_scores": True}).json()
+    assert raw == [{"index": 1, "score": 3.0}, {"index": 0, "score": 1.0}]
+    inputs = {"source_sentence": "q", "sentences": ["2", "5", "4"]}
+    assert http.post("/similarity", json={"inputs": inputs}).json() == [2.0, 5.0, 4.0]
+    for wrong in ({"query": 5, "documents": ["1"]}, {"documents": ["1"]}, {"query": "q"}, {**body, "top_n": 0}):
+        assert http.post("/v1/rerank", json=wrong).status_code == 400
 
 
 def test_labels_of_texts_and_of_pictures() -> None:
@@ -147,6 +178,12 @@ def test_labels_of_texts_and_of_pictures() -> None:
     assert fetched.status_code == 400
     predicted = TestClient(create_app(Site(client, 5.0, "labels"))).post("/predict", json={"inputs": [["1"], ["2"]]})
     assert predicted.json() == [[{"label": "a", "score": 0.75}, {"label": "b", "score": 0.25}]] * 2
+    tei = TestClient(create_app(Site(client, 5.0, "labels")))
+    assert tei.post("/predict", json={"inputs": ["1", "2"]}).json() == predicted.json()[0], "TEI's pair, not two texts"
+    assert client.asked[-1]["pairs"] == [["1", "2"]]
+    assert len(tei.post("/predict", json={"inputs": [["1", "2"], ["3", "4"]], "raw_scores": True}).json()) == 2
+    for wrong in (["1", "2", "3"], [["1"], ["2", "3"]], [[1, 2]], []):
+        assert tei.post("/predict", json={"inputs": wrong}).status_code == 400
 
 
 def test_ollama_takes_its_own_tag_and_says_durations() -> None:
@@ -154,7 +191,7 @@ def test_ollama_takes_its_own_tag_and_says_durations() -> None:
     found = http.post("/api/embed", json={"model": "m:latest", "input": "4"}).json()
     assert np.array_equal(np.array(found["embeddings"], np.float32), ROWS[4:5])
     assert (found["prompt_eval_count"], found["total_duration"] > 0) == (3, True)
-    assert [entry["name"] for entry in http.get("/api/tags").json()["models"]] == ["m", "labels"]
+    assert [entry["name"] for entry in http.get("/api/tags").json()["models"]] == ["m", "labels", "ranker"]
 
 
 def test_metrics_count_by_route_and_status() -> None:

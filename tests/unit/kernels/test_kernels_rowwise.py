@@ -35,9 +35,19 @@ def test_partials_are_summed_in_the_order_given_before_the_residual():
     assert total[0, 0] == np.float32(1.0) + (np.float32(1e8) + np.float32(3.0) - np.float32(1e8))
 
 
-@given(lengths=st.lists(st.integers(0, 8), max_size=5), h=st.integers(0, 20))
-def test_mean_rows(lengths, h):
-    Case("mean_rows", [array(sum(lengths), h)], [(len(lengths), h)], lengths=tuple(lengths)).check()
+@given(
+    lengths=st.lists(st.integers(0, 8), max_size=5),
+    h=st.integers(0, 20),
+    mode=st.sampled_from(["mean", "sqrt_mean", "weighted_mean", "max"]),
+)
+def test_pool_rows(lengths, h, mode):
+    Case("pool_rows", [array(sum(lengths), h)], [(len(lengths), h)], lengths=tuple(lengths), mode=mode).check()
+
+
+def test_the_largest_of_no_number_is_no_number():
+    for rows in ([[np.nan], [1.0]], [[1.0], [np.nan], [2.0]]):
+        pooled = Case("pool_rows", [np.array(rows, np.float32)], [(1, 1)], lengths=(len(rows),), mode="max").run()[0]
+        assert np.isnan(pooled).all()
 
 
 @given(m=st.integers(0, 9), h=st.integers(0, 70), scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e25]))

@@ -95,11 +95,10 @@ UNSUPPORTED = [
 
 
 POOLINGS = (
-    {"pooling_mode_max_tokens": True},
     {**MEAN, "pooling_mode_cls_token": True},
     {"pooling_mode_mean_tokens": 1},
     [],
-    {"pooling_mode": "max"},
+    {"pooling_mode": "median"},
     {"pooling_mode": ["mean", "cls"]},
     {"pooling_mode": 1},
 )

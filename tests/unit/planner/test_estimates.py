@@ -270,11 +270,12 @@ def test_probes_beside_exchanges_that_find_less_are_doubted() -> None:
 def test_loads_change_little() -> None:
     found = site("a")
     for i in range(30):
-        found.record_heartbeat("a", beat(1 + 1e-3 * i), float(i), busy=True, loading=False)
+        found.record_heartbeat("a", beat(1 + 1e-3 * i, rate=3e7 + i), float(i), busy=True, loading=False)
         found.record_compute("a", 0.01 * (i % 3), i + 0.5)
     for i in range(30, 60):
         found.record_heartbeat("a", beat(3 + 1e-3 * i, rate=2e6 + i), float(i), busy=True, loading=True)
     assert found.slowdown("a") < 1.25
+    assert found.link("a").up_bytes_per_s > 2.5e7
     assert found.last_change_s < 0
 
 

@@ -28,6 +28,7 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     SETBACKS,
     SILENT_S,
     STARTING_S,
+    UNWANTED,
     WILL_RECONNECT_S,
     CrashBackoff,
     Fleet,
@@ -747,3 +748,34 @@ def test_without_a_secret_nobody_is_introduced():
     members = membership(mesh=False, a=THERE, b=THERE)
     assert members.cluster({}).endpoints == frozenset()
     assert all(not p.token_in and not p.token_out for p in peers_of(mesh(), "a", members))
+
+
+def test_a_device_that_people_switch_off_is_in_no_plan_until_they_switch_it_on() -> None:
+    site = settled("a", "b", decider=everyone)
+    site.submit("r1")
+    site.told.clear()
+    site.event(interface.DeviceUse("b", wanted=False))
+    assert messages.ReleaseAll in [type(m) for d, m in site.told if d == "b"], "it frees what it holds"
+    site.ready()
+    site.answer(2)
+    assert site.answers["r1"].plan.devices == ("a",), "what it computed runs again elsewhere"
+    assert site.session.fleet.unused_reasons().keys() == {"b"}
+    assert any("b" in t.cause for story in site.session.stories() for t in story.last(20))
+    site.event(interface.DeviceStatus("b", Status("online", 2)))
+    site.event(interface.DeviceCaps("b", caps("b", 2)))
+    assert "b" not in site.session.fleet.usable(), "a new start changes nothing"
+    site.event(interface.DeviceUse("b", wanted=True))
+    site.boots["b"] = 2
+    site.settle()
+    assert set(site.plan.devices) == {"a", "b"}
+    assert not site.session.fleet.unused_reasons()
+
+
+def test_where_all_are_switched_off_requests_end_with_the_reason() -> None:
+    site = Site()
+    site.event(interface.DeviceUse("a", wanted=False))  # retained: it comes before the device
+    site.join("a")
+    site.tick(1.1)
+    site.submit("r1")
+    assert UNWANTED in str(site.errors["r1"])
+    assert not site.session.fleet.expected(site.now), "nobody waits for it"

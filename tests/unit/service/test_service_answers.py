@@ -55,7 +55,7 @@ from hepti_mqtt.service.channel import (
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
-from hepti_mqtt.service.requests import MemoryQuota, parse, read_input
+from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, MemoryQuota, parse, read_input
 from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
 
 TOPICS = Topics("home")
@@ -126,6 +126,32 @@ def test_a_text_becomes_a_job(desk):
     again, other = (ask(desk, {"text": text, "id": "q1"}) for text in ("hello world", "other"))
     assert job.digest == again.digest != other.digest
     assert again.deadline_s == 100.0 + desk_module.DEADLINE_S, "every request has an end"
+
+
+def test_a_bare_text_is_the_same_request_and_its_answers_have_one_topic(desk, checkpoints):
+    text = 'He said "hi"\n{and left}'
+    bare = desk.read_request(RawRequest("bert", "me", text.encode(), bare=True), 100.0)
+    assert np.array_equal(bare.batches[0].inputs, ask(desk, {"text": text}).batches[0].inputs)
+    reply = desk.encode_answer(finish(bare, checkpoints["bert"]), 100.1)
+    assert (reply.topic, told(reply)["ok"]) == (TOPICS.text_response("bert", "me"), True)
+
+
+@pytest.mark.parametrize(
+    ("payload", "word"),
+    [
+        (b"{'text': 'a'}", "to_json"),
+        (b'{"text": "He said "hi""}', "to_json"),
+        (b' {"id": "q1", "text": "a"}', "req"),
+        (b"\xff", "UTF-8"),
+        (b" \n ", "empty"),
+        (b"a" * (MAX_REQUEST_BYTES + 1), "limit"),
+    ],
+)
+def test_a_bare_text_that_is_none_is_refused_on_the_same_topic(desk, payload, word):
+    reply = desk.read_request(RawRequest("bert", "me", payload, bare=True), 100.0)
+    assert reply.topic == TOPICS.text_response("bert", "me")
+    assert told(reply)["error"]["code"] == "bad_request"
+    assert word in told(reply)["error"]["message"]
 
 
 def test_a_name_is_made_only_where_it_is_needed(desk):

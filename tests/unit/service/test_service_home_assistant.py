@@ -51,7 +51,14 @@ SENSOR = {
     vol.Optional("state_class"): vol.Any("measurement", "total", "total_increasing"),
     vol.Optional("options"): vol.All([str], vol.Length(min=1)),
 }
-PLATFORMS = {"sensor": vol.Schema(SENSOR), "update": vol.Schema(ENTITY)}
+SWITCH = {
+    **ENTITY,
+    vol.Required("command_topic"): topic,
+    vol.Optional("payload_on"): str,
+    vol.Optional("payload_off"): str,
+    vol.Optional("retain"): bool,
+}
+PLATFORMS = {"sensor": vol.Schema(SENSOR), "update": vol.Schema(ENTITY), "switch": vol.Schema(SWITCH)}
 DISCOVERY = vol.Schema(
     {
         vol.Required("device"): vol.All(
@@ -186,6 +193,21 @@ def test_states_say_load_share_and_plan() -> None:
     assert (model["state"], model["plan"]) == ("serving", "row on a, b")
     assert len(model["plan_attributes"]["reason"]) > LONGEST_STATE
     assert broker.state("model", "mood")["state"] == "no plan"
+
+
+def test_a_switch_shows_what_people_want_whatever_comes_first() -> None:
+    broker = started()
+    broker.hear(TOPICS.use("a"), b"off")  # retained: before the device is known
+    online("a", broker)
+    assert broker.state("device", "a")["use"] == "off"
+    switch = broker.configs()["homeassistant/device/hepti_home_DEVICE_a/config"]["components"]["use"]
+    assert (switch["command_topic"], switch["retain"]) == (TOPICS.use("a"), True)
+    online("a", broker)
+    assert broker.state("device", "a")["use"] == "off"
+    for said in (switch["payload_on"].encode(), b""):
+        broker.hear(TOPICS.use("a"), b"off")
+        broker.hear(TOPICS.use("a"), said)
+        assert broker.state("device", "a")["use"] == "on"
 
 
 def test_heartbeats_are_passed_on_slowly() -> None:

@@ -1,0 +1,125 @@
+"""`hepti site forget`: clear what the broker retains of a site, or of a device or a model that is gone."""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Final
+
+from hepti_mqtt.cli import output
+from hepti_mqtt.cli.shared import require_broker
+from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
+from hepti_mqtt.ids import PLANNER, check_name
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.service.home_assistant import Payloads
+from hepti_mqtt.transport import BrokerUrl, Delivery, PahoTransport, claim, new_boot
+
+ECHO_S: Final = 10.0
+SHOWN: Final = 10
+
+
+def retained_of(
+    topics: Topics, payloads: Payloads | None, retained: Iterable[str], device: str | None, model: str | None
+) -> list[str]:
+    """Return which of the retained topics belong to a device, to a model, or, where neither is given, to the site.
+
+    payloads: those of Home Assistant's discovery, None for none. Raises BadNameError.
+    """
+    root = topics.everything().removesuffix("#")
+    if device is not None:
+        heads: tuple[str, ...] = (f"{root}dev/{check_name('device', device)}/",)
+        whole = {topics.home("device", device)}
+    elif model is not None:
+        heads = (f"{root}infer/{check_name('model', model)}/", f"{root}work/{model}/", f"{root}x/{model}/")
+        whole = {topics.plan(model), topics.home("model", model)}
+    else:
+        heads, whole = (root,), set[str]()
+    named = ("device", device) if device else ("model", model) if model else None
+    if payloads is not None:
+        whole |= {t for t in retained if payloads.is_own(t)} if named is None else {payloads.config_topic(*named)}
+    return sorted(topic for topic in retained if topic in whole or topic.startswith(heads))
+
+
+def forget(args: argparse.Namespace) -> int:
+    """Clear what is retained, after a question.
+
+    Raises ConfigError while a planner, or the device, is online; RefusedError where the login may not clear everything.
+    """
+    url, topics = BrokerUrl.parse(require_broker(args)), Topics(args.site)
+    _refuse_while_online(url, topics, args.device)
+    payloads = None if args.home_assistant is None else Payloads(topics, args.home_assistant)
+    filters = [topics.everything(), *([payloads.all_configs()] if payloads else [])]
+    found = retained_of(topics, payloads, _retained(url, topics, filters), args.device, args.model)
+    what = f"device {args.device}" if args.device else f"model {args.model}" if args.model else f"site {topics.site}"
+    if found and not _agreed(args, what, found):
+        return 1
+    _retained(url, topics, filters, found)
+    left = retained_of(topics, payloads, _retained(url, topics, filters), args.device, args.model)
+    if left:
+        raise RefusedError(
+            f"the broker still retains {_some(left)}: its access list does not let {url.user or 'an anonymous user'} "
+            f"clear that; take the login of the {PLANNER}"
+        )
+    if args.json:
+        output.print_json({"forgotten": found})
+    else:
+        output.print_lines([f"{what}: {len(found)} retained messages are cleared"])
+    return 0
+
+
+def _refuse_while_online(url: BrokerUrl, topics: Topics, device: str | None) -> None:
+    """Raise ConfigError while the process runs that would publish again what is cleared."""
+    what = "a planner" if device is None else f"the agent of {device}"
+    topic = topics.planner_status() if device is None else topics.status(device)
+    if claim(url, topic, f"hepti-{topics.site}-forget", new_boot(), look=True).held:
+        raise ConfigError(f"{what} is online at site {topics.site} and would publish everything again; stop it first")
+
+
+def _retained(url: BrokerUrl, topics: Topics, filters: Iterable[str], cleared: Iterable[str] = ()) -> list[str]:
+    """Clear topics; return what the broker retained before that. Raises NetworkError if it does not answer."""
+    heard: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+    end, mark = topics.probe("doctor"), uuid.uuid4().bytes
+    transport = PahoTransport(
+        url,
+        f"hepti-{topics.site}-forget-{uuid.uuid4().hex[:12]}",
+        on_message=lambda _topic, _payload: None,
+        on_delivery=heard.put,
+        on_state=lambda _state: None,
+        name="forget",
+    )
+    found, until = set[str](), time.monotonic() + ECHO_S
+    try:
+        transport.subscribe([*((one, 0) for one in filters), (end, 0)])
+        transport.connect()
+        for topic in cleared:
+            transport.publish(topic, b"", 1, retain=True)
+        transport.publish(end, mark, 1)
+        while (got := heard.get(timeout=max(until - time.monotonic(), 0.0))).payload != mark:
+            if got.retained and got.payload:
+                found.add(got.topic)
+    except queue.Empty:
+        raise NetworkError(
+            f"the broker at {url.place} has not echoed a message on {end} within {ECHO_S:g} s; its access list must "
+            f"let this user publish and read there: take the login of the {PLANNER}"
+        ) from None
+    finally:
+        transport.close()
+    return sorted(found)
+
+
+def _agreed(args: argparse.Namespace, what: str, found: list[str]) -> bool:
+    if args.yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(f"say --yes to clear {len(found)} retained messages of {what}: {_some(found)}")
+    output.err.print(f"This clears {len(found)} retained messages of {what}: {_some(found)}", markup=False)
+    return input("Clear them? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _some(topics: list[str]) -> str:
+    more = f" and {len(topics) - SHOWN} more" if len(topics) > SHOWN else ""
+    return ", ".join(topics[:SHOWN]) + more

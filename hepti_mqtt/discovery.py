@@ -1,0 +1,176 @@
+"""A site and its broker, found and announced by mDNS (DNS-SD); needs the extra `discovery`.
+
+A planner and a gateway announce `_hepti._tcp` with the site's name and the broker's URL, which holds no password. Other
+programs announce brokers as `_mqtt._tcp`. Nothing is believed but a URL to try: a broker that wants a password or
+another certificate refuses us there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hepti_mqtt.config.process import requires_extra
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.ids import check_name
+from hepti_mqtt.transport import BrokerUrl, is_loopback
+
+SITES: Final = "_hepti._tcp.local."
+BROKERS: Final = "_mqtt._tcp.local."
+LOOK_S: Final = 3.0  # answers come within a second; a lost one is asked for again
+RESOLVE_MS: Final = 1500
+GIVE: Final = "give --broker mqtt://HOST:1883 or a login file, or set HEPTI_BROKER"
+CLOSE_S: Final = 2.0
+SHOWN: Final = 8
+_NO_PORT: Final = 0  # a planner listens nowhere
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Found:
+    """A broker that somebody announces; site: whose, "" for a broker alone."""
+
+    broker: str
+    site: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.broker} (site {self.site})" if self.site else self.broker
+
+
+def read_announcement(
+    kind: str, addresses: Sequence[str], port: int, texts: Mapping[bytes, bytes | None]
+) -> Found | None:
+    """Return what an announcement says, None for one that cannot be used: anybody in the network can send one."""
+    try:
+        if kind == SITES:
+            broker = (texts.get(b"broker") or b"").decode()
+            url = BrokerUrl.parse(broker) if "://" in broker else None
+            if url is None or url.user is not None or url.ca:
+                return None
+            return Found(_text_of(url), check_name("site", (texts.get(b"site") or b"").decode()))
+        usable = sorted((a for a in addresses if "%" not in a), key=lambda address: (":" in address, address))
+        return Found(f"mqtt://{_host(usable[0])}:{port}") if usable and port else None
+    except (ConfigError, UnicodeDecodeError):
+        return None
+
+
+def choose(found: Iterable[Found], site: str | None) -> Found:
+    """Return the broker to take: a site's before one that is announced alone. site: wanted, None for any.
+
+    Raises ConfigError where there is none, or none that is alone.
+    """
+    brokers = sorted(set(found))
+    sites = [one for one in brokers if one.site and site in (None, one.site)]
+    known = {one.broker for one in brokers if one.site}
+    fitting = sites or [one for one in brokers if not one.site and one.broker not in known]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        raise ConfigError(f"no broker: mDNS found none; {GIVE}")
+    names = ", ".join(map(str, fitting[:SHOWN]))
+    raise ConfigError(f"mDNS found several brokers: {names}. Choose one with --broker, or a site with --site")
+
+
+def look(seconds: float = LOOK_S, interfaces: Sequence[str] | None = None) -> list[Found]:
+    """Return what is announced in the network, after some seconds; raises ConfigError without the extra.
+
+    interfaces: addresses to look at, None for all.
+    """
+    with requires_extra("discovery", f"{GIVE}; looking for a broker"):
+        from zeroconf import InterfaceChoice, ServiceBrowser, ServiceStateChange, Zeroconf
+    names: set[tuple[str, str]] = set()
+
+    def heard(**event: Any) -> None:  # it is called by keywords
+        gone = event["state_change"] is ServiceStateChange.Removed
+        (names.discard if gone else names.add)((event["service_type"], event["name"]))
+
+    try:
+        with Zeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All) as network:
+            browser = ServiceBrowser(network, [SITES, BROKERS], handlers=[heard])
+            time.sleep(seconds)
+            told = [(kind, network.get_service_info(kind, name, RESOLVE_MS)) for kind, name in sorted(names)]
+            browser.cancel()
+    except OSError:  # a network without multicast
+        return []
+    usable = (
+        read_announcement(kind, info.parsed_scoped_addresses(), info.port or 0, info.properties)
+        for kind, info in told
+        if info is not None
+    )
+    return sorted({found for found in usable if found is not None})
+
+
+class Announcement:
+    """Announces a site from a thread until it is closed: registering takes a second.
+
+    who: planner or gateway; port: where it listens.
+    """
+
+    def __init__(self, who: str, site: str, broker: BrokerUrl, port: int = _NO_PORT) -> None:
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(who, site, broker, port), name="announce", daemon=True)
+        self._thread.start()
+
+    def _run(self, who: str, site: str, broker: BrokerUrl, port: int) -> None:
+        with announced(who, site, broker, port):
+            self._closing.wait()
+
+    def close(self) -> None:
+        """Take it back; it is forgotten in any case after two minutes."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+
+
+@contextlib.contextmanager
+def announced(
+    who: str, site: str, broker: BrokerUrl, port: int = _NO_PORT, interfaces: Sequence[str] | None = None
+) -> Iterator[bool]:
+    """Announce a site while the block runs; yield whether that works.
+
+    Nothing is announced without the extra, in a network without multicast, and of a broker on this machine's loopback.
+    """
+    if is_loopback(broker.host) and interfaces is None:
+        yield False
+        return
+    try:
+        from zeroconf import Error, InterfaceChoice, ServiceInfo, Zeroconf
+
+        network = Zeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
+    except (ImportError, OSError):
+        yield False
+        return
+    with network:
+        info = ServiceInfo(
+            SITES,
+            f"Hepti {site} {who} on {socket.gethostname()}"[:63] + f".{SITES}",
+            port=port,
+            properties={"site": site, "broker": _text_of(broker), "role": who},
+            server=f"{socket.gethostname().partition('.')[0]}.local.",
+            parsed_addresses=list(interfaces) if interfaces else _own_addresses(),
+        )
+        try:
+            network.register_service(info, allow_name_change=True)
+        except (Error, OSError):
+            yield False
+            return
+        yield True
+
+
+def _own_addresses() -> list[str]:
+    import psutil
+
+    found = (a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET)
+    return [address for address in found if not is_loopback(address)]
+
+
+def _text_of(url: BrokerUrl) -> str:
+    """Return a broker's URL without user and password."""
+    return f"{'mqtts' if url.tls else 'mqtt'}://{url.place}"
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,108 @@
+"""The planner's metrics for Prometheus; imported with `--metrics` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from hepti_mqtt.metrics import Collected, MetricsServer, device_metrics
+from hepti_mqtt.protocol.messages import Heartbeat
+from hepti_mqtt.runtime.coordinator.requests import RunStats
+from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
+
+BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+OTHER: Final = "other"  # a model that is not served: anybody can invent names
+EVERY_S: Final = 1.0
+
+
+class PlannerMetrics:
+    """What a planner counts; each method is of one thread, reading is of any.
+
+    models: those served. dropped: returns what is counted of messages that were not used.
+    """
+
+    def __init__(self, models: Iterable[str], dropped: Callable[[], Mapping[str, int]]) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._models, self._dropped = frozenset(models), dropped
+        per_model = ("model",)
+        self._seconds = Histogram(
+            "hepti_planner_request_seconds",
+            "Time from a request's arrival to its answer; outcome: ok, or the error's code",
+            ("model", "outcome"),
+            registry=registry,
+            buckets=BUCKETS_S,
+        )
+        self._waiting = Gauge(
+            "hepti_planner_waiting_requests", "Requests that wait to run", per_model, registry=registry
+        )
+        self._running = Gauge("hepti_planner_running_runs", "Runs under way", per_model, registry=registry)
+        self._serving = Gauge("hepti_planner_plan_active", "1 while a plan serves", per_model, registry=registry)
+        self._devices = Gauge(
+            "hepti_planner_devices", "Devices; usable: plans may use them", ("state",), registry=registry
+        )
+        self._steps = Counter(
+            "hepti_planner_plan_steps", "Steps of plans by their cause", ("model", "cause"), registry=registry
+        )
+        by_device = ("model", "device")
+        self._compute = Counter(
+            "hepti_planner_compute_seconds",
+            "Time in kernels, of runs that devices reported",
+            by_device,
+            registry=registry,
+        )
+        self._wait = Counter(
+            "hepti_planner_wait_seconds", "Time in which a device waited for others", by_device, registry=registry
+        )
+        self._sent = Counter(
+            "hepti_planner_sent_bytes", "Bytes that a device sent in runs", by_device, registry=registry
+        )
+        registry.register(Collected(self._collect))
+        self._heartbeats: Mapping[str, Heartbeat] = {}
+        self._told = dict.fromkeys(self._models, 0)  # steps of each model's story
+        self._looked_s = 0.0
+
+    def serve(self, address: tuple[str, int]) -> MetricsServer:
+        """Return the server of these metrics; raises NetworkError."""
+        return MetricsServer(address, self.registry, "hepti_planner")
+
+    def record_answer(self, model: str, outcome: str, seconds: float, stats: Iterable[RunStats] = ()) -> None:
+        """Count an answer that goes out; any thread may call it."""
+        known = model if model in self._models else OTHER
+        self._seconds.labels(known, outcome).observe(seconds)
+        for run in (run for run in stats if run.reported):
+            for device in run.compute_us:
+                self._compute.labels(known, device).inc(run.compute_us[device] / 1e6)
+                self._wait.labels(known, device).inc(run.wait_us[device] / 1e6)
+                self._sent.labels(known, device).inc(run.sent_bytes[device])
+
+    def look(self, session: CoordinatorSession, now: float) -> None:
+        """Take what the session is like, once a second; on its thread."""
+        if now - self._looked_s < EVERY_S:
+            return
+        self._looked_s = now
+        members = session.fleet.members
+        self._devices.labels("online").set(sum(m.online for m in members.values()))
+        self._devices.labels("usable").set(sum(m.usable for m in members.values()))
+        self._heartbeats = {m.name: m.heartbeat for m in members.values() if m.online and m.heartbeat is not None}
+        for group in session.groups.defaults():
+            name, story = group.name, group.plans.story
+            own = session.groups.of_model(name)
+            running = sum(len(g.runs) for g in own)
+            self._waiting.labels(name).set(sum(len(g.queue) for g in own))
+            self._running.labels(name).set(running)
+            self._serving.labels(name).set(group.active is not None)
+            for step in story.last(story.count - self._told[name]):
+                self._steps.labels(name, step.event).inc()
+            self._told[name] = story.count
+
+    def _collect(self) -> Iterator[Metric]:
+        dropped = CounterMetricFamily(
+            "hepti_planner_dropped", "Messages that were not used, by reason", labels=("reason",)
+        )
+        for reason, count in self._dropped().items():
+            dropped.add_metric((reason,), count)
+        yield dropped
+        yield from device_metrics(self._heartbeats)

@@ -1,0 +1,96 @@
+"""A site and its broker found by mDNS: what announcements are believed, which one is taken, and both over loopback."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from hepti_mqtt import discovery
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.discovery import BROKERS, SITES, Found, announced, choose, look, read_announcement
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.transport import BrokerUrl
+
+LOOPBACK = ("127.0.0.1",)
+HOME, ATTIC, LONE = Found("mqtt://a:1883", "home"), Found("mqtts://b:8883", "attic"), Found("mqtt://c:1883")
+
+
+@pytest.mark.parametrize(
+    ("found", "site", "taken"),
+    [
+        ([HOME], None, HOME),
+        ([HOME, HOME, LONE], None, HOME),
+        ([HOME, ATTIC, LONE], "attic", ATTIC),
+        ([LONE], "home", LONE),
+        ([Found("mqtt://a:1883"), LONE, HOME], "cellar", LONE),
+        ([], None, None),
+        ([HOME, ATTIC], None, None),
+        ([LONE, Found("mqtt://d:1883")], None, None),
+        ([HOME], "attic", None),
+    ],
+)
+def test_one_broker_is_taken_or_none(found: list[Found], site: str | None, taken: Found | None) -> None:
+    if taken is None:
+        with pytest.raises(ConfigError):
+            choose(found, site)
+    else:
+        assert choose(found, site) == taken
+
+
+def announcement(broker: str, site: str = "home") -> Found | None:
+    return read_announcement(SITES, ["192.168.1.7"], 0, {b"broker": broker.encode(), b"site": site.encode()})
+
+
+def test_what_cannot_be_used_is_not_believed() -> None:
+    assert announcement("mqtts://hub.lan") == Found("mqtts://hub.lan:8883", "home")
+    for broker in ("", "hub.lan", "/etc/passwd", "http://hub.lan", "mqtt://me:secret@hub.lan", "mqtts://h?ca=/etc/x"):
+        assert announcement(broker) is None
+    assert announcement("mqtt://hub.lan", "No Name") is None
+    assert read_announcement(SITES, [], 0, {b"broker": None, b"site": b"\xff"}) is None
+    assert read_announcement(BROKERS, ["fd00::7", "192.168.1.7"], 1883, {}) == Found("mqtt://192.168.1.7:1883")
+    assert read_announcement(BROKERS, ["fe80::7%2"], 1883, {}) is None, "an address that holds on one link alone"
+    assert read_announcement(BROKERS, ["192.168.1.7"], 0, {}) is None
+
+
+def test_a_site_is_found_while_it_is_announced() -> None:
+    pytest.importorskip("zeroconf")
+    broker = BrokerUrl.parse("mqtts://planner:secret@hub.lan:8883")
+    with announced("planner", "garden", broker, interfaces=LOOPBACK) as works:
+        if not works:
+            pytest.skip("loopback carries no multicast here")
+        for _ in range(5):  # a question or its answer may get lost
+            if Found("mqtts://hub.lan:8883", "garden") in (found := look(1.0, LOOPBACK)):
+                break
+        else:
+            pytest.fail(f"found {found}")
+    assert not any("secret" in str(one) for one in found)
+
+
+def test_a_broker_on_loopback_is_not_announced() -> None:
+    with announced("planner", "home", BrokerUrl.parse("mqtt://127.0.0.1:1883")) as works:
+        assert not works
+
+
+def test_an_agent_without_a_broker_takes_what_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HEPTI_BROKER", raising=False)
+    monkeypatch.delenv("HEPTI_SITE", raising=False)
+    started = []
+    monkeypatch.setattr("device_agent.run_agent", started.append)
+    monkeypatch.setattr(discovery, "look", lambda: [ATTIC])
+    assert main(["agent", "--id", "pi-1"]) == 0
+    assert (started[0].url.host, started[0].site) == ("b", "attic")
+    assert "mqtts://b:8883" in capsys.readouterr().err
+    monkeypatch.setattr(discovery, "look", lambda: [HOME, ATTIC])
+    assert main(["agent", "--id", "pi-1"]) == 2
+    assert main(["agent", "--id", "pi-1", "--site", "home"]) == 0
+    assert started[1].site == "home"
+
+
+def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("HEPTI_BROKER", raising=False)
+    monkeypatch.setitem(sys.modules, "zeroconf", None)
+    assert main(["agent"]) == 2
+    assert "hepti[discovery]" in capsys.readouterr().err
