@@ -79,7 +79,7 @@ def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBat
     if "head.pooler_norm.weight" in tensors:
         x = norm(tensors, "head.pooler_norm", x, spec.norm)
     for i, one in enumerate(head.projections):
-        x = linear(tensors, _projection(i), x, one.bias)
+        x = linear(tensors, _projection(i), x)
         x = activate(one.activation, x) if one.activation else x
     if head.normalize:
         x = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)

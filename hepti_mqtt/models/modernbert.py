@@ -56,7 +56,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         True: config.rope_theta(160_000.0, "global_rope_theta", FULL),
         False: config.rope_theta(10_000.0, "local_rope_theta", SLIDING),
     }
-    near = config.positive("local_attention", 128) // 2
+    named = config.get("sliding_window", None)  # which the reference makes of the other, and reads too
+    near = config.positive("local_attention", 128) // 2 if named is None else config.positive("sliding_window")
     flags = {
         "attention_bias": ("qkv", "attention_out"),
         "mlp_bias": ("mlp_up", "mlp_down"),

@@ -86,11 +86,10 @@ _KEYS: Final = KeyTable(
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a NomicBERT or GTE; raises ModelError, UnsupportedModelError."""
     config.check_keys(_KEYS)
-    config = config.renamed(_OLD_NAMES)
-    (task, prefix), has_old_names = ARCHITECTURES[architecture], "activation_function" in config.data
+    task, prefix = ARCHITECTURES[architecture]
     nomic = prefix == "nomic_bert."
-    if has_old_names:
-        config = JsonConfig(config.file, {**config.data, "hidden_act": "silu"})
+    if nomic and "activation_function" in config.data:
+        config = JsonConfig(config.file, {**config.renamed(_OLD_NAMES).data, "hidden_act": "silu"})
     fill = config.activation() if nomic else "gelu"
     head = text.task_head(task, config, extras, pooler=task == "classification", fill=fill)
     types = config.get("type_vocab_size", 2 if nomic else 1)
