@@ -237,7 +237,7 @@ class SearchThrottle:
 
     def throttled(self, command: Solve) -> Solve:
         """Return a search with pauses; none if requests wait for its plan."""
-        if command.hurried or command.active is None:
+        if command.hurried or command.recalled or command.active is None:
             return command
         budget = Budget(SEARCH_S, self._computed)
         return replace(command, question=replace(command.question, pause=self._pauses(), budget=budget))

@@ -97,9 +97,10 @@ class Site:
         decider: Callable[[Question], Decision] = decide,
         pricer: Callable[[Question, Plan], Candidate] = simulate_plan,
         secret: bytes | None = None,
+        recalls: bool = False,
     ) -> None:
         served = tuple(ServedModel(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
-        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret)
+        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret, recalls=recalls)
         self.now = 0.0
         self.searches, self.decider, self.pricer = searches, decider, pricer
         self.boots: dict[str, int] = {}
@@ -136,6 +137,11 @@ class Site:
             )
         )
 
+    def _will_serve(self, message: messages.Prepare) -> bool:
+        """Return whether a Prepare is for a plan on its way, and no probe of a device."""
+        model = Plan.from_dict(message.plan).model
+        return self.session.groups.group_of_preparation(model, message.transaction_id) is not None
+
     def _note(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish) and "/work/" in command.topic:
             frame = decode(command.payload)
@@ -143,7 +149,7 @@ class Site:
             self.work[frame.run_id] = frame
         elif isinstance(command, Publish):
             device, message = command.topic.split("/")[-2], messages.decode(command.payload)
-            if isinstance(message, messages.Prepare) and not message.shapes:
+            if isinstance(message, messages.Prepare) and not self._will_serve(message):
                 self.probes.append((device, message))
             else:
                 self.told.append((device, message))

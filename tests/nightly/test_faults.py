@@ -57,7 +57,7 @@ def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_s
 
 
 def test_whatever_is_lost_meanwhile_every_request_has_one_right_answer(tmp_path: Path) -> None:
-    report = run(Run(75.0, seed=3, every_s=(9.0, 12.0)), tmp_path, model_directory(tmp_path, "tiny"))
+    report = run(Run(75.0, seed=3, every_s=(9.0, 12.0)), tmp_path, {MODEL: model_directory(tmp_path, "tiny")})
     assert len(report.faults) >= len(KINDS)
     assert report.good, str(report)
     for tally in report.tallies.values():
@@ -159,6 +159,6 @@ def test_a_schedule_is_known_by_its_seed_and_has_every_kind_in_turn() -> None:
 def test_the_longest_silence_after_a_fault_is_its_own() -> None:
     faults = [Fault(0.0, "planner killed", "planner"), Fault(5.0, "broker killed", "broker")]
     answered = [*np.arange(0.0, 1.0, 0.1), *np.arange(3.0, 5.0, 0.1), *np.arange(6.0, 9.0, 0.1)]
-    found = silences(faults, [1.0, 5.0], answered)
+    found = silences(faults, [1.0, 5.0], {MODEL: answered})
     assert [gap.seconds for gap in found["planner killed"]] == [pytest.approx(2.0)]
     assert [gap.seconds for gap in found["broker killed"]] == [pytest.approx(1.0)]

@@ -16,7 +16,7 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, SiteEstimates, Verdict
+from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
@@ -55,7 +55,8 @@ class PlanGroup:
     rule's last word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried.
     run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
     devices and links are now, and the doubt in that; may_gain: the part of its time that a search may win. left: plans
-    that were left, whose weights devices may have.
+    that were left, whose weights devices may have. recalled: the plan that served last, of this planner
+    or the one before, while none does; recall_by_s: until then a search waits for it, and for its devices.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
     in the published record.
     """
@@ -79,6 +80,8 @@ class PlanGroup:
     may_gain: float = inf
     expectation: tuple[PlanVersion, Expectation] | None = None
     left: tuple[Plan, ...] = ()
+    recalled: Recalled | None = None
+    recall_by_s: float = -inf
     pace: RequestPace = field(default_factory=RequestPace)
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)

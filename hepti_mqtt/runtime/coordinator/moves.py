@@ -97,6 +97,7 @@ class Moves:
         forced: the active plan is no choice. only: of the others, this one alone.
         """
         record = None if forced or group.has_suspect_replica else group.plans.active
+        record = record if record is not None and record.is_priced else None
         beliefs = self._beliefs(group, now)
         known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
@@ -119,7 +120,8 @@ class Moves:
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
         """Return whether the active plan is to be judged: now and then, and after a change at once."""
-        if group.active is None or group.plans.in_transition() or group.has_suspect_replica:
+        record = group.plans.active
+        if record is None or not record.is_priced or group.plans.in_transition() or group.has_suspect_replica:
             return False
         return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= JUDGED_S
 

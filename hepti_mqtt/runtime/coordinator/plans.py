@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
@@ -167,24 +167,11 @@ class PlanSnapshot:
 # When two plans divide a model in the same way.
 
 
-_VARYING: Final[dict[str, Any]] = {
-    "version": PlanVersion(0, 0),
-    "shares": {},
-    "predicted_s": 0.0,
-    "predicted_bytes": 0,
-    "predicted_tokens": 0,
-    "wire_error": None,
-    "weight_error": None,
-    "reason": "",
-    "replicas": (),
-}
-
-
 def is_same_division(a: Plan, b: Plan) -> bool:
     """Return whether two plans divide the work alike; weights may differ by rounding."""
     if len(a.replicas) != len(b.replicas) or not all(map(is_same_division, a.replicas, b.replicas)):
         return False
-    if replace(a, **_VARYING) != replace(b, **_VARYING):
+    if replace(a.division, shares={}, replicas=()) != replace(b.division, shares={}, replicas=()):
         return False
     for kind, weights in a.shares.items():
         whole_a, whole_b = sum(weights), sum(b.shares[kind])
@@ -210,7 +197,7 @@ class Search:
 
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
     one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s: when it was first
-    wanted.
+    wanted. recalls: it is for the plan that served before alone.
     """
 
     due_s: float
@@ -221,6 +208,7 @@ class Search:
     ticket: int = 0
     plan_version: PlanVersion | None = None
     wanted_s: float = 0.0
+    recalls: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -262,6 +250,11 @@ class PlanRecord:
     def needed_bytes(self, device: str) -> int:
         """Return the memory that it needs on a device, as far as it was priced."""
         return self.decision.chosen.price.needs.get(device, 0)
+
+    @property
+    def is_priced(self) -> bool:
+        """Return whether a search of this planner has priced it, so that it can be compared."""
+        return bool(self.decision.chosen.price.use)
 
     def last_exchange_s(self) -> float:
         """Return when there was last an exchange with the devices."""
@@ -402,11 +395,11 @@ class PlanLifecycle:
             soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
-    def start_search(self, ticket: int, plan_version: PlanVersion, now: float) -> None:
+    def start_search(self, ticket: int, plan_version: PlanVersion, now: float, *, recalls: bool = False) -> None:
         """The wanted search begins, for a plan of this plan version."""
         search = self.wanted
         assert search is not None
-        search.ticket, search.plan_version = ticket, plan_version
+        search.ticket, search.plan_version, search.recalls = ticket, plan_version, recalls
         self.step(search, "search", now, "")
 
     def prepare_found(self, search: Search, decision: Decision, transaction_id: int, now: float) -> None:

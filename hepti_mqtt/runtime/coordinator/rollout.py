@@ -36,6 +36,7 @@ from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.spec import PlainShape
 
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
 SETTLE_UNSERVED_S: Final = 0.1  # instead, where requests wait and no plan serves them
@@ -111,8 +112,9 @@ class Rollout:
         others = self._groups.pinned(group.name)
         pinned = tuple(other.active for other in others if other.active is not None)
         coming = tuple(other.plans.preparing.plan for other in others if other.plans.preparing is not None)
+        needs = {} if own.plans.active is None else own.plans.active.decision.chosen.price.needs
         parts = own.active, plan, own.last_decision, own.error, progress, story, pinned, coming, self._in_flight
-        return PublishPlan(group.name, *parts, own.verdict.considered)
+        return PublishPlan(group.name, *parts, own.verdict.considered, needs)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
@@ -168,10 +170,12 @@ class Rollout:
         peers, key = peers_of(plan, device, self._fleet), self._fleet.wrapped_key(plan, device)
         return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked)
 
-    def probe(self, group: PlanGroup, plan: Plan, devices: list[str]) -> list[CoordinatorCommand]:
-        """Send devices the Prepare of a plan again; a device that has the plan answers with Ready."""
+    def probe(
+        self, group: PlanGroup, plan: Plan, devices: list[str], shapes: tuple[PlainShape, ...] = ()
+    ) -> list[CoordinatorCommand]:
+        """Send devices the Prepare of a plan; a device that has the plan, and its Programs of shapes, answers Ready."""
         served = group.served
-        parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight
+        parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight, shapes, len(shapes)
         prepare = ((d, messages.Prepare(self.ids.next_transaction(), *parts)) for d in devices)
         return [self.command_device(d, self._addressed(message, plan, d)) for d, message in prepare]
 
@@ -437,9 +441,9 @@ class Rollout:
 # ----------------------------------------------------------------------------------------------------------------------
 # Weights loaded ahead on a standby device, where the plan in use has all of them on one.
 #
-# A second device prepares the plan that would follow a loss and releases it again: it keeps released weights while it
-# has room, so nothing makes room for these. No request runs under such a plan. The search after a loss, for requests
-# that wait, is for that device alone.
+# A second device prepares the plan that would follow a loss and releases it again: it keeps released weights, and the
+# Programs of recent shapes, while it has room, so nothing makes room for these. No request runs under such a plan. The
+# search after a loss, for requests that wait, is for that device alone.
 
 
 ENDS_S: Final = 60.0  # then a preparation is given up, or a refused one tried again
@@ -477,6 +481,11 @@ class Standby:
         """Return the devices that load ahead."""
         return frozenset(ahead.plan.root for ahead in self._loads() if ahead.plan is not None)
 
+    def is_held(self, group: PlanGroup) -> bool:
+        """Return whether another device has the weights of the plan in use."""
+        ahead = self._ahead.get(group.name)
+        return ahead is not None and ahead.held and self._there(ahead)
+
     def question(self, group: PlanGroup, hurried: bool, now: float) -> Question:
         """Return the question for a group's next plan; hurried: of the device that has the weights, if one does."""
         question, ahead = self._rollout.question(group, now), self._ahead.get(group.name)
@@ -512,6 +521,8 @@ class Standby:
             return self._give_up(ahead, now) if now > ahead.next_s else []
         if record is None or len(record.plan.devices) > 1 or not group.plans.pins.is_unpinned or not group.in_use(now):
             return []
+        if not record.is_priced:
+            return []
         if ahead is None or ahead.plan_version != record.version or (ahead.plan is not None and not self._there(ahead)):
             needed_bytes = record.decision.chosen.price.needs[record.plan.root]
             self._ahead[group.name] = _StandbyPlan(record.version, now, needed_bytes)
@@ -537,7 +548,8 @@ class Standby:
         if member is None or len(chosen.plan.devices) > 1 or group.plans.in_transition():
             return []
         ahead.plan, ahead.boot, ahead.needed_bytes = chosen.plan, member.boot, chosen.price.needs[member.name]
-        return self._rollout.probe(group, chosen.plan, [member.name])
+        shapes = tuple(shape.plain() for shape in group.shapes_to_build()[0])
+        return self._rollout.probe(group, chosen.plan, [member.name], shapes)
 
     def _prepared(self, message: Ready | PrepareFailed, now: float) -> list[CoordinatorCommand]:
         for ahead in self._loads():

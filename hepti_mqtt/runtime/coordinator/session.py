@@ -16,7 +16,7 @@ from typing import Final
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, Verdict
+from hepti_mqtt.planner import Decision, Recalled, Verdict
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
@@ -34,6 +34,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     DeviceUse,
     LogEvent,
     PinPlan,
+    PlanRecalled,
     RequestArrived,
     SendTiles,
     Solve,
@@ -51,6 +52,8 @@ from hepti_mqtt.runtime.machinery import TransitionLog
 
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
+RECALL_S: Final = 1.0  # for what the broker has retained to be heard
+PRICED_S: Final = 3.0  # after a recalled plan is to be prepared: requests that have waited for it come first
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
 
 
@@ -59,7 +62,7 @@ class CoordinatorSession:
 
     broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device. secret: KEY_BYTES random
     bytes from which run ids, keys and the tokens of peers follow; without it there are no keys, and no mesh. checked:
-    what the tags of frames cover.
+    what the tags of frames cover. recalls: whether a `PlanRecalled` comes for each model.
     """
 
     def __init__(
@@ -71,21 +74,23 @@ class CoordinatorSession:
         broker_bytes_per_s: float | None = None,
         secret: bytes | None = None,
         checked: Checked = "header",
+        recalls: bool = False,
     ) -> None:
         self.site = site
+        self._recalls = recalls
         self.topics = Topics(site)
         self.boot = boot
         self.in_flight = in_flight
         self.fleet = Fleet(broker_bytes_per_s, secret=secret, checked=checked)
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters, self.fleet.estimates)
-        self._online, self._begun = True, False
+        self._online, self._begun, self._met_broker = True, False, False
         ids = Ids(boot, secret)
         self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
-        self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
+        self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout, self._standby)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._handle_status,
             DeviceUse: self._handle_use,
@@ -95,6 +100,7 @@ class CoordinatorSession:
             DeviceFrame: self._handle_frame,
             RequestArrived: self._handle_request,
             Solved: self._handle_solved,
+            PlanRecalled: self._handle_recalled,
             PinPlan: self._pin,
             WeightsUnreadable: self._rollout.handle_unreadable,
             BrokerConnection: self._connection,
@@ -110,6 +116,7 @@ class CoordinatorSession:
             self._begun = True
             for group in self.groups:
                 group.plans.request_search(now + SETTLE_S, now, "the planner has started")
+                group.recall_by_s = now + RECALL_S if self._recalls else -inf
         self._mark_runs_beside_work()
         changed_s = self.fleet.estimates.last_change_s
         out = self._handlers[type(event)](event, now)
@@ -258,6 +265,8 @@ class CoordinatorSession:
     def _handle_lost(self, device: str, how: str, now: float, *, says_so: bool = False) -> list[CoordinatorCommand]:
         """Go on without a device; one that has left by its own word, under requests, may do so a few times."""
         out: list[CoordinatorCommand] = [LogEvent("left", f"{device} {how}")]
+        member = self.fleet.member(device)
+        held = {device: member.boot_before or member.boot}
         boot, lost_runs = self.fleet.record_loss(device, now), False
         for group in self.groups:
             plans, why = group.plans, f"{device} {how}"
@@ -271,6 +280,9 @@ class CoordinatorSession:
                 plans.request_search(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
+                if was_active:
+                    boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
+                    group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
                 lessened = self._rollout.drop_replica(group, record, device, now, why)
                 if lessened is None:
                     plans.retire(record, "lost", now, why)
@@ -301,10 +313,54 @@ class CoordinatorSession:
         group, out = self._rollout.group_for(request, now)
         return out if group is None else out + self._scheduler.enqueue(group, request, now)
 
+    def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
+        group = self.groups.default(event.model)
+        if event.recalled is not None and group.last_plan is None:
+            group.recalled = event.recalled
+        if group.recalled is None:
+            group.recall_by_s = -inf
+        return []
+
+    def _recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Take the plan that served before, once all of its devices are there: they have kept what it needs."""
+        plans, recalled = group.plans, group.recalled
+        if recalled is None or not self._met_broker or not self.groups.may_search(group, now):
+            return []
+        if plans.in_use is not None:
+            group.recalled = None
+            return []
+        usable = self.fleet.usable()
+        boots = {device: usable[device].boot for device in recalled.plan.devices if device in usable}
+        if len(boots) < len(recalled.plan.devices) or not boots.items() >= recalled.boots.items():
+            return []
+        out: list[CoordinatorCommand] = []
+        why = "the plan that served before can serve again"
+        group.recalled, group.recall_by_s = None, -inf
+        if plans.searching is not None:
+            plans.step(plans.searching, "outdated", now, why)
+        if plans.preparing is not None:  # by devices that load its weights
+            out += self._rollout.abandon(group, plans.preparing, "lost", now, why)
+        plans.request_search(now, now, why)
+        ticket, question = self._rollout.ids.next_transaction(), self._rollout.question(group, now)
+        plans.start_search(ticket, question.plan_version, now, recalls=True)
+        return [*out, Solve(group.name, ticket, question, None, recalled=recalled)]
+
+    def _take_recalled(self, group: PlanGroup, search: Search, event: Solved, now: float) -> list[CoordinatorCommand]:
+        """Prepare the plan that served before, or search as ever where it cannot be had."""
+        plans, found = group.plans, event.decision
+        if found is None or not set(found.chosen.plan.devices) <= self.fleet.usable().keys():
+            plans.step(search, "outdated", now, str(event.error or "a device has left"))
+            plans.request_search(now, now, "the plan that served before cannot be had")
+            return []
+        group.error = None
+        plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
+        plans.request_search(now + PRICED_S, now, "the plan is as it was priced before")
+        return [LogEvent("replanned", found.reason), self._rollout.publish_plan(group)]
+
     def _start_due_search(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Begin the search that is due."""
         plans, wanted = group.plans, group.plans.wanted
-        if wanted is None or plans.preparing is not None:
+        if wanted is None or plans.preparing is not None or now < group.recall_by_s:
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
@@ -315,6 +371,8 @@ class CoordinatorSession:
         if awaited or not (alone or hurried) or not self.groups.may_search(group, now):
             return []
         if plans.searching is not None:
+            if plans.searching.recalls:  # it takes no time
+                return []
             plans.step(plans.searching, "outdated", now, "requests wait")
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
         group.made_room = False
@@ -328,6 +386,8 @@ class CoordinatorSession:
         if group is None or group.plans.searching is None:
             return []
         plans, search = group.plans, group.plans.searching
+        if event.recalled:
+            return self._take_recalled(group, search, event, now)
         # A hurried result serves at once; the whole search, which is wanted, follows.
         serves = event.hurried and group.unserved and plans.pins.is_unpinned
         if plans.wanted is not None and not serves:  # something changed while the search ran: search again
@@ -453,7 +513,7 @@ class CoordinatorSession:
         for group in self.groups.defaults():
             out += self._scheduler.dispatch_ready(group.name, now)
         for group in self.groups:
-            out += self._start_due_search(group, now)
+            out += [*self._recall(group, now), *self._start_due_search(group, now)]
         return out
 
     # -- time -----------------------------------------------------------------------------------------------------
@@ -493,7 +553,7 @@ class CoordinatorSession:
         return out
 
     def _connection(self, event: BrokerConnection, now: float) -> list[CoordinatorCommand]:
-        self._online = event.online
+        self._online, self._met_broker = event.online, self._met_broker or event.online
         self._scheduler.mark_broker_lost()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.fleet.reset_silence(now)

@@ -78,9 +78,13 @@ class LogTrouble:
 
 @dataclass(frozen=True, slots=True)
 class AnalysePrepare:
-    """Analyse a Prepare (it lowers the longest requests) on another thread; the shell reports `PrepareAnalysed`."""
+    """Analyse a Prepare (it lowers the longest requests) on another thread; the shell reports `PrepareAnalysed`.
+
+    awaited: as of a Program.
+    """
 
     prepare: Prepare
+    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class BuildProgram:
     """Build a device's Program for a request shape beside the session's thread; the shell reports `ProgramBuilt`.
 
     number: of the order, which `ProgramBuilt` carries. weights: of the plan version, to which the kernels are bound.
+    awaited: by a run, or by a plan while no run is under way; else it gives way to runs.
     """
 
     number: int
@@ -95,6 +100,7 @@ class BuildProgram:
     plan: Plan
     shape: RequestShape
     weights: Mapping[WeightRef, Weight]
+    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

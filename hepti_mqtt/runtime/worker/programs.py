@@ -100,7 +100,7 @@ class ProgramBuildQueue:
         if self._order is not None:
             return None
         loaded = [r for r in residents if r.weights is not None]
-        found = self._awaited(loaded)
+        late = found = self._awaited(loaded)
         found = found or next(((r, r.urgent_shapes[0]) for r in loaded if r.urgent_shapes), None)
         if found is None and idle:
             found = next(((r, r.prebuild_shapes[0]) for r in loaded if r.prebuild_shapes and r.ready), None)
@@ -110,7 +110,8 @@ class ProgramBuildQueue:
         assert resident.weights is not None
         self._number += 1
         self._order = _Order(self._number, resident, shape)
-        return BuildProgram(self._number, resident.spec, resident.plan, shape, resident.weights)
+        awaited = late is not None or (idle and bool(resident.urgent_shapes))
+        return BuildProgram(self._number, resident.spec, resident.plan, shape, resident.weights, awaited)
 
     def complete(self, event: ProgramBuilt) -> tuple[ResidentPlan, RequestShape, list[Frame]] | None:
         """Keep a Program; return its plan, its shape and the runs that waited, None if its plan is gone."""

@@ -220,7 +220,7 @@ class WorkerSession:
     def _message(self, message: messages.Message, now: float) -> list[Command]:
         match message:
             case messages.Prepare():
-                return self._prepare(message)
+                return self._prepare(message, now)
             case messages.Activate():
                 return self._activate(message, now)
             case messages.Release():
@@ -237,7 +237,7 @@ class WorkerSession:
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, message: messages.Prepare) -> list[Command]:
+    def _prepare(self, message: messages.Prepare, now: float) -> list[Command]:
         try:
             key = plan_key(message)
         except WireError:
@@ -246,6 +246,10 @@ class WorkerSession:
         if (known := self.plans.get(*key)) is not None:
             known.transaction_id = message.transaction_id
             return self._ready_if_complete(known) or [self._progress(message.transaction_id, key)]
+        if key not in self._being_analysed:
+            again = self.plans.take_ended(message, self.topics, self.memory_bytes)
+            if again is not None:
+                return [*self._mesh.admit(key, message), *self._take_in(again, message, now, doubted=False)]
         if key not in self._being_analysed and len(self._being_analysed) >= MAX_BEING_ANALYSED:
             text = f"{self.device} is already analysing {MAX_BEING_ANALYSED} plans"
             return [self._failed(message.transaction_id, key, PlanError.code, text)]
@@ -253,7 +257,7 @@ class WorkerSession:
         is_repeated, self._being_analysed[key] = key in self._being_analysed, message
         if is_repeated:
             return [self._progress(message.transaction_id, key)]
-        return [*self._mesh.admit(key, message), AnalysePrepare(message)]
+        return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
 
     def _progress(self, transaction_id: int, key: PlanKey, done_bytes: int = 0, total_bytes: int = 0) -> Publish:
         """Report bytes of weights; 0 of 0: this device is there, and has made no progress."""
@@ -265,7 +269,7 @@ class WorkerSession:
         if message is None:  # released meanwhile
             return []
         if message.plan != event.prepare.plan:  # repeated with another plan: one of both was forged
-            return [*self._mesh.admit(key, message), AnalysePrepare(message)]
+            return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
         del self._being_analysed[key]
         doubted = key in self._doubted
         self._doubted.discard(key)
@@ -274,11 +278,17 @@ class WorkerSession:
             text = f"{self.device}: {event.result}"
             failed = self._failed(message.transaction_id, key, event.result.code, text)
             return [*self._mesh.leave(key), LogTrouble("event_errors", text), failed]
-        resident = event.result
-        resident.transaction_id = message.transaction_id
-        plan = resident.plan
+        event.result.transaction_id = message.transaction_id
+        return self._take_in(event.result, message, now, doubted=doubted)
+
+    def _take_in(
+        self, resident: ResidentPlan, message: messages.Prepare, now: float, *, doubted: bool
+    ) -> list[Command]:
+        """Keep a plan if there is memory for it, and load what it lacks."""
+        key, plan = resident.key, resident.plan
         out: list[Command] = []
-        self.plans.place(resident, self.memory_bytes)
+        if resident.weights is None:
+            self.plans.place(resident, self.memory_bytes)
         if self.plans.needed_bytes(resident) > self.memory_bytes:
             out = self._release_unconfirmed(self.plans.unconfirmed(), "memory", now)
         needed = self.plans.needed_bytes(resident)
@@ -292,16 +302,13 @@ class WorkerSession:
         self.plans.add(resident, now)
         if doubted:
             self.plans.step(resident, "doubt", now)
-        load = Load(
-            message.transaction_id,
-            plan.model,
-            plan.version,
-            message.manifest,
-            resident.matrices,
-            self.plans.keep(self.memory_bytes),
-        )
         out += self._mesh.join(key, resident.mesh_sources, now)
-        return [*out, Subscribe(plan.model, plan.version, resident.filters, resident.work_topic), load]
+        out.append(Subscribe(plan.model, plan.version, resident.filters, resident.work_topic))
+        if resident.weights is not None:
+            return [*out, *self._loaded_if_complete(resident, now)]
+        keep = self.plans.keep(self.memory_bytes)
+        manifest, matrices = message.manifest, resident.matrices
+        return [*out, Load(message.transaction_id, plan.model, plan.version, manifest, matrices, keep)]
 
     def _handle_loading(self, event: Loaded | LoadProgress | LoadFailed | Subscribed, now: float) -> list[Command]:
         resident = self.plans.get(event.model, event.plan_version)

@@ -31,6 +31,7 @@ from hepti_mqtt.runtime.coordinator.rollout import (
     REPEAT_PREPARE_S,
     RETRY_S,
 )
+from hepti_mqtt.runtime.machinery import Publish
 
 
 def asked(site: Site, device: str = "a") -> tuple[messages.Prepare, PlanVersion]:
@@ -275,6 +276,9 @@ def test_who_would_serve_next_has_the_weights_and_no_plan_before_the_device_is_l
     calm(made)
     (released,) = [(device, m) for device, m in made.told if isinstance(m, messages.Release)]
     device = released[0]
+    sent = [c for c in made.seen if isinstance(c, Publish) and c.topic.endswith(f"/{device}/cmd")]
+    ahead = [m for m in map(messages.decode, (c.payload for c in sent)) if isinstance(m, messages.Prepare)]
+    assert ahead[-1].build_first == len(ahead[-1].shapes) > 0, "with the Programs of the last requests"
     assert device != head
     assert made.plan.version == first.version, "nobody is to notice"
     made.leave(first.root)
