@@ -20,6 +20,7 @@ from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources, tokenizer_class
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.speech import PLAIN, SILENT, START, TASKS, SpeechInput
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Spec
 
 # The special tokens stand first, in the order in which the families' configs number them.
@@ -119,7 +120,7 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         if isinstance(spec.input_spec, TextInput):
-            roberta = files["config.json"].get("model_type") == "roberta"
+            roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
             write_tokenizer(out / "tokenizer.json", spec.input_spec.vocab, roberta)
             options = _tokenizer_options(str(files["config.json"].get("model_type")), roberta)
             (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")

@@ -12,18 +12,19 @@ from itertools import accumulate
 from typing import Any, Final
 
 from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.attention import Attention, CachedAttention, Rotate
 from hepti_mqtt.lowering.ops import (
     Activation,
     Add,
     AddTable,
     AppendRows,
-    Attention,
-    CachedAttention,
     Columns,
     ConcatColumns,
+    Gate,
     Input,
     Linear,
     Moments,
+    Norm,
     Normalise,
     Op,
     OpaqueOp,
@@ -286,13 +287,37 @@ class GraphBuilder:
         """x [m, h] -> x + the first m of the `rows` rows of a stored table."""
         return self._add(name, (x,), role, (tensor,), AddTable, space=self.shape_of(x), rows=rows)
 
-    def norm(self, name: str, x: str, role: str, tensor: str, eps: float) -> str:
-        """x [m, h] -> layer norm; its moments are a tensor of their own, with a role of their own."""
+    def gate(self, name: str, x: str, y: str, role: str, function: str) -> str:
+        """x, y -> function(x) * y."""
+        return self._add(name, (x, y), role, (), Gate, space=self.shape_of(x), function=function)
+
+    def norm(self, name: str, x: str, role: str, tensor: str, norm: float | Norm, bias: bool = True) -> str:
+        """x [m, h] -> its norm, layer norm where only eps is given; its moments are a tensor of a role of their own."""
         m, h = self.shape_of(x)
         inner = TASK_MOMENTS if role == TASK else MOMENTS
         sums = self._add(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
-        tensors = (f"{tensor}.weight", f"{tensor}.bias")
-        return self._add(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
+        tensors = (f"{tensor}.weight", f"{tensor}.bias") if bias else (f"{tensor}.weight",)
+        how = norm if isinstance(norm, Norm) else Norm(norm)
+        return self._add(name, (x, sums), role, tensors, Normalise, space=(m, h), norm=how)
+
+    def rotate(
+        self,
+        name: str,
+        qkv: str,
+        role: str,
+        *,
+        d: int,
+        columns: tuple[int, int],
+        theta: float,
+        lengths: tuple[int, ...],
+        norm: Norm | None = None,
+        gammas: tuple[str, ...] = (),
+    ) -> str:
+        """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before."""
+        return self._add(
+            name, (qkv,), role, gammas, Rotate, space=self.shape_of(qkv), d=d, q_columns=columns[0],
+            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm,
+        )  # fmt: skip
 
     def attention(
         self,
@@ -306,12 +331,21 @@ class GraphBuilder:
         columns: tuple[int, int, int],
         lengths: tuple[int, ...],
         causal: bool = False,
+        window: int = -1,
+        group: int = 1,
+        scale: float = 0.0,
+        bias: WeightRef | None = None,
+        farthest: int = 0,
     ) -> str:
-        """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors."""
+        """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors.
+
+        bias: a table [buckets, heads] of what distances up to `farthest` add to scores. Others as `ops.Attention` has.
+        """
         space = (self.shape_of(q)[0], width, self.shape_of(kv)[0])
+        tensors, buckets = ((bias.tensor,), bias.rows[1]) if bias is not None else ((), 0)
         return self._add(
-            name, (q, kv), role, (), Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
-            causal=causal,
+            name, (q, kv), role, tensors, Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
+            causal=causal, window=window, group=group, scale=scale, buckets=buckets, farthest=farthest,
         )  # fmt: skip
 
     def rows(self, name: str, x: str, role: str, rows: Sequence[int] | None = None) -> str:

@@ -438,7 +438,7 @@ class ForwardWalk:
         spec = self.out.slots[total]
         slot = self.slot(spec.shape, spec.dtype)
         self.turns[slot] = turn
-        attrs: dict[str, Any] = {"bias": False, "eps": norm.attrs["eps"], "keep_sum": True}
+        attrs: dict[str, Any] = {"bias": False, **norm.attrs, "keep_sum": True}
         joint = add._replace(
             kernel="add_norm",
             writes=(total, slot),

@@ -15,7 +15,21 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
-from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit, whisper
+from hepti_mqtt.models import (
+    albert,
+    bert,
+    decoupled,
+    distilbert,
+    electra,
+    gemma3,
+    gpt2,
+    modernbert,
+    mpnet,
+    nomic_bert,
+    qwen3,
+    vit,
+    whisper,
+)
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.heads import head_tensors
@@ -37,9 +51,9 @@ class Family(Protocol):
 
     It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
     by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
-    `READS` are the keys of config.json that it checks itself, of those that are refused for all others. And, by
-    model_type, the classes of transformers that make ids and pixels, `TOKENIZER_CLASSES` and
-    `PICTURE_CLASSES`, where the model's files name none.
+    `READS` are the keys of config.json that it checks itself, of those that are refused for all others. `KNOWN_CODE`
+    begins the names of code that checkpoints bring and that the family computes. And, by model_type, the classes of
+    transformers that make ids and pixels, `TOKENIZER_CLASSES` and `PICTURE_CLASSES`, where the model's files name none.
     """
 
     @property
@@ -74,6 +88,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "distilbert": distilbert,
     "albert": albert,
     "electra": electra,
+    "mpnet": mpnet,
+    "modernbert": modernbert,
+    "nomic_bert": nomic_bert,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
     "gpt2": gpt2,
     "decoupled": decoupled,
     "whisper": whisper,
@@ -88,7 +107,6 @@ _KEYS: Final = KeyTable(
     frozenset(),
     only={
         "add_cross_attention": (False,),
-        "auto_map": (),
         "compression_config": (),
         "is_encoder_decoder": (False,),
         "pruned_heads": ({},),
@@ -96,6 +114,7 @@ _KEYS: Final = KeyTable(
     },
     closed=False,
 )
+_CODE_KEYS: Final = _KEYS._replace(only={**_KEYS.only, "auto_map": ()})
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> Spec:
@@ -200,7 +219,6 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
     architecture, activation or option that is not computed here, ModelError for missing or wrong keys.
     """
     checked = JsonConfig("config.json", config)
-    checked.check_keys(_KEYS._replace(read=_read_by(config.get("architectures"))))
     architectures = checked.require("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise checked.bad_value("architectures", "a list with one name", architectures)
@@ -217,15 +235,11 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
             f"config.json: architecture {architecture!r} is not of model_type {str(model_type)[:40]!r}, and libraries "
             "differ in which of them counts; correct the wrong one"
         )
-    spec: Spec = _FAMILY_OF[architecture].spec(architecture, checked, extras)
+    family = _FAMILY_OF[architecture]
+    keys = _KEYS if _is_known_code(family, config.get("auto_map")) else _CODE_KEYS
+    checked.check_keys(keys._replace(read=getattr(family, "READS", frozenset())))
+    spec: Spec = family.spec(architecture, checked, extras)
     return spec
-
-
-def _read_by(architectures: Any) -> frozenset[str]:
-    """Return the keys that the family of an architecture checks itself."""
-    named = architectures[0] if isinstance(architectures, list) and architectures else None
-    found: frozenset[str] = getattr(_FAMILY_OF.get(named) if isinstance(named, str) else None, "READS", frozenset())
-    return found
 
 
 def _is_of_type(architecture: str, model_type: str) -> bool:
@@ -233,7 +247,16 @@ def _is_of_type(architecture: str, model_type: str) -> bool:
     letters, family = sub("[^a-z0-9]", "", model_type.lower()), _FAMILY_OF[architecture]
     if architecture.lower().startswith(letters):
         return True
-    return _TYPES.get(model_type) is family and not any(a.lower().startswith(letters) for a in family.ARCHITECTURES)
+    if _TYPES.get(model_type) is not family:
+        return False
+    alone = sum(other is family for other in _TYPES.values()) == 1
+    return alone or not any(a.lower().startswith(letters) for a in family.ARCHITECTURES)
+
+
+def _is_known_code(family: Family, named: Any) -> bool:
+    """Return whether all code that a config.json names, its `auto_map`, is of a family that is computed here."""
+    known = getattr(family, "KNOWN_CODE", ())
+    return isinstance(named, Mapping) and bool(known) and all(str(v).startswith(known) for v in named.values())
 
 
 def tokenizer_class(model_type: str) -> str | None:

@@ -39,7 +39,13 @@ UNIGRAM = (
 )
 TEXT = (*WORDPIECE, *BYTES, *UNIGRAM)
 IMAGE = ("tiny-vit", "tiny-vit-classifier", "tiny-hf-resnet", "tiny-hf-mobilenet")
-KINDS = (*TEXT, *IMAGE)
+# Of these config.json alone is changed: their tokenizers are of the classes above, or count as they are.
+CONFIGURED = (
+    *("tiny-mpnet-mlm", "tiny-mpnet-classifier", "tiny-modernbert-mlm", "tiny-modernbert-classifier"),
+    *("tiny-nomic-mlm", "tiny-nomic-classifier", "tiny-gte-mlm", "tiny-gte", "tiny-qwen3", "tiny-gemma3"),
+)
+LAST = ("tiny-qwen3", "tiny-gemma3")  # causal ones: their last token is read
+KINDS = (*TEXT, *CONFIGURED, *IMAGE)
 
 LONG = " ".join(f"The {word} light {i}" for i, word in enumerate(("cold", "WARM", "door", "room") * 5))
 PLAIN = ("  The caf\u00e9 SENSOR's light, 42!  ", "room \u5668 of``two''  doors \u00c9t\u00e9")
@@ -127,7 +133,7 @@ def base(kind, root):
         _byte_tokenizer(files, gpt2="gpt2" in kind)
     if kind in UNIGRAM:
         _unigram_tokenizer(files, albert="albert" in kind)
-    if kind in TEXT:
+    if kind in (*TEXT, *CONFIGURED):
         files[OPTIONS]["model_max_length"] = 10**30
     return files
 
@@ -257,18 +263,31 @@ def _changes():
     yield one("config: GPT-2's epsilon of 0.05", KINDS, put(CONFIG, layer_norm_epsilon=0.05))
     yield one("config: quantized", KINDS, put(CONFIG, quantization_config={"quant_method": "bitsandbytes"}))
     yield one("config: code of its own", KINDS, put(CONFIG, auto_map={"AutoModel": "modeling.MyModel"}))
-    yield one("config: a decoder", TEXT, put(CONFIG, is_decoder=True))
-    yield one("config: cross attention", TEXT, put(CONFIG, add_cross_attention=True))
-    yield one("config: relative positions", TEXT, put(CONFIG, position_embedding_type="relative_key"))
-    yield one("config: untied", TEXT, put(CONFIG, tie_word_embeddings=False))
-    yield one("config: another activation", TEXT, put(CONFIG, hidden_act="relu"))
-    yield one("config: DistilBERT's activation", TEXT, put(CONFIG, activation="relu"))
-    yield one("config: fewer layers", TEXT, put(CONFIG, num_hidden_layers=2))
-    yield one("config: pruned heads", TEXT, put(CONFIG, pruned_heads={"0": [1]}))
+    yield one("config: a decoder", (*TEXT, *CONFIGURED), put(CONFIG, is_decoder=True))
+    yield one("config: cross attention", (*TEXT, *CONFIGURED), put(CONFIG, add_cross_attention=True))
+    yield one("config: relative positions", (*TEXT, *CONFIGURED), put(CONFIG, position_embedding_type="relative_key"))
+    yield one("config: untied", (*TEXT, *CONFIGURED), put(CONFIG, tie_word_embeddings=False))
+    yield one("config: another activation", (*TEXT, *CONFIGURED), put(CONFIG, hidden_act="relu"))
+    yield one("config: DistilBERT's activation", (*TEXT, *CONFIGURED), put(CONFIG, activation="relu"))
+    yield one("config: fewer layers", (*TEXT, *CONFIGURED), put(CONFIG, num_hidden_layers=2))
+    yield one("config: pruned heads", (*TEXT, *CONFIGURED), put(CONFIG, pruned_heads={"0": [1]}))
     yield one("config: the other family's names", ("tiny-distilbert", *DECODERS), _aliased)
     yield one("config: two numbers of heads", ("tiny-distilbert", *DECODERS), _both_names)
-    yield one("config: another padding id", TEXT, put(CONFIG, pad_token_id=4))
-    yield one("config: no padding id", TEXT, drop(CONFIG, "pad_token_id"))
+    yield one("config: another padding id", (*TEXT, *CONFIGURED), put(CONFIG, pad_token_id=4))
+    yield one("config: no padding id", (*TEXT, *CONFIGURED), drop(CONFIG, "pad_token_id"))
+    for name, values in (
+        ("another base of positions", {"rope_theta": 500.0}),
+        ("scaled positions", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("half of the columns rotated", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+        ("all tokens seen", {"is_causal": False}),
+        ("a flag of attention", {"causal_attention": False}),
+        ("fewer tokens seen", {"local_attention": 4, "sliding_window": 3}),
+        ("more layers that see all", {"layer_types": ["full_attention"] * 4}),
+        ("layers of an unknown type", {"layer_types": ["chunked_attention"] * 4}),
+        ("heads that share all keys", {"num_key_value_heads": 1}),
+        ("scores that are capped", {"attn_logit_softcapping": 5.0}),
+    ):
+        yield one(f"config: {name}", CONFIGURED, put(CONFIG, **values))
     yield one("config: regression", CLASSIFIERS, put(CONFIG, problem_type="regression"))
     yield one("config: several labels", CLASSIFIERS, put(CONFIG, problem_type="multi_label_classification"))
     yield one("config: no names of labels", CLASSIFIERS, drop(CONFIG, "id2label", "label2id"))

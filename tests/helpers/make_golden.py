@@ -29,7 +29,7 @@ def main() -> None:
             with Checkpoint.open(path) as checkpoint:
                 spec = checkpoint.spec
                 inputs, shape = request(spec)
-                pooling = "mean" if spec.head.pooling == "mean" else None
+                pooling = spec.head.pooling if spec.head.task == "embedding" else None
                 hidden, output = outputs(path, spec.architecture, inputs, shape, pooling)
                 weights = checksum(checkpoint.tensors())
         write(

@@ -78,7 +78,7 @@ def compare(name, path, inputs=None, shape=None):
         if inputs is None:
             inputs, shape = request(spec)
         hidden, output = reference(spec, checkpoint.tensors(), inputs, shape)
-    pooling = "mean" if spec.head.pooling == "mean" else None
+    pooling = spec.head.pooling if spec.head.task == "embedding" else None
     want_hidden, want_output = outputs(path, spec.architecture, inputs, shape, pooling)
     pairs = ((hidden, want_hidden), (output, want_output))
     off = [float(np.abs(a - b).max() / max(1, np.abs(b).max() / LARGE)) for a, b in pairs]

@@ -152,6 +152,7 @@ def graph(net: GraphBuilder, spec: ReadingsSpec, shape: Series, refs: Mapping[st
     ids = net.input("readings", (shape.size,), "i32")
     stem = [refs[f"stem.{part}"] for part in ("level", "place", "norm.weight", "norm.bias")]
     dims, what = (shape.size, WIDTH), {"lengths": shape.sizes, "position_offset": 0, "eps": EPS}
+    what["parts"] = ("word", "position", "gamma", "beta")
     x = net.opaque("embedded", (ids,), roles.STEM, "embed_tokens", dims, stem, **what)
     for i in net.layers(spec.layers):
         net.begin_block()

@@ -20,7 +20,8 @@ transformers.logging.disable_progress_bar()
 def outputs(path, architecture, inputs, shape, pooling=None):
     """Return (final hidden states [m, h], the task's output), one sequence or image after the other.
 
-    pooling: "mean" for sentence embeddings (mean over the tokens, then L2), None for what the architecture returns.
+    pooling: "mean" for sentence embeddings (mean over the tokens, then L2), "last" for the last row, None for what the
+    architecture returns.
     """
     if (net := _net(path, architecture)) is not None:
         return of_net(net, scaled(path, inputs))
@@ -107,6 +108,12 @@ def _task(result, rows, masks, pooling):
         return torch.stack([result.start_logits[0], result.end_logits[0]], dim=1).numpy()
     if "logits" not in result:
         # A family without a pooler gives the first row as it is.
-        return rows[:1].numpy() if result.get("pooler_output") is None else result.pooler_output.numpy()
+        return (
+            rows[-1:].numpy()
+            if pooling == "last"
+            else rows[:1].numpy()
+            if result.get("pooler_output") is None
+            else result.pooler_output.numpy()
+        )
     logits = result.logits
     return (logits[0, masks] if logits.ndim == 3 else logits).numpy()

@@ -31,9 +31,11 @@ def golden():
 
 
 # The other heads of a family read the same files.
-QUICK = {"tiny-minilm", "tiny-gpt2", "tiny-distilbert-mlm", "tiny-electra", "tiny-vit-classifier", "tiny-hf-resnet"} | {
-    f"tiny-{family}-classifier" for family in ("albert", "bert", "roberta", "xlm-roberta")
-}
+QUICK = (
+    {"tiny-modernbert-classifier", "tiny-gemma3"}
+    | {"tiny-minilm", "tiny-gpt2", "tiny-distilbert-mlm", "tiny-electra", "tiny-vit-classifier", "tiny-hf-resnet"}
+    | {f"tiny-{family}-classifier" for family in ("albert", "bert", "roberta", "xlm-roberta")}
+)
 
 
 SAMPLE = 4  # of the changes of a quick kind every so many, another part for each

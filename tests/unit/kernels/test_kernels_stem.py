@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from kernels_support import RNG, Case, array
 
 
-def embed(lengths, h=12, vocab=20, positions=16, types=2, offset=0, ids=None):
+def embed(lengths, h=12, vocab=20, positions=16, types=2, offset=0, ids=None, norm=("gamma", "beta"), **attrs):
     m = sum(lengths)
     ids = RNG.randint(0, vocab * max(types, 1), m).astype(np.int32) if ids is None else np.asarray(ids, np.int32)
-    tables = [array(rows, h) for rows in (vocab, positions, types) if rows]
-    weights = [*tables, array(h), array(h)]
-    return Case("embed_tokens", [ids], [(m, h)], weights, lengths=lengths, position_offset=offset, eps=1e-5)
+    tables = {"word": vocab, "position": positions, "type": types}
+    weights = {name: array(rows, h) for name, rows in tables.items() if rows} | {name: array(h) for name in norm}
+    attrs = {"parts": tuple(weights), "lengths": lengths, "position_offset": offset, "eps": 1e-5, **attrs}
+    return Case("embed_tokens", [ids], [(m, h)], [*weights.values()], **attrs)
 
 
 @given(
@@ -22,6 +23,19 @@ def embed(lengths, h=12, vocab=20, positions=16, types=2, offset=0, ids=None):
 )
 def test_embed_tokens(lengths, types, offset):
     embed(lengths, types=types, offset=offset).check(rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", [(), ("gamma",), ("gamma", "beta")])
+@pytest.mark.parametrize("attrs", [{}, {"scale": 5.5}, {"rms": True, "gamma_offset": 1.0}])
+def test_embeddings_without_positions_or_norm(norm, attrs):
+    embed((3, 40), positions=0, types=0, norm=norm, **attrs).check(rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_not_the_named_parts_are_refused():
+    case = embed((3,))
+    case.op = case.op._replace(attrs={**case.op.attrs, "parts": ("word",)})
+    with pytest.raises(ValueError, match="needs 1 weights, word, got 5"):
+        case.run()
 
 
 def test_a_vocabulary_and_a_position_table_of_one_row():
