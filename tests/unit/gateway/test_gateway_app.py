@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import DeadlineError, HeptiError, NetworkError, OverloadedError, PlanError, RequestError
 from hepti_mqtt.gateway import bodies
 from hepti_mqtt.gateway.app import create_app
+from hepti_mqtt.gateway.routes import FORMS, ROUTES
 from hepti_mqtt.gateway.site import TEXTS, Site
 from hepti_mqtt.service import sound
 
@@ -336,3 +339,24 @@ def test_errors_of_the_last_hour_quote_no_request_to_who_has_no_key(keys: tuple[
 )
 def test_a_request_of_the_page_is_one_text_or_one_picture(body: dict[str, Any]) -> None:
     assert served(Client()).post("/infer", json={"model": "m", **body}).status_code == 400
+
+
+KEYS = (
+    *("model", "input", "inputs", "encoding_format", "dimensions", "query", "documents", "texts", "top_n", "top_k"),
+    *("truncate", "normalize", "raw_scores", "truncation_direction", "prompt_name", "text", "image", "other"),
+)
+WORDS = st.sampled_from(["m", "labels", "ranker", "1", "", "Right", "base64", "https://x"]) | st.text(max_size=4)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | WORDS
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)
+)
+POSTS = sorted(path for method, path in ROUTES if method == "POST" and path not in FORMS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(POSTS), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
+def test_no_body_makes_the_gateway_fail(path: str, body: dict[str, Any]) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = served(Client(RequestError("no"))).post(path, content=json.dumps(body), headers=headers)
+    assert answer.status_code < 500, answer.text
+    assert answer.status_code == 200 or answer.json()["error"]["message"]
