@@ -212,6 +212,7 @@ class Hepti:
         self._changed = threading.Condition()  # guards the session and what follows
         self._connected = False
         self._refused: RefusedError | None = None
+        self._unseen: RefusedError | None = None  # of devices alone: requests go on
         self._subscribed: set[int] = set()
         self._watching: int | None = None
         # Two programs of one user must not disconnect each other.
@@ -448,7 +449,8 @@ class Hepti:
     def devices(self, wait_s: float = 1.5) -> list[dict[str, Any]]:
         """Return every device's own description: device, status, boot, its caps, and `heartbeat` or None.
 
-        wait_s: longest wait for the heartbeats of all online devices.
+        wait_s: longest wait for the heartbeats of all online devices. Raises RefusedError if the broker refuses that;
+        requests go on.
         """
         with self._changed:
             if self._watching is None:
@@ -457,8 +459,10 @@ class Hepti:
                 self._watching = self._transport.subscribe(filters)
             for device in self._session.devices.values():
                 device.heartbeat = None
-        self._wait_until(self._all_heard, wait_s)
+        self._wait_until(lambda: self._unseen is not None or self._all_heard(), wait_s)
         with self._changed:
+            if self._unseen is not None:
+                raise self._unseen
             return [d.to_dict(name) for name, d in sorted(self._session.devices.items())]
 
     @property
@@ -533,6 +537,8 @@ class Hepti:
                 self._subscribed.add(state.token)
             elif state.token is None:
                 refused = self._session.drop_refused(state.topics)
+            elif state.token == self._watching:
+                self._unseen = refusal_error(self.client_id, "subscribe to", state)
             else:
                 self._refused = refusal_error(self.client_id, "subscribe to", state)
             self._changed.notify_all()
