@@ -19,7 +19,7 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli.output import status_text
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client import session as module
-from hepti_mqtt.client.client import encode_picture, request_body
+from hepti_mqtt.client.body import encode_picture, request_body
 from hepti_mqtt.client.described import random_input
 from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from, odd_clocks
 from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError, WireError
