@@ -54,6 +54,8 @@ CHANNELS: Final[Mapping[str, Channel]] = {
     "use": Channel(T.use(DEVICE), "user", 1, True, ("Use",), "Whether plans may use a device."),
     "planner_status": Channel(T.planner_status(), "planner", 1, True, ("Status",), "Its will says offline."),
     "plan": Channel(T.plan(MODEL), "planner", 1, True, ("Record",), "The plans of a model."),
+    "group_status": Channel(T.planner_status("p-group"), "planner", 1, True, ("Status",), "Of a group's planner."),
+    "group_plan": Channel(T.plan(MODEL, "p-group"), "planner", 1, True, ("Record",), "The plans of a group."),
     "work": Channel(T.work(MODEL, "p-first"), "planner", 1, False, ("Frame",), "Requests to the devices of a plan."),
     "weights": Channel(T.weights("p-to"), "planner", 1, False, ("Frame",), "Weight tiles; to: a device or all."),
     "activation": Channel(

@@ -304,7 +304,7 @@ class Connection:
 
     def _connect(self, timeout: float) -> None:
         t = self._session.topics
-        self._transport.subscribe([(t.responses(self.client_id), 1), (t.planner_status(), 1), (t.all_plans(), 1)])
+        self._transport.subscribe([(topic, 1) for topic in (t.responses(self.client_id), *t.every_group())])
         self._transport.connect(timeout)
 
     def _require_connection(self, timeout: float) -> Steps[None]:

@@ -22,7 +22,7 @@ from hepti_mqtt.client import session as module
 from hepti_mqtt.client.body import encode_picture, request_body
 from hepti_mqtt.client.described import random_input
 from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from, odd_clocks
-from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError, WireError
+from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, PlanError, RequestError, WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, encode_status
@@ -91,6 +91,33 @@ def test_what_waits_is_published_again_when_connection_or_planner_come_back(sess
     assert session.handle_message(*status("online", 2), now=3.0) == [second], "it was away, its boot is the same"
     session.forget("m", "q2", 2)
     assert session.to_resend() == []
+
+
+def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without_a_plan_passes_them_on(session):
+    def say(group, state="online", boot=1, active=None):
+        payload = msgpack.packb(a_record(boot=1, active=active))
+        session.handle_message(T.plan("m", group), payload, 0.0)
+        return session.handle_message(T.planner_status(group), encode_status(Status(state, boot)), 0.0)
+
+    asked = session.add_request("m", "q1", {}, "token", 0.0)
+    assert say("a") == [asked], "the first one: it may have been sent to nobody"
+    assert say("b", active=A_PLAN) == [], "the others have it"
+    assert session.models() == ["m"]
+    assert session.record("m")["active"] == A_PLAN
+    no_plan = reply(ok=False, error={"code": "no_plan", "message": "no device is online"})
+    assert session.handle_message(*no_plan, 1.0) == [asked]
+    ((_, error),) = session.handle_message(*no_plan, 1.0)
+    assert isinstance(error, PlanError), "both were asked"
+    asked = session.add_request("m", "q2", {}, "token", 0.0)
+    assert say("b", "offline") == [asked], "it may have had it"
+    assert say("b", "offline") == []
+    assert say("a", boot=2) == [asked], "a new one has forgotten it"
+    ((_, answer),) = session.handle_message(*reply("q2"), 1.0)
+    assert isinstance(answer, Answer)
+    assert session.handle_message(*reply("q2"), 1.0) == [], "shown once, whoever else answers"
+    session.handle_message(T.planner_status("a"), encode_status(Status("offline", 2)), 0.0)
+    assert not session.planner_online
+    assert session.record("m") is None
 
 
 def test_requests_that_the_broker_refuses_are_given_up(session):
