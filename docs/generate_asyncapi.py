@@ -64,7 +64,12 @@ CHANNELS: Final[Mapping[str, Channel]] = {
     "request": Channel(T.request(MODEL, CLIENT), "client", 1, False, ("Request",), "A request."),
     "text": Channel(T.text(MODEL, CLIENT), "client", 1, False, ("Text",), "A request that is a bare text."),
     "response": Channel(
-        T.response(MODEL, CLIENT, "p-request"), "planner", 1, False, ("Answer", "Token", "Error"), "The answer."
+        T.response(MODEL, CLIENT, "p-request"),
+        "planner",
+        1,
+        False,
+        ("Answer", "Token", "Taken", "Error"),
+        "The answer.",
     ),
     "text_response": Channel(
         T.text_response(MODEL, CLIENT),
@@ -165,6 +170,7 @@ def _messages() -> dict[str, Any]:
         "Text": _message(TEXT, {"type": "string"}),
         "Answer": _message(JSON, answer),
         "Token": _message(JSON, _map(messages.TOKEN, final={"const": False})),
+        "Taken": _message(JSON, _map(("id", messages.TAKEN_BY), final={"const": False})),
         "Error": _message(JSON, _map(("id", "error"), ok={"const": False}, error=_map(("code", "message")))),
         "Event": _message(JSON, {"type": "object"}),
         "Home": _message(JSON, {"type": "object"}),

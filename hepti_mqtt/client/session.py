@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.errors import HeptiError, IdInUseError, PlanError, RemoteError, RequestError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.messages import TOKEN, missing_answer_key, missing_record_key, version_mismatch
+from hepti_mqtt.protocol.messages import TAKEN_BY, TOKEN, missing_answer_key, missing_record_key, version_mismatch
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 
 Floats = NDArray[np.float32]
@@ -186,11 +186,20 @@ class ModelOfGroup(NamedTuple):
 
 @dataclass(slots=True)
 class _PendingRequest:
-    """A pending request and its callers: all who sent it under this id. refusals: of groups without a plan for it."""
+    """A pending request and its callers: all who sent it under this id.
+
+    holder: the group that has taken it, "" if unknown. refusals: of groups without a plan for it.
+    """
 
     publication: RequestPublish
     callers: list[_Caller]
+    holder: str = ""
     refusals: int = 0
+
+    def again(self) -> RequestPublish:
+        """Return what to publish again, for any group."""
+        self.holder = ""
+        return self.publication
 
 
 DEVICES: Final = 1024  # remembered at most: names cost a peer nothing to invent
@@ -331,7 +340,7 @@ class ClientSession:
 
     def to_resend(self) -> list[RequestPublish]:
         """Return the requests to publish again after a reconnection: their answers may have been missed."""
-        return [p.publication for p in self._pending.values()]
+        return [p.again() for p in self._pending.values()]
 
     def handle_message(self, topic: str, payload: bytes, now: float) -> list[ClientEvent]:
         """Take a message; return ended requests, parts of answers, and requests to publish again."""
@@ -348,7 +357,8 @@ class ClientSession:
             status = messages.decode_status(payload) if payload else None
             if status == messages.QUESTION:
                 return []
-            return list(self.to_resend()) if self._may_have_lost(topic.group, status) else []
+            lost = self._may_have_lost(topic.group, status)
+            return [p.again() for p in self._pending.values() if lost and p.holder in ("", topic.group)]
         if topic.kind == "plan":
             self._planned(ModelOfGroup(topic.model, topic.group), payload)
         elif topic.kind in ("status", "caps", "heartbeat"):
@@ -378,6 +388,9 @@ class ClientSession:
         data = json.loads(payload)
         if not isinstance(data, dict):
             raise WireError("an answer is a JSON object")
+        if data.get("final") is False and TAKEN_BY in data:
+            pending.holder = check_name("site", data[TAKEN_BY])
+            return []
         if data.get("final") is False:
             if not data.keys() >= set(TOKEN):
                 raise WireError(f"a token of an answer has {', '.join(TOKEN)}")
@@ -387,7 +400,7 @@ class ClientSession:
             error = version_mismatch(f"the answer lacks {lacks!r}")
         if isinstance(error, PlanError) and pending.refusals + 1 < sum(map(self._online, self.planners)):
             pending.refusals += 1  # another group may have a plan
-            return [pending.publication]
+            return [pending.again()]
         del self._pending[topic.model, topic.request]
         return [
             RequestEnded(handle, Answer(data, (now - since_s) * 1e3) if error is None else error)

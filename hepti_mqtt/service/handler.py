@@ -17,6 +17,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import RequestPins
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
 from hepti_mqtt.models import largest_shape
+from hepti_mqtt.protocol.messages import TAKEN_BY
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
 from hepti_mqtt.runtime.coordinator.requests import Generation, Pins, Request, RequestKey, RunStats
@@ -213,6 +214,13 @@ class RequestHandler:
             "text": answers.token_text(self._models[request.key.model].checkpoint, command.tokens),
             "final": False,
         }
+        return Reply(_context(request).topic, json.dumps(told).encode(), request.key)
+
+    def encode_taken(self, request: Request, group: str) -> Reply | None:
+        """Return the JSON that says which group has a request; None where only the answer is wanted."""
+        if not _context(request).streams:
+            return None
+        told = {"id": request.key.id, TAKEN_BY: group, "final": False}
         return Reply(_context(request).topic, json.dumps(told).encode(), request.key)
 
     def encode_answer(self, command: AnswerRequest, now: float) -> Reply:

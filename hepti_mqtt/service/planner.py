@@ -363,6 +363,8 @@ class _Planner:
             self.channel.send(request, [raw])
             return
         journal.record_waiting(raw, request)
+        if raw.site and (taken := self.handler.encode_taken(request, self.config.site)) is not None:
+            self.channel.send(taken)
         if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
             self._answer(interface.RefuseRequest(request, full))

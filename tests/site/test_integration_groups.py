@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ def test_each_request_is_answered_once_by_one_of_the_groups_that_are_there(group
         assert len({answer.id for answer in answers}) == 2 * REQUESTS
         assert {group_of(answer) for answer in answers[REQUESTS:]} == {"right"}
 
+        waiting = [hepti.submit("tiny", ids=[5, 6, 7 + i]) for i in range(REQUESTS)]
+        groups["right"].broker.stop()
+        groups["right"].broker.start()
+        assert len({future.result(3 * PATIENCE_S).id for future in waiting}) == REQUESTS, "the broker has forgotten all"
+
         groups["right"].kill("right-device")  # a planner that has no plan passes on what it gets
         groups["left"].planner("--shared", CLUSTER)
         poll(lambda: group_of(hepti.infer("tiny", ids=[5, 6, 7], timeout_s=PATIENCE_S)) == "left", "the other group")
@@ -71,9 +77,11 @@ def test_each_request_is_answered_once_by_one_of_the_groups_that_are_there(group
             hepti.infer("tiny", ids=[5], timeout_s=0.1)
 
 
-def test_a_planner_cannot_share_its_own_site(tmp_path: Path, groups):
-    lonely = Site(tmp_path, groups["left"].broker, groups["left"].models, name="lonely")
-    try:
-        assert lonely.planner("--shared", "lonely").wait(PATIENCE_S) == 2
-    finally:
-        lonely.close()
+@pytest.mark.parametrize(("shared", "broker"), [("lonely", None), (CLUSTER, "amqtt")])
+def test_a_planner_shares_neither_its_own_site_nor_without_mqtt_5(tmp_path: Path, groups, shared, broker):
+    with broker_of(broker) if broker else nullcontext(groups["left"].broker) as found:
+        lonely = Site(tmp_path, found, groups["left"].models, name="lonely")
+        try:
+            assert lonely.planner("--shared", shared).wait(PATIENCE_S) == 2
+        finally:
+            lonely.close()

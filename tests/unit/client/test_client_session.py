@@ -108,10 +108,14 @@ def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without
     assert session.handle_message(*no_plan, 1.0) == [asked]
     ((_, error),) = session.handle_message(*no_plan, 1.0)
     assert isinstance(error, PlanError), "both were asked"
+    held = session.add_request("m", "q0", {}, "token", 0.0)
+    assert (
+        session.handle_message(T.response("m", "me", "q0"), b'{"id": "q0", "taken_by": "a", "final": false}', 0.5) == []
+    )
     asked = session.add_request("m", "q2", {}, "token", 0.0)
     assert say("b", "offline") == [asked], "it may have had it"
     assert say("b", "offline") == []
-    assert say("a", boot=2) == [asked], "a new one has forgotten it"
+    assert say("a", boot=2) == [held, asked], "a new one has forgotten it"
     ((_, answer),) = session.handle_message(*reply("q2"), 1.0)
     assert isinstance(answer, Answer)
     assert session.handle_message(*reply("q2"), 1.0) == [], "shown once, whoever else answers"
