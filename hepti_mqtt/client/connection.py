@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
@@ -14,6 +15,7 @@ from hepti_mqtt.client.body import request_body
 from hepti_mqtt.client.session import (
     Answer,
     ClientSession,
+    LookAgain,
     PartialAnswer,
     RequestEnded,
     RequestPublish,
@@ -340,8 +342,23 @@ class Connection:
             elif isinstance(item, PartialAnswer):
                 if isinstance(item.handle, AnswerStream):
                     item.handle.put(item.data)
-            else:
+            elif isinstance(item, RequestPublish):
                 self._transport.publish(item.topic, item.payload, 1)
+        waits_s = [item.after_s for item in out if isinstance(item, LookAgain)]
+        if waits_s:
+            timer = threading.Timer(max(waits_s), self._look_again)
+            timer.daemon = True
+            timer.start()
+
+    def _look_again(self) -> None:
+        with self._changed:
+            again = self._session.resend_untaken(time.perf_counter())
+        self._publish_again(again)
+
+    def _publish_again(self, again: Sequence[RequestPublish]) -> None:
+        for publication in again:
+            with suppress(NetworkError):  # closed meanwhile, or the queue is full of what waits for the broker
+                self._transport.publish(publication.topic, publication.payload, 1)
 
     def _state(self, state: State) -> None:
         again: list[RequestPublish] = []
@@ -349,7 +366,7 @@ class Connection:
         refusal = refusal_error(self.client_id, "publish to", state) if isinstance(state, Refused) else None
         with self._changed:
             if isinstance(state, Connected):
-                again = self._session.to_resend()
+                again = self._session.to_resend(time.perf_counter())
                 self._connected = True
             elif isinstance(state, Disconnected):
                 self._connected = False
@@ -363,5 +380,4 @@ class Connection:
         for token in refused:
             assert refusal is not None
             settle(token, refusal)
-        for publication in again:
-            self._transport.publish(publication.topic, publication.payload, 1)
+        self._publish_again(again)

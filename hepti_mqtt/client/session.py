@@ -174,7 +174,14 @@ class _Caller(NamedTuple):
     since_s: float
 
 
-ClientEvent = RequestEnded | PartialAnswer | RequestPublish
+class LookAgain(NamedTuple):
+    """`resend_untaken` is wanted after so many seconds."""
+
+    after_s: float
+
+
+ClientEvent = RequestEnded | PartialAnswer | RequestPublish | LookAgain
+SETTLE_S: Final = 0.5  # in which a group says that it has a request; groups that go at once are noticed one by one
 
 
 class ModelOfGroup(NamedTuple):
@@ -188,17 +195,20 @@ class ModelOfGroup(NamedTuple):
 class _PendingRequest:
     """A pending request and its callers: all who sent it under this id.
 
-    holder: the group that has taken it, "" if unknown. refusals: of groups without a plan for it.
+    sent_s: when it was published last. holder: the group that has taken it, "" if unknown. suspect: it may be lost, but
+    was published so shortly ago that a group may still say that it has it. refusals: of groups without a plan for it.
     """
 
     publication: RequestPublish
     callers: list[_Caller]
+    sent_s: float
     holder: str = ""
+    suspect: bool = False
     refusals: int = 0
 
-    def again(self) -> RequestPublish:
+    def again(self, now: float) -> RequestPublish:
         """Return what to publish again, for any group."""
-        self.holder = ""
+        self.sent_s, self.holder, self.suspect = now, "", False
         return self.publication
 
 
@@ -309,7 +319,7 @@ class ClientSession:
         except (TypeError, ValueError) as error:
             raise RequestError(f"the request cannot be written as JSON: {error}") from error
         publication = RequestPublish(self.topics.request(model, self.client), payload)
-        waiting = self._pending.get((model, request), _PendingRequest(publication, []))
+        waiting = self._pending.get((model, request), _PendingRequest(publication, [], now))
         if waiting.publication != publication:
             raise IdInUseError.of(request)
         waiting.callers.append(_Caller(token, now))
@@ -338,9 +348,13 @@ class ClientSession:
             del self._pending[key]
         return [caller.handle for callers in gone.values() for caller in callers]
 
-    def to_resend(self) -> list[RequestPublish]:
+    def to_resend(self, now: float) -> list[RequestPublish]:
         """Return the requests to publish again after a reconnection: their answers may have been missed."""
-        return [p.again() for p in self._pending.values()]
+        return [p.again(now) for p in self._pending.values()]
+
+    def resend_untaken(self, now: float) -> list[RequestPublish]:
+        """Return the requests to publish again that may be lost, and that no group has taken meanwhile."""
+        return [p.again(now) for p in self._pending.values() if p.suspect and not p.holder]
 
     def handle_message(self, topic: str, payload: bytes, now: float) -> list[ClientEvent]:
         """Take a message; return ended requests, parts of answers, and requests to publish again."""
@@ -357,8 +371,7 @@ class ClientSession:
             status = messages.decode_status(payload) if payload else None
             if status == messages.QUESTION:
                 return []
-            lost = self._may_have_lost(topic.group, status)
-            return [p.again() for p in self._pending.values() if lost and p.holder in ("", topic.group)]
+            return self._lost(topic.group, now) if self._may_have_lost(topic.group, status) else []
         if topic.kind == "plan":
             self._planned(ModelOfGroup(topic.model, topic.group), payload)
         elif topic.kind in ("status", "caps", "heartbeat"):
@@ -380,6 +393,17 @@ class ClientSession:
             return was_online and others
         return was_online or not others
 
+    def _lost(self, group: str, now: float) -> list[ClientEvent]:
+        """Return the requests to publish again that a group, or the site's own planner, may have lost."""
+        again: list[ClientEvent] = []
+        for pending in self._pending.values():
+            if pending.holder == group or (not pending.holder and now - pending.sent_s >= SETTLE_S):
+                again.append(pending.again(now))
+            elif not pending.holder and not pending.suspect:
+                pending.suspect = True
+                again.append(LookAgain(SETTLE_S))
+        return again
+
     def _answered(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
         pending = self._pending.get((topic.model, topic.request))
         if pending is None:
@@ -400,7 +424,7 @@ class ClientSession:
             error = version_mismatch(f"the answer lacks {lacks!r}")
         if isinstance(error, PlanError) and pending.refusals + 1 < sum(map(self._online, self.planners)):
             pending.refusals += 1  # another group may have a plan
-            return [pending.again()]
+            return [pending.again(now)]
         del self._pending[topic.model, topic.request]
         return [
             RequestEnded(handle, Answer(data, (now - since_s) * 1e3) if error is None else error)
