@@ -27,7 +27,7 @@ test-site: kernels
 	$(PYTEST) tests/site -m "not nightly"
 
 # Faults, soak, parity, every instruction set.
-test-nightly: kernels
+test-nightly: kernels $(VENV)/.speech
 	$(PYTEST) -m nightly
 
 # And every instruction set, broker, damaged input and long schedule, and all examples of each property.
@@ -144,7 +144,7 @@ lock: $(VENV)/.dev
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml -o requirements.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
-		pyproject.toml --extra broker --extra discovery --extra gateway --extra onnx --extra site --group dev -o requirements-dev.lock
+		pyproject.toml --extra broker --extra discovery --extra gateway --extra heic --extra onnx --extra site --group dev -o requirements-dev.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra bench -o requirements-bench.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
@@ -157,6 +157,10 @@ lock: $(VENV)/.dev
 
 $(VENV)/.run: requirements-demo.lock pyproject.toml
 	.ci/setup.sh $(PYTHON) $(VENV) requirements-demo.lock
+	touch $@
+
+$(VENV)/.speech: requirements-speech.lock $(VENV)/.dev
+	.ci/setup.sh $(PYTHON) $(VENV) requirements-speech.lock
 	touch $@
 
 $(VENV)/.dev: requirements-dev.lock requirements-demo.lock pyproject.toml

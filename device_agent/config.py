@@ -32,12 +32,16 @@ def _threads(wanted: int | None) -> int:
 
 
 def local_address_toward(url: BrokerUrl) -> str | None:
-    """Return the local address used to reach the broker, None without a route. Sends nothing."""
+    """Return the local address used to reach the broker; sends nothing.
+
+    None without a route, and for a link-local address of IPv6: another device cannot know by which of its own links.
+    """
     with suppress(OSError, UnicodeError):
         for family, _, _, _, place in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
                 way.connect(place)
-                return str(way.getsockname()[0]).partition("%")[0]
+                address = ip_address(str(way.getsockname()[0]).partition("%")[0])
+                return None if address.version == 6 and address.is_link_local else str(address)
     return None
 
 

@@ -73,12 +73,15 @@ from hepti_mqtt.runtime.worker.residents import plan_key
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport import Inbox
 
+Orders = SimpleQueue[BuildProgram | AnalysePrepare | None]
+
 
 class BuilderThread:
     """Builds Programs, and studies plans, of `device`; `post` is safe from any thread, `emit` is called on its own.
 
     The session orders one Program at a time and each plan once, so that nothing piles up here. A plan or a request
-    waits for each, so that other background work waits for them: they are taken off its budget.
+    waits for each, so that other background work waits for them: they are taken off its budget. What is awaited while
+    nothing else can run has a thread that gives way to nobody: on a busy machine the other one hardly has a turn.
     """
 
     def __init__(
@@ -91,26 +94,36 @@ class BuilderThread:
     ) -> None:
         self._device, self._topics, self._workers, self._emit = device, topics, workers, emit
         self._budget = budget
-        self._orders: SimpleQueue[BuildProgram | AnalysePrepare | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="hepti-builder", daemon=True)
+        self._awaited: Orders = SimpleQueue()
+        self._others: Orders = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(self._awaited,), name="hepti-builder", daemon=True),
+            threading.Thread(target=self._run_behind, args=(self._others,), name="hepti-builder-behind", daemon=True),
+        ]
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Stop the thread and wait for it."""
-        self._orders.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        """Stop the threads and wait for them."""
+        for orders in (self._awaited, self._others):
+            orders.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
 
     def post(self, order: BuildProgram | AnalysePrepare) -> None:
         """Hand over an order."""
-        self._orders.put(order)
+        (self._awaited if order.awaited else self._others).put(order)
 
-    def _run(self) -> None:
+    def _run_behind(self, orders: Orders) -> None:
         give_way()
-        while (order := self._orders.get()) is not None:
+        self._run(orders)
+
+    def _run(self, orders: Orders) -> None:
+        while (order := orders.get()) is not None:
             begun_s = time.thread_time()
             if isinstance(order, AnalysePrepare):
                 self._emit(analyse(order, self._device, self._topics))

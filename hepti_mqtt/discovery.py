@@ -21,6 +21,7 @@ from hepti_mqtt.ids import check_name
 from hepti_mqtt.transport import BrokerUrl, is_loopback
 
 SITES: Final = "_hepti._tcp.local."
+SPEECH: Final = "_wyoming._tcp.local."  # where Home Assistant looks for speech-to-text
 BROKERS: Final = "_mqtt._tcp.local."
 LOOK_S: Final = 3.0  # answers come within a second; a lost one is asked for again
 RESOLVE_MS: Final = 1500
@@ -136,6 +137,19 @@ def announced(
     if is_loopback(broker.host) and interfaces is None:
         yield False
         return
+    told = {"site": site, "broker": _text_of(broker), "role": who}
+    with registered(SITES, f"Hepti {site} {who}", port, told, interfaces) as works:
+        yield works
+
+
+@contextlib.contextmanager
+def registered(
+    kind: str, name: str, port: int, told: Mapping[str, str], interfaces: Sequence[str] | None = None
+) -> Iterator[bool]:
+    """Announce a service while the block runs; yield whether that works: not without the extra, or multicast.
+
+    name: of the service, to which this machine's is added.
+    """
     try:
         from zeroconf import Error, InterfaceChoice, ServiceInfo, Zeroconf
 
@@ -145,10 +159,10 @@ def announced(
         return
     with network:
         info = ServiceInfo(
-            SITES,
-            f"Hepti {site} {who} on {socket.gethostname()}"[:63] + f".{SITES}",
+            kind,
+            f"{name} on {socket.gethostname()}"[:63] + f".{kind}",
             port=port,
-            properties={"site": site, "broker": _text_of(broker), "role": who},
+            properties=dict(told),
             server=f"{socket.gethostname().partition('.')[0]}.local.",
             parsed_addresses=list(interfaces) if interfaces else _own_addresses(),
         )

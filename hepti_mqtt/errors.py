@@ -116,6 +116,12 @@ class NetworkError(HeptiError):
     exit_code = 3
 
 
+class CertificateDateError(NetworkError):
+    """The broker's certificate is not valid at the time of this machine, which may be wrong and be put right."""
+
+    code = "certificate_date"
+
+
 class RefusedError(HeptiError):
     """The broker refused the credentials or, by its ACL, the action."""
 

@@ -29,6 +29,15 @@ KEYS: Final[Mapping[str, str]] = {
     "relayed_pairs": "relayed",
 }
 _FIELDS: Final = {key: name for name, key in KEYS.items()}
+_UNDIVIDED: Final[Mapping[str, Any]] = {
+    "version": PlanVersion(0, 0),
+    "predicted_s": 0.0,
+    "predicted_bytes": 0,
+    "predicted_tokens": 0,
+    "wire_error": None,
+    "weight_error": None,
+    "reason": "",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,11 @@ class Plan:
     def method(self) -> str:
         """Return strategy and variant, as people write it."""
         return "/".join([self.strategy, *self.options.values()])
+
+    @property
+    def division(self) -> Plan:
+        """Return the plan without what its Programs do not depend on: version, predictions, measured errors, reason."""
+        return replace(self, **_UNDIVIDED)
 
     def index(self, device: str) -> int:
         """Return the place of `device` in source order; raises ValueError if it takes no part."""

@@ -9,6 +9,7 @@ from typing import Final
 
 from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.lowering import PLANNER_INDEX, Graph, Lowered, Table, on_device, roles
+from hepti_mqtt.lowering.handover import HandedOver, HandoverError, Move, hand_over, moves
 from hepti_mqtt.lowering.lower import KEPT_PARTS
 from hepti_mqtt.lowering.passes import (
     fuse_conversions,
@@ -21,7 +22,7 @@ from hepti_mqtt.lowering.passes import (
 )
 from hepti_mqtt.models import graph, largest_shape, representative_shape, weight_dtypes
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import Program, WeightRef
+from hepti_mqtt.program import ExchangeKey, Program, Send, Slot, WeightRef
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
@@ -73,7 +74,7 @@ def _lowered(spec: Spec, divided: PlanKey, shape: RequestShape) -> Lowered:
     if divided.plan.weight_dtype not in weight_dtypes(spec):
         raise ValueError(f"{spec.architecture} does not support weights in {divided.plan.weight_dtype}")
     plan, whole = divided.plan, graph(spec, shape)
-    if (rewrite := STRATEGIES[plan.strategy].rewrite) is not None:
+    if (rewrite := STRATEGIES[plan.strategy].rewrite) is not None and _divides(plan, whole):
         whole = rewrite(Division(whole, plan))(whole)
     if places := _task_places(plan):
         return LoweredTasks(whole, plan, places, _table)
@@ -89,7 +90,16 @@ def base_table(division: Division) -> Table:
 
 
 def _table(division: Division) -> Table:
-    return STRATEGIES[division.plan.strategy].table(division).with_defaults(base_table(division))
+    divided = _divides(division.plan, division.graph)
+    table = STRATEGIES[division.plan.strategy].table(division) if divided else Table()
+    return table.with_defaults(base_table(division))
+
+
+def _divides(plan: Plan, part: Graph) -> bool:
+    """Return whether a run has what the plan's method divides: later runs of a session may have the task alone."""
+    method = STRATEGIES[plan.strategy]
+    some = not method.needs_any or not part.roles.isdisjoint(method.needs_any)
+    return some and part.roles.issuperset(method.needs)
 
 
 def task_count(spec: Spec, plan: Plan) -> int:
@@ -119,6 +129,54 @@ def device_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> 
     """Return the Program of one device under `plan`; raises as `lowered` does."""
     own = plan.for_device(device)
     return run_passes(lower_plan(spec, own, shape).full_program(device), own)
+
+
+def continued_program(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, block: int, device: str) -> HandedOver:
+    """Return the Program of a device for the rest of a run that began under another plan, from a block on.
+
+    taken: slots of its Program under the plan before. Raises HandoverError for what cannot go on so.
+    """
+    then, now = _both(spec, before, plan, shape)
+    made = hand_over(then, now, block, device)
+    program = run_passes(made.program, plan if device in plan.devices else before)
+    return HandedOver(program, _passed_slots(then.full_program(device), before, made.taken))
+
+
+def handover_moves(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, block: int) -> list[Move]:
+    """Return what devices send each other where a run goes on under another plan.
+
+    Raises HandoverError if one of them cannot go on so.
+    """
+    then, now = _both(spec, before, plan, shape)
+    for device in before.devices:
+        hand_over(then, now, block, device)
+    return [move for move in moves(then, now, block) if move.source != move.target]
+
+
+def _both(spec: Spec, before: Plan, plan: Plan, shape: RequestShape) -> tuple[Lowered, Lowered]:
+    if shape.session_rows:
+        raise HandoverError("a run of a session ends under the plan that it began with")
+    if any(p.replicas or _task_places(p) for p in (before, plan)):
+        raise HandoverError("replicas and leased tasks end under the plan that they began with")
+    if not set(plan.devices) <= set(before.devices):
+        raise HandoverError("a device has no part in the plan before")
+    return lower_plan(spec, before, shape), lower_plan(spec, plan, shape)
+
+
+def _passed_slots(
+    program: Program, plan: Plan, taken: Sequence[tuple[ExchangeKey, Slot]]
+) -> tuple[tuple[ExchangeKey, Slot], ...]:
+    """Return the slots in a Program that has gone through the passes.
+
+    Passes number slots anew, so each is marked by a Send, which must change nothing else.
+    """
+    marks = tuple(Send(slot, (program.device,), key[0], key[1], exact=True) for key, slot in taken)
+    marked, passed = run_passes(replace(program, ops=program.ops + marks), plan), run_passes(program, plan)
+    end = len(marked.ops) - len(marks)
+    if marked.slots != passed.slots or marked.ops[:end] != passed.ops:
+        raise HandoverError("what a device holds at the border is no slot of its own")
+    found = (op.slot for op in marked.ops[end:] if isinstance(op, Send))
+    return tuple((key, slot) for (key, _), slot in zip(taken, found, strict=True))
 
 
 def run_passes(program: Program, plan: Plan) -> Program:

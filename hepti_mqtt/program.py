@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -175,12 +176,16 @@ Op = Compute | Send | Recv
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The ops of one device for one (plan, shape); nodes: names of the graph's tensors, for people."""
+    """The ops of one device for one (plan, shape).
+
+    nodes: names of the graph's tensors, for people. blocks: the first tensor of each block of the graph.
+    """
 
     device: str
     slots: tuple[SlotSpec, ...]
     ops: tuple[Op, ...]
     nodes: tuple[str, ...] = ()
+    blocks: tuple[int, ...] = ()
 
     def weights(self) -> tuple[WeightRef, ...]:
         """Return the distinct weight ranges that the Program uses, in order of first use."""
@@ -207,6 +212,10 @@ class Program:
     def session_arrays(self) -> dict[str, SlotSpec]:
         """Return the arrays of the session by name."""
         return {spec.state: spec for spec in self.slots if spec.state}
+
+    def block_of(self, node: int) -> int:
+        """Return the block of a tensor, 0 where blocks are not known."""
+        return max(bisect(self.blocks, node) - 1, 0)
 
     def node(self, number: int) -> str:
         """Return the name of a node for people."""

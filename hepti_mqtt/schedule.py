@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from hepti_mqtt.ids import PLANNER
@@ -67,6 +68,15 @@ class RunTemplate:
     task_inputs: Mapping[int, tuple[ExchangeKey, ...]]
     task_of_op: tuple[int, ...]
     ops_per_task: Mapping[int, int]
+
+    def without(self, places: AbstractSet[int]) -> RunTemplate:
+        """Return the template in which some ops never become ready, and so free nothing."""
+
+        def others(readers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple([reader for reader in readers if reader not in places])
+
+        effects = [e._replace(ready_ops=others(e.ready_ops), waiting_ops=others(e.waiting_ops)) for e in self.effects]
+        return replace(self, effects=tuple(effects), readers=tuple(map(others, self.readers)))
 
 
 def _task_of(program: Program) -> tuple[int, ...]:
@@ -234,6 +244,22 @@ class RunMachine(Generic[R]):
             if run is not None:
                 return run, place
         return None
+
+    def hold(self, run: R, node: int) -> bool:
+        """Let a run end before the ops of a tensor and those behind it; False, and nothing has changed, if one has run.
+
+        What the ops before have filled for those behind stays.
+        """
+        ops = run.template.program.ops
+        behind = frozenset(p for p, op in enumerate(ops) if op.node >= node and not isinstance(op, Recv))
+        ready = {place for run_id, place in self._ready if run_id == run.run_id}
+        if any(not run.pending[place] and place not in ready for place in behind):
+            return False
+        run.template = run.template.without(behind)
+        run.ops_left -= len(behind)
+        self._ready = [(i, place) for i, place in self._ready if i != run.run_id or place not in behind]
+        heapify(self._ready)
+        return True
 
     def finish_op(self, run: R, place: int) -> tuple[Slot, ...]:
         """Count an op as run; return the slots that nobody reads any more, what it wrote itself perhaps among them."""

@@ -19,9 +19,10 @@ Task = Literal[
     "image_classification",
     "feature_map",
     "generation",
+    "transcription",
 ]
 Pooling = Literal["mean", "sqrt_mean", "weighted_mean", "max", "cls", "last", "mask", "none"]
-Activation = Literal["gelu", "gelu_tanh", "relu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden"]
 
@@ -72,14 +73,18 @@ class RequestShape(Hashable, Protocol):
         """Return the rows that the request's session has room for, 0 without one."""
 
     @property
+    def new_rows(self) -> int:
+        """Return how many rows the run adds to its session, 0 without one."""
+
+    @property
     def mask_positions(self) -> tuple[tuple[int, int], ...]:
         """Return item and place in it of each mark that the task answers for, in their order."""
 
     def with_want(self, want: Want) -> Self:
         """Return the same items with another want."""
 
-    def decode_step(self, rows: int) -> Self:
-        """Return the run of so many rows in the same session; raises ValueError for what has none."""
+    def decode_step(self, rows: int, begins: bool = False) -> Self:
+        """Return the run of so many rows in the same session, or that begins it; raises ValueError without one."""
 
     def concatenate(self, others: Sequence[Self]) -> Self:
         """Return the batch of these items and of others behind them, which want the same."""

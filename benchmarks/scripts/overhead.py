@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.tables import table
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import Compute, Op, Program, Recv, Send, SlotSpec
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import ExchangeCache
@@ -69,6 +70,7 @@ def _per_exchange(rows: int, columns: int) -> float:
     sender = Program("a", (slot,), (Recv(0, PLANNER, INPUT), *sends))
     receiver = Program("b", (slot,) * EXCHANGES, tuple(Recv(n, "a", VALUE + n, 0, n) for n in layers))
     session = runs.WorkerRuns("a", Topics("home"), Counter())
+    plan = Plan("m", PlanVersion(1, 1), "row", ("a", "b"), "a")
     x = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     times, known = [], ExchangeCache()
     out, into = bind(sender, {}, Workers(1)), bind(receiver, {}, Workers(1))
@@ -77,9 +79,8 @@ def _per_exchange(rows: int, columns: int) -> float:
         here.admit(run, out)
         there.admit(run, into)
         here.deliver(run, (INPUT, 0, PLANNER), x)
-        sending = WorkerRun(
-            frames.Frame("work", "m", PlanVersion(1, 1), run), 0.0, frames.DecoderSession(), x, out.sends
-        )
+        work = frames.Frame("work", "m", PlanVersion(1, 1), run)
+        sending = WorkerRun(plan, work, 0.0, frames.DecoderSession(), x, out.sends)
         started = time.perf_counter()
         while (step := here.next_step()) is not None:
             outgoing = step.run()

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import onnx_file, storage
+from hepti_mqtt.checkpoint import ctranslate2_file, onnx_file, storage
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
-from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm
+from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm, zeros_reader
 from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
 from hepti_mqtt.checkpoint.torch_file import TorchFile
 from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
@@ -25,8 +25,10 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import TextInput
+from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
+from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
@@ -74,7 +76,7 @@ class Checkpoint:
         self.extras = extras
         self._files = files
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
-        self.spec = without_missing_pooler(spec_from_config(config, extras), self._stored)
+        self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
             self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
@@ -111,10 +113,13 @@ class Checkpoint:
         described = path / "config.json"
         opening = _opening(path)
         config = read_json(described) if described.is_file() or opening is not None else {}
+        if opening is None and (converted := ctranslate2_file.find(path)) is not None:
+            file = ctranslate2_file.CTranslate2File(converted, config)
+            return cls(path, name, file.config, extras, [file])
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
-        spec = spec_from_config(config, extras)
+        spec = _plausible_spec(path, config, extras)
         if opening is None:
             raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
         files = [*opening()]
@@ -243,6 +248,18 @@ class Checkpoint:
         vocab = reads.vocab if isinstance(reads, TextInput) else 0
         return end_tokens(JsonConfig("config.json", self.config), self.extras, vocab)
 
+    @cached_property
+    def speech(self) -> SpeechTokens:
+        """Return the tokens that steer the text of speech; raises ModelError without the model's own tokenizer."""
+        ids: Mapping[str, int] = self.tokenizer.get_vocab()
+        return speech_tokens(ids, self.spec.head.outputs, self.config, self.extras)
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """Return the codes of the languages that a model of speech knows; none of another model."""
+        speaks = self.spec.head.task == "transcription"
+        return tuple(sorted(self.speech.languages)) or ("en",) if speaks else ()
+
     @property
     def mask_id(self) -> int:
         """Return the id of the mask token; raises ModelError if the tokenizer has none."""
@@ -273,6 +290,18 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
     return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
+
+
+def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:
+    """Return the spec of a directory; raises UnsupportedModelError for one that every device would refuse."""
+    spec = spec_from_config(config, extras)
+    try:
+        check_spec(spec.to_dict())
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{path}: devices would refuse this model ({error}); correct config.json, or use a smaller model"
+        ) from error
+    return spec
 
 
 def _opening(directory: Path) -> Callable[[], Sequence[WeightsReader]] | None:
@@ -324,6 +353,9 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
     missing: dict[str, None] = {}
     wrong: dict[str, None] = {}
     for source in tensor_sources(spec):
+        if not source.stored:
+            found[source] = zeros_reader(source.stored_shape)
+            continue
         name = next((name for name in source.stored if name in stored), source.primary_name)
         for part, shape in {name: source.stored_shape, **source.folded_shapes}.items():
             if part not in stored:
@@ -336,12 +368,23 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
         if name in stored:
             found[source] = fold_batch_norm(source, stored, name)
     if missing:
-        raise ModelError(f"{path} lacks {_shortened(missing)}; config.json and the weights must be of the same model")
+        raise ModelError(f"{path} lacks {_shortened(missing)}; {_why_missing(next(iter(missing)), stored)}")
     if wrong:
         raise ModelError(f"{path}: {_shortened(wrong)}; config.json and the weights must be of the same model")
     if not found:
         raise ModelError(f"{path} has no weights; export the model with its weights")
     return found
+
+
+def _why_missing(name: str, stored: Collection[str]) -> str:
+    """Return what to do about a tensor that is missing, by the names of those that are there."""
+    if any(".base_layer." in other for other in stored):
+        return "it has an adapter in it, which must be merged: model.merge_and_unload().save_pretrained(DIR)"
+    longer = next((other for other in stored if other.endswith(f".{name}")), None)
+    if longer is not None:
+        before = longer.removesuffix(name)
+        return f"its names begin with {before!r}, as a training program writes them: save the model within it"
+    return "config.json and the weights must be of the same model"
 
 
 def _shortened(items: Collection[str]) -> str:

@@ -25,7 +25,6 @@ _FETCH: Final = "run `git lfs install && git lfs pull` where it was cloned, or `
 _FOREIGN: Final[Sequence[tuple[str, str]]] = (
     ("adapter_model.safetensors", "an adapter (PEFT, LoRA); merge it into its base model, and give that"),
     ("*.gguf", "a GGUF model, which llama.cpp and Ollama read; give the original model that it was made from"),
-    ("model.bin", "a CTranslate2 model, which faster-whisper and CTranslate2 read; give the original model"),
     ("openvino_model.xml", "an OpenVINO model, which OpenVINO reads; give the original model"),
     ("*.tflite", "a TensorFlow Lite model, which LiteRT reads; give the original model"),
     ("*.mlpackage", "a Core ML model; give the original model"),
@@ -37,6 +36,7 @@ _FOREIGN: Final[Sequence[tuple[str, str]]] = (
     ("*.onnx", "has ONNX files; of a CNN give the file itself, as in --model NAME={path}"),
     ("*.safetensors", "has weights in {path}; if they are the whole model, rename that file to model.safetensors"),
 )
+_WEIGHTS: Final = "model.safetensors"
 _CONVERT: Final = (
     "many repositories have safetensors in another revision (`hf download REPOSITORY --revision refs/pr/1`); otherwise "
     "save it on a machine that has PyTorch and transformers: AutoModel.from_pretrained(DIR).save_pretrained(NEW_DIR)"
@@ -122,4 +122,8 @@ def explain_directory(directory: Path) -> str:
         if first is not None:
             article = "" if what.startswith("has ") else "it is "
             return article + re.sub("^has", "it has", what).format(convert=_CONVERT, path=first)
+    if inner := sorted(path.parent for path in directory.glob("*/config.json") if (path.parent / _WEIGHTS).exists()):
+        if (directory / "modules.json").is_file():
+            return f"its weights are in {inner[0].name}, as old sentence-transformers wrote them; save the model again"
+        return f"it holds other directories of models; give one of them ({', '.join(map(str, inner[:4]))})"
     return "config.json and weights are missing; copy or download the whole model directory"

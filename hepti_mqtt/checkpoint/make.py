@@ -8,7 +8,7 @@ import os
 import string
 import zlib
 from collections.abc import Iterator, Mapping
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -19,6 +19,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources, tokenizer_class
 from hepti_mqtt.models.shapes import TextInput
+from hepti_mqtt.models.speech import PLAIN, SILENT, START, TASKS, SpeechInput
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Spec
 
 # The special tokens stand first, in the order in which the families' configs number them.
@@ -54,6 +56,18 @@ def write_tokenizer(path: Path, vocab: int, roberta: bool = False) -> None:
         pair=f"{start} $A {end} {end} $B {end}" if roberta else f"{start} $A {end} $B:1 {end}:1",
         special_tokens=[(start, ids[start]), (end, ids[end])],
     )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(path))
+
+
+def write_speech_tokenizer(path: Path, vocab: int) -> None:
+    """Write tokenizer.json with exactly `vocab` tokens: words, then those that steer the text of speech."""
+    steering = ("<|endoftext|>", START, "<|en|>", "<|de|>", *(f"<|{task}|>" for task in reversed(TASKS)))
+    special = (*steering, SILENT[0], PLAIN)
+    words = chain(dict.fromkeys(word for word in _WORDS.split()), (f"word{i}" for i in count()))
+    tokens = [*islice(words, vocab - len(special)), *special]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(path))
 
@@ -106,10 +120,12 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         if isinstance(spec.input_spec, TextInput):
-            roberta = files["config.json"].get("model_type") == "roberta"
+            roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
             write_tokenizer(out / "tokenizer.json", spec.input_spec.vocab, roberta)
             options = _tokenizer_options(str(files["config.json"].get("model_type")), roberta)
             (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
+        if isinstance(spec.input_spec, SpeechInput):
+            write_speech_tokenizer(out / "tokenizer.json", spec.input_spec.vocab)
         _write_weights(out / "model.safetensors", spec, seed, spread)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error}; choose a place with room and permission") from error
@@ -145,7 +161,7 @@ class _TensorInit(NamedTuple):
 def _tensor_inits(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
     """Return what to write by stored name; tensors that are tied have one."""
     found: dict[str, _TensorInit] = {}
-    for source in tensor_sources(spec):
+    for source in (source for source in tensor_sources(spec) if source.stored):
         shape = source.stored_shape
         he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
         own = _TensorInit(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))

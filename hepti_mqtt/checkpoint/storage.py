@@ -56,6 +56,11 @@ class TensorReader:
         return self.dtype in FLOATS
 
 
+def zeros_reader(shape: tuple[int, ...]) -> TensorReader:
+    """Return a tensor of zeros."""
+    return TensorReader(shape, "F32", lambda start, stop, columns: np.zeros((stop - start, columns), np.float32))
+
+
 class WeightsReader(Protocol):
     """An open file of tensors."""
 
@@ -73,11 +78,23 @@ class WeightsReader(Protocol):
 
 def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], name: str) -> TensorReader:
     """Return the tensor `name` of a checkpoint as its source wants it."""
+    if source.first is not None:
+        return _part(source, source.first, stored[name])
     if not source.channels_first and source.norm is None:
         return stored[name]
     tensor = stored[name]
     read = _FoldedRows(source, stored, tensor).read
     return TensorReader(tensor.shape, tensor.dtype if source.norm is None else "F32", read)
+
+
+def _part(source: TensorSource, first: int, tensor: TensorReader) -> TensorReader:
+    """Return the rows, or elements, of a stored tensor that are a source's."""
+    if len(source.shape) > 1:
+        return TensorReader(
+            tensor.shape, tensor.dtype, lambda a, z, columns: tensor.read(first + a, first + z, columns)
+        )
+    whole = tensor.shape[0]
+    return TensorReader(tensor.shape, tensor.dtype, lambda a, z, n: tensor.read(a, z, whole)[:, first : first + n])
 
 
 class _FoldedRows:

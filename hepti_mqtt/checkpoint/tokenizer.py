@@ -223,7 +223,11 @@ def _check_model(model: Mapping[str, Any], known: TokenizerClass, unknown: str) 
     if known.model == "WordPiece" and model.get("unk_token", "[UNK]") != unknown:
         raise differs("model", f"unk_token is {unknown!r}")
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    if known.model == "BPE" and model.get("unk_token") and not alphabet <= model["vocab"].keys():
+    if (
+        known.model == "BPE"
+        and model.get("unk_token")
+        and not (model.get("byte_fallback") or alphabet <= {*model["vocab"]})
+    ):
         raise differs("model", "its bytes are not all in the vocabulary")
 
 

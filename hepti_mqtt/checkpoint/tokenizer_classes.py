@@ -29,6 +29,10 @@ _BPE: Final = {
     "continuing_subword_prefix": _EMPTY, "end_of_word_suffix": _EMPTY, "fuse_unk": (None, False),
     "byte_fallback": (None, False), "ignore_merges": (None, False),
 }  # fmt: skip
+_QWEN2_WORDS: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GEMMA_TOKENS: Final = {"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
 _MARK: Final = "\u2581"  # what stands for a space
 _SPACES: Final = {"type": "WhitespaceSplit"}
 _BYTES: Final = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -158,6 +162,37 @@ def _words(options: JsonConfig, found: Part) -> Part:
     return {"type": "Sequence", "pretokenizers": [_SPACES, marked]}
 
 
+def _nfc(_options: JsonConfig, found: Part) -> Part:
+    if found not in (None, {"type": "NFC"}):
+        raise differs("normalizer", "NFC")
+    return {"type": "NFC"}
+
+
+def _qwen2_words(options: JsonConfig, found: Part) -> Part:
+    if options.get("add_prefix_space", False):
+        raise differs("pre_tokenizer", "one without a space in front")
+    split = {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+    steps = found["pretokenizers"] if found is not None and found["type"] == "Sequence" else []
+    fits = len(steps) == 2 and steps[0] == split and steps[1]["type"] == "ByteLevel" and not steps[1]["use_regex"]
+    if found is not None and not (fits and not steps[1]["add_prefix_space"]):
+        raise differs("pre_tokenizer", "one that splits by its regular expression, then into bytes")
+    return {"type": "Sequence", "pretokenizers": [split, {**_BYTES, "add_prefix_space": False, "use_regex": False}]}
+
+
+def _marked_spaces(_options: JsonConfig, found: Part) -> Part:
+    marks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
+    if found not in (None, marks):
+        raise differs("normalizer", f"one that marks spaces with {_MARK!r}")
+    return marks
+
+
+def _whole_text(_options: JsonConfig, found: Part) -> Part:
+    """Return a splitting at spaces, of which a text has none once they are marked."""
+    if found is not None and (found["type"] != "Split" or found["pattern"] != {"String": " "}):
+        raise differs("pre_tokenizer", "one that splits at spaces alone")
+    return None
+
+
 _BERT: Final = TokenizerClass(
     "WordPiece",
     _BERT_TOKENS,
@@ -189,11 +224,33 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
     "BertTokenizer": _BERT,
     "DistilBertTokenizer": _BERT._replace(typed=False),
     "ElectraTokenizer": _BERT,
+    "MPNetTokenizer": _BERT._replace(tokens=_ROBERTA_TOKENS | {"unk": "[UNK]"}, typed=False, doubled=True),
     "GPT2Tokenizer": _GPT2,
+    "Qwen2Tokenizer": _GPT2._replace(
+        tokens=dict.fromkeys(("eos", "pad"), "<|endoftext|>"), normalizer=_nfc, pre_tokenizer=_qwen2_words
+    ),
+    "GemmaTokenizer": TokenizerClass(
+        "BPE",
+        _GEMMA_TOKENS,
+        {**_BPE, "fuse_unk": (True,), "byte_fallback": (True,)},
+        _marked_spaces,
+        _whole_text,
+        None,
+        False,
+        {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _MARK}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+    ),
     "RobertaTokenizer": _GPT2._replace(
         tokens=_ROBERTA_TOKENS, around=("cls", "sep"), always=True, typed=False, doubled=True
     ),
     "XLMRobertaTokenizer": _XLM_ROBERTA,
+    "CamembertTokenizer": _XLM_ROBERTA,
     "AlbertTokenizer": _XLM_ROBERTA._replace(
         tokens=_ALBERT_TOKENS,
         parameters={"unk_id": (1,), "byte_fallback": (None, False)},
@@ -204,5 +261,5 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
         doubled=False,
     ),
 }
-# tokenizer.json counts as it is.
-AS_IT_IS: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})
+# tokenizer.json counts as it is. Of speech, no text becomes ids.
+AS_IT_IS: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend", "WhisperTokenizer"})

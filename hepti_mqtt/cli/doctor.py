@@ -9,7 +9,7 @@ import queue
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import eq
 from typing import Final, NamedTuple, TypeVar
@@ -33,7 +33,7 @@ from hepti_mqtt.transport.broker_limits import LOW_QUEUE, low_queue_warning
 
 T = TypeVar("T")
 
-WANTED_BYTES: Final = 32 << 20
+WANTED_BYTES: Final = (32 << 20) - 1  # MQTT 5 adds a byte
 LARGE_BYTES: Final = 1 << 20
 ROOM_BYTES: Final = 16  # for a packet's header
 NAGLE_S: Final = 0.02  # a small message that takes longer was held back
@@ -110,7 +110,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
     try:
         # First, since a broker may drop without a word what is over its limit.
         largest = largest_packet(url, client_id="hepti-doctor-size", topic=topic, wanted_bytes=WANTED_BYTES)
-        low = f"set max_packet_size {WANTED_BYTES} (and message_size_limit 0) in the broker's configuration"
+        low = f"set max_packet_size {WANTED_BYTES + 1} (and message_size_limit 0) in the broker's configuration"
         large = min(LARGE_BYTES, largest - len(topic) - ROOM_BYTES)
         small_s, large_s = _echoes(url, topic, large)
         held = "set_tcp_nodelay true in the broker's configuration" if small_s > NAGLE_S else ""
@@ -162,18 +162,19 @@ def _wait(get: Callable[..., T], right: Callable[[T], bool]) -> None:
 
 
 def _site(text: str, site: str) -> Iterator[Finding]:
+    clocks: Sequence[str] = ()
     try:
         with Hepti.connect(text, site=site) as hepti:
             found = hepti.devices(wait_s=1.5)
             names = [d["device"] for d in found if d["status"] == "online"]
             names += [f"{d['device']} ({output.status_text(d)})" for d in found if d["status"] == "starting"]
+            clocks = hepti.odd_clocks(found)  # also of a site whose planner does not answer
             served = hepti.models(timeout=2.0)
-            clocks = hepti.odd_clocks(found)
     except (NetworkError, WireError) as exc:
         yield Finding(f"site {site}", str(exc), "start a planner: hepti planner --model NAME=DIR")
-        return
-    online = ", ".join(names) or "none"
-    advice = "" if names else "start an agent on a device: hepti agent --id NAME"
-    yield Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
+    else:
+        online = ", ".join(names) or "none"
+        advice = "" if names else "start an agent on a device: hepti agent --id NAME"
+        yield Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
     for line in clocks:
         yield Finding("clocks", line, output.CLOCK_ADVICE)

@@ -54,7 +54,7 @@ def infer(args: argparse.Namespace) -> int:
         error = None
         if args.check:
             directory = args.model_dir or shown.get("directory")
-            error = check(hepti, args, body, directory)
+            error = check(hepti, args, body, directory, spec)
     result = summary(args.model, answers, error)
     if args.json:
         output.print_json(result)
@@ -106,9 +106,21 @@ def pin_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     """Return the request's input as keyword arguments of `Hepti.infer`; raises ConfigError for a missing file."""
-    names = ("max_new_tokens", "want", "top_k", "prompt", "dimensions", "query", "question", "context")
+    names = (
+        "max_new_tokens",
+        "want",
+        "top_k",
+        "prompt",
+        "dimensions",
+        "query",
+        "question",
+        "context",
+        "language",
+        "window",
+    )
     options = {name: getattr(args, name) for name in names}
     options |= {"documents": args.document, "candidate_labels": args.label, "pairs": args.pair}
+    options["task"] = "translate" if args.translate else None
     most = {key: value for key, value in options.items() if value is not None}
     extra = {"truncate": True, **most} if args.truncate else most
     if args.pair or args.query is not None or args.question is not None:
@@ -118,6 +130,8 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     if args.image:
         pictures = [base64.b64encode(_read(path)).decode() for path in args.image]
         return {"image": pictures[0], **most} if len(pictures) == 1 else {"images": pictures, **most}
+    if args.audio:
+        return {"audio": base64.b64encode(_read(args.audio)).decode(), **most}
     if args.ids is not None:
         try:
             return {"ids": [int(part) for part in args.ids.split(",")], **most}
@@ -156,8 +170,13 @@ def send_repeatedly(
     return [ask() for _ in range(repeat)]
 
 
-def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], directory: str | Path | None) -> float:
-    """Return the largest |difference| of final hidden states from the NumPy reference, computed here."""
+def check(
+    hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], directory: str | Path | None, spec: Spec
+) -> float:
+    """Return the largest |difference| of final hidden states from the NumPy reference, computed here.
+
+    spec: of the model that answers; raises ConfigError where the directory is of another one, or missing.
+    """
     directory = None if directory is None else Path(directory).expanduser()
     if directory is None or not directory.exists():  # a file of ONNX, too
         raise ConfigError(
@@ -166,6 +185,8 @@ def check(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any], direc
     asked = {**body, "want": "hidden"}
     hidden = hepti.infer(args.model, **asked, **pin_arguments(args), timeout_s=args.timeout).hidden
     with Checkpoint.open(directory, args.model) as checkpoint:
+        if spec_from_dict(checkpoint.spec.to_dict()) != spec:
+            raise ConfigError(f"{directory} is not the model that answered; name its files with --model-dir DIR")
         return max_abs_err(checkpoint, body, hidden)
 
 

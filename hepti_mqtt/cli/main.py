@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cli import bench, gateway, output, site
+from hepti_mqtt.cli import bench, gateway, output, site, wyoming
 from hepti_mqtt.config.options import (
     IN_FLIGHT,
     PlannerOptions,
@@ -105,6 +105,7 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     what.add_argument("--query", metavar="TEXT", help="what the texts of --document are ranked by")
     what.add_argument("--question", metavar="TEXT", help="what the text of --context answers")
     what.add_argument("--image", type=Path, action="append", help="a picture; several make a batch")
+    what.add_argument("--audio", type=Path, metavar="FILE", help="a recording of speech: WAV")
     what.add_argument("--ids", help="token ids, separated by commas")
     what.add_argument(
         "--tokens", type=positive_int, metavar="N", help="N seeded random token ids (or N random pictures)"
@@ -126,6 +127,9 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--want", choices=("task", "hidden"), help="the task's result (default), or final hidden states of all tokens"
     )
+    sub.add_argument("--language", metavar="CODE", help="of a recording, as en or de (default: it is found)")
+    sub.add_argument("--translate", action="store_true", help="write a recording's text in English")
+    sub.add_argument("--window", type=positive_seconds, metavar="S", help="seconds in which a recording is read")
     sub.add_argument("--top-k", type=positive_int, metavar="N", help="how many labels or tokens to name")
     sub.add_argument(
         "--max-new-tokens", type=positive_int, metavar="N", help="tokens that a decoder generates, shown as they come"
@@ -187,8 +191,9 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--weather",
         metavar="KIND|FILE",
-        help="play the site over time with a real planner: still, stalls, walk, changes, liar, restless, or a file of "
-        "recorded heartbeats (JSON lines); prints what its changes of plan were worth, and --svg draws them",
+        help="play the site over time with a real planner: still, stalls, walk, changes, liar, restless, sprinter, "
+        "or a file of recorded heartbeats (JSON lines); prints what its changes of plan were worth, and --svg draws "
+        "them",
     )
     sub.add_argument("--minutes", type=positive_int, default=30, help="minutes of --weather (default 30)")
     sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --weather (default 0)")
@@ -235,6 +240,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("broker", "run a broker here until interrupted", _broker),
     ("completion", 'print completions for bash and zsh: eval "$(hepti completion)"', _nothing_more),
     ("gateway", "answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments),
+    ("wyoming", "be the speech-to-text service of Home Assistant", wyoming.arguments),
 )
 # Shown below the options of a command.
 _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
@@ -253,6 +259,7 @@ _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
         ('hepti infer reranker --query "warm?" --document "It is hot." --document "Rain."', "documents by a query"),
         ('hepti infer nli --text "Lamp off!" --label light --label heating', "labels of your own"),
         ('hepti infer qa --question "Who?" --context "Ada came home."', "a part of a text"),
+        ("hepti infer whisper --audio command.wav --language en", "speech"),
         ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
     ),
     "plan": (("hepti plan minilm --explain", "why it is divided so"), ("hepti plan --story", "what became of plans")),
@@ -289,6 +296,7 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
     "demo": ("hepti_mqtt.cli.demo", "demo"),
     "bench": ("hepti_mqtt.cli.bench", "bench"),
     "gateway": ("hepti_mqtt.cli.gateway", "gateway"),
+    "wyoming": ("hepti_mqtt.cli.wyoming", "wyoming"),
     "site": ("hepti_mqtt.cli.site", "site"),
     "health": ("hepti_mqtt.cli.health", "health"),
     "doctor": ("hepti_mqtt.cli.doctor", "doctor"),

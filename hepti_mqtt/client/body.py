@@ -15,6 +15,7 @@ from PIL import Image
 from hepti_mqtt.errors import RequestError
 
 Picture = Union[str, bytes, "PathLike[str]", Image.Image]
+Recording = Union[str, bytes, "PathLike[str]"]
 _LONGEST_PATH: Final = 1024
 
 
@@ -27,22 +28,31 @@ def encode_picture(picture: Picture) -> str:
         buffer = io.BytesIO()
         picture.save(buffer, "PNG")
         return base64.b64encode(buffer.getvalue()).decode()
-    if isinstance(picture, bytes | bytearray):
-        return base64.b64encode(picture).decode()
-    if isinstance(picture, str) and (len(picture) > _LONGEST_PATH or not os.path.isfile(picture)):
-        if Path(picture[-_LONGEST_PATH:]).suffix:  # base64 has no dot
-            raise RequestError(f"there is no picture {picture[-80:]!r}")
-        return picture
+    return encode_file(picture, "picture")
+
+
+def encode_file(file: Recording, what: str) -> str:
+    """Return a file as base64, from a path, its bytes, or base64; what: it is, for errors.
+
+    Raises RequestError if it cannot be read.
+    """
+    if isinstance(file, bytes | bytearray):
+        return base64.b64encode(file).decode()
+    if isinstance(file, str) and (len(file) > _LONGEST_PATH or not os.path.isfile(file)):
+        if Path(file[-_LONGEST_PATH:]).suffix:  # base64 has no dot
+            raise RequestError(f"there is no {what} {file[-80:]!r}")
+        return file
     try:
-        return base64.b64encode(Path(picture).read_bytes()).decode()
+        return base64.b64encode(Path(file).read_bytes()).decode()
     except OSError as error:
-        raise RequestError(f"cannot read the picture {picture}: {error.strerror or error}") from error
+        raise RequestError(f"cannot read the {what} {file}: {error.strerror or error}") from error
 
 
 def request_body(
     *,
     image: Picture | None = None,
     images: Sequence[Picture] | None = None,
+    audio: Recording | None = None,
     devices: Sequence[str] | None = None,
     options: Mapping[str, str] | None = None,
     **others: Any,
@@ -52,6 +62,7 @@ def request_body(
         **others,
         "image": None if image is None else encode_picture(image),
         "images": None if images is None else [encode_picture(i) for i in images],
+        "audio": None if audio is None else encode_file(audio, "recording"),
         "devices": None if devices is None else list(devices),
         "options": None if options is None else dict(options),
     }
@@ -62,7 +73,8 @@ class RequestKeys(TypedDict, total=False):
     """The keys of a request; docs/reference/requests.md says what each means, and which belong together.
 
     Inputs: text, texts, ids (with token_types), text and text_pair, pairs, query and documents, question and context,
-    text or texts with candidate_labels, image, images (each a path, a file's bytes, a Pillow image or base64).
+    text or texts with candidate_labels, image, images (each a path, a file's bytes, a Pillow image or base64), audio (a
+    path, a file's bytes or base64) with language, task ("translate": into English) and window (seconds).
     want="hidden": final hidden states instead of the task's result; want="plan": computes nothing; the answer comes
     when the plan is active and has the predicted cost. strategy ("auto" to free it), options, devices, wire, accuracy,
     weights, route, objective pin the planner's choice for this request alone. report: the answer waits for the devices'
@@ -82,6 +94,10 @@ class RequestKeys(TypedDict, total=False):
     candidate_labels: Sequence[str] | None
     image: Picture | None
     images: Sequence[Picture] | None
+    audio: Recording | None
+    language: str | None
+    task: str | None
+    window: float | None
     truncate: bool | None
     empty: str | None
     want: str | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -22,7 +23,9 @@ from hepti_mqtt.cost.reported import (
     sanitize_heartbeat,
 )
 from hepti_mqtt.errors import ConfigError, RequestError
+from hepti_mqtt.models.mel import RATE
 from hepti_mqtt.models.shapes import ImageInput, TextInput
+from hepti_mqtt.models.speech import ROWS_PER_S, SpeechInput
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.spec import Spec
@@ -97,7 +100,8 @@ QUALITY: Final = 90
 
 
 def random_input(spec: Spec, count: int, seed: int, photographs: bool = False) -> dict[str, Any]:
-    """Return `count` seeded random token ids, or `count` seeded random pictures for an image model.
+    """Return `count` seeded random token ids, or `count` seeded random pictures for an image model, or noise of so
+    many rows for a model of speech.
 
     photographs: JPEG files of the size that cameras make of such pictures, where others are PNG files of noise, which
     every decoder reads alike.
@@ -109,10 +113,21 @@ def random_input(spec: Spec, count: int, seed: int, photographs: bool = False) -
             raise RequestError(f"{count} tokens are more than the {reads.longest} that the model reads")
         # The middle of a vocabulary: separators, masks and padding stand at its ends.
         return {"ids": rng.integers(reads.vocab // 4, 3 * reads.vocab // 4, count).tolist()}
+    if isinstance(reads, SpeechInput):
+        return {"audio": base64.b64encode(_hiss(rng, min(count, reads.longest) / ROWS_PER_S)).decode()}
     assert isinstance(reads, ImageInput)
     file = _photograph if photographs else _noise
     pictures = [base64.b64encode(file(rng, reads.size)).decode() for _ in range(count)]
     return {"images": pictures} if count > 1 else {"image": pictures[0]}
+
+
+def _hiss(rng: np.random.Generator, seconds: float) -> bytes:
+    """Return a WAV file of noise."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes(rng.integers(-3000, 3000, max(round(seconds * RATE), 1), np.int16).tobytes())
+    return buffer.getvalue()
 
 
 def _noise(rng: np.random.Generator, size: int) -> bytes:

@@ -16,8 +16,9 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.cost.simulator import TimelineEvent
 from hepti_mqtt.lowering import PLANNER_INDEX, IndexSet, Lowered, Region, roles, span
+from hepti_mqtt.lowering.attention import ReorderedAttention
 from hepti_mqtt.lowering.graph import TEMPLATE_BLOCK
-from hepti_mqtt.lowering.ops import Input, Op, ReorderedAttention
+from hepti_mqtt.lowering.ops import Input, Op
 from hepti_mqtt.lowering.regions import disjoint, volume
 from hepti_mqtt.lowering.tiles import Tile
 from hepti_mqtt.plan import Plan, WireDtype

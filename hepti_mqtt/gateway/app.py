@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from hepti_mqtt.errors import HeptiError, RemoteError
-from hepti_mqtt.gateway.bodies import Body, read_json
+from hepti_mqtt.gateway.bodies import Body, read_form, read_json
 from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
-from hepti_mqtt.gateway.routes import ROUTES, Handler
+from hepti_mqtt.gateway.routes import FORMS, ROUTES, Handler
 from hepti_mqtt.gateway.site import Site
 
 _log = logging.getLogger(__name__)
@@ -78,9 +78,11 @@ def create_app(site: Site, keys: Sequence[str] = ()) -> Starlette:
 
 def _json(site: Site, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        body = await read_json(request) if request.method == "POST" else Body({})
+        read = read_form if request.url.path in FORMS else read_json
+        body = await read(request) if request.method == "POST" else Body({})
         async with _cancelled_by_hangup(request):
-            return JSONResponse(await handler(site, body))
+            found = await handler(site, body)
+            return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
 
     return answer
 

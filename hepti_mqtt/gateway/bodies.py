@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from email import message_from_bytes
+from email.message import Message
 from typing import Any, Final
 
 from starlette.requests import ClientDisconnect, Request
@@ -14,6 +16,7 @@ from hepti_mqtt.gateway.errors import MediaTypeError, SlowBodyError, TooLargeErr
 
 MAX_BODY_BYTES: Final = 32 << 20  # some pictures in base64, or 2,048 long texts
 BODY_S: Final = 30.0  # a client that sends one byte a second does not hold a connection for longer
+MAX_FIELDS: Final = 64  # of a form
 MAX_INPUTS: Final = 2048  # as OpenAI's limit
 
 
@@ -44,6 +47,28 @@ class Body:
         if self._left:
             names = ", ".join(sorted(map(repr, self._left)))
             raise RequestError(f"the gateway does not know the keys {names}; leave them out")
+
+
+async def read_form(request: Request) -> Body:
+    """Return the fields of a form: texts, and files as their bytes; raises as `read_json` does."""
+    head = Message()
+    head["content-type"] = request.headers.get("content-type", "")
+    boundary = head.get_boundary()
+    if head.get_content_type() != "multipart/form-data" or not boundary:
+        raise MediaTypeError("the body is no form; send the file as multipart/form-data")
+    # Between the boundaries all bytes are the field's own.
+    _, *parts = (b"\r\n" + await _read(request)).split(b"\r\n--" + boundary.encode("latin-1", "replace"))
+    if len(parts) < 2 or not parts[-1].startswith(b"--") or len(parts) > MAX_FIELDS:
+        raise RequestError("the form is not complete; send the file as multipart/form-data")
+    values: dict[str, Any] = {}
+    for part in parts[:-1]:
+        header, _, content = part.partition(b"\r\n\r\n")
+        about = message_from_bytes(header.lstrip(b"\r\n"))
+        name, file = (about.get_param(key, header="content-disposition") for key in ("name", "filename"))
+        if not isinstance(name, str) or name in values:
+            raise RequestError(f"a field of the form has no name, or one that another has: {str(name)[:40]!r}")
+        values[name] = content if file is not None else content.decode("utf-8", "replace")
+    return Body(values)
 
 
 async def read_json(request: Request) -> Body:
@@ -102,4 +127,4 @@ def texts_of(value: Any, key: str = "input") -> list[str]:
     return value
 
 
-__all__ = ["Body", "ClientDisconnect", "read_json", "texts_of"]
+__all__ = ["Body", "ClientDisconnect", "read_form", "read_json", "texts_of"]

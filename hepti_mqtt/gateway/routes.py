@@ -15,6 +15,7 @@ from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway.bodies import Body, texts_of
 from hepti_mqtt.gateway.site import Site
 
+TRANSCRIPT_FORMATS: Final = ("json", "text", "verbose_json")
 UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
 
 Vectors = NDArray[np.float32]
@@ -79,6 +80,55 @@ async def classify(site: Site, body: Body) -> Any:
     found = await site.classify(model, inputs, key, **options)
     data = [{"index": i, "label": each[0]["label"], "labels": each} for i, each in enumerate(found.labels)]
     return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
+
+
+async def transcriptions(site: Site, body: Body) -> Any:
+    """POST /v1/audio/transcriptions: a form with a file; response_format: json, text or verbose_json."""
+    return await _transcribe(site, body, "transcribe")
+
+
+async def translations(site: Site, body: Body) -> Any:
+    """POST /v1/audio/translations: the same, with the text in English."""
+    return await _transcribe(site, body, "translate")
+
+
+async def _transcribe(site: Site, body: Body, task: str) -> Any:
+    file, name = body.take("file", bytes), body.take("model", str)
+    language, form = body.take("language", str), body.take("response_format", str, "json")
+    for key, harmless in (("prompt", ("",)), ("temperature", ("", "0", "0.0")), ("stream", ("", "false", "False"))):
+        if (value := body.take(key, str, "")) not in harmless:
+            raise RequestError(
+                f"{key} {value[:40]!r}: the likeliest text is written, from the sound alone; leave it out"
+            )
+    body.drop("user")
+    body.end()
+    if file is None:
+        raise RequestError("the form has no field 'file' with a recording")
+    if form not in TRANSCRIPT_FORMATS:
+        raise RequestError(f"response_format {form[:40]!r}; known are {', '.join(TRANSCRIPT_FORMATS)}")
+    found = await site.transcribe(await site.model_named(name), file, task=task, language=language or None)
+    if form == "text":
+        return f"{found.text}\n"
+    if form == "json":
+        return {"text": found.text}
+    segments = [
+        {
+            "id": number,
+            "seek": round(100 * start),
+            "start": start,
+            "end": start + piece["seconds"],
+            "text": piece["text"],
+            "tokens": piece["ids"],
+            "temperature": 0.0,
+            "avg_logprob": piece["score"],
+            "compression_ratio": piece["compression"],
+            "no_speech_prob": piece["no_speech"],
+        }
+        for number, (start, piece) in enumerate(found.pieces)
+        if piece["text"]
+    ]
+    about = {"task": task, "language": found.language, "duration": found.seconds}
+    return {**about, "text": found.text, "segments": segments}
 
 
 async def rerank(site: Site, body: Body) -> Any:
@@ -212,12 +262,15 @@ async def ollama_version(_site: Site, _body: Body) -> Any:
     return {"version": __version__}
 
 
+FORMS: Final = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})  # whose bodies are no JSON
 # method, path -> what answers it
 ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("GET", "/v1/models"): list_models,
     ("POST", "/v1/embeddings"): embeddings,
     ("POST", "/v1/classify"): classify,
     ("POST", "/v1/rerank"): rerank,
+    ("POST", "/v1/audio/transcriptions"): transcriptions,
+    ("POST", "/v1/audio/translations"): translations,
     ("POST", "/embed"): tei_embed,
     ("POST", "/predict"): tei_predict,
     ("POST", "/rerank"): tei_rerank,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
@@ -14,10 +14,14 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import DeadlineError, RequestError, UnknownModelError
+from hepti_mqtt.models.mel import RATE
+from hepti_mqtt.service import sound
 
 TEXTS: Final = 64  # of one request
 FRESH_S: Final = 2.0  # retained records come one by one, so a look at the list takes a fifth of a second
 KNOWN_S: Final = 60.0  # a model that was served a minute ago: the planner itself says if it has gone
+PIECE_S: Final = 30.0  # of a recording in one request
+LONGEST_S: Final = 3600.0  # of a recording in all
 AT_ONCE: Final = 4  # requests of one HTTP request on their way, so that a long list leaves room for others
 
 
@@ -50,6 +54,41 @@ class Ranked(NamedTuple):
 
     ranking: list[dict[str, Any]]
     tokens: int
+
+
+class Spoken(NamedTuple):
+    """What is said in a recording: when each piece begins, and what its answer is."""
+
+    pieces: tuple[tuple[float, Mapping[str, Any]], ...]
+
+    @property
+    def text(self) -> str:
+        """Return the text of all pieces."""
+        return " ".join(filter(None, (found["text"] for _, found in self.pieces)))
+
+    @property
+    def language(self) -> str:
+        """Return the language."""
+        return str(self.pieces[0][1]["language"])
+
+    @property
+    def seconds(self) -> float:
+        """Return the length of the recording."""
+        start, last = self.pieces[-1]
+        return float(start + last["seconds"])
+
+
+def cut(recording: bytes) -> list[tuple[float, bytes]]:
+    """Return a recording as files of at most 30 s and when each begins; one that is short, or no WAV file, as it is."""
+    if recording[:4] != b"RIFF":
+        return [(0.0, recording)]
+    pcm = sound.pcm_of("file", recording)
+    width = sound.FORMATS[pcm.format][0]
+    if len(pcm.data) <= PIECE_S * pcm.rate * pcm.channels * width:
+        return [(0.0, recording)]
+    samples = sound.samples_of("file", pcm, LONGEST_S)
+    parts = sound.pieces(samples, PIECE_S)
+    return [(first / RATE, sound.wav_of(samples[first:stop])) for first, stop in parts]
 
 
 class Site:
@@ -105,6 +144,18 @@ class Site:
         """Return the labels of inputs; key: `texts`, `pairs` or `images`. Raises as `embed` does."""
         answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
         return Labelled([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
+
+    async def transcribe(self, model: str, recording: bytes, **options: Any) -> Spoken:
+        """Return what is said in a recording, piece by piece where it is a long one; raises as `embed` does.
+
+        Where no language is named, that of the first piece is taken for all.
+        """
+        (start, first), *rest = await asyncio.to_thread(cut, recording)
+        (answer,) = await self._ask_all(model, [{"audio": first}], **options)
+        language = options.get("language") or answer.result["language"]
+        others = await self._ask_all(model, [{"audio": piece} for _, piece in rest], **options | {"language": language})
+        starts = [start, *(begin for begin, _ in rest)]
+        return Spoken(tuple(zip(starts, (a.result for a in (answer, *others)), strict=True)))
 
     async def _ask_all(self, model: str, bodies: Sequence[dict[str, Any]], **options: Any) -> list[Answer]:
         slots = asyncio.Semaphore(AT_ONCE)

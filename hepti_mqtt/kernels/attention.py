@@ -5,9 +5,10 @@ attention            q [r, *], kv [s, *] (may be one slot) -> [r, heads d]. Attr
                      column of q, k and v), heads, head_dim (d), q_rows (packed row of each row of q), k_rows (packed
                      rows of kv: half-open ranges (start, stop) in ascending order without overlap), lengths (tokens
                      of
-                     each packed sequence; a query attends to the keys of its own), scale; optional causal (True:
-                     only to
-                     keys at its own position or before).
+                     each packed sequence; a query attends to the keys of its own), scale. Optional: causal (True:
+                     only to keys at its own position or before), window (only to keys that are at most so far away),
+                     group (so many heads of q share one of kv), bias_heads (heads' columns of the weight: a table
+                     [buckets, *] that is added to scores by `relative_buckets`).
 attention_block      The same, but writes states [r, heads, d + 2]: the sum of exp(score - maximum) v, not
                      normalised, then
                      the maximum and the sum of exp(score - maximum). A row without a key has 0, -inf and 0.
@@ -32,9 +33,10 @@ query without a key gives 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import float32
@@ -73,8 +75,21 @@ from hepti_mqtt.program import Compute, SlotSpec, Work
 GRAIN: Final = 1 << 19
 
 
-def ranges_of_keys(op: Compute, keys: int) -> NDArray[np.int64]:
-    """Return for every query row the range of rows of kv that it attends to: int64 [r, 2], (0, 0) for none."""
+class Seen(NamedTuple):
+    """Which rows of kv each query row attends to.
+
+    ranges: int64 [r, 2], (0, 0) for none. begins: of the keys of its sequence in kv [r]. q_at, k_at: the packed rows
+    that they are, [r] and [s].
+    """
+
+    ranges: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    q_at: NDArray[np.int64]
+    k_at: NDArray[np.int64]
+
+
+def seen_keys(op: Compute, keys: int) -> Seen:
+    """Return which rows of kv, so many in all, each query row attends to."""
     starts = starts_of(op.attrs["lengths"])
     rows = np.asarray(op.attrs["q_rows"], np.int64)
     if len(rows) and (rows.min() < 0 or rows.max() >= starts[-1]):
@@ -83,11 +98,16 @@ def ranges_of_keys(op: Compute, keys: int) -> NDArray[np.int64]:
         )
     sequence = np.searchsorted(starts, rows, side="right") - 1
     k_rows = _k_rows(op, keys, int(starts[-1]))
-    stop = np.minimum(starts[sequence + 1], rows + 1) if op.attrs.get("causal", False) else starts[sequence + 1]
+    first, stop = starts[sequence], starts[sequence + 1]
     # Ranges ascend, so the keys of a sequence lie side by side in kv.
-    found = np.stack([np.searchsorted(k_rows, starts[sequence]), np.searchsorted(k_rows, stop)], axis=1)
+    begins = np.searchsorted(k_rows, first)
+    if op.attrs.get("causal", False):
+        stop = np.minimum(stop, rows + 1)
+    if (window := op.attrs.get("window")) is not None:
+        first, stop = np.maximum(first, rows - window), np.minimum(stop, rows + window + 1)
+    found = np.stack([np.searchsorted(k_rows, first), np.searchsorted(k_rows, stop)], axis=1)
     found[found[:, 0] >= found[:, 1]] = 0
-    return found
+    return Seen(found, begins, rows, k_rows)
 
 
 def _k_rows(op: Compute, keys: int, m: int) -> NDArray[np.int64]:
@@ -103,27 +123,85 @@ def _k_rows(op: Compute, keys: int, m: int) -> NDArray[np.int64]:
     return found
 
 
-def tiles_of(key_ranges: NDArray[np.int64], causal: bool) -> NDArray[np.int64]:
-    """Return runs of at most NR query rows, int64 [tiles, 4] of first, stop, low, high: one range of keys for all.
+def tiles_of(alike: NDArray[np.int64], ranges: NDArray[np.int64], begins: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return runs of at most NR query rows with equal rows of `alike`, int64 [tiles, 5].
 
-    Causal rows share only where their keys begin: there high is the end of the longest range.
+    That is first, stop, and the first and last of the keys that some of them see, and where their blocks begin.
     """
-    alike = key_ranges[:, :1] if causal else key_ranges
     changes = np.flatnonzero(np.any(alike[1:] != alike[:-1], axis=1)) + 1
-    cuts = [0, *changes.tolist(), len(key_ranges)]
+    cuts = [0, *changes.tolist(), len(ranges)]
     rows = [(at, min(at + NR, b)) for a, b in pairwise(cuts) for at in range(a, b, NR)]
-    found = [(a, b, key_ranges[a, 0], key_ranges[a:b, 1].max()) for a, b in rows]
-    return np.asarray(found, np.int64).reshape(-1, 4)
+    found = [(a, b, *_span(ranges[a:b]), begins[a]) for a, b in rows]
+    return np.asarray(found, np.int64).reshape(-1, 5)
+
+
+def _span(ranges: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the first and last of all that is in some ranges, of which those of nothing are (0, 0)."""
+    high = int(ranges[:, 1].max())
+    return int(np.where(ranges[:, 1] > 0, ranges[:, 0], high).min()), high
+
+
+def _tiles(op: Compute, seen: Seen) -> NDArray[np.int64]:
+    """Return the tiles of an op: of one range of keys, or of a sequence where rows see keys by their distance."""
+    alike, begins = seen.ranges, seen.ranges[:, 0]
+    if op.attrs.get("causal", False):
+        alike = alike[:, :1]
+    if op.attrs.get("window") is not None:
+        alike, begins = seen.begins[:, None], seen.begins
+    if op.attrs.get("window") is not None or op.attrs.get("bias_heads") is not None:
+        along = seen.q_at - np.arange(len(seen.q_at))  # the same for consecutive rows
+        alike = np.column_stack([alike, along])
+    return tiles_of(alike, seen.ranges, begins)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A bias by the distance of query and key (T5, Raffel et al., 2020; MPNet, Song et al., 2020).
+
+
+def relative_buckets(distances: NDArray[np.int64], buckets: int, farthest: int) -> NDArray[np.int64]:
+    """Return the bucket of each distance, key minus query: half of them for keys behind the query.
+
+    Half of these are of one distance each, others are as wide as their logarithm says, up to `farthest`. As the
+    reference does it, in f32: other roundings would move borders.
+    """
+    half = buckets // 2
+    exact = half // 2
+    away = np.abs(distances)
+    far = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(exact))
+    scaled = far / np.float32(math.log(farthest / exact)) * np.float32(half - exact)
+    wide = np.minimum(exact + scaled.astype(np.int64), half - 1)
+    return np.where(distances > 0, half, 0) + np.where(away < exact, away, wide)
+
+
+def _biases(check: Check, weights: Sequence[Weight]) -> NDArray[np.float32]:
+    """Return the bias of each head by distance, query minus key, [heads, 2 L - 1] with 0 in the middle.
+
+    L: the longest sequence. Without a bias it is of no columns.
+    """
+    chosen, heads = check.op.attrs.get("bias_heads"), check.op.attrs["heads"]
+    check.weights(weights, 0 if chosen is None else 1)
+    if chosen is None:
+        return np.zeros((heads, 0), np.float32)
+    check.that(len(chosen) == heads, f"bias_heads names {len(chosen)} heads of {heads}")
+    return np.ascontiguousarray(_by_distance(check.op, check.plain(weights[0], (-1, -1))).astype(np.float32))
+
+
+def _by_distance(op: Compute, table: Array) -> Array:
+    longest = max(op.attrs["lengths"])
+    found = relative_buckets(np.arange(longest - 1, -longest, -1), len(table), op.attrs["farthest"])
+    return np.asarray(table[found][:, list(op.attrs["bias_heads"])].T)
 
 
 def check_heads(check: Check) -> HeadLayout:
     """Return where the heads lie of an op that reads q and kv, then anything; ValueError if not in their columns."""
     attrs, with_state = check.op.attrs, int(check.op.kernel == "attention_block")
     columns = {name: attrs[name] for name in ("q_column", "k_column", "v_column")}
-    found = HeadLayout(**columns, heads=attrs["heads"], d=attrs["head_dim"], with_state=with_state)
+    group = attrs.get("group", 1)
+    found = HeadLayout(**columns, heads=attrs["heads"], d=attrs["head_dim"], with_state=with_state, group=group)
     check.that(found.d >= 1 and found.heads >= 0, f"heads {found.heads} of {found.d} columns make no sense")
+    check.that(group >= 1 and found.heads % group == 0, f"{found.heads} heads are no groups of {group}")
     for (name, column), read in zip(columns.items(), (0, 1, 1), strict=True):
-        most = check.reads[read].shape[1] - found.heads * found.d
+        most = check.reads[read].shape[1] - found.heads // (group if read else 1) * found.d
         check.that(0 <= column <= most, f"{name} leaves no room for the heads")
     return found
 
@@ -143,20 +221,18 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[int, int, HeadLayout
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
     r, s, layout = _check(op, slots)
-    Check(op, slots).weights(weights, 0)
+    biases = _biases(Check(op, slots), weights)
     if not r * layout.heads:
         return nothing
-    key_ranges = ranges_of_keys(op, s)
-    tiles = tiles_of(key_ranges, op.attrs.get("causal", False))
-    limits = np.ascontiguousarray(key_ranges[:, 1])
-    table = layout.table()
-    threads = min(pool.threads, 1 + int(_pairs(key_ranges) * 4 * layout.heads * layout.d) // GRAIN)
+    seen = seen_keys(op, s)
+    tiles, limits, table = _tiles(op, seen), seen.ranges, layout.table()
+    threads = min(pool.threads, 1 + int(_pairs(seen.ranges) * 4 * layout.heads * layout.d) // GRAIN)
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
     parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads)
     scale, attend = np.float32(op.attrs["scale"]), pool.bind(attention_units, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        attend(reads[0], reads[1], writes[0].reshape(-1), tiles, limits, table, scale)
+        attend(reads[0], reads[1], writes[0].reshape(-1), tiles, limits, table, seen.q_at, seen.k_at, biases, scale)
 
     return run
 
@@ -167,26 +243,35 @@ def _pairs(key_ranges: NDArray[np.int64]) -> int:
 
 def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     keys = slots[op.reads[1]].shape[0]
-    if len(op.attrs["lengths"]) == 1 and not op.attrs.get("causal", False):
+    if len(op.attrs["lengths"]) == 1 and not op.attrs.get("causal", False) and op.attrs.get("window") is None:
         pairs = len(op.attrs["q_rows"]) * keys  # of one sequence every row attends to all keys; searches ask this often
     else:
-        pairs = _pairs(ranges_of_keys(op, keys))
+        pairs = _pairs(seen_keys(op, keys).ranges)
     return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * pairs)
 
 
-def _reference_states(op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array) -> Array:
-    _, s, (*columns, heads, d, _) = _check(op, slots)
+def _reference_states(
+    op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array, weights: Sequence[Array] = ()
+) -> Array:
+    _, s, (*columns, heads, d, _, group) = _check(op, slots)
     out = np.zeros((len(q), heads, d + 2))
     out[:, :, d] = -np.inf
     queries, keys, values = (  # [heads, rows, d]
-        x[:, c : c + heads * d].astype(np.float64).reshape(len(x), heads, d).transpose(1, 0, 2)
-        for x, c in zip((q, kv, kv), columns, strict=True)
+        x[:, c : c + heads // by * d]
+        .astype(np.float64)
+        .reshape(len(x), heads // by, d)
+        .transpose(1, 0, 2)
+        .repeat(by, axis=0)
+        for x, c, by in zip((q, kv, kv), columns, (1, group, group), strict=True)
     )
-    key_ranges = ranges_of_keys(op, s)
+    key_ranges, _, q_at, k_at = seen_keys(op, s)
     for low, high in np.unique(key_ranges, axis=0).tolist():  # rows that attend to the same keys together
         if high > low:
             rows = np.flatnonzero((key_ranges == (low, high)).all(axis=1))
             scores = queries[:, rows] @ keys[:, low:high].transpose(0, 2, 1) * op.attrs["scale"]
+            if weights:
+                away = q_at[rows, None] - k_at[None, low:high] + max(op.attrs["lengths"]) - 1
+                scores = scores + _by_distance(op, weights[0].astype(np.float64))[:, away]
             top = scores.max(axis=-1, keepdims=True)
             p = np.exp(scores - np.where(top > -np.inf, top, 0.0))
             found = np.concatenate([p @ values[:, low:high], top, p.sum(axis=-1, keepdims=True)], axis=-1)
@@ -200,10 +285,8 @@ def _finish(states: Array) -> Array:
     return np.asarray((states[:, :, :-2] / np.where(norm == 0, 1.0, norm)).reshape(r, heads * (width - 2)))
 
 
-def _reference(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
-    states = _reference_states(op, slots, reads[0], reads[1])
+def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+    states = _reference_states(op, slots, reads[0], reads[1], weights)
     return [states if op.kernel == "attention_block" else _finish(states)]
 
 
@@ -307,8 +390,9 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         return nothing
     # As of an empty cache; `at` moves the ends of all ranges of keys alike.
     ends = np.arange(1, m + 1)
-    empty = tiles_of(np.stack([0 * ends, ends], axis=1), causal=True)
-    tiles, limits = empty.copy(), ends.copy()
+    limits = np.stack([0 * ends, ends], axis=1)
+    empty = tiles_of(limits[:, :1], limits, limits[:, 0])
+    tiles, nowhere, biases = empty.copy(), np.zeros(0, np.int64), np.zeros((layout.heads, 0), np.float32)
     units, per_key = layout.heads * len(tiles), 4 * layout.heads * layout.d * m
     parts = (ranges(units, n if n == 1 else 4 * n) for n in range(1, pool.threads + 1))
     attend = [pool.bind(attention_units, divided) for divided in parts]
@@ -318,9 +402,9 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         q, kv, at = reads
         first = first_of(op, at, m, capacity, "rows of the cache")
         np.add(empty[:, 3], first, out=tiles[:, 3])
-        np.add(ends, first, out=limits)
+        np.add(ends, first, out=limits[:, 1])
         threads = min(pool.threads, 1 + per_key * (first + m // 2 + 1) // GRAIN)
-        attend[threads - 1](q, kv, writes[0].reshape(-1), tiles, limits, table, scale)
+        attend[threads - 1](q, kv, writes[0].reshape(-1), tiles, limits, table, nowhere, nowhere, biases, scale)
 
     return run
 
@@ -479,7 +563,7 @@ def units_of(tiles: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
     counts = (stop - first for first, stop, *_ in tiles.tolist())
     room = [(NR - -(-count // LANES) * LANES) // count + 1 for count in counts]
     found = [
-        (*tile, head, min(most, heads - head))
+        (*tile[:4], head, min(most, heads - head))
         for tile, most in zip(tiles.tolist(), room, strict=True)
         for head in range(0, heads, most)
     ]
@@ -497,7 +581,7 @@ def _bind_reordered(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
         check.that(fits, f"the matrix of {name} is {matrix.rows} x {matrix.columns}, should be {w} x {heads * d}")
     biases = [check.plain(weight, (heads * d,)) for weight in weights[2:]]
     bias = biases[1] if has_bias else np.zeros(heads * d, np.float32)
-    units = units_of(tiles_of(ranges_of_keys(op, s), False), heads)
+    units = units_of(_tiles(op, seen_keys(op, s)), heads)
     if not len(units):
         return nothing
     threads = min(pool.threads, 1 + int(_flops(op, s, w)) // GRAIN)
@@ -512,8 +596,7 @@ def _bind_reordered(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
 
 
 def _pairs_reordered(op: Compute, keys: int) -> int:
-    found = ranges_of_keys(op, keys)
-    return int((found[:, 1] - found[:, 0]).sum())
+    return _pairs(seen_keys(op, keys).ranges)
 
 
 def _flops(op: Compute, keys: int, w: int) -> float:

@@ -325,7 +325,9 @@ LANES: Final = TILE.lanes
 
 _MINUS_INF: Final = np.float32(-np.inf)
 
-_FIRST, _STOP, _LOW, _HIGH = 0, 1, 2, 3
+# Columns of the tables of tiles and of limits.
+_FIRST, _STOP, _LOW, _HIGH, _ANCHOR = range(5)
+_BEGIN, _END = 0, 1
 
 
 @helper
@@ -388,20 +390,26 @@ def transpose(q: Any, row: int, count: int, column: int, d: int, scale: Any, que
 
 
 @helper
-def _most_keys(tiles: Any) -> Any:
-    """Return how many keys are copied at once; a query alone, as in every step of a decoder, needs no copies."""
-    found = 0
+def _most_keys(tiles: Any) -> tuple[Any, Any]:
+    """Return how many keys are copied at once, and in how many blocks.
+
+    A query alone, as in every step of a decoder, needs no copies.
+    """
+    keys, blocks = 0, 0
     for tile in range(len(tiles)):
         if tiles[tile, _STOP] - tiles[tile, _FIRST] > FEW:
-            found = max(found, tiles[tile, _HIGH] - tiles[tile, _LOW])
-    return found
+            low, high, anchor = tiles[tile, _LOW], tiles[tile, _HIGH], tiles[tile, _ANCHOR]
+            keys = max(keys, high - low)
+            blocks = max(blocks, -(-(high - anchor) // KEYS) - (low - anchor) // KEYS)
+    return keys, blocks
 
 
 @helper
-def _shortest(limits: Any, row: int, count: int) -> Any:
-    found = limits[row]
-    for j in range(1, count):
-        found = min(found, limits[row + j])
+def _all_see(limits: Any, row: int, count: int, low: int, high: int) -> bool:
+    """Return whether all of some queries see all of the keys low..high."""
+    found = True
+    for j in range(row, row + count):
+        found &= limits[j, _BEGIN] <= low and high <= limits[j, _END]
     return found
 
 
@@ -417,10 +425,24 @@ def _has_nan(total: Any, count: int, d: int) -> bool:
 
 @helper
 def _mask(scores: Any, low: int, keys: int, limits: Any, row: int, count: int) -> None:
-    """Set the scores of keys at or beyond a query's limit to -inf."""
+    """Set the scores of keys beyond a query's limits to -inf."""
     for j in range(count):
-        for i in range(max(0, limits[row + j] - low), keys):
+        for i in range(min(keys, limits[row + j, _BEGIN] - low)):
             scores[i * NR + j] = _MINUS_INF
+        for i in range(max(0, limits[row + j, _END] - low), keys):
+            scores[i * NR + j] = _MINUS_INF
+
+
+@helper
+def _add_bias(
+    scores: Any, first: int, keys: int, row: int, count: int, q_at: Any, k_at: Any, bias: Any, by: Any
+) -> None:
+    """Add the bias [2 L - 1] of each query and key to their scores, times `by`; the queries are consecutive rows."""
+    middle = len(bias) // 2
+    for i in range(keys):
+        line = bias[middle + q_at[row] - k_at[first + i] :]
+        for j in range(count):
+            scores[i * NR + j] += line[j] * by
 
 
 @helper
@@ -432,10 +454,14 @@ def _scale_rows(total: Any, count: int, stride: int, d: int, by: Any) -> None:
 
 @helper
 def _query_alone(
-    query: Any, kv: Any, k_column: int, v_column: int, low: int, high: int, scores: Any, total: Any
-) -> tuple[Any, Any]:
-    """Fill total [d] with the sum of exp(score - maximum) v over keys low..high; return (maximum, sum of exp)."""
-    d = len(query)
+    query: Any, kv: Any, k_column: int, v_column: int, low: int, high: int, place: int, k_at: Any, bias: Any,
+    scores: Any, total: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Fill total [d] with the sum of exp(score - maximum) v over keys low..high; return (maximum, sum of exp).
+
+    place: the query's row, of which with the keys' rows k_at follows where its bias [2 L - 1] stands, if there is any.
+    """
+    d, middle = len(query), len(bias) // 2
     top, norm = _MINUS_INF, ZERO
     total[:] = ZERO
     for block in range(low, high, KEYS):
@@ -446,6 +472,8 @@ def _query_alone(
             s = ZERO
             for c in range(d):
                 s += query[c] * key[c]
+            if len(bias) > 0:
+                s += bias[middle + place - k_at[block + i]]
             scores[i] = s
             top = s if s > top else top
         above = top if top > _MINUS_INF else ZERO
@@ -480,10 +508,28 @@ def _store(total: Any, d: int, high: Any, norm: Any, with_state: int, out: Any, 
         out[at + d + 1] = norm
 
 
+@helper
+def _each_alone(
+    q: Any, kv: Any, out: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, bias: Any, scale: Any, row: int,
+    count: int, head: int, scores: Any, total: Any, query: Any,
+) -> None:  # fmt: skip
+    """Write the results of `count` queries from `row` on, one after the other."""
+    heads, d, with_state, of_keys = layout[3], layout[4], layout[5], head // layout[6]
+    column, k_column, v_column = layout[0] + head * d, layout[1] + of_keys * d, layout[2] + of_keys * d
+    for j in range(row, row + count):
+        for c in range(d):
+            query[c] = q[j, column + c] * scale
+        place = q_at[j] if len(bias) > 0 else 0
+        top, weight = _query_alone(
+            query[:d], kv, k_column, v_column, limits[j, _BEGIN], limits[j, _END], place, k_at, bias, scores, total[:d]
+        )
+        _store(total, d, top, weight, with_state, out, (j * heads + head) * (d + 2 if with_state else d))
+
+
 class HeadLayout(NamedTuple):
     """Where the heads of an op lie in q and kv; compiled code reads it as a table in this order.
 
-    d: columns of a head. with_state: 1 if states are written, else 0.
+    d: columns of a head. with_state: 1 if states are written, else 0. group: queries' heads that share one of kv.
     """
 
     q_column: int
@@ -492,36 +538,44 @@ class HeadLayout(NamedTuple):
     heads: int
     d: int
     with_state: int
+    group: int = 1
 
     def table(self) -> NDArray[np.int64]:
         """Return the layout as compiled code reads it."""
         return np.asarray(self, np.int64)
 
 
-@kernel(reads(float32, 2), reads(float32, 2), fills(float32, 1), TABLE, INT_ARRAY, INT_ARRAY, FLOAT, INT, INT, part=2)
+@kernel(
+    reads(float32, 2), reads(float32, 2), fills(float32, 1), TABLE, TABLE, INT_ARRAY, INT_ARRAY, INT_ARRAY,
+    reads(float32, 2), FLOAT, INT, INT, part=2,
+)  # fmt: skip
 def attention_units(
-    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, scale: Any, first: int, stop: int
-) -> None:
+    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, biases: Any, scale: Any,
+    first: int, stop: int,
+) -> None:  # fmt: skip
     """Fill out [r, heads, d] (or d + 2 with state, flat) for the units first..stop; a unit is head * tiles + tile.
 
-    limits [r] is the end of each query's keys, layout the table of `HeadLayout`.
+    tiles [tiles, 5]: rows first..stop, of which each sees some of the keys low..high, and from where on keys are parted
+    into blocks, whatever the tile. limits [r, 2] are begin and end of each query's keys, layout the table of
+    `HeadLayout`. biases [heads, 2 L - 1] are added to scores by the distance between q_at [r] and k_at [s], the rows
+    that queries and keys are; of no columns without.
     """
-    heads, d, with_state = layout[3], layout[4], layout[5]
+    heads, d, with_state, group = layout[3], layout[4], layout[5], layout[6]
     queries = np.empty(d * NR, np.float32)
     scores = np.empty(KEYS * NR, np.float32)
     stride = -(-d // NR) * NR
-    most = _most_keys(tiles)
-    copied_keys, values = np.empty(most * d, np.float32), np.empty(-(-most // KEYS) * KEYS * stride, np.float32)
+    most, blocks = _most_keys(tiles)
+    copied_keys, values = np.empty(most * d, np.float32), np.empty(blocks * KEYS * stride, np.float32)
     copied_head, copied_low, copied_to, near = -1, 0, 0, False
     total = np.empty(NR * stride, np.float32)
     zeros = np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
-    width = d + 2 if with_state else d
     for unit in range(first, stop):
         head, tile = unit // len(tiles), unit % len(tiles)
         row, count = tiles[tile, _FIRST], tiles[tile, _STOP] - tiles[tile, _FIRST]
-        low, end = tiles[tile, _LOW], tiles[tile, _HIGH]
-        column, k_column, v_column = layout[0] + head * d, layout[1] + head * d, layout[2] + head * d
+        low, end, anchor = tiles[tile, _LOW], tiles[tile, _HIGH], tiles[tile, _ANCHOR]
+        column, of_keys, bias = layout[0] + head * d, head // group, biases[head]
+        k_column, v_column = layout[1] + of_keys * d, layout[2] + of_keys * d
         alone = count <= FEW or end <= low
         if not alone:
             vectors = -(-count // LANES)
@@ -529,14 +583,15 @@ def attention_units(
             high[:] = _MINUS_INF
             norm[:] = ZERO
             masked = False
-            if head != copied_head or low != copied_low:
-                copied_head, copied_low, copied_to = head, low, low
+            if of_keys != copied_head or low != copied_low:
+                copied_head, copied_low, copied_to = of_keys, low, low
                 # Keys that no other tile reads are read where they lie.
                 near = unit + 1 < stop and tile + 1 < len(tiles) and tiles[tile + 1, _LOW] == low
-            for block in range(low, end, KEYS):
-                keys = min(KEYS, end - block)
+            block, at = low, 0
+            while block < end:
+                keys = min(KEYS - (block - anchor) % KEYS, end - block)
                 k, k_stride = kv.ctypes.data + 4 * (block * kv.shape[1] + k_column), kv.shape[1]
-                at, new = (block - low) * stride, max(block, copied_to)
+                new = max(block, copied_to)
                 if new < block + keys:
                     rows = block + keys - new
                     if near:
@@ -546,22 +601,22 @@ def attention_units(
                 if near:
                     k, k_stride = copied_keys.ctypes.data + 4 * (block - low) * d, d
                 scores_of(k, k_stride, keys, vectors, queries, d, zeros, scores)
-                if _shortest(limits, row, count) < block + keys:
+                if len(bias) > 0:
+                    _add_bias(scores, block, keys, row, count, q_at, k_at, bias, LOG2E)
+                if not _all_see(limits, row, count, block, block + keys):
                     _mask(scores, block, keys, limits, row, count)
                     masked = True
                 softmax_tile(vectors, scores.ctypes.data, keys, high.ctypes.data, norm.ctypes.data, rescale.ctypes.data)
                 if block > low:
                     _scale_rows(total, count, stride, d, rescale)
                 _weighted_values(keys, count, d, scores, values.ctypes.data + 4 * at, zeros, block > low, total)
+                block += keys
+                at += KEYS * stride
             # A masked key weighs 0, but 0 times a value that is not finite is NaN, which its query must not see.
             alone = masked and _has_nan(total, count, d)
-        for j in range(count):
-            at = ((row + j) * heads + head) * width
-            if alone:
-                for c in range(d):
-                    queries[c] = q[row + j, column + c] * scale
-                stop_key = max(low, limits[row + j])
-                top, weight = _query_alone(queries[:d], kv, k_column, v_column, low, stop_key, scores, total[:d])
-                _store(total, d, top, weight, with_state, out, at)
-            else:
-                _store(total[j * stride :], d, high[j] * LN2, norm[j], with_state, out, at)
+        if alone:
+            _each_alone(q, kv, out, limits, layout, q_at, k_at, bias, scale, row, count, head, scores, total, queries)
+        else:
+            for j in range(count):
+                to = ((row + j) * heads + head) * (d + 2 if with_state else d)
+                _store(total[j * stride :], d, high[j] * LN2, norm[j], with_state, out, to)

@@ -36,15 +36,17 @@ REFERENCE_ACTIVATIONS: Final[Mapping[str | None, Callable[[Array], Array]]] = {
     "tanh": np.tanh,
     "relu6": lambda x: np.where(x < 0, 0.0, np.where(x > 6, 6.0, x)),
     "leaky_relu": lambda x: np.where(x < 0, 0.1 * x, x),
+    "silu": lambda x: x * 0.5 * (1.0 + np.tanh(0.5 * x)),
 }
 
 
-def reference_layer_norm(x: Array, gamma: Array, beta: Array, eps: float) -> Array:
-    """Return (x - mean) / sqrt(var + eps) * gamma + beta over the last axis."""
+def reference_norm(x: Array, weights: Sequence[Array], attrs: Mapping[str, Any]) -> Array:
+    """Return the norm of `norm_of` over the last axis; weights: gamma, and perhaps beta."""
     x = x.astype(np.float64)
-    mean = x.mean(axis=-1, keepdims=True)
+    mean = x.mean(axis=-1, keepdims=True) * (not attrs.get("rms", False))
     var = ((x - mean) ** 2).mean(axis=-1, keepdims=True)
-    return np.asarray((x - mean) / np.sqrt(var + eps) * gamma + beta)
+    gamma, beta = weights[0] + attrs.get("gamma_offset", 0.0), weights[1] if len(weights) > 1 else 0.0
+    return np.asarray((x - mean) / np.sqrt(var + attrs["eps"]) * gamma + beta)
 
 
 Run = Callable[[Sequence[Array], Sequence[Array]], None]
@@ -217,6 +219,21 @@ def _kind(weight: Weight) -> str:
     if isinstance(weight, NarrowMatrix):
         return f"a packed {weight.storage} matrix"
     return "a packed matrix" if isinstance(weight, PackedMatrix) else "a plain array"
+
+
+def norm_of(
+    check: Check, weights: Sequence[Weight], h: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32], np.float32, int]:
+    """Return (gamma [h], beta [h], eps, 1 where rows are centred) of an op that norms rows.
+
+    weights: gamma, and beta if there is one. Attributes: eps; optional rms (rows are not centred) and gamma_offset
+    (added to gamma).
+    """
+    attrs = check.op.attrs
+    check.that(1 <= len(weights) <= 2, f"needs gamma and perhaps beta, got {len(weights)} weights")
+    gamma = check.plain(weights[0], (h,)) + np.float32(attrs.get("gamma_offset", 0.0))
+    beta = check.plain(weights[1], (h,)) if len(weights) > 1 else np.zeros(h, np.float32)
+    return gamma, beta, np.float32(attrs["eps"]), int(not attrs.get("rms", False))
 
 
 def nothing(reads: Sequence[Array], writes: Sequence[Array]) -> None:

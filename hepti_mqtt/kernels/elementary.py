@@ -157,6 +157,13 @@ def gelu_tanh(x: Any) -> Any:
 
 
 @exact
+def silu(x: Any) -> Any:
+    """Return x / (1 + e**-x)."""
+    e = exp_of_negative(-abs(x))
+    return (x if x > ZERO else x * e) / (ONE + e)
+
+
+@exact
 def relu(x: Any) -> Any:
     """Return max(x, 0)."""
     return ZERO if x < ZERO else x

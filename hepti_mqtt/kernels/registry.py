@@ -21,8 +21,19 @@ from hepti_mqtt.kernels.base import Kernel
 from hepti_mqtt.kernels.codecs import ASSEMBLE, FROM_F16, FROM_I8, TO_F16, TO_I8
 from hepti_mqtt.kernels.conv2d import CONV2D
 from hepti_mqtt.kernels.linear import LINEAR
-from hepti_mqtt.kernels.rowwise import ADD, ADD_NORM, LAYER_NORM, MOMENTS, NORMALISE, NORMALIZE_ROWS, POOL_ROWS, SUM
-from hepti_mqtt.kernels.stem import EMBED_AT, EMBED_TOKENS, PATCHIFY, PREPEND_POSITIONS
+from hepti_mqtt.kernels.rotary import ROTATE
+from hepti_mqtt.kernels.rowwise import (
+    ADD,
+    ADD_NORM,
+    GATE,
+    LAYER_NORM,
+    MOMENTS,
+    NORMALISE,
+    NORMALIZE_ROWS,
+    POOL_ROWS,
+    SUM,
+)
+from hepti_mqtt.kernels.stem import ADD_TABLE, EMBED_AT, EMBED_TOKENS, FRAMES, PATCHIFY, PREPEND_POSITIONS
 from hepti_mqtt.kernels.windows import AVERAGE_POOL2D, GLOBAL_SUM, MAX_POOL2D
 from hepti_mqtt.program import Compute, SlotSpec, Work
 
@@ -38,6 +49,8 @@ _ALL: Final = (
     NORMALISE,
     ADD,
     SUM,
+    GATE,
+    ROTATE,
     ASSEMBLE,
     EMBED_TOKENS,
     PATCHIFY,
@@ -49,6 +62,8 @@ _ALL: Final = (
     AVERAGE_POOL2D,
     GLOBAL_SUM,
     EMBED_AT,
+    FRAMES,
+    ADD_TABLE,
     APPEND_ROWS,
     ATTENTION_AT,
     TO_F16,

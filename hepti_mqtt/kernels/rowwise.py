@@ -5,9 +5,11 @@ add             residual, p_1 ... p_n -> residual + (bias + p_1 + ... + p_n), in
 sum             p_1 ... p_n of one shape of any rank -> activation(p_1 + ... + p_n); attribute activation, optional,
                 one of
                 `ACTIVATIONS`.
-layer_norm      x -> layer norm; weights gamma, beta; attribute eps.
+gate            x, y of one shape -> activation(x) * y; attribute activation.
+layer_norm      x -> its norm, as `base.norm_of` says: weights gamma and perhaps beta; attributes eps, rms (without the
+                mean; Zhang and Sennrich, 2019), gamma_offset.
 add_norm        the sum of `add`, then its layer norm -> (normed), or (total, normed) with attribute keep_sum; weights
-                bias if attribute bias, gamma, beta; attributes bias, eps, keep_sum.
+                bias if attribute bias, then as `layer_norm` has; attributes bias, keep_sum, and those of `layer_norm`.
 normalize_rows  x -> x / max(L2 norm, 1e-12).
 pool_rows       x -> one row of each sequence [B, h]; attributes lengths, mode: mean, sqrt_mean (the sum by the root
                 of the length), weighted_mean (by place, the first counts once) or max. An empty sequence gives 0.
@@ -17,11 +19,9 @@ Layer norm of rows whose columns lie on several devices:
 moments         x [r, c] -> [r, 2]: mean and standard deviation of the c values, which are finite in f32 as x is;
                 the sum of
                 squared distances would overflow from 1e19 on. Without columns both are 0.
-normalise       x [r, c], p_1 ... p_n [r, 2] (moments of all columns of the row) -> (x - mean) / sqrt(variance +
-                eps) * gamma
-                + beta; weights gamma, beta [c]; attributes counts (columns of each part), eps. Parts are combined
-                in the
-                given order (Chan, Golub and LeVeque 1979, formula 2.1).
+normalise       x [r, c], p_1 ... p_n [r, 2] (moments of all columns of the row) -> the norm of x; weights [c] and
+                attributes as `layer_norm` has, and counts (columns of each part). Parts are combined in the given order
+                (Chan, Golub and LeVeque 1979, formula 2.1).
 
 Moments are computed in f64 and sent in f32. A sum of squares beside a sum would lose the digits that its mean takes.
 """
@@ -42,8 +42,9 @@ from hepti_mqtt.kernels.base import (
     Check,
     Kernel,
     Run,
+    norm_of,
     nothing,
-    reference_layer_norm,
+    reference_norm,
     row_parts,
     rowwise,
     starts_of,
@@ -184,8 +185,42 @@ def _reference_sum(
     return [REFERENCE_ACTIVATIONS[op.attrs.get("activation")](total)]
 
 
+@kernel(reads(float32, 1), reads(float32, 1), fills(float32, 1), INT, INT, INT, part=2)
+def _gate(x: Any, y: Any, out: Any, activation: int, first: int, stop: int) -> None:
+    for low in range(first, stop, _BLOCK):
+        high = min(low + _BLOCK, stop)
+        block = out[low:high]
+        for i in range(len(block)):
+            block[i] = x[low + i]
+        activate(block, activation)
+        for i in range(len(block)):
+            block[i] *= y[low + i]
+
+
+def _bind_gate(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check, m, h = same_shapes(op, slots, 2)
+    check.weights(weights, 0)
+    activation, parts = activation_of(check, op.attrs["activation"]), row_parts(m * h, 2, pool)
+    if not parts:
+        return nothing
+    gate = pool.bind(_gate, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        gate(reads[0].reshape(-1), reads[1].reshape(-1), writes[0].reshape(-1), activation)
+
+    return run
+
+
+def _reference_gate(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    x, y = (part.astype(np.float64) for part in reads)
+    return [REFERENCE_ACTIVATIONS[op.attrs["activation"]](x) * y]
+
+
 ADD: Final = Kernel("add", _bind_add, _reference_add, rowwise)
 SUM: Final = Kernel("sum", _bind_sum, _reference_sum, rowwise)
+GATE: Final = Kernel("gate", _bind_gate, _reference_gate, rowwise)
 
 
 _TINY: Final = 1e-12
@@ -223,29 +258,42 @@ def scale_row(x: Any, out: Any, mean: Any, by: Any, gamma: Any, beta: Any) -> No
 
 
 @helper
-def normalise_row(x: Any, out: Any, gamma: Any, beta: Any, eps: Any) -> None:
-    """Fill out [h] with the layer norm of x [h], which may be the same array."""
-    mean, squares = moments_of(x)
-    scale_row(x, out, mean, reciprocal_root(squares / len(x) + np.float64(eps)), gamma, beta)
+def root_mean_square(x: Any, eps: Any) -> Any:
+    """Return 1 / sqrt(mean of the squares of x [h] + eps), in f64."""
+    squares = 0.0
+    for i in range(len(x)):
+        squares += np.float64(x[i]) * np.float64(x[i])
+    return reciprocal_root(squares / len(x) + np.float64(eps))
 
 
-@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), FLOAT, INT, INT, part=2)
-def _layer_norm(x: Any, out: Any, gamma: Any, beta: Any, eps: Any, first: int, stop: int) -> None:
+@helper
+def normalise_row(x: Any, out: Any, gamma: Any, beta: Any, eps: Any, centred: int) -> None:
+    """Fill out [h] with the norm of x [h], which may be the same array; centred: 0 for the one by root mean square."""
+    if centred:
+        mean, squares = moments_of(x)
+        scale_row(x, out, mean, reciprocal_root(squares / len(x) + np.float64(eps)), gamma, beta)
+    else:
+        scale_row(x, out, 0.0, root_mean_square(x, eps), gamma, beta)
+
+
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), FLOAT, INT, INT, INT, part=2)
+def _layer_norm(x: Any, out: Any, gamma: Any, beta: Any, eps: Any, centred: int, first: int, stop: int) -> None:
     for row in range(first, stop):
-        normalise_row(x[row], out[row], gamma, beta, eps)
+        normalise_row(x[row], out[row], gamma, beta, eps, centred)
 
 
 @kernel(
     INT_ARRAY, INT, fills(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 1), reads(float32, 1),
-    FLOAT, INT, INT, part=2,
+    FLOAT, INT, INT, INT, part=2,
 )  # fmt: skip
 def _add_norm(
-    addresses: Any, count: int, total: Any, out: Any, bias: Any, gamma: Any, beta: Any, eps: Any, first: int, stop: int
-) -> None:
+    addresses: Any, count: int, total: Any, out: Any, bias: Any, gamma: Any, beta: Any, eps: Any, centred: int,
+    first: int, stop: int,
+) -> None:  # fmt: skip
     """Fill total and out; without keep_sum they are one array, whose rows are normalised in place."""
     for row in range(first, stop):
         add_row(addresses, count, bias, row * out.shape[1], total[row])
-        normalise_row(total[row], out[row], gamma, beta, eps)
+        normalise_row(total[row], out[row], gamma, beta, eps, centred)
 
 
 @kernel(reads(float32, 2), fills(float32, 2))
@@ -264,25 +312,21 @@ def _normalize_rows(x: Any, out: Any) -> None:
 
 def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
     check, m, h = same_shapes(op, slots, 1)
-    check.weights(weights, 2)
-    gamma, beta = (check.plain(w, (h,)) for w in weights)
-    eps, parts = np.float32(op.attrs["eps"]), row_parts(m, h, pool)
+    how, parts = norm_of(check, weights, h), row_parts(m, h, pool)
     if not parts or not h:
         return nothing
     norm = pool.bind(_layer_norm, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        norm(reads[0], writes[0], gamma, beta, eps)
+        norm(reads[0], writes[0], *how)
 
     return run
 
 
 def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
     check, m, h = same_shapes(op, slots, None, 2 if op.attrs["keep_sum"] else 1)
-    check.weights(weights, 3 if op.attrs["bias"] else 2)
     bias, count = bias_of(check, op, weights, h), len(op.reads)
-    gamma, beta = (check.plain(w, (h,)) for w in weights[-2:])
-    eps = np.float32(op.attrs["eps"])
+    how = norm_of(check, weights[bool(op.attrs["bias"]) :], h)
     table, fill = address_table(count)
     parts = row_parts(m, h * count, pool)
     if not parts or not h:
@@ -291,7 +335,7 @@ def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         fill(reads)
-        norm(table, count, writes[0], writes[-1], bias, gamma, beta, eps)
+        norm(table, count, writes[0], writes[-1], bias, *how)
 
     return run
 
@@ -306,14 +350,14 @@ def _bind_normalize_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequen
 def _reference_layer_norm(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
-    return [reference_layer_norm(reads[0], weights[0], weights[1], op.attrs["eps"])]
+    return [reference_norm(reads[0], weights, op.attrs)]
 
 
 def _reference_add_norm(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
     total = total_of(op, reads, weights)
-    normed = reference_layer_norm(total, weights[-2], weights[-1], op.attrs["eps"])
+    normed = reference_norm(total, weights[bool(op.attrs["bias"]) :], op.attrs)
     return [total, normed] if op.attrs["keep_sum"] else [normed]
 
 
@@ -340,10 +384,10 @@ def _moments(x: Any, out: Any, first: int, stop: int) -> None:
 
 @kernel(
     reads(float32, 2), fills(float32, 2), INT_ARRAY, INT_ARRAY, reads(float32, 1), reads(float32, 1), FLOAT, INT, INT,
-    part=2,
+    INT, part=2,
 )  # fmt: skip
 def _normalise(
-    x: Any, out: Any, addresses: Any, counts: Any, gamma: Any, beta: Any, eps: Any, first: int, stop: int
+    x: Any, out: Any, addresses: Any, counts: Any, gamma: Any, beta: Any, eps: Any, centred: int, first: int, stop: int
 ) -> None:
     for row in range(first, stop):
         mean, squares, count = 0.0, 0.0, 0
@@ -355,6 +399,9 @@ def _normalise(
                 mean += away * share
                 squares += deviation * deviation * counts[p] + away * away * count * share
                 count += counts[p]
+        if not centred:
+            squares += mean * mean * count
+            mean = 0.0
         scale_row(x[row], out[row], mean, reciprocal_root(squares / count + np.float64(eps)), gamma, beta)
 
 
@@ -386,7 +433,6 @@ def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     check.count(None)
     check.dtypes()
     check.rank(2)
-    check.weights(weights, 2)
     (r, c), counts = check.reads[0].shape, np.asarray(op.attrs["counts"], np.int64)
     check.shape(check.writes[0], (r, c))
     for spec in check.reads[1:]:
@@ -394,8 +440,7 @@ def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     check.that(len(counts) == len(op.reads) - 1, f"counts has {len(counts)} numbers, not one for each part")
     fits = not (counts < 0).any() and counts.sum() >= c
     check.that(fits, f"counts {counts.tolist()} must be >= 0 and at least the {c} columns of x in all")
-    gamma, beta = (check.plain(w, (c,)) for w in weights)
-    eps, parts = np.float32(op.attrs["eps"]), row_parts(r, c, pool)
+    how, parts = norm_of(check, weights, c), row_parts(r, c, pool)
     table, fill = address_table(len(counts))
     if not parts or not c:
         return nothing
@@ -403,7 +448,7 @@ def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         fill(reads[1:])
-        norm(reads[0], writes[0], table, counts, gamma, beta, eps)
+        norm(reads[0], writes[0], table, counts, *how)
 
     return run
 
@@ -428,7 +473,10 @@ def _reference_normalise(
     weight = counts[used][:, None]
     mean = (means * weight).sum(axis=0) / counts.sum()
     var = (weight * (deviations**2 + (means - mean) ** 2)).sum(axis=0) / counts.sum()
-    return [(x - mean[:, None]) / np.sqrt(var[:, None] + op.attrs["eps"]) * weights[0] + weights[1]]
+    if op.attrs.get("rms", False):
+        mean, var = 0 * mean, var + mean**2
+    gamma, beta = weights[0] + op.attrs.get("gamma_offset", 0.0), weights[1] if len(weights) > 1 else 0.0
+    return [(x - mean[:, None]) / np.sqrt(var[:, None] + op.attrs["eps"]) * gamma + beta]
 
 
 MOMENTS: Final = Kernel("moments", _bind_moments, _reference_moments, rowwise)

@@ -1,13 +1,17 @@
 """Kernels that make rows of a request's inputs: embeddings of tokens, patches of pictures.
 
-embed_tokens       ids i32 [m] -> layer norm of word[id % V] + position[offset + place in its sequence] + type[id // V],
-                   [m, h], of V words; weights word, position, type (optional), gamma, beta; attributes lengths,
-                   position_offset, eps.
+embed_tokens       ids i32 [m] -> norm of scale * word[id % V] + position[offset + place in its sequence] +
+                   type[id // V], [m, h], of V words. Attribute parts names the weights in their order: word, and
+                   perhaps position, type, gamma (without it there is no norm), beta. Others: lengths, position_offset,
+                   scale, those of `base.norm_of`.
 embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. `at` is an i32
                    slot [1];
                    positions beyond the table raise ValueError before anything is written.
 patchify           pixels u8 [B, C, S, S] -> (pixel / 255 - mean) / std, [B (S/p)^2, C p p], a patch flattened as
                    (channel, y, x) like the weight of a convolution; attributes patch (p), mean, std (per channel).
+frames             i32 [n] -> f32 of n numbers in any shape: each times the attribute step (fixed point).
+add_table          x [r, c] -> x + table[first row + i, first column + j]; weight table plain; attribute
+                   first (row and column).
 prepend_positions  patches [B n, h] -> [B (n + 1), h]: cls + position[0], then patch + position; weights cls [h],
                    position [n + 1, h]; attribute images (B).
 
@@ -17,6 +21,7 @@ An id outside the vocabulary, or of a type that is not there, raises ValueError 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -30,8 +35,9 @@ from hepti_mqtt.kernels.base import (
     Run,
     check_at,
     first_of,
+    norm_of,
     nothing,
-    reference_layer_norm,
+    reference_norm,
     rowwise,
     starts_of,
 )
@@ -43,19 +49,21 @@ from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 @kernel(
-    reads(int32, 1), fills(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 1),
-    reads(float32, 1), INT_ARRAY, FLOAT,
+    reads(int32, 1), fills(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 2), INT_ARRAY, FLOAT,
+    reads(float32, 1), reads(float32, 1), FLOAT, INT,
 )  # fmt: skip
 def _embed_tokens(
-    ids: Any, out: Any, word: Any, position: Any, types: Any, gamma: Any, beta: Any, positions: Any, eps: Any
-) -> None:
+    ids: Any, out: Any, word: Any, position: Any, types: Any, positions: Any, scale: Any, gamma: Any, beta: Any,
+    eps: Any, centred: int,
+) -> None:  # fmt: skip
     h = out.shape[1]
     for row in range(len(ids)):
         kind, place = ids[row] // len(word), positions[row]
         token = ids[row] - kind * len(word)
         for i in range(h):
-            out[row, i] = word[token, i] + position[place, i] + types[kind, i]
-        normalise_row(out[row], out[row], gamma, beta, eps)
+            out[row, i] = word[token, i] * scale + position[place, i] + types[kind, i]
+        if len(gamma) > 0:
+            normalise_row(out[row], out[row], gamma, beta, eps, centred)
 
 
 def _positions(op: Compute) -> NDArray[np.int64]:
@@ -64,29 +72,39 @@ def _positions(op: Compute) -> NDArray[np.int64]:
     return np.asarray(within + op.attrs["position_offset"], np.int64)
 
 
+def _parts(op: Compute, weights: Sequence[Any]) -> dict[str, Any]:
+    """Return the weights of embeddings by their names."""
+    names = op.attrs["parts"]
+    if len(weights) != len(names):
+        raise ValueError(f"{op.kernel}: needs {len(names)} weights, {', '.join(names)}, got {len(weights)}")
+    return dict(zip(names, weights, strict=True))
+
+
 def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
     check = Check(op, slots)
     check.count(1)
     check.dtypes("i32", "f32")
-    check.weights(weights, 4 if len(weights) == 4 else 5)
+    parts = _parts(op, weights)
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
-    word, position, *typed = (check.table(w, h) for w in weights[:-2])
-    types = typed[0] if typed else np.zeros((1, h), np.float32)
-    gamma, beta = (check.plain(w, (h,)) for w in weights[-2:])
+    none = np.zeros((1, h), np.float32)
+    word, position, types = (check.table(parts.get(name, none), h) for name in ("word", "position", "type"))
     check.that(len(types) > 0, "the table of token types is empty")
-    positions = _positions(op)
+    norm = [parts[name] for name in ("gamma", "beta") if name in parts]
+    nowhere = np.zeros(0, np.float32)
+    how = norm_of(check, norm, h) if norm else (nowhere, nowhere, np.float32(0), 0)
+    positions = _positions(op) if "position" in parts else np.zeros(sum(op.attrs["lengths"]), np.int64)
     check.that(len(positions) == m, f"lengths sum to {len(positions)}, there are {m} ids")
     if not m or not h:
         return nothing
     last, offset = int(positions.max()), int(positions.min())
     check.that(offset >= 0 and last < len(position), f"position {last} is beyond the {len(position)} of the model")
-    eps = np.float32(op.attrs["eps"])
+    scale = np.float32(op.attrs.get("scale", 1.0))
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         ids = reads[0]
         _check_ids(ids, len(word), len(types))
-        _embed_tokens(ids, writes[0], word, position, types, gamma, beta, positions, eps)
+        _embed_tokens(ids, writes[0], word, position, types, positions, scale, *how)
 
     return run
 
@@ -122,10 +140,15 @@ def _check_ids(ids: Array, vocabulary: int, types: int = 1) -> None:
 def _reference_embed_tokens(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
-    word, position, *typed = (np.atleast_2d(w).astype(np.float64, copy=False) for w in weights[:-2])
-    kinds, tokens = np.divmod(reads[0], len(word))
-    total = word[tokens] + position[_positions(op)] + (typed[0][kinds] if typed else 0)
-    return [reference_layer_norm(total, weights[-2], weights[-1], op.attrs["eps"])]
+    parts = {name: np.atleast_2d(w).astype(np.float64, copy=False) for name, w in _parts(op, weights).items()}
+    kinds, tokens = np.divmod(reads[0], len(parts["word"]))
+    total = parts["word"][tokens] * op.attrs.get("scale", 1.0)
+    if "position" in parts:
+        total = total + parts["position"][_positions(op)]
+    if "type" in parts:
+        total = total + parts["type"][kinds]
+    norm = [parts[name][0] for name in ("gamma", "beta") if name in parts]
+    return [reference_norm(total, norm, op.attrs) if norm else total]
 
 
 def _reference_embed_at(
@@ -225,5 +248,55 @@ def _reference_prepend_positions(
     return [(np.concatenate([first, patches], axis=1) + position).reshape(-1, h)]
 
 
+def _bind_frames(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes("i32", "f32")
+    check.weights(weights, 0)
+    check.shape(check.reads[0], (prod(check.writes[0].shape),))
+    step = np.float32(op.attrs["step"])
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        np.multiply(reads[0], step, out=writes[0].reshape(-1), casting="same_kind", dtype=np.float32)
+
+    return run
+
+
+def _reference_frames(
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    return [(reads[0] * op.attrs["step"]).reshape(slots[op.writes[0]].shape)]
+
+
+@kernel(reads(float32, 2), reads(float32, 2), fills(float32, 2), INT, INT)
+def _add_table(x: Any, table: Any, out: Any, row: int, column: int) -> None:
+    for r in range(x.shape[0]):
+        for c in range(x.shape[1]):
+            out[r, c] = x[r, c] + table[row + r, column + c]
+
+
+def _bind_add_table(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.rank(2)
+    check.weights(weights, 1)
+    table, (row, column) = check.plain(weights[0], (-1, -1)), op.attrs["first"]
+    r, c = check.writes[0].shape
+    check.shape(check.reads[0], (r, c))
+    inside = 0 <= row <= len(table) - r and 0 <= column <= table.shape[1] - c
+    check.that(inside, f"a table of {list(table.shape)} has no {r} x {c} from {row}, {column} on")
+    return lambda reads, writes: _add_table(reads[0], table, writes[0], row, column)
+
+
+def _reference_add_table(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    (row, column), (r, c) = op.attrs["first"], reads[0].shape
+    return [reads[0].astype(np.float64) + weights[0][row : row + r, column : column + c]]
+
+
+FRAMES: Final = Kernel("frames", _bind_frames, _reference_frames, rowwise)
+ADD_TABLE: Final = Kernel("add_table", _bind_add_table, _reference_add_table, rowwise)
 PATCHIFY: Final = Kernel("patchify", _bind_patchify, _reference_patchify, rowwise)
 PREPEND_POSITIONS: Final = Kernel("prepend_positions", _bind_prepend_positions, _reference_prepend_positions, rowwise)

@@ -371,13 +371,13 @@ panel_of_rows: Final = lowered(emit_tile("rows", TILE), _plain_panel)
 panel_of_columns: Final = lowered(emit_tile("columns", TILE), _plain_panel_of_columns)
 
 
-ACTIVATIONS: Final = (None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu")
-NONE, GELU, GELU_TANH, RELU, TANH, RELU6, LEAKY_RELU = range(7)
+ACTIVATIONS: Final = (None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu", "silu")
+NONE, GELU, GELU_TANH, RELU, TANH, RELU6, LEAKY_RELU, SILU = range(8)
 
 _LINE: Final = 16  # floats of a cache line
 
 _gelu, _gelu_tanh, _relu, _tanh = elementary.gelu, elementary.gelu_tanh, elementary.relu, elementary.tanh
-_relu6, _leaky_relu = elementary.relu6, elementary.leaky_relu
+_relu6, _leaky_relu, _silu = elementary.relu6, elementary.leaky_relu, elementary.silu
 
 
 def activation_of(check: Check, name: str | None) -> int:
@@ -407,6 +407,9 @@ def activate(tile: Any, activation: int) -> None:
     elif activation == LEAKY_RELU:
         for i in range(tile.size):
             tile[i] = _leaky_relu(tile[i])
+    elif activation == SILU:
+        for i in range(tile.size):
+            tile[i] = _silu(tile[i])
 
 
 @helper

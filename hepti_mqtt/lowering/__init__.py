@@ -21,6 +21,7 @@ from hepti_mqtt.lowering.layouts import (
     split_into_groups,
 )
 from hepti_mqtt.lowering.lower import Lowered
+from hepti_mqtt.lowering.ops import Norm
 from hepti_mqtt.lowering.regions import IndexSet, Region, intersect_sets, shift, span, union
 from hepti_mqtt.lowering.rewrites import Rewrite, choose_product_order
 
@@ -31,6 +32,7 @@ __all__ = [
     "GraphBuilder",
     "IndexSet",
     "Lowered",
+    "Norm",
     "Piece",
     "Region",
     "Rewrite",

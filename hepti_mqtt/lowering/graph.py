@@ -12,17 +12,19 @@ from itertools import accumulate
 from typing import Any, Final
 
 from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.attention import Attention, CachedAttention, Rotate
 from hepti_mqtt.lowering.ops import (
     Activation,
     Add,
+    AddTable,
     AppendRows,
-    Attention,
-    CachedAttention,
     Columns,
     ConcatColumns,
+    Gate,
     Input,
     Linear,
     Moments,
+    Norm,
     Normalise,
     Op,
     OpaqueOp,
@@ -281,13 +283,41 @@ class GraphBuilder:
         dims = self.shape_of(x)
         return self._add(name, (x, y), role, (), Add, space=dims, rank=len(dims))
 
-    def norm(self, name: str, x: str, role: str, tensor: str, eps: float) -> str:
-        """x [m, h] -> layer norm; its moments are a tensor of their own, with a role of their own."""
+    def add_table(self, name: str, x: str, role: str, tensor: str, rows: int) -> str:
+        """x [m, h] -> x + the first m of the `rows` rows of a stored table."""
+        return self._add(name, (x,), role, (tensor,), AddTable, space=self.shape_of(x), rows=rows)
+
+    def gate(self, name: str, x: str, y: str, role: str, function: str) -> str:
+        """x, y -> function(x) * y."""
+        return self._add(name, (x, y), role, (), Gate, space=self.shape_of(x), function=function)
+
+    def norm(self, name: str, x: str, role: str, tensor: str, norm: float | Norm, bias: bool = True) -> str:
+        """x [m, h] -> its norm, layer norm where only eps is given; its moments are a tensor of a role of their own."""
         m, h = self.shape_of(x)
         inner = TASK_MOMENTS if role == TASK else MOMENTS
         sums = self._add(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
-        tensors = (f"{tensor}.weight", f"{tensor}.bias")
-        return self._add(name, (x, sums), role, tensors, Normalise, space=(m, h), eps=eps)
+        tensors = (f"{tensor}.weight", f"{tensor}.bias") if bias else (f"{tensor}.weight",)
+        how = norm if isinstance(norm, Norm) else Norm(norm)
+        return self._add(name, (x, sums), role, tensors, Normalise, space=(m, h), norm=how)
+
+    def rotate(
+        self,
+        name: str,
+        qkv: str,
+        role: str,
+        *,
+        d: int,
+        columns: tuple[int, int],
+        theta: float,
+        lengths: tuple[int, ...],
+        norm: Norm | None = None,
+        gammas: tuple[str, ...] = (),
+    ) -> str:
+        """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before."""
+        return self._add(
+            name, (qkv,), role, gammas, Rotate, space=self.shape_of(qkv), d=d, q_columns=columns[0],
+            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm,
+        )  # fmt: skip
 
     def attention(
         self,
@@ -301,12 +331,21 @@ class GraphBuilder:
         columns: tuple[int, int, int],
         lengths: tuple[int, ...],
         causal: bool = False,
+        window: int = -1,
+        group: int = 1,
+        scale: float = 0.0,
+        bias: WeightRef | None = None,
+        farthest: int = 0,
     ) -> str:
-        """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors."""
+        """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors.
+
+        bias: a table [buckets, heads] of what distances up to `farthest` add to scores. Others as `ops.Attention` has.
+        """
         space = (self.shape_of(q)[0], width, self.shape_of(kv)[0])
+        tensors, buckets = ((bias.tensor,), bias.rows[1]) if bias is not None else ((), 0)
         return self._add(
-            name, (q, kv), role, (), Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
-            causal=causal,
+            name, (q, kv), role, tensors, Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
+            causal=causal, window=window, group=group, scale=scale, buckets=buckets, farthest=farthest,
         )  # fmt: skip
 
     def rows(self, name: str, x: str, role: str, rows: Sequence[int] | None = None) -> str:
@@ -324,22 +363,34 @@ class GraphBuilder:
         """x [n] -> x[start:stop]."""
         return self._add(name, (x,), role, (), Slice, space=(stop - start,), dtype=self._ops[x].dtype, start=start)
 
-    def append_to_cache(self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int) -> str:
+    def session_state(self, name: str, state: str, *, rows: int, width: int, role: str = roles.CACHE) -> str:
+        """What the session has kept as `state` [rows, width]."""
+        return self._add(name, (), role, (state,), SessionState, space=(rows, width))
+
+    def append_to_cache(
+        self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int, role: str = roles.CACHE
+    ) -> str:
         """qkv [m, start + w], at [1] -> the session's `state` [rows, w] with the new rows at `at`."""
         m, width = self.shape_of(qkv)
+        past = self.session_state(f"{name}.past", state, rows=rows, width=width - start, role=role)
         space = (rows, width - start)
-        past = self._add(f"{name}.past", (), roles.CACHE, (state,), SessionState, space=space)
-        return self._add(name, (past, qkv, at), roles.CACHE, (state,), AppendRows, space=space, start=start, rows=m)
+        return self._add(name, (past, qkv, at), role, (state,), AppendRows, space=space, start=start, rows=m)
 
     def cached_attention(
-        self, name: str, q: str, kv: str, at: str, *, heads: int, columns: tuple[int, int, int]
+        self,
+        name: str,
+        q: str,
+        kv: str,
+        at: str,
+        *,
+        heads: int,
+        columns: tuple[int, int, int],
+        role: str = roles.ATTENTION,
     ) -> str:
         """q [m, *], kv [C, 2 width], at [1] -> attention [m, width]; columns: where q, k and v begin in theirs."""
         rows, width = self.shape_of(kv)[0], self.shape_of(kv)[1] // 2
         space = (self.shape_of(q)[0], width, rows)
-        return self._add(
-            name, (q, kv, at), roles.ATTENTION, (), CachedAttention, space=space, d=width // heads, columns=columns
-        )
+        return self._add(name, (q, kv, at), role, (), CachedAttention, space=space, d=width // heads, columns=columns)
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:
         """Tensors [m, h_i] -> side by side [m, sum of h_i]."""

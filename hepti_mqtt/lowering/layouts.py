@@ -8,6 +8,7 @@ from itertools import product
 from typing import Final, NamedTuple
 
 from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering.attention import HeadedAttention
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.lowering.regions import IndexSet, Region, round_to_units, span, union
@@ -140,8 +141,8 @@ def between_blocks(rule: Rule, root: int | None = None) -> dict[str, Rule]:
 def qkv_columns(graph: Graph, heads: IndexSet, which: str = "qkv") -> IndexSet:
     """Return the columns of the joint query, key and value matrix that belong to heads (columns of attention)."""
     attention = graph.first_with_role(roles.ATTENTION)
-    first = dict(zip("qkv", attention.columns, strict=True))  # type: ignore[attr-defined]
-    return union(*(tuple((a + first[w], z + first[w]) for a, z in heads) for w in which))
+    assert isinstance(attention, HeadedAttention)
+    return union(*(attention.columns_of(w, heads) for w in which))
 
 
 def ring_order(parts: Sequence[IndexSet], device: int) -> list[IndexSet]:

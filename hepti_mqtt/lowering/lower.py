@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -41,12 +42,17 @@ class HeldRegion(NamedTuple):
 
 @dataclass(slots=True)
 class ProgramBuilder:
-    """A Program in blocks: ops with their turn and block, and the first slot and op of each block."""
+    """A Program in blocks: ops with their turn and block, and the first slot and op of each block.
+
+    held, gathered: where what of each tensor is: computed or received, and put together.
+    """
 
     slots: list[SlotSpec] = field(default_factory=list)
     ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)
     first_buffers: list[Slot] = field(default_factory=list)
     first_ops: list[int] = field(default_factory=list)
+    held: Mapping[str, list[HeldRegion]] = field(default_factory=dict)
+    gathered: Mapping[tuple[str, Region], Operand] = field(default_factory=dict)
     program: Program | None = None  # once it was built
 
     def begin_block(self) -> None:
@@ -58,11 +64,12 @@ class ProgramBuilder:
         """Return the ops of a block that is not the last one."""
         return [op for _, _, op in self.ops[self.first_ops[number] : self.first_ops[number + 1]]]
 
-    def build(self, device: str, nodes: tuple[str, ...]) -> Program:
+    def build(self, device: str, graph: Graph) -> Program:
         """Return the Program, ops of a lower turn first; the same one whenever it is asked for."""
         if self.program is None:
             ordered = sorted(self.ops, key=lambda entry: entry[0])
-            self.program = Program(device, tuple(self.slots), tuple(op for _, _, op in ordered), nodes)
+            ops = tuple(op for _, _, op in ordered)
+            self.program = Program(device, tuple(self.slots), ops, graph.names, graph.blocks)
         return self.program
 
 
@@ -138,7 +145,9 @@ class Relocation(NamedTuple):
 _ADD: Final = "add"
 
 
-class _ForwardWalk:
+class ForwardWalk:
+    """The walk of one device, by its number among `names`."""
+
     def __init__(self, graph: Graph, tiles: Tiles, device: int, names: Sequence[str]) -> None:
         self.graph, self.tiles, self.device, self.names = graph, tiles, device, names
         self.out = ProgramBuilder()
@@ -146,6 +155,7 @@ class _ForwardWalk:
         self.held: dict[str, list[HeldRegion]] = {op.name: [] for op in graph.ops}
         self.pieces: dict[str, tuple[Piece, ...]] = {}
         self.gathered: dict[tuple[str, Region], Operand] = {}
+        self.out.held, self.out.gathered = self.held, self.gathered
         self.views: dict[tuple[Slot, int, tuple[int, ...]], Slot] = {}
         self.adds: dict[Slot, int] = {}  # slot -> the `add` that fills it
         self.turn, self.block, self.op = 0, 0, graph.ops[0]
@@ -337,6 +347,7 @@ class _ForwardWalk:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def slot(self, shape: tuple[int, ...], dtype: SlotDtype) -> Slot:
+        """Return a new slot."""
         self.out.slots.append(SlotSpec(shape, dtype))
         self.turns.append(self.turn)
         return len(self.out.slots) - 1
@@ -351,6 +362,7 @@ class _ForwardWalk:
         return slot if self.out.slots[slot].shape == shape else self.viewed(slot, 0, shape)
 
     def viewed(self, slot: Slot, start: int, shape: tuple[int, ...]) -> Slot:
+        """Return a view of a slot from a row on: itself where it is all of it."""
         spec = self.out.slots[slot]
         if start == 0 and spec.shape == shape:
             return slot
@@ -404,6 +416,7 @@ class _ForwardWalk:
         return slot
 
     def kernel(self, call: Call, reads: tuple[Slot, ...], shape: tuple[int, ...], dtype: SlotDtype) -> Slot:
+        """Append a kernel; return the new slot that it fills."""
         turn = max([self.turn, *(self.turns[s] for s in reads)])
         slot = self.slot(shape, dtype)
         self.turns[slot] = turn
@@ -412,6 +425,7 @@ class _ForwardWalk:
         return slot
 
     def emit(self, op: ProgramOp, turn: int) -> None:
+        """Append an op."""
         self.out.ops.append((turn, self.block, op))
 
     def _may_join(self, total: Slot) -> bool:
@@ -424,7 +438,7 @@ class _ForwardWalk:
         spec = self.out.slots[total]
         slot = self.slot(spec.shape, spec.dtype)
         self.turns[slot] = turn
-        attrs: dict[str, Any] = {"bias": False, "eps": norm.attrs["eps"], "keep_sum": True}
+        attrs: dict[str, Any] = {"bias": False, **norm.attrs, "keep_sum": True}
         joint = add._replace(
             kernel="add_norm",
             writes=(total, slot),
@@ -541,7 +555,7 @@ class DevicePart:
     __slots__ = ("hash", "key", "walk")
 
     def __init__(self, lowered: Lowered, device: int) -> None:
-        self.walk: Callable[[], ProgramBuilder] | None = lambda: _ForwardWalk(
+        self.walk: Callable[[], ProgramBuilder] | None = lambda: ForwardWalk(
             lowered.graph, lowered.tiles, device, lowered.names
         ).draft()
         tiles = [_seen_by(device, op, lowered.tiles[op.name]) for op in lowered.graph.ops]
@@ -611,7 +625,7 @@ class Lowered:
     def compact_builder(self, device: str) -> ProgramBuilder:
         """Return a device's ops with equal blocks once, by block."""
         if device not in self._drafts:
-            walk = _ForwardWalk(self.graph, self.tiles, self.names.index(device), self.names)
+            walk = ForwardWalk(self.graph, self.tiles, self.names.index(device), self.names)
             self._drafts[device] = walk.draft()
         return self._drafts[device]
 
@@ -630,15 +644,15 @@ class Lowered:
 
     def compact_program(self, device: str) -> Program:
         """Return a device's Program with equal blocks once."""
-        return self.compact_builder(device).build(device, self.nodes)
+        return self.compact_builder(device).build(device, self.full_graph)
 
     def full_program(self, device: str) -> Program:
         """Return a device's whole Program."""
         draft = self.compact_builder(device)
         if self.repeat is None:
-            return draft.build(device, self.nodes)
+            return draft.build(device, self.full_graph)
         slots, ops = expand_repeat(draft, self.full_graph, self.repeat)
-        return Program(device, tuple(slots), tuple(ops), self.nodes)
+        return Program(device, tuple(slots), tuple(ops), self.nodes, self.full_graph.blocks)
 
     def computes_role(self, device: str, role: str) -> bool:
         """Return whether a device computes tensors of a role."""
@@ -666,6 +680,34 @@ class Lowered:
             if index in template and self.repeat is not None:
                 found.update(dict.fromkeys(repeated_weights(tuple(refs), self.full_graph, self.repeat)))
         return tuple(found)
+
+    def located(self, node: int) -> tuple[Op | None, int]:
+        """Return the op in `graph` that a tensor is worked out by, and how many blocks further on the tensor is.
+
+        None where another op has taken it in.
+        """
+        run, copies = self.repeat, 0
+        if run is not None:
+            start, stop = self.full_graph.block_range(run.first + TEMPLATE_BLOCK)
+            beyond = (node - start) // (stop - start)
+            copies = min(max(beyond, 0), run.template_count - 1)
+            node -= copies * (stop - start) if beyond <= copies else 0
+        return self._by_index.get(node), copies
+
+    @cached_property
+    def _by_index(self) -> Mapping[int, Op]:
+        return {op.index: op for op in self.graph.ops}
+
+    def moved_slots(self, device: str, op: Op, copies: int) -> Callable[[Slot], Slot | None]:
+        """Return where slots that a device fills in an op's block are in its whole Program; None for others."""
+        draft, block = self.compact_builder(device), bisect(self.graph.blocks, self.graph.position[op.name]) - 1
+        ends = [*draft.first_buffers, len(draft.slots)]
+        by = 0
+        if copies and self.repeat is not None:
+            template = self.repeat.first + TEMPLATE_BLOCK
+            by = copies * (ends[template + 1] - ends[template])
+        own = range(ends[block], ends[block + 1])
+        return lambda slot: slot + by if slot in own else None
 
     @property
     def repeated_layer(self) -> tuple[int, int] | None:

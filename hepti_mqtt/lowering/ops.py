@@ -432,10 +432,36 @@ class Add(Op):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LayerNorm(Op):
-    """Layer norm over (r, c); `tensors` are gamma and beta."""
+class Gate(Op):
+    """function(x) * y over (r, c): the hidden columns of a gated MLP."""
+
+    function: str
+
+    kind = "gate"
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("gate", (), {"activation": self.function})
+
+
+class Norm(NamedTuple):
+    """How rows are normed: layer norm, or by their root mean square alone; gamma_offset is added to gamma."""
 
     eps: float
+    rms: bool = False
+    gamma_offset: float = 0.0
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Return the attributes of kernels that norm."""
+        more = {"rms": True, "gamma_offset": self.gamma_offset} if self.rms else {}
+        return {"eps": self.eps, **more}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerNorm(Op):
+    """The norm of whole rows over (r, c); `tensors` are gamma, and beta if there is one."""
+
+    norm: Norm
 
     kind = "norm"
 
@@ -446,7 +472,7 @@ class LayerNorm(Op):
         return _vectors(self.tensors, region[1])
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call("layer_norm", self.weight_refs(region), {"eps": self.eps})
+        return Call("layer_norm", self.weight_refs(region), self.norm.attrs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -471,9 +497,9 @@ class Moments(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Normalise(Op):
-    """(x - mean) / deviation * gamma + beta over (r, c), from x and its moments; `tensors` are gamma and beta."""
+    """The norm of x over (r, c), from x and its moments; `tensors` are gamma, and beta if there is one."""
 
-    eps: float
+    norm: Norm
 
     kind = "normalise"
     summed_input = 1
@@ -489,7 +515,7 @@ class Normalise(Op):
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         counts = tuple(index_count(part.region[2]) for part in operands[1:])
-        return Call("normalise", self.weight_refs(region), {"eps": self.eps, "counts": counts})
+        return Call("normalise", self.weight_refs(region), {**self.norm.attrs, "counts": counts})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -519,161 +545,28 @@ class OpaqueOp(Op):
         return Call(self.kernel, self.weights, dict(self.attrs))
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AddTable(Op):
+    """x [r, c] + the rows of the same numbers of a stored table, of which every device has all; rows: of the table."""
+
+    rows: int
+
+    kind = "add_table"
+
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
+        return tuple(tuple((part,) for part in parts) for parts in product(*region))
+
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
+        return (WeightRef(self.tensors[0], (0, self.rows), (0, self.space[1]), "plain"),)
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("add_table", self.weight_refs(region), {"first": (region[0][0][0], region[1][0][0])})
+
+
 def _vectors(tensors: Sequence[str], c: IndexSet) -> tuple[WeightRef, ...]:
     if len(c) != 1:
         raise ValueError(f"{tensors}: columns {c} are several ranges; give each device one")
     return tuple(WeightRef(name, (0, 1), c[0], "plain") for name in tensors)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Attention by heads, over packed sequences or over a session's cache: r rows, c = heads x d columns, k keys.
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class HeadedAttention(Op):
-    """What reads queries from one tensor, keys and values from another; columns: where q, k and v begin there."""
-
-    d: int
-    columns: tuple[int, int, int]
-
-    def input_regions(self, region: Region) -> tuple[Region, ...]:
-        r, c, k = region
-        q, key, value = self.columns
-        return (r, shift(c, q)), (k, union(shift(c, key), shift(c, value)))
-
-    def accepts_columns(self, number: int, need: Region, cells: Region) -> bool:
-        if number == 0:
-            return len(positions_in(need[1], cells[1])) == 1
-        c = shift(intersect_sets(need[1], span(self.columns[1], self.columns[1] + self.space[1])), -self.columns[1])
-        return all(len(positions_in(shift(c, first), cells[1])) == 1 for first in self.columns[1:])
-
-    def heads(self, c: IndexSet, operands: Sequence[Operand]) -> dict[str, Any]:
-        """Return the attributes of the kernel that say which heads, and where they lie in what it reads."""
-        q, key, value = (
-            positions_in(shift(c, first), operand.cells[1])[0][0]
-            for first, operand in zip(self.columns, (operands[0], operands[1], operands[1]), strict=True)
-        )
-        where = {"q_column": q, "k_column": key, "v_column": value}
-        return {**where, "heads": index_count(c) // self.d, "head_dim": self.d, "scale": self.d**-0.5}
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Attention(HeadedAttention):
-    """Attention over (r, c = heads x d, k = keys) of packed sequences, which do not see each other.
-
-    inputs: the tensor of the queries, and that of keys and values; columns: where q, k and v begin there. lengths: of
-    the sequences. causal: a row sees the keys up to its own. A part over some of a row's keys is a state
-    [r, heads, d + 2]: the sum, not normalised, the running maximum and the sum of weights.
-    """
-
-    lengths: tuple[int, ...]
-    causal: bool = False
-
-    kind = "attention"
-
-    def granularity(self) -> tuple[int, ...]:
-        return 1, self.d, 1
-
-    @cached
-    def _sequences(self) -> tuple[IndexSet, ...]:
-        return tuple(span(*pair) for pair in pairwise((0, *accumulate(self.lengths))))
-
-    def pairs(self, r: IndexSet) -> int:
-        """Return with how many keys all rows of sequences without order are paired."""
-        return sum(index_count(intersect_sets(s, r)) * index_count(s) for s in self._sequences)
-
-    def keys(self, r: IndexSet) -> IndexSet:
-        """Return the keys that any of the rows sees."""
-        if not r:
-            return ()
-        alone = len(self.lengths) == 1
-        seen = self.full_region[2] if alone else union(*(s for s in self._sequences if intersect_sets(s, r)))
-        return intersect_sets(seen, span(0, r[-1][1])) if self.causal else seen
-
-    def trim(self, region: Region) -> Region | None:
-        """Keep all rows and of the keys those that some row sees: a row without any is nothing to the kernel."""
-        r, c, k = region
-        if not (r and c and k):
-            return None
-        keys = intersect_sets(k, self.keys(r))
-        return (r, c, keys) if keys else None
-
-    def is_state(self, region: Region) -> bool:
-        return region[2] != self.keys(region[0])
-
-    def result_cells(self, region: Region, state: bool) -> Region:
-        r, c, _ = region
-        return (r, tuple((a // self.d, z // self.d) for a, z in c)) if state else (r, c)
-
-    def shape(self, region: Region, state: bool) -> tuple[int, ...]:
-        r, c = index_count(region[0]), index_count(region[1])
-        return (r, c // self.d, self.d + 2) if state else (r, c)
-
-    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        r, c, k = region
-        rows = {"q_rows": tuple(indices(r)), "k_rows": k, "lengths": self.lengths}
-        attrs = self.heads(c, operands) | rows | ({"causal": True} if self.causal else {})
-        return Call("attention_block" if self.is_state(region) else "attention", (), attrs)
-
-    def combine_call(self, region: Region) -> Call:
-        return Call("attention_combine", (), {"heads": index_count(region[1]) // self.d, "head_dim": self.d})
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ReorderedAttention(Attention):
-    """Attention over (r, c = heads x d, k = rows of x) that reads x itself in place of keys and values made of it.
-
-    inputs: queries, and x of `width` columns. tensors: the matrices of keys and of values, then their biases.
-    """
-
-    width: int
-    bias: bool = True
-
-    kind = "attention over x"
-
-    def granularity(self) -> tuple[int, ...]:
-        return 1, self.d, self.space[2]
-
-    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
-        r, c, k = region
-        return tuple((r, (columns,), k) for columns in c)
-
-    def input_regions(self, region: Region) -> tuple[Region, ...]:
-        r, c, k = region
-        return (r, c), (k, span(0, self.width))
-
-    def accepts_columns(self, number: int, need: Region, cells: Region) -> bool:
-        return number == 0 and super().accepts_columns(number, need, cells)
-
-    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
-        (columns,) = region[1]
-        matrices = tuple(WeightRef(tensor, (0, self.width), columns) for tensor in self.tensors[:2])
-        return matrices + tuple(WeightRef(tensor, (0, 1), columns, "plain") for tensor in self.tensors[2:])
-
-    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        attrs = {**super().kernel_call(region, (*operands[:1], operands[0])).attrs, "bias": self.bias}
-        del attrs["k_column"], attrs["v_column"]
-        return Call("attention_reordered", self.weight_refs(region), attrs)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CachedAttention(HeadedAttention):
-    """Attention over (m, c = heads x d, C): row i over the keys 0..at + i, its own included.
-
-    inputs: the tensor of the queries, the cache of keys and values with this run's rows in it, and `at`. columns: where
-    q, k and v begin in theirs. Rows and keys are not divided: where they stand is known only as it runs.
-    """
-
-    kind = "attention at"
-
-    def granularity(self) -> tuple[int, ...]:
-        return self.space[0], self.d, self.space[2]
-
-    def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return *super().input_regions(region), (span(0, 1),)
-
-    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call("attention_at", (), self.heads(region[1], operands))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -760,7 +653,8 @@ class Conv(Window):
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         attrs = {"activation": self.activation, "bias": self.bias, "residual": self.residual}
-        more = {"groups": index_count(region[2]) * self.groups // self.space[2], "residual_first": self.residual_first}
+        groups = 1 if self.groups == 1 else index_count(region[2]) * self.groups // self.space[2]
+        more = {"groups": groups, "residual_first": self.residual_first}
         # Where on the whole map the part lies: tiles of several outputs are the same ones in every part.
         lies = {"origin": (region[0][0][0], region[1][0][0]), "whole": self.space[:2]}
         return Call("conv2d", self.weight_refs(region), {**self.window(region), **attrs, **more, **lies})

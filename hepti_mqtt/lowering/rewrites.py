@@ -12,18 +12,17 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
+from hepti_mqtt.lowering.attention import Attention, ReorderedAttention
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import Piece
 from hepti_mqtt.lowering.ops import (
     Activation,
     Add,
-    Attention,
     Conv,
     LayerNorm,
     Linear,
     Normalise,
     Op,
-    ReorderedAttention,
 )
 from hepti_mqtt.lowering.regions import IndexSet, index_count
 from hepti_mqtt.plan import WeightDtype
@@ -65,7 +64,7 @@ def _replaced(op: Op, **changes: Any) -> Op:
 
 @lru_cache(maxsize=64)
 def _layer_norm(op: Normalise) -> LayerNorm:
-    return LayerNorm(name="", space=op.space, eps=op.eps).warmed_up()
+    return LayerNorm(name="", space=op.space, norm=op.norm).warmed_up()
 
 
 # By the kind of the later op: which of its inputs joins it, and the joint op, None if there is none.
@@ -196,7 +195,7 @@ def _products(graph: Graph) -> Iterator[tuple[Linear, Attention]]:
     """Yield projections to queries, keys and values, all of one width, with the attention that alone reads them."""
     readers = Counter(name for op in graph.ops for name in op.inputs)
     for op in graph.ops:
-        if type(op) is not Attention or op.causal or op.inputs[0] != op.inputs[1]:
+        if type(op) is not Attention or op.inputs[0] != op.inputs[1] or op.causal or op.window >= 0 or op.tensors:
             continue
         source, h = graph.by_name[op.inputs[0]], op.space[1]
         if not isinstance(source, Linear) or source.activation or readers[source.name] > len(op.inputs):
@@ -218,6 +217,7 @@ def _over_x(linear: Linear, attention: Attention) -> ReorderedAttention:
         name="",
         space=attention.space,
         d=attention.d,
+        scale=attention.scale,
         columns=(0, 0, 0),
         lengths=attention.lengths,
         width=linear.space[2],

@@ -2,7 +2,9 @@
 
 An encoder layer, post-norm (BERT):  x -> qkv -> attention -> attention_out -> + x = attention_sum -> norm =
 after_attention -> mlp_up -> activation = mlp_hidden -> mlp_down -> + = mlp_sum -> norm = after_mlp.
-Pre-norm (ViT, GPT-2): before_attention and before_mlp are norms, after_attention and after_mlp the residual sums.
+Pre-norm (ViT, GPT-2): before_attention and before_mlp are norms, after_attention and after_mlp the residual sums; where
+what a block adds is normed too (Gemma 3), attention_sum and mlp_sum are these norms. Rotary positions: projection ->
+qkv. A gated MLP has two tensors mlp_up of equal size.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from typing import Final
 
 INPUT: Final = "input"  # what the request brings
 STEM: Final = "stem"  # before the layers
+FRAMES: Final = "frames"  # a stem in rows that are computed where the layers need them
 TASK: Final = "task"  # behind the layers
 
 BEFORE_ATTENTION: Final = "before_attention"
+PROJECTION: Final = "projection"  # queries, keys and values without rotary positions
 QKV: Final = "qkv"
 ATTENTION: Final = "attention"
 ATTENTION_OUT: Final = "attention_out"

@@ -1,6 +1,6 @@
 """BERT (Devlin et al., 2019) and RoBERTa (Liu et al., 2019): encoders of text that norm after each residual.
 
-RoBERTa and XLM-RoBERTa differ in names, in positions that begin behind the padding id, and in their heads.
+RoBERTa, XLM-RoBERTa and CamemBERT differ in names, in positions that begin behind the padding id, and in their heads.
 m tokens, h hidden, f MLP width, V vocabulary, B sequences.
 """
 
@@ -44,12 +44,18 @@ ARCHITECTURES: Final[Mapping[str, _Kind]] = {
     "XLMRobertaForTokenClassification": _Kind("token_classification", "roberta."),
     "XLMRobertaForQuestionAnswering": _Kind("question_answering", "roberta."),
     "XLMRobertaForMaskedLM": _Kind("masked_token", "roberta."),
+    "CamembertModel": _Kind("embedding", "roberta."),
+    "CamembertForSequenceClassification": _Kind("classification", "roberta."),
+    "CamembertForTokenClassification": _Kind("token_classification", "roberta."),
+    "CamembertForQuestionAnswering": _Kind("question_answering", "roberta."),
+    "CamembertForMaskedLM": _Kind("masked_token", "roberta."),
 }
 
 TOKENIZER_CLASSES: Final = {
     "bert": "BertTokenizer",
     "roberta": "RobertaTokenizer",
     "xlm-roberta": "XLMRobertaTokenizer",
+    "camembert": "CamembertTokenizer",
 }
 SHARED: Final = "layers.shared."
 LAYER: Final = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
@@ -11,13 +11,22 @@ from hepti_mqtt.spec import Activation
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
 }
 
 
 _MOST_LABELS_PER_NAME: Final = 4  # of gaps in id2label; beyond, a number is a slip
+
+
+# What layers are called that see all tokens, or those near to them.
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
 
 
 class KeyTable(NamedTuple):
@@ -31,6 +40,16 @@ class KeyTable(NamedTuple):
     without_effect: frozenset[str] = frozenset()
     only: Mapping[str, tuple[Any, ...]] = {}
     closed: bool = True
+
+
+_ATTENTION_KEYS: Final = frozenset(
+    {"num_attention_heads", "attention_bias", "attention_dropout", "rope_parameters", "rope_scaling", "rope_theta"}
+    | {"_attn_implementation", "attn_implementation"}
+)
+_ROPE_KEYS: Final = KeyTable(
+    read=frozenset({"rope_theta"}),
+    only={"rope_type": ("default",), "type": ("default",), "partial_rotary_factor": (1.0, 1)},
+)
 
 
 class JsonConfig:
@@ -108,9 +127,9 @@ class JsonConfig:
             raise self.bad_value(key, "an integer >= 1 (only square images and patches are supported)", value)
         return value
 
-    def activation(self, key: str = "hidden_act") -> Activation:
+    def activation(self, key: str = "hidden_act", default: str | None = None) -> Activation:
         """Return the activation of the MLP; raise UnsupportedModelError for one that no kernel computes."""
-        value = self.require(key)
+        value = self.require(key) if default is None else self.get(key, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UnsupportedModelError(
                 f"{self.file}: {key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
@@ -155,6 +174,40 @@ class JsonConfig:
         if hidden % heads:
             raise ModelError(f"{self.file}: {key} {heads} does not divide {of} {hidden}")
         return heads
+
+    def rope_theta(self, default: float, key: str = "rope_theta", kind: str = "") -> float:
+        """Return the base of rotary positions; raise UnsupportedModelError for positions that are scaled.
+
+        key: where older files have it. kind: of the layers, where several kinds have bases of their own.
+        """
+        parts = self.get("rope_parameters", {})
+        for part in (parts, self.get("rope_scaling", {})):
+            if not isinstance(part, Mapping):
+                raise self.bad_value("rope_parameters", "an object", part)
+        parts = parts.get(kind) or {} if kind and kind in (parts or {}) else parts
+        found = JsonConfig(f"{self.file}: rope_parameters", parts)
+        found.check_keys(_ROPE_KEYS)
+        JsonConfig(f"{self.file}: rope_scaling", self.get("rope_scaling", {})).check_keys(_ROPE_KEYS)
+        return found.number("rope_theta", self.number(key, default))
+
+    def refuse_unknown_attention(self, *known: str) -> None:
+        """Raise UnsupportedModelError for a key about attention or positions that is neither usual nor `known`."""
+        for key, value in self.data.items():
+            about = any(word in key for word in ("attention", "attn", "causal", "window", "rope", "rotary"))
+            if about and value is not None and key not in _ATTENTION_KEYS and key not in known:
+                raise UnsupportedModelError(
+                    f"{self.file}: {key} {_short(value)} may change what tokens see, and its meaning is not supported; "
+                    "use a model without it, or remove the key if it does not matter"
+                )
+
+    def layer_kinds(self, layers: int, is_global: Callable[[int], bool]) -> tuple[bool, ...]:
+        """Return whether each layer sees all tokens: as `layer_types` says, or else `is_global` of its number."""
+        named = self.get("layer_types", None)
+        if named is None:
+            return tuple(is_global(i) for i in range(layers))
+        if not isinstance(named, list) or len(named) < layers or not set(named) <= {FULL, SLIDING}:
+            raise self.bad_value("layer_types", f"a list of {layers} of {FULL} and {SLIDING}", named)
+        return tuple(name == FULL for name in named[:layers])
 
     def require_one_of(self, key: str, default: Any, *supported: Any) -> None:
         """Raise UnsupportedModelError unless the value is one of `supported`."""

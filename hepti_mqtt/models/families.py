@@ -7,6 +7,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from math import prod
+from re import sub
 from typing import Any, Final, Protocol, get_args
 
 import numpy as np
@@ -14,13 +15,28 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
-from hepti_mqtt.models import albert, bert, decoupled, distilbert, electra, gpt2, vit
+from hepti_mqtt.models import (
+    albert,
+    bert,
+    decoupled,
+    distilbert,
+    electra,
+    gemma3,
+    gpt2,
+    modernbert,
+    mpnet,
+    nomic_bert,
+    qwen3,
+    vit,
+    whisper,
+)
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.heads import head_tensors
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
+from hepti_mqtt.models.speech import SpeechInput, fixed_point
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import WeightDtype
@@ -35,8 +51,9 @@ class Family(Protocol):
 
     It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
     by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
-    And, by model_type, the classes of transformers that make ids and pixels, `TOKENIZER_CLASSES` and
-    `PICTURE_CLASSES`, where the model's files name none.
+    `READS` are the keys of config.json that it checks itself, of those that are refused for all others. `KNOWN_CODE`
+    begins the names of code that checkpoints bring and that the family computes. And, by model_type, the classes of
+    transformers that make ids and pixels, `TOKENIZER_CLASSES` and `PICTURE_CLASSES`, where the model's files name none.
     """
 
     @property
@@ -71,8 +88,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "distilbert": distilbert,
     "albert": albert,
     "electra": electra,
+    "mpnet": mpnet,
+    "modernbert": modernbert,
+    "nomic_bert": nomic_bert,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
     "gpt2": gpt2,
     "decoupled": decoupled,
+    "whisper": whisper,
     "cnn": cnn,
 }
 _FAMILY_OF: Final[Mapping[str, Family]] = {a: family for family in FAMILIES.values() for a in family.ARCHITECTURES}
@@ -84,7 +107,6 @@ _KEYS: Final = KeyTable(
     frozenset(),
     only={
         "add_cross_attention": (False,),
-        "auto_map": (),
         "compression_config": (),
         "is_encoder_decoder": (False,),
         "pruned_heads": ({},),
@@ -92,6 +114,7 @@ _KEYS: Final = KeyTable(
     },
     closed=False,
 )
+_CODE_KEYS: Final = _KEYS._replace(only={**_KEYS.only, "auto_map": ()})
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> Spec:
@@ -132,6 +155,11 @@ def representative_shape(spec: Spec, tokens: int, sequences: int = 1) -> Request
     return one.concatenate([one] * (several - 1))
 
 
+def is_planned_for(spec: Spec, shape: RequestShape) -> bool:
+    """Return whether plans are made for such runs: those of a session are for its steps or for its first run."""
+    return not shape.session_rows or (shape.size > 1) == (spec.input_spec.shape(shape.size).size > 1)
+
+
 def input_bytes(spec: Spec, shape: RequestShape) -> int:
     """Return the bytes of what a request brings."""
     dims, dtype = spec.input_spec.input_layout(shape)
@@ -139,11 +167,14 @@ def input_bytes(spec: Spec, shape: RequestShape) -> int:
 
 
 def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> Array:
-    """Return random token ids or pixels for a request."""
+    """Return random token ids, pixels or frames of sound for a request."""
     dims, dtype = spec.input_spec.input_layout(shape)
     values = rng.integers(0, spec.input_spec.upper_bound, dims).astype(NUMPY_DTYPE[dtype])
     if shape.session_rows:
         values[0] = 0  # the cache is empty
+    if isinstance(spec.input_spec, SpeechInput):
+        frames = values[1 + shape.new_rows :]
+        frames[:] = fixed_point(np.float32(0.5) * rng.standard_normal(len(frames), np.float32))
     return values
 
 
@@ -188,7 +219,6 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
     architecture, activation or option that is not computed here, ModelError for missing or wrong keys.
     """
     checked = JsonConfig("config.json", config)
-    checked.check_keys(_KEYS)
     architectures = checked.require("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise checked.bad_value("architectures", "a list with one name", architectures)
@@ -199,14 +229,34 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
             f"config.json: architecture {architecture!r} is not supported; {f'nearest: {near}; ' if near else ''}"
             f"all {len(_FAMILY_OF)} are listed in docs/guide/models.md"
         )
-    known = _TYPES.get(str(config.get("model_type")))
-    if known not in (None, _FAMILY_OF[architecture]):
+    model_type = config.get("model_type")
+    if model_type is not None and not _is_of_type(architecture, str(model_type)):
         raise UnsupportedModelError(
-            f"config.json: architecture {architecture!r} is not of model_type {config['model_type']!r}; supported with "
-            f"it: {', '.join(known.ARCHITECTURES)}"
+            f"config.json: architecture {architecture!r} is not of model_type {str(model_type)[:40]!r}, and libraries "
+            "differ in which of them counts; correct the wrong one"
         )
-    spec: Spec = _FAMILY_OF[architecture].spec(architecture, checked, extras)
+    family = _FAMILY_OF[architecture]
+    keys = _KEYS if _is_known_code(family, config.get("auto_map")) else _CODE_KEYS
+    checked.check_keys(keys._replace(read=getattr(family, "READS", frozenset())))
+    spec: Spec = family.spec(architecture, checked, extras)
     return spec
+
+
+def _is_of_type(architecture: str, model_type: str) -> bool:
+    """Return whether an architecture is named after a type, or the type is the name of all of its family."""
+    letters, family = sub("[^a-z0-9]", "", model_type.lower()), _FAMILY_OF[architecture]
+    if architecture.lower().startswith(letters):
+        return True
+    if _TYPES.get(model_type) is not family:
+        return False
+    alone = sum(other is family for other in _TYPES.values()) == 1
+    return alone or not any(a.lower().startswith(letters) for a in family.ARCHITECTURES)
+
+
+def _is_known_code(family: Family, named: Any) -> bool:
+    """Return whether all code that a config.json names, its `auto_map`, is of a family that is computed here."""
+    known = getattr(family, "KNOWN_CODE", ())
+    return isinstance(named, Mapping) and bool(known) and all(str(v).startswith(known) for v in named.values())
 
 
 def tokenizer_class(model_type: str) -> str | None:

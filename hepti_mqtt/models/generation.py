@@ -6,7 +6,11 @@ The most likely token follows here, so what only shapes a sampled text has no ef
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 
@@ -50,7 +54,75 @@ _WITHOUT_EFFECT: Final = frozenset({
     "temperature", "top_h", "top_k", "top_p", "transformers_version", "typical_p", "use_cache", "use_mtp",
 })  # fmt: skip
 _KEYS: Final = KeyTable(frozenset({"eos_token_id"}), _WITHOUT_EFFECT, _NEUTRAL)
+_STEERING: Final = {"begin_suppress_tokens", "forced_decoder_ids", "suppress_tokens"}  # a request says what is forced
+_SPEECH_KEYS: Final = KeyTable(
+    frozenset(), only={key: values for key, values in _NEUTRAL.items() if key not in _STEERING}, closed=False
+)
 _OLD_KEYS: Final = KeyTable(frozenset(), only=_NEUTRAL, closed=False)  # where config.json has them
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Which token follows: the likeliest that is allowed.
+
+    end: of a text. never: tokens that are left out everywhere; first_never: besides as the first of the text. choices:
+    the first token is one of these; forced: those behind it; neither is a part of the text. scored: probabilities are
+    wanted. silent: the token whose probability behind the prompt's first token is that nobody speaks, -1 without one.
+    """
+
+    end: tuple[int, ...] = ()
+    never: tuple[int, ...] = ()
+    first_never: tuple[int, ...] = ()
+    choices: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
+    scored: bool = False
+    silent: int = -1
+
+    @property
+    def before_text(self) -> int:
+        """Return how many tokens come before the text."""
+        return len(self.forced) + 1 if self.choices else 0
+
+    def choose(self, logits: npt.NDArray[Any], place: int) -> tuple[int, float]:
+        """Return the token at a place and, if it is wanted, the logarithm of its probability among the allowed ones.
+
+        logits: [r, V], of which the last row counts.
+        """
+        text = place - self.before_text
+        if -len(self.forced) <= text < 0:
+            return self.forced[text], 0.0
+        row = logits[-1]
+        left_out = [*self.never, *(self.first_never if text == 0 else ())]
+        if text < 0:
+            allowed = np.full_like(row, -np.inf)
+            allowed[list(self.choices)] = row[list(self.choices)]
+            row = allowed
+        elif left_out:
+            row = row.copy()
+            row[left_out] = -np.inf
+        token = int(row.argmax())
+        return token, _log_probability(row, token) if self.scored else 0.0
+
+    def silence(self, logits: npt.NDArray[Any]) -> float | None:
+        """Return the probability that nobody speaks by the logits [r, V] of the first run, None if it is not wanted."""
+        return None if self.silent < 0 else float(np.exp(_log_probability(logits[0], self.silent)))
+
+
+LIKELIEST: Final = TokenRules()
+
+
+def _log_probability(row: npt.NDArray[Any], token: int) -> float:
+    wide = row.astype(np.float64)
+    top = wide.max()
+    return float(wide[token] - top - np.log(np.exp(wide - top).sum()))
+
+
+def speech_rules(config: JsonConfig, extras: Mapping[str, Any]) -> JsonConfig:
+    """Return the file that says which tokens of speech are left out; raises UnsupportedModelError for what else would
+    change the likeliest text."""
+    rules = JsonConfig(FILE, extras[FILE]) if FILE in extras else config
+    rules.check_keys(_SPEECH_KEYS)
+    return rules
 
 
 def end_tokens(config: JsonConfig, extras: Mapping[str, Any], vocab: int) -> tuple[int, ...]:

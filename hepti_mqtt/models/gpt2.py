@@ -14,7 +14,7 @@ import numpy as np
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import plain, sentences, text
-from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
 from hepti_mqtt.models.shapes import TokenBatch
@@ -29,6 +29,10 @@ _NAMES: Final = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
+# The reference's cache forgets by these, though the model has no windows.
+_WINDOWS: Final = KeyTable(
+    frozenset(), only=dict.fromkeys(("attention_chunk_size", "layer_types", "sliding_window"), ()), closed=False
+)
 LAYER: Final = {
     "attention_norm": "ln_1", "qkv": "attn.c_attn", "attention_out": "attn.c_proj",
     "mlp_norm": "ln_2", "mlp_up": "mlp.c_fc", "mlp_down": "mlp.c_proj",
@@ -42,6 +46,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         config.require_one_of(key, value, value)
     for key in ("add_cross_attention", "reorder_and_upcast_attn"):
         config.require_one_of(key, False, False)
+    config.check_keys(_WINDOWS)
     hidden = config.positive("n_embd")
     vocab, positions = config.positive("vocab_size"), config.positive("n_positions")
     end_tokens(config, extras, vocab)  # what would change the text is refused

@@ -41,7 +41,7 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
     """
     x = net.rows("rows", x, TASK, needed_rows(spec, shape))  # [r, h]
     if spec.norm_first:
-        x = _norm(net, spec, x, "final_norm")
+        x = _norm(net, spec, x, "final_norm", refs)
     if shape.want == "hidden":
         return x
     head = spec.head
@@ -50,6 +50,8 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
         x = net.opaque("pooled", (x,), TASK, "pool_rows", dims, lengths=shape.lengths, mode=head.pooling)  # [B, h]
     if head.pooler:
         x = _dense(net, x, "head.pooler", head.activation, refs)
+    if "head.pooler_norm.weight" in refs:
+        x = _norm(net, spec, x, "head.pooler_norm", refs)
     for i, one in enumerate(head.projections):
         matrix = {_projection(i): one.outputs}
         x = net.linear(_projection(i), x, TASK, matrix, bias=one.bias, activation=one.activation)
@@ -57,14 +59,14 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
         x = net.opaque("unit", (x,), TASK, "normalize_rows", net.shape_of(x))
     if head.task == "masked_token":
         x = _dense(net, x, "head.transform", head.activation, refs)  # [masks, e]
-        x = _norm(net, spec, x, "head.transform_norm")
+        x = _norm(net, spec, x, "head.transform_norm", refs)
         return _dense(net, x, "head.decoder", None, refs)  # [masks, V]
     return _dense(net, x, "head.classifier", None, refs) if head.outputs else x
 
 
 def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBatch) -> tuple[Array, Array]:
     """Return (hidden states after the final norm [m, h], the spec's output) from the last layer's x [m, h]."""
-    hidden = norm(tensors, "final_norm", x, spec.norm_eps) if spec.norm_first else x
+    hidden = norm(tensors, "final_norm", x, spec.norm) if spec.norm_first else x
     if shape.want == "hidden":
         return hidden, hidden
     head, rows = spec.head, needed_rows(spec, shape)
@@ -74,22 +76,24 @@ def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBat
         x = hidden if rows is None else hidden[list(rows)]  # [m, B or masks, h]
     if head.pooler:
         x = activate(head.activation, linear(tensors, "head.pooler", x))
+    if "head.pooler_norm.weight" in tensors:
+        x = norm(tensors, "head.pooler_norm", x, spec.norm)
     for i, one in enumerate(head.projections):
-        x = linear(tensors, _projection(i), x, one.bias)
+        x = linear(tensors, _projection(i), x)
         x = activate(one.activation, x) if one.activation else x
     if head.normalize:
         x = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
     if head.task == "masked_token":
         x = activate(head.activation, linear(tensors, "head.transform", x))  # [masks, e]
-        x = norm(tensors, "head.transform_norm", x, spec.norm_eps)
+        x = norm(tensors, "head.transform_norm", x, spec.norm)
         return hidden, linear(tensors, "head.decoder", x)  # [masks, V]
     return hidden, linear(tensors, "head.classifier", x) if head.outputs else x
 
 
 def _dense(net: GraphBuilder, x: str, name: str, activation: str | None, refs: Mapping[str, WeightRef]) -> str:
     start, stop = refs[f"{name}.weight"].columns
-    return net.linear(name, x, TASK, {name: stop - start}, activation=activation)
+    return net.linear(name, x, TASK, {name: stop - start}, bias=f"{name}.bias" in refs, activation=activation)
 
 
-def _norm(net: GraphBuilder, spec: ModelSpec, x: str, name: str) -> str:
-    return net.norm(name, x, TASK, name, spec.norm_eps)
+def _norm(net: GraphBuilder, spec: ModelSpec, x: str, name: str, refs: Mapping[str, WeightRef]) -> str:
+    return net.norm(name, x, TASK, name, spec.norm, bias=f"{name}.bias" in refs)

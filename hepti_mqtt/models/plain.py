@@ -14,7 +14,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.models.transformer import Layer
+from hepti_mqtt.lowering import Norm
+from hepti_mqtt.models.shapes import PackedBatch
+from hepti_mqtt.models.transformer import Layer, ModelSpec
 from hepti_mqtt.spec import HeadActivation, Pooling
 
 Array = npt.NDArray[Any]
@@ -25,31 +27,83 @@ _KNOTS: Final = np.arange(6 * 1024 + 1) / 1024
 _ERF: Final = np.array([math.erf(x) for x in _KNOTS])
 
 
-def linear(tensors: Tensors, name: str, x: Array, bias: bool = True) -> Array:
-    """Return x @ W + b: [m, in] -> [m, out]."""
-    return np.asarray(x @ tensors[f"{name}.weight"] + (tensors[f"{name}.bias"] if bias else 0))
+def linear(tensors: Tensors, name: str, x: Array) -> Array:
+    """Return x @ W + b: [m, in] -> [m, out]; not every matrix has a b."""
+    return np.asarray(x @ tensors[f"{name}.weight"] + tensors.get(f"{name}.bias", x.dtype.type(0)))
 
 
-def norm(tensors: Tensors, name: str, x: Array, eps: float) -> Array:
-    """Return the layer norm of each row of x [m, h]."""
-    centred = x - x.mean(axis=-1, keepdims=True)
+def norm(tensors: Tensors, name: str, x: Array, how: Norm | float) -> Array:
+    """Return the norm of each row of x [m, h]; how: eps for layer norm."""
+    eps, rms, offset = how if isinstance(how, Norm) else Norm(how)
+    centred = x if rms else x - x.mean(axis=-1, keepdims=True)
     variance = np.square(centred).mean(axis=-1, keepdims=True)
     scaled = centred / np.sqrt(variance + x.dtype.type(eps))
-    return np.asarray(scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"])
+    gamma = tensors[f"{name}.weight"] + x.dtype.type(offset)
+    return np.asarray(scaled * gamma + tensors.get(f"{name}.bias", x.dtype.type(0)))
 
 
-def attention(q: Array, k: Array, v: Array, heads: int, lengths: Sequence[int], causal: bool = False) -> Array:
-    """Return the attention of packed sequences: q, k, v [m, h] -> [m, h]; causal: no token sees a later one."""
-    out = np.empty_like(q)
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    heads: int,
+    lengths: Sequence[int],
+    causal: bool = False,
+    window: int = -1,
+    scale: float = 0.0,
+    bias: Array | None = None,
+) -> Array:
+    """Return the attention of packed sequences: q [m, a d], k, v [m, * d] -> [m, a d].
+
+    causal: no token sees a later one; window: nor one that is farther away, -1 for any. bias: of scores by distance,
+    key minus query, [2 L - 1, a] for sequences of up to L tokens, with 0 in the middle.
+    """
+    out, d = np.empty_like(q), q.shape[1] // heads
     for rows in sequence_slices(lengths):
-        by_head = (-1, heads, q.shape[1] // heads)
-        qs, ks, vs = (z[rows].reshape(by_head).transpose(1, 0, 2) for z in (q, k, v))  # [a, t, d] each
-        scores = qs @ ks.transpose(0, 2, 1) / math.sqrt(qs.shape[-1])  # [a, t, t]
+        qs, ks, vs = (z[rows].reshape(-1, z.shape[1] // d, d).transpose(1, 0, 2) for z in (q, k, v))  # [*, t, d] each
+        ks, vs = (z.repeat(heads // len(z), axis=0) for z in (ks, vs))  # [a, t, d]
+        scores = qs @ ks.transpose(0, 2, 1) * (scale or 1 / math.sqrt(d))  # [a, t, t]
+        t = np.arange(scores.shape[-1])
+        away = t - t[:, None]  # [t, t]
+        if bias is not None:
+            scores = scores + bias[away + len(bias) // 2].transpose(2, 0, 1)
         if causal:
-            scores[:, *np.triu_indices(scores.shape[-1], 1)] = -np.inf
-        weights = softmax(scores)
-        out[rows] = (weights @ vs).transpose(1, 0, 2).reshape(out[rows].shape)
+            scores[:, away > 0] = -np.inf
+        if window >= 0:
+            scores[:, np.abs(away) > window] = -np.inf
+        out[rows] = (softmax(scores) @ vs).transpose(1, 0, 2).reshape(out[rows].shape)
     return out
+
+
+def attention_over(q: Array, k: Array, v: Array, heads: int) -> Array:
+    """Return the attention of rows over those of another sequence: q [m, h], k and v [s, h] -> [m, h]."""
+    qs, ks, vs = (z.reshape(len(z), heads, -1).transpose(1, 0, 2) for z in (q, k, v))  # [a, rows, d] each
+    weights = softmax(qs @ ks.transpose(0, 2, 1) / math.sqrt(qs.shape[-1]))  # [a, m, s]
+    return (weights @ vs).transpose(1, 0, 2).reshape(q.shape)
+
+
+def rotate(x: Array, d: int, theta: float, lengths: Sequence[int]) -> Array:
+    """Return heads of d columns [m, * d] with rotary positions: columns i and i + d / 2 are pairs."""
+    frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
+    # In f32, as transformers has them.
+    angles = (token_positions(lengths).astype(np.float32)[:, None, None] * frequencies).astype(x.dtype)  # [m, 1, d / 2]
+    a, b = np.split(x.reshape(len(x), -1, d), 2, axis=-1)  # [m, *, d / 2] each
+    turned = [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
+    return np.concatenate(turned, axis=-1).reshape(x.shape)
+
+
+def distance_bias(table: Array, farthest: int, longest: int) -> Array:
+    """Return what distances add to scores (T5): a table [buckets, a] -> [2 longest - 1, a], key minus query."""
+    half = len(table) // 2
+    exact = half // 2
+    found = []
+    for away in range(1 - longest, longest):
+        near = abs(away)
+        if near >= exact:
+            wide = np.log(np.float32(near) / np.float32(exact)) / np.float32(math.log(farthest / exact))
+            near = min(exact + int(wide * np.float32(half - exact)), half - 1)
+        found.append(near + (half if away > 0 else 0))
+    return np.asarray(table[found])
 
 
 def softmax(x: Array) -> Array:
@@ -60,23 +114,51 @@ def softmax(x: Array) -> Array:
 
 def post_norm(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
     """Return a layer that norms behind each residual (BERT): x [m, h] -> [m, h]."""
-    y = norm(tensors, f"{here}attention_norm", x + _attention(tensors, here, x, n), n.eps)  # [m, h]
-    return norm(tensors, f"{here}mlp_norm", y + _mlp(tensors, here, y, n), n.eps)
+    y = norm(tensors, f"{here}attention_norm", x + _attention(tensors, here, x, n), n.norm)  # [m, h]
+    return norm(tensors, f"{here}mlp_norm", y + _mlp(tensors, here, y, n), n.norm)
 
 
 def pre_norm(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
     """Return a layer that norms before each block (ViT): x [m, h] -> [m, h]."""
-    y = x + _attention(tensors, here, norm(tensors, f"{here}attention_norm", x, n.eps), n)  # [m, h]
-    return y + _mlp(tensors, here, norm(tensors, f"{here}mlp_norm", y, n.eps), n)
+    u = x if n.bare else norm(tensors, f"{here}attention_norm", x, n.norm)
+    added = _attention(tensors, here, u, n)  # [m, h]
+    if n.block.added_norms:
+        added = norm(tensors, f"{here}attention_out_norm", added, n.norm)
+    y = x + added
+    added = _mlp(tensors, here, norm(tensors, f"{here}mlp_norm", y, n.norm), n)
+    if n.block.added_norms:
+        added = norm(tensors, f"{here}mlp_down_norm", added, n.norm)
+    return y + added
+
+
+def layers(tensors: Tensors, spec: ModelSpec, x: Array, shape: PackedBatch) -> Array:
+    """Return all layers of a model, each with tensors of its own: x [m, h] -> [m, h]."""
+    layer = pre_norm if spec.norm_first else post_norm
+    for i in range(spec.layers):
+        x = layer(tensors, f"layers.{i}.", x, Layer.of(spec, shape, i))  # [m, h]
+    return x
 
 
 def _attention(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
-    q, k, v = (linear(tensors, f"{here}{part}", x) for part in ("query", "key", "value"))  # [m, h] each
-    return linear(tensors, f"{here}attention_out", attention(q, k, v, n.heads, n.lengths))
+    q, k, v = (linear(tensors, f"{here}{part}", x) for part in ("query", "key", "value"))  # [m, a d], [m, * d] twice
+    if n.block.head_norms:
+        q, k = (
+            norm(tensors, f"{here}{part}_norm", z.reshape(len(z), -1, n.head_dim), n.norm).reshape(z.shape)
+            for part, z in (("query", q), ("key", k))
+        )
+    if n.theta:
+        q, k = (rotate(z, n.head_dim, n.theta, n.lengths) for z in (q, k))
+    bias = distance_bias(tensors["relative_bias"], n.block.farthest, max(n.lengths)) if n.block.buckets else None
+    out = attention(q, k, v, n.heads, n.lengths, n.block.causal, n.window, n.block.scale, bias)
+    return linear(tensors, f"{here}attention_out", out)
 
 
 def _mlp(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
-    up = activate(n.activation, linear(tensors, f"{here}mlp_up", x))  # [m, f]
+    up = linear(tensors, f"{here}mlp_up", x)  # [m, f]
+    if n.block.gated:
+        up = activate(n.activation, linear(tensors, f"{here}mlp_gate", x)) * up
+    else:
+        up = activate(n.activation, up)
     return linear(tensors, f"{here}mlp_down", up)
 
 
@@ -105,6 +187,8 @@ def activate(activation: HeadActivation, x: Array) -> Array:
     """Return the activation of each element of x, in its dtype."""
     if activation == "relu":
         return np.maximum(x, 0)
+    if activation == "silu":
+        return np.asarray(x * 0.5 * (1 + np.tanh(x * 0.5)))
     if activation == "tanh":
         return np.asarray(np.tanh(x))
     if activation == "gelu_tanh":

@@ -57,7 +57,7 @@ DOCUMENT_PROMPTS: Final = ("document", "passage", "corpus")
 
 _SETTINGS_KEYS: Final = KeyTable(
     read=frozenset({"__version__", "default_prompt_name", "prompts", "similarity_fn_name"}),
-    only={"model_type": ("SentenceTransformer", "CrossEncoder")},
+    only={"model_type": ("SentenceTransformer",)},
 )
 _TRANSFORMER_KEYS: Final = KeyTable(
     read=frozenset({"do_lower_case", "max_seq_length", "processor_kwargs", "processing_kwargs", "tokenizer_args"})

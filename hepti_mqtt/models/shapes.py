@@ -76,6 +76,11 @@ class TokenBatch:
         return self.cache
 
     @property
+    def new_rows(self) -> int:
+        """Return the tokens that are cached."""
+        return self.tokens if self.cache else 0
+
+    @property
     def mask_positions(self) -> tuple[tuple[int, int], ...]:
         """Return the sequence of each mask token and its place there."""
         starts = self.starts
@@ -86,8 +91,8 @@ class TokenBatch:
         """Return the same sequences with another want."""
         return replace(self, want=want)
 
-    def decode_step(self, rows: int) -> TokenBatch:
-        """Return the run of so many tokens in the same session."""
+    def decode_step(self, rows: int, begins: bool = False) -> TokenBatch:  # noqa: ARG002
+        """Return the run of so many tokens in the same session; the first one is like the others."""
         return replace(self, lengths=(rows,))
 
     def concatenate(self, others: Sequence[TokenBatch]) -> TokenBatch:
@@ -161,6 +166,11 @@ class ImageBatch:
         return 0
 
     @property
+    def new_rows(self) -> int:
+        """Return 0: images have no session."""
+        return 0
+
+    @property
     def mask_positions(self) -> tuple[tuple[int, int], ...]:
         """Return nothing: no place of an image is asked for."""
         return ()
@@ -169,7 +179,7 @@ class ImageBatch:
         """Return the same images with another want."""
         return replace(self, want=want)
 
-    def decode_step(self, rows: int) -> ImageBatch:
+    def decode_step(self, rows: int, begins: bool = False) -> ImageBatch:  # noqa: ARG002
         """Raise ValueError: images have no session."""
         raise ValueError(f"images have no session that could go on with {rows} rows")
 

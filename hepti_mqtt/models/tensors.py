@@ -6,7 +6,7 @@ Canonical names are the same for all families; matrices are in [in, out] orienta
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import Layout, WeightRef
@@ -33,12 +33,13 @@ class TensorSource:
     """One tensor: its canonical name and shape, and how a checkpoint stores it.
 
     shape: (in, out), (rows, columns) of a table, or (n,). stored: alternative names in a checkpoint, of which the
-    first found counts. stored_shape: as the checkpoint has it, with `shape`'s elements in the same order, or in the
-    order of its transpose where `transposed` ([out, in]). layout: how kernels use it. created_name: the name in a new
-    checkpoint where that is not the first; two tensors that are tied have one. channels_first: of a stored row, what it
-    is there, [C, ...], while its channels come last here. norm: folded in at reading, as a factor of each stored row,
-    or, of a vector, which is then stored as the norm's bias, with what the norm does to `convolution_bias`, if
-    anything.
+    first found counts; without any it is zeros. stored_shape: as the checkpoint has it, with `shape`'s elements in the
+    same order, or in the order of its transpose where `transposed` ([out, in]). layout: how kernels use it.
+    created_name: the name in a new checkpoint where that is not the first; two tensors that are tied have one.
+    channels_first: of a stored row, what it is there, [C, ...], while its channels come last here. norm: folded in at
+    reading, as a factor of each stored row, or, of a vector, which is then stored as the norm's bias, with what the
+    norm does to `convolution_bias`, if anything. first: where it begins in what is stored, which other tensors are
+    parts of too: at which of its rows, or elements; None where it is all of it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TensorSource:
     channels_first: tuple[int, ...] = ()
     norm: BatchNorm | None = None
     convolution_bias: str = ""
+    first: int | None = None
 
     @property
     def primary_name(self) -> str:
@@ -97,6 +99,11 @@ def dense(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: int
     )
 
 
+def zeros(name: str, n: int) -> TensorSource:
+    """Return the source of a vector (n,) of zeros, which no checkpoint stores."""
+    return TensorSource(name, (n,), (), (n,))
+
+
 def conv1d(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: int) -> tuple[TensorSource, ...]:
     """Return weight and bias of GPT-2's dense layer, which is stored as [in, out]."""
     prefixes = tuple(prefixes)
@@ -107,13 +114,17 @@ def conv1d(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: in
     )
 
 
-def norm(name: str, prefixes: Iterable[str], stored: str, n: int) -> tuple[TensorSource, ...]:
+def fused(source: TensorSource, first: int, rows: int) -> TensorSource:
+    """Return the source as a part of a stored tensor of so many rows, or elements, from `first` on."""
+    return replace(source, first=first, stored_shape=(rows, *source.stored_shape[1:]))
+
+
+def norm(name: str, prefixes: Iterable[str], stored: str, n: int, bias: bool = True) -> tuple[TensorSource, ...]:
     """Return weight and bias of a layer norm; checkpoints converted from TensorFlow say gamma and beta."""
     prefixes = tuple(prefixes)
-    return (
-        vector(f"{name}.weight", prefixed(prefixes, f"{stored}.weight", f"{stored}.gamma"), n),
-        vector(f"{name}.bias", prefixed(prefixes, f"{stored}.bias", f"{stored}.beta"), n),
-    )
+    gamma = vector(f"{name}.weight", prefixed(prefixes, f"{stored}.weight", f"{stored}.gamma"), n)
+    beta = vector(f"{name}.bias", prefixed(prefixes, f"{stored}.bias", f"{stored}.beta"), n)
+    return (gamma, beta) if bias else (gamma,)
 
 
 def matrix_ref(name: str, rows: Range, columns: Range) -> WeightRef:

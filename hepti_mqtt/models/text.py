@@ -18,7 +18,7 @@ from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import plain, sentences
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.shapes import PackedBatch
-from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight
+from hepti_mqtt.models.tensors import TensorSource, dense, fused, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import HeadActivation, Task, TaskHead
@@ -38,6 +38,10 @@ HUGGING_FACE: Final = Keys()  # what most families call them
 LAYER_PARTS: Final = (
     "query", "key", "value", "attention_out", "attention_norm", "mlp_up", "mlp_down", "mlp_norm",
 )  # fmt: skip
+_STEM: Final = {
+    "word": "stem.word", "position": "stem.position", "type": "stem.type", "gamma": "stem.norm.weight",
+    "beta": "stem.norm.bias",
+}  # fmt: skip
 WORD_EMBEDDINGS: Final = "embeddings.word_embeddings.weight"
 
 
@@ -53,17 +57,18 @@ def encoder_spec(
     offset: int = 0,
     width: int = 0,
     eps: float | None = None,
+    positions: str = "absolute",
 ) -> ModelSpec:
     """Return the spec of an encoder of text that norms after each residual; raises ModelError, UnsupportedModelError.
 
     types: rows of the table of token types, 0 without. offset: the first token's position. width: see TextStem. eps: of
-    the norms, by default as the file says.
+    the norms, by default as the file says. positions: how tokens have them, in the words of the file.
     """
-    config.require_one_of("position_embedding_type", "absolute", "absolute")
+    config.require_one_of("position_embedding_type", positions, positions)
     config.require_one_of("is_decoder", False, False)
-    positions = config.positive("max_position_embeddings")
-    if positions <= offset:
-        raise ModelError(f"config.json: max_position_embeddings {positions} leaves no position behind offset {offset}")
+    rows = config.positive("max_position_embeddings")
+    if rows <= offset:
+        raise ModelError(f"config.json: max_position_embeddings {rows} leaves no position behind offset {offset}")
     hidden = config.positive(keys.hidden)
     return ModelSpec(
         family=family,
@@ -75,9 +80,9 @@ def encoder_spec(
         norm_first=False,
         activation=config.activation(keys.activation),
         norm_eps=config.number("layer_norm_eps", 1e-12) if eps is None else eps,
-        max_tokens=sentences.max_tokens(positions - offset, extras),
+        max_tokens=sentences.max_tokens(rows - offset, extras),
         head=head,
-        text=TextStem(config.positive("vocab_size"), positions, types, offset, width),
+        text=TextStem(config.positive("vocab_size"), rows, types, offset, width),
     )
 
 
@@ -91,17 +96,19 @@ def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[
     """Add the stem of a packed batch: ids i32 [m], each with its type x V added -> [m, h]."""
     stem = stem_of(spec)
     ids = net.input("ids", (shape.tokens,), "i32")
-    parts = ("word", "position", *(("type",) if stem.types else ()), "norm.weight", "norm.bias")
+    parts = {part: refs[name] for part, name in _STEM.items() if name in refs}
     x = net.opaque(
         "embedded",
         (ids,),
         STEM,
         "embed_tokens",
         (shape.tokens, stem.width or spec.hidden),
-        [refs[f"stem.{part}"] for part in parts],
+        parts.values(),
+        parts=tuple(parts),
         lengths=shape.lengths,
         position_offset=stem.position_offset,
-        eps=spec.norm_eps,
+        scale=stem.scale,
+        **spec.norm.attrs,
     )  # [m, e]
     return net.linear("projected", x, STEM, {"stem.projection": spec.hidden}) if stem.width else x
 
@@ -109,12 +116,15 @@ def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[
 def reference_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: PackedBatch) -> plain.Array:
     """Return the embeddings of token ids [m]: [m, h]."""
     stem = stem_of(spec)
-    places = plain.token_positions(shape.lengths) + stem.position_offset  # [m]
     types, words = np.divmod(ids, stem.vocab)  # [m] each
-    x = t["stem.word"][words] + t["stem.position"][places]  # [m, e]
+    x = t["stem.word"][words]  # [m, e]
+    x = x * x.dtype.type(stem.scale)
+    if "stem.position" in t:
+        x = x + t["stem.position"][plain.token_positions(shape.lengths) + stem.position_offset]
     if stem.types:
         x = x + t["stem.type"][types]
-    x = plain.norm(t, "stem.norm", x, spec.norm_eps)
+    if "stem.norm.weight" in t:
+        x = plain.norm(t, "stem.norm", x, spec.norm)
     return plain.linear(t, "stem.projection", x) if stem.width else x
 
 
@@ -147,33 +157,54 @@ def layer_tensors(
 ) -> Iterator[TensorSource]:
     """Yield the tensors of a layer; called: what a checkpoint calls each part of it below `stored`.
 
-    width: columns of its inputs and results, by default all. matrix: how its matrices are stored.
+    Parts of one name lie below each other in it. width: columns of its inputs and results, by default all. matrix: how
+    its matrices are stored.
     """
-    w, h, f = width or spec.hidden, spec.hidden, spec.mlp
-    sizes = {"qkv": (w, 3 * h), "attention_out": (h, w), "mlp_up": (w, f), "mlp_down": (f, w)}
+    w, f, d, biases = width or spec.hidden, spec.mlp, spec.head_dim, spec.block.biases
+    q, kv = spec.heads * d, spec.kv_heads * d
+    sizes = {
+        "query": (w, q), "key": (w, kv), "value": (w, kv), "qkv": (w, q + 2 * kv), "attention_out": (q, w),
+        "mlp_gate": (w, f), "mlp_up": (w, f), "mlp_down": (f, w),
+    }  # fmt: skip
+    of_bias = {"query": "qkv", "key": "qkv", "value": "qkv", "mlp_gate": "mlp_up"}
+    names = [*called.values()]
     for part, name in called.items():
         if part.endswith("_norm"):
-            yield from norm(f"{here}{part}", base, stored + name, w)
-        else:
-            yield from matrix(f"{here}{part}", base, stored + name, *sizes.get(part, (w, h)))
+            of_head = part in ("query_norm", "key_norm")
+            yield from norm(f"{here}{part}", base, stored + name, d if of_head else w, spec.block.norm_bias)
+            continue
+        made = matrix(f"{here}{part}", base, stored + name, *sizes[part])
+        made = made if of_bias.get(part, part) in biases else tuple(made)[:1]
+        if names.count(name) > 1:
+            together = [sizes[p][1] for p, n in called.items() if n == name]
+            place = [p for p, n in called.items() if n == name].index(part)
+            made = (fused(source, sum(together[:place]), sum(together)) for source in made)
+        yield from made
 
 
 def mask_head_tensors(
-    spec: ModelSpec, base: tuple[str, ...], transform: str, transform_norm: str, decoder: str, *bias: str
+    spec: ModelSpec,
+    base: tuple[str, ...],
+    transform: str,
+    transform_norm: str,
+    decoder: str,
+    *bias: str,
+    words: str = WORD_EMBEDDINGS,
 ) -> Iterator[TensorSource]:
     """Yield the head for mask tokens: a dense layer, a norm, and a decoder to the vocabulary.
 
     decoder: what a checkpoint calls it; bias: another name of its bias. As transformers 5 does (`tie_weights`), what
     is stored as the decoder's own counts, even where config.json says that it is tied to something else. What is not
     stored is what it is tied to: the matrix to the word embeddings, stored [V, e] like it. An untied bias without a
-    name of its own was written by transformers 4, for which both names were one tensor.
+    name of its own was written by transformers 4, for which both names were one tensor. words: what a checkpoint calls
+    the word embeddings.
     """
     e, vocab = stem_of(spec).width or spec.hidden, spec.head.outputs
     yield from dense("head.transform", ("",), transform, spec.hidden, e)
     yield from norm("head.transform_norm", ("",), transform_norm, e)
-    words = _tied(spec, *prefixed(base, WORD_EMBEDDINGS))
-    own = weight("head.decoder.weight", (f"{decoder}.weight", *words), e, vocab)
-    yield replace(own, created_name=next(iter(words), ""))
+    same = _tied(spec, *prefixed(base, words))
+    own = weight("head.decoder.weight", (f"{decoder}.weight", *same), e, vocab)
+    yield replace(own, created_name=next(iter(same), ""))
     own = vector("head.decoder.bias", (f"{decoder}.bias", *bias), vocab)
     yield replace(own, created_name=next(iter(_tied(spec, *bias)), ""))
 

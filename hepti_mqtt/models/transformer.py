@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
-from hepti_mqtt.lowering import GraphBuilder, roles
+from hepti_mqtt.lowering import GraphBuilder, Norm, roles
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput
+from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Activation, InputSpec, RequestShape, TaskHead
 
 
@@ -16,7 +17,8 @@ class TextStem:
     """Token embeddings: word + position + type, then a layer norm.
 
     types: 0 where there is no table of token types; with several, an id has its type x vocab added. width: columns of
-    the tables where a dense layer takes them to h, 0 where they have h themselves.
+    the tables where a dense layer takes them to h, 0 where they have h themselves. scale: of the word's row. positions:
+    for which there are rows of a table, or so many as a text may have.
     """
 
     vocab: int
@@ -24,6 +26,42 @@ class TextStem:
     types: int
     position_offset: int = 0
     width: int = 0
+    scale: float = 1.0
+
+
+T = TypeVar("T")
+MATRICES: Final = ("qkv", "attention_out", "mlp_up", "mlp_down")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """What of a model's layers is not as in BERT.
+
+    biases: the matrices that have one: `MATRICES`, and what a family calls those of its head. norm_bias, rms,
+    gamma_offset: see `lowering.Norm`. bare: so many layers begin without a norm before attention. added_norms: what a
+    block adds is normed (Gemma 3). gated: the MLP's hidden columns are activation(gate) * up. kv_heads, head_dim: 0 for
+    as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for
+    1 / sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance, which all layers
+    share. thetas, windows: of each layer the base of its rotary positions, and the most rows between query and key, -1
+    for all, from the first one again where there are more layers; none where no layer has them.
+    """
+
+    biases: tuple[str, ...] = MATRICES
+    norm_bias: bool = True
+    rms: bool = False
+    gamma_offset: float = 0.0
+    bare: int = 0
+    added_norms: bool = False
+    gated: bool = False
+    kv_heads: int = 0
+    head_dim: int = 0
+    head_norms: bool = False
+    scale: float = 0.0
+    causal: bool = False
+    buckets: int = 0
+    farthest: int = 0
+    thetas: tuple[float, ...] = ()
+    windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +101,22 @@ class ModelSpec:
     head: TaskHead
     text: TextStem | None = None
     image: ImageStem | None = None
+    block: BlockSpec = BlockSpec()
 
     @property
     def head_dim(self) -> int:
         """Return d, the columns of one attention head."""
-        return self.hidden // self.heads
+        return self.block.head_dim or self.hidden // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Return the heads of keys and values."""
+        return self.block.kv_heads or self.heads
+
+    @property
+    def norm(self) -> Norm:
+        """Return how rows are normed."""
+        return Norm(self.norm_eps, self.block.rms, self.block.gamma_offset)
 
     @property
     def input_spec(self) -> InputSpec:
@@ -101,6 +150,9 @@ class ModelSpec:
         if fields.get("image") is not None:
             image = dict(fields["image"])
             fields["image"] = ImageStem(**{**image, "mean": tuple(image["mean"]), "std": tuple(image["std"])})
+        plain: Mapping[str, Any] = fields.get("block", {})
+        block: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+        fields["block"] = BlockSpec(**block)
         made = cls(**fields)
         if made.text is not None and made.max_tokens + made.text.position_offset > made.text.positions:
             raise ValueError(f"{made.max_tokens} tokens do not fit into a table of {made.text.positions} positions")
@@ -126,28 +178,61 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
 
 
 class Layer(NamedTuple):
-    """Sizes of a transformer layer: h, a heads of h / a columns, f, and what the packed sequences are."""
+    """Sizes of a transformer layer, and what the packed sequences are.
+
+    h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
+    theta, window: of this layer, 0 and -1 without. bare: no norm before its attention. bias: the table of a bias by
+    distance.
+    """
 
     hidden: int
     heads: int
     mlp: int
     activation: Activation
-    eps: float
+    norm: Norm | float
     lengths: tuple[int, ...]
+    head_dim: int = 0
+    group: int = 1
+    block: BlockSpec = BlockSpec()
+    theta: float = 0.0
+    window: int = -1
+    bare: bool = False
+    bias: WeightRef | None = None
 
     @classmethod
-    def of(cls, spec: ModelSpec, shape: PackedBatch) -> Layer:
-        """Return the sizes of the layers of a model in a request."""
-        return cls(spec.hidden, spec.heads, spec.mlp, spec.activation, spec.norm_eps, shape.lengths)
+    def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: WeightRef | None = None) -> Layer:
+        """Return the sizes of layer i of a model in a request."""
+        block = spec.block
+        return cls(
+            spec.hidden, spec.heads, spec.mlp, spec.activation, spec.norm, shape.lengths, spec.head_dim,
+            spec.heads // spec.kv_heads, block, _of_layer(block.thetas, i, 0.0), _of_layer(block.windows, i, -1),
+            i < block.bare, bias,
+        )  # fmt: skip
+
+
+def _of_layer(values: tuple[T, ...], i: int, without: T) -> T:
+    return values[i % len(values)] if values else without
+
+
+def add_layers(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, refs: Mapping[str, WeightRef]) -> str:
+    """Add all layers of a model, each with tensors of its own: x [m, h] -> [m, h]."""
+    layer = pre_norm if spec.norm_first else post_norm
+    for i in net.layers(spec.layers):
+        if not spec.norm_first:
+            net.begin_block()
+        n = Layer.of(spec, shape, i, refs.get("relative_bias"))
+        x = layer(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
+    net.begin_block()
+    return x
 
 
 def post_norm(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
     """Add a layer that norms behind each residual (BERT): x [m, h] -> [m, h]."""
     attention = _attention(net, name, stored, x, n)  # [m, h]
     total = net.sum(f"{name}r", x, attention, roles.ATTENTION_SUM)
-    y = net.norm(f"{name}y", total, roles.AFTER_ATTENTION, f"{stored}attention_norm", n.eps)
+    y = _norm(net, f"{name}y", total, roles.AFTER_ATTENTION, f"{stored}attention_norm", n)
     total = net.sum(f"{name}s", y, _mlp(net, name, stored, y, n), roles.MLP_SUM)
-    return net.norm(f"{name}x", total, roles.AFTER_MLP, f"{stored}mlp_norm", n.eps)
+    return _norm(net, f"{name}x", total, roles.AFTER_MLP, f"{stored}mlp_norm", n)
 
 
 def pre_norm(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
@@ -155,31 +240,55 @@ def pre_norm(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str
 
     A block of the graph begins behind its first norm, which one kernel computes with the residual sum before it.
     """
-    u = net.norm(f"{name}u", x, roles.BEFORE_ATTENTION, f"{stored}attention_norm", n.eps)
+    u = x if n.bare else _norm(net, f"{name}u", x, roles.BEFORE_ATTENTION, f"{stored}attention_norm", n)
     net.begin_block()
-    y = net.sum(f"{name}y", x, _attention(net, name, stored, u, n), roles.AFTER_ATTENTION)
-    v = net.norm(f"{name}v", y, roles.BEFORE_MLP, f"{stored}mlp_norm", n.eps)
-    return net.sum(f"{name}x", y, _mlp(net, name, stored, v, n), roles.AFTER_MLP)
+    added = _attention(net, name, stored, u, n)  # [m, h]
+    if n.block.added_norms:
+        added = _norm(net, f"{name}r", added, roles.ATTENTION_SUM, f"{stored}attention_out_norm", n)
+    y = net.sum(f"{name}y", x, added, roles.AFTER_ATTENTION)
+    v = _norm(net, f"{name}v", y, roles.BEFORE_MLP, f"{stored}mlp_norm", n)
+    added = _mlp(net, name, stored, v, n)  # [m, h]
+    if n.block.added_norms:
+        added = _norm(net, f"{name}s", added, roles.MLP_SUM, f"{stored}mlp_down_norm", n)
+    return net.sum(f"{name}x", y, added, roles.AFTER_MLP)
+
+
+def _norm(net: GraphBuilder, name: str, x: str, role: str, stored: str, n: Layer) -> str:
+    return net.norm(name, x, role, stored, n.norm, n.block.norm_bias)
 
 
 def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
-    h, width = n.hidden, net.shape_of(x)[1]
-    matrices = {f"{stored}{part}": h for part in ("query", "key", "value")}
-    qkv = net.linear(f"{name}qkv", x, roles.QKV, matrices)  # [m, 3h]
+    width, block = net.shape_of(x)[1], n.block
+    d = n.head_dim or n.hidden // n.heads
+    q = n.heads * d
+    kv = q // n.group
+    matrices = {f"{stored}query": q, f"{stored}key": kv, f"{stored}value": kv}
+    bias = "qkv" in block.biases
+    if n.theta:
+        gammas = (f"{stored}query_norm.weight", f"{stored}key_norm.weight") if block.head_norms else ()
+        qkv = net.linear(f"{name}projection", x, roles.PROJECTION, matrices, bias=bias)  # [m, q + 2 kv]
+        qkv = net.rotate(
+            f"{name}qkv", qkv, roles.QKV, d=d, columns=(q, kv), theta=n.theta, lengths=n.lengths,
+            norm=n.norm if block.head_norms and isinstance(n.norm, Norm) else None, gammas=gammas,
+        )  # fmt: skip
+    else:
+        qkv = net.linear(f"{name}qkv", x, roles.QKV, matrices, bias=bias)  # [m, q + 2 kv]
     attention = net.attention(
-        f"{name}attention",
-        qkv,
-        qkv,
-        roles.ATTENTION,
-        heads=n.heads,
-        width=h,
-        columns=(0, h, 2 * h),
-        lengths=n.lengths,
-    )
-    return net.linear(f"{name}o", attention, roles.ATTENTION_OUT, {f"{stored}attention_out": width})
+        f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),
+        lengths=n.lengths, causal=block.causal, window=n.window, group=n.group, scale=block.scale, bias=n.bias,
+        farthest=block.farthest,
+    )  # fmt: skip
+    out = {f"{stored}attention_out": width}
+    return net.linear(f"{name}o", attention, roles.ATTENTION_OUT, out, bias="attention_out" in block.biases)
 
 
 def _mlp(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
-    up = net.linear(f"{name}up", x, roles.MLP_UP, {f"{stored}mlp_up": n.mlp})  # [m, f]
-    hidden = net.activation(f"{name}g", up, roles.MLP_HIDDEN, n.activation)
-    return net.linear(f"{name}down", hidden, roles.MLP_DOWN, {f"{stored}mlp_down": net.shape_of(x)[1]})
+    bias = "mlp_up" in n.block.biases
+    up = net.linear(f"{name}up", x, roles.MLP_UP, {f"{stored}mlp_up": n.mlp}, bias=bias)  # [m, f]
+    if n.block.gated:
+        gate = net.linear(f"{name}gate", x, roles.MLP_UP, {f"{stored}mlp_gate": n.mlp}, bias=bias)  # [m, f]
+        hidden = net.gate(f"{name}g", gate, up, roles.MLP_HIDDEN, n.activation)
+    else:
+        hidden = net.activation(f"{name}g", up, roles.MLP_HIDDEN, n.activation)
+    down = {f"{stored}mlp_down": net.shape_of(x)[1]}
+    return net.linear(f"{name}down", hidden, roles.MLP_DOWN, down, bias="mlp_down" in n.block.biases)

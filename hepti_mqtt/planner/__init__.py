@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hepti_mqtt.planner.accuracy import decide_within_accuracy, weight_error, wire_errors
-from hepti_mqtt.planner.candidates import Candidate, Decision
+from hepti_mqtt.planner.candidates import Candidate, Decision, Recalled
 from hepti_mqtt.planner.decisions import Assessment, Option, Situation, Verdict, with_loads
 from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
 from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price
-from hepti_mqtt.planner.search import candidates, decide, decide_hurried, price_plans, simulate_plan
+from hepti_mqtt.planner.search import candidates, decide, decide_hurried, decide_recalled, price_plans, simulate_plan
 
 __all__ = [
     "Assessment",
@@ -18,6 +18,7 @@ __all__ = [
     "Option",
     "Price",
     "Question",
+    "Recalled",
     "SimulatedRequest",
     "SiteEstimates",
     "Situation",
@@ -25,6 +26,7 @@ __all__ = [
     "candidates",
     "decide",
     "decide_hurried",
+    "decide_recalled",
     "decide_within_accuracy",
     "peak_bytes",
     "price",

@@ -126,7 +126,8 @@ def rounded(x: Array) -> Array:
 def _sample(spec: Spec, want: Want, tokens: int = SAMPLE_TOKENS, sequences: int = 1) -> RequestShape:
     shape = representative_shape(spec, tokens, sequences).with_want(want)
     # A decoder's shape is that of one step; the prompt has the exchanges.
-    return shape.decode_step(min(tokens, shape.session_rows)) if shape.session_rows else shape
+    is_step = shape.session_rows and shape.size == 1
+    return shape.decode_step(min(tokens, shape.session_rows)) if is_step else shape
 
 
 def _relative(found: Array, exact: Array) -> float:

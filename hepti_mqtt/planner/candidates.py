@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from math import inf, log2
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
@@ -64,6 +65,17 @@ class Decision:
         """Return the search's own simulation of the chosen plan, or of one of its replicas; None if it has none."""
         devices = set(run.devices)
         return next((p for p in self.chosen.price.simulated if p.simulation.devices.keys() == devices), None)
+
+
+class Recalled(NamedTuple):
+    """A plan that has served, and the bytes that it needs by device; it was priced then.
+
+    boots: of the starts of devices that have kept its weights, as far as they are known.
+    """
+
+    plan: Plan
+    needs: Mapping[str, int]
+    boots: Mapping[str, int] = MappingProxyType({})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, Final, Literal
 from zlib import crc32
 
@@ -21,7 +20,7 @@ from hepti_mqtt.cost.moves import bytes_to_load
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.candidates import Candidate, Decision
-from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
+from hepti_mqtt.planner.estimates import Floats, Remaining, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.spec import Spec
 
@@ -45,8 +44,8 @@ Kind = Literal["go", "try", "must"]
 class Option:
     """A plan that may serve, with its cost [draws] in the unit of the objective, and the seconds [draws] of a request.
 
-    before: its cost before the changes of now, nan without any; remaining_s: how much longer the youngest of those will
-    last that its devices or the active plan's have. method_sd: how little is known of its method. load_bytes, load_s:
+    before: its cost before the changes of now, nan without any; remaining: of the youngest of those that its devices or
+    the active plan's have. method_sd: how little is known of its method. load_bytes, load_s:
     of what its devices lack. beside: whether it fits beside the active plan; else requests wait while it loads.
     """
 
@@ -55,7 +54,7 @@ class Option:
     seconds: Floats
     method_sd: float = 0.0
     before: float = float("nan")
-    remaining_s: float = inf
+    remaining: Remaining | None = None
     load_bytes: int = 0
     load_s: float = 0.0
     beside: bool = True
@@ -80,7 +79,7 @@ class Situation:
     options: Sequence[Option]
     period_s: float
     busy: float = 1.0
-    load_factor: float = 2.0
+    load_factor: float = 1.1
     search_s: float = 0.5
     may_try: bool = True
     tried: AbstractSet[StrategyKey] = frozenset()
@@ -194,8 +193,16 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
 def _requests(situation: Situation, option: Option) -> tuple[float, float]:
     """Return the requests that gain from a move until the youngest change is expected to end, and those after it."""
     ready_s = option.load_s + situation.search_s + ACTIVATE_S
-    ends_s = min(option.remaining_s, MOST_S)
-    return max(ends_s - ready_s, 0.0) / situation.period_s, max(MOST_S - max(ends_s, ready_s), 0.0) / situation.period_s
+    lasts_s = _lasts_s(option.remaining, ready_s)
+    return lasts_s / situation.period_s, (max(MOST_S - ready_s, 0.0) - lasts_s) / situation.period_s
+
+
+def _lasts_s(remaining: Remaining | None, ready_s: float) -> float:
+    """Return for how many of the seconds that are foreseen things are expected to be as now, from when a plan is ready.
+
+    The mean, not the median: what moves no bytes is worth it for the few changes that last.
+    """
+    return max(MOST_S - ready_s, 0.0) if remaining is None else remaining.expected_s(ready_s, MOST_S)
 
 
 def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
@@ -208,10 +215,10 @@ def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
 
 def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float) -> float:
     """Return the seconds of requests that a move costs: activation, load, and being wrong when a change ends."""
-    cost_s = situation.busy * (MOVE_S + option.load_s * (situation.load_factor - 1))
+    cost_s = situation.busy * (MOVE_S + option.load_s * max(situation.load_factor - 1, 0.0))
     if not option.beside:
         cost_s += _waiting_s(option.load_s, situation.period_s)
-    if option.remaining_s < inf:
+    if option.remaining is not None:
         wrong = NOTICED * max(option.before - active.before, 0.0) * unit_s
         cost_s += wrong + situation.busy * MOVE_S
     return cost_s
@@ -235,13 +242,88 @@ def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: 
     return won_s - lost_s - TWICE * (cost_s + back_s) - TRIAL_SHARE * requests * typical_s
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Inside a run: whether it goes on under another plan from a block on.
+
+
+LEAST_REST_S: Final = 1.0  # a run that ends sooner ends under its plan
+LEAD: Final = 2  # blocks: devices are within one of each other, and the next one has begun when they hear of it
+HEARD_S: Final = 0.1  # for a message to all devices, Programs of the rest, and frames of the border beside its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """Where a run might go on under another plan.
+
+    blocks: of its graph; here: in which it is by now at the most; block: from which on. moved_s: of what devices send.
+    """
+
+    blocks: int
+    here: int
+    block: int
+    moved_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GoingOn:
+    """What the rule says of going on under another plan, in numbers.
+
+    rest_s: expected without it; gain_s: how much less with it, and the probability that it is less. goes: whether it is
+    done. why: not, beside the numbers.
+    """
+
+    border: Border
+    rest_s: float
+    gain_s: float
+    probability: float
+    goes: bool
+    why: str = ""
+
+    def __str__(self) -> str:
+        b = self.border
+        place = f"from block {b.block} of {b.blocks}, in block {b.here} now"
+        less = f"{self.gain_s:.1f} s less of {self.rest_s:.1f} s (probability {self.probability:.2f})"
+        return f"{place}: {less}" + (f"; {self.why}" if self.why else "")
+
+
+def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
+    """Return whether a run under `active` goes on under `other`; both prices are those of the run's shape."""
+    each_s = active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds))) / border.blocks
+    left, until = border.blocks - border.here, border.block - border.here
+    stay_s = left * each_s
+    go_s = until * each_s + (left - until) * other.seconds / border.blocks + border.moved_s + HEARD_S
+    rest_s, probability = float(stay_s.mean()), float((go_s < stay_s).mean())
+    goes = left > until and rest_s > LEAST_REST_S and probability >= SURE
+    return GoingOn(border, rest_s, rest_s - float(go_s.mean()), probability, goes)
+
+
 def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, busy: float, load_factor: float) -> bool:
     """Return whether a second device should load the weights of the only one that serves, ahead of its loss.
 
     loss_probability: of that one, as long as the weights are held. load_s: of the second one.
     """
     waiting_s = _waiting_s(load_s, period_s)
-    return loss_probability * waiting_s > TWICE * busy * load_s * (load_factor - 1)
+    return loss_probability * waiting_s > TWICE * busy * load_s * max(load_factor - 1, 0.0)
+
+
+def pays_to_search(
+    gain: float,
+    run_s: float,
+    remaining: Remaining | None,
+    *,
+    period_s: float,
+    busy: float,
+    search_s: float,
+    search_factor: float,
+) -> bool:
+    """Return whether a search, and the move that follows, may win more than both cost.
+
+    gain: the part of a request's time `run_s` that it may win: a move needs `LEAST_GAIN`, and so much prices are off.
+    remaining: of the youngest change. search_factor: how many times as long a request takes beside a search.
+    """
+    requests = _lasts_s(remaining, search_s + ACTIVATE_S) / period_s
+    cost_s = busy * (search_s * max(search_factor - 1, 0.0) + MOVE_S)
+    return gain >= TWICE * LEAST_GAIN and requests * gain * run_s > TWICE * cost_s
 
 
 # ----------------------------------------------------------------------------------------------------------------------

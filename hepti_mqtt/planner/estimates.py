@@ -41,7 +41,7 @@ RESET_SD: Final = 0.12  # at least so little is known right after a change
 RESTORED_SD: Final = 0.02
 SAME: Final = 0.25  # a change that comes back so close to what was known has ended
 KNOWN_SD: Final = 0.15  # a quantity of which less is known has not changed: it is only being learned
-NORMAL_S: Final = 300.0  # what has lasted for so long is how things are
+NORMAL_S: Final = 300.0  # what has lasted for so long, or for longer than what was before it, is how things are
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,17 @@ class Stream:
 
 
 class Change(NamedTuple):
-    """A change that has not ended: since when, what was known before, its age when it was found."""
+    """A change that has not ended: since when, what was known before and since when, its age when it was found."""
 
     began_s: float
     mean: float
     variance: float
     found_age_s: float
+    since_s: float
+
+    def is_normal(self, now: float) -> bool:
+        """Return whether it is how things are: what is as it was before would be the change then."""
+        return now - self.began_s >= min(NORMAL_S, self.began_s - self.since_s)
 
 
 class EndedChange(NamedTuple):
@@ -118,6 +123,25 @@ class EndedChange(NamedTuple):
     size: float
     found_age_s: float
     age_s: float
+
+
+class Remaining(NamedTuple):
+    """How much longer a change of some age lasts: t seconds more with probability (age / (age + t)) ** exponent."""
+
+    age_s: float
+    exponent: float
+
+    @property
+    def median_s(self) -> float:
+        """Return the seconds that it lasts more in half of all cases."""
+        return self.age_s * float(2 ** (1 / self.exponent) - 1)
+
+    def expected_s(self, start_s: float, stop_s: float) -> float:
+        """Return how many of the seconds between two times from now it is expected to last."""
+        if start_s >= stop_s:
+            return 0.0
+        (a, b), one_less = (1 + start_s / self.age_s, 1 + stop_s / self.age_s), 1 - self.exponent
+        return self.age_s * (log(b / a) if abs(one_less) < 1e-6 else (b**one_less - a**one_less) / one_less)
 
 
 class ChangeAges:
@@ -133,13 +157,13 @@ class ChangeAges:
         """Take a change that has ended."""
         self._ended.append(ended)
 
-    def remaining_s(self, change: Change, mean: float, now: float) -> float:
-        """Return the median of how much longer a change will last, by its size and its age."""
+    def remaining(self, change: Change, mean: float, now: float) -> Remaining:
+        """Return how much longer a change will last, by its size and its age."""
         size, age_s = abs(mean - change.mean), max(now - change.began_s, 1.0)
         like = [e for e in self._ended if 0.6 * size < e.size < 1.6 * size]
         total = self.PRIOR_COUNT / self.PRIOR_EXPONENT + sum(log(e.age_s / e.found_age_s) for e in like)
         total += max(log(age_s / change.found_age_s), 0.0)  # this one counts as not yet ended
-        return age_s * float(2 ** (total / (self.PRIOR_COUNT + len(like))) - 1)
+        return Remaining(age_s, (self.PRIOR_COUNT + len(like)) / total)
 
 
 class _Excursion(NamedTuple):
@@ -161,7 +185,7 @@ class Quantity:
     """
 
     def __init__(self, prior: Prior, now: float, ages: ChangeAges | None = None) -> None:
-        self._prior, self._ages, self.at_s = prior, ages or ChangeAges(), now
+        self._prior, self._ages, self.at_s, self._since_s = prior, ages or ChangeAges(), now, now
         self.mean, self.variance = prior.mean, prior.sd**2
         self.streams = {
             name: Stream(noise.sd**2, noise.correlation * noise.sd**2) for name, noise in prior.streams.items()
@@ -220,17 +244,18 @@ class Quantity:
         undone = next((c for c in self.changes if c.began_s >= since_s), None)
         if undone is None:
             return False
-        self.mean, self.variance = undone.mean, undone.variance
+        self.mean, self.variance, self._since_s = undone.mean, undone.variance, undone.since_s
         del self.changes[self.changes.index(undone) :]
         return True
 
     def changes_since(self, now: float) -> list[Change]:
         """Return the changes that are not yet how things are."""
-        return [change for change in self.changes if now - change.began_s < NORMAL_S]
+        normal = [i for i, change in enumerate(self.changes) if change.is_normal(now)]
+        return self.changes[normal[-1] + 1 :] if normal else list(self.changes)
 
-    def remaining_s(self, now: float) -> float:
-        """Return how much longer the last change will last, by the median; infinity without one."""
-        return self._ages.remaining_s(self.changes[-1], self.mean, now) if self.changes else inf
+    def remaining(self, now: float) -> Remaining | None:
+        """Return how much longer the last change will last, None without one."""
+        return self._ages.remaining(self.changes[-1], self.mean, now) if self.changes else None
 
     def last_value(self, *streams: str) -> float | None:
         """Return the last observation of some streams, None if there was none."""
@@ -284,11 +309,12 @@ class Quantity:
         if ended is None:
             if variance > KNOWN_SD**2:
                 return None
-            self.changes.append(Change(began_s, mean, variance, max(now - began_s, 1.0)))
+            self.changes.append(Change(began_s, mean, variance, max(now - began_s, 1.0), self._since_s))
+            self._since_s = began_s
             return "changed"
         age_s = max(now - ended.began_s, ended.found_age_s)
         self._ages.record(EndedChange(abs(mean - ended.mean), ended.found_age_s, age_s))
-        self.mean, self.variance = ended.mean, max(ended.variance, RESTORED_SD**2)
+        self.mean, self.variance, self._since_s = ended.mean, max(ended.variance, RESTORED_SD**2), ended.since_s
         del self.changes[self.changes.index(ended) :]
         return "ended"
 
@@ -403,9 +429,9 @@ class Draws:
 
 
 class YoungestChange(NamedTuple):
-    """What remains of the youngest change, by the median, and the means before the changes of now as draws [1]."""
+    """What remains of the youngest change, and the means before the changes of now as draws [1]."""
 
-    remaining_s: float
+    remaining: Remaining
     before: Draws
 
 
@@ -624,7 +650,9 @@ class SiteEstimates:
             return None
         youngest = max(changed.values(), key=lambda x: x.changes[-1].began_s)
         before = {found: np.array([x.changes_since(now)[0].mean - x.mean]) for found, x in changed.items()}
-        return YoungestChange(youngest.remaining_s(now), _by_quantity(before))
+        remaining = youngest.remaining(now)
+        assert remaining is not None
+        return YoungestChange(remaining, _by_quantity(before))
 
     def _among(self, names: Collection[str]) -> list[tuple[What, Key]]:
         return [found for found in self._quantities if set(found[1]) <= set(names)]
@@ -692,11 +720,11 @@ class SiteEstimates:
             seen = ", ".join(f"{s.count} of {stream}" for stream, s in quantity.streams.items() if s.count)
             factor, unit = _UNITS[what]
             yield f"{whose} {factor * exp(mean):.3g}{unit} ± {sqrt(variance):.0%} ({seen})"
-            if open_changes := quantity.changes_since(now):
+            if (open_changes := quantity.changes_since(now)) and (remaining := quantity.remaining(now)):
                 last = open_changes[-1]
                 yield (
                     f"{whose} was {factor * exp(last.mean):.3g}{unit} until {now - last.began_s:.0f} s ago; the change "
-                    f"lasts about {quantity.remaining_s(now):.0f} s more"
+                    f"lasts about {remaining.median_s:.0f} s more"
                 )
 
 
@@ -741,6 +769,7 @@ METHOD_DRIFT: Final = 0.002
 SINGLE_SD: Final = 0.06  # of one device, which exchanges nothing
 FIRST_SD: Final = 0.2  # of the first method of several devices
 METHOD_SD: Final = 0.10  # by which methods differ beyond what they share
+NUMBER_SD: Final = 0.05  # the same for one method on another number of devices
 SURPRISED: Final = 0.15  # weight of a run while something else may have changed
 
 
@@ -763,8 +792,9 @@ class Corrections:
     def factor(self, plan: Plan) -> float:
         """Return what to multiply a plan's predicted time by.
 
-        A way of several devices that was never used is taken to be as far off as those that were: what they share,
-        links and stalls, is what the simulator misses. One device alone has no exchanges: 1. Replicas that were never
+        A way of several devices that was never used is taken to be as far off as the same method on another number of
+        them, or as those that were used: what they share, links and stalls, is what the simulator misses. One
+        device alone has no exchanges: 1. Replicas that were never
         used are as far off as their plans are by themselves.
         """
         known = self.factors.get(strategy_key(plan))
@@ -772,8 +802,8 @@ class Corrections:
             return known
         if plan.replicas:
             return exp(fmean(log(self.factor(replica)) for replica in plan.replicas))
-        others = [log(factor) for key, factor in self.factors.items() if _exchanges(key)]
-        return exp(fmean(others)) if others and len(plan.devices) > 1 else 1.0
+        near, _ = self._near(strategy_key(plan))
+        return exp(fmean(log(self.factors[key]) for key in near)) if near and len(plan.devices) > 1 else 1.0
 
     def sd(self, plan: Plan) -> float:
         """Return how far the logarithm of that factor may be off."""
@@ -784,8 +814,14 @@ class Corrections:
             return max(self.sd(replica) for replica in plan.replicas)
         if len(plan.devices) == 1:
             return SINGLE_SD
-        others = [sd**2 for key, sd in self.sds.items() if _exchanges(key)]
-        return sqrt(METHOD_SD**2 + fmean(others)) if others else FIRST_SD
+        near, apart = self._near(strategy_key(plan))
+        return sqrt(apart**2 + fmean(self.sds[key] ** 2 for key in near)) if near else FIRST_SD
+
+    def _near(self, key: StrategyKey) -> tuple[list[StrategyKey], float]:
+        """Return the ways of several devices that say most of one that was never used, and how far it is from them."""
+        used = [other for other in self.factors if _exchanges(other)]
+        same = [other for other in used if (other[0], other[3:]) == (key[0], key[3:])]
+        return (same, NUMBER_SD) if same else (used, METHOD_SD)
 
 
 class MethodEstimates:

@@ -10,16 +10,18 @@ from math import inf
 from typing import Final
 
 from hepti_mqtt.cost.moves import bytes_to_load
-from hepti_mqtt.errors import ConfigError, PacketLimitError
+from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.planner.candidates import (
+    EXACT,
     THOROUGH,
     Candidate,
     Decision,
     LowerBound,
+    Recalled,
     as_chain,
     candidate_routes,
     candidate_wires,
@@ -34,6 +36,7 @@ from hepti_mqtt.planner.candidates import (
 )
 from hepti_mqtt.planner.price import (
     Budget,
+    Price,
     Question,
     fits_packet_limit,
     packet_limit,
@@ -134,7 +137,7 @@ class Search:
     def _stand(self, queue: Sequence[_Step], floor: LowerBound) -> Iterator[Candidate]:
         question, active = self.question, self.question.active
         alone = sorted(step for step in queue if isinstance(step[2], Candidate))
-        for plan in self._usable_plans():
+        for plan in self.usable_plans():
             for c in self._priced(plan, plan_shares(plan)):
                 yield c
                 if active is not None and (plan.devices, plan.method) == (active.devices, active.method):
@@ -147,7 +150,7 @@ class Search:
                 if not self.found or (floor.bound_unpriced(draft.plan) < best and self._has_weights(draft.plan)):
                     yield from self._priced(draft.plan, draft.shares)
 
-    def _usable_plans(self) -> Iterator[Plan]:
+    def usable_plans(self) -> Iterator[Plan]:
         """Yield the active plan and those whose weights are there, as far as the question allows them."""
         question, seen = self.question, set[tuple[object, ...]]()
         for plan in (question.active, *question.residents):
@@ -409,6 +412,25 @@ def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
     """
     budget = question.budget if question.budget.seconds < inf else Budget(0.0)
     return decide(replace(question, active=last or question.active, accuracy=None, budget=budget))
+
+
+def decide_recalled(question: Question, recalled: Recalled) -> Decision:
+    """Return a plan that has served at the price that it had then: nothing is simulated.
+
+    Raises PlanError if the question does not allow it; anything where it is of another model, or no plan at all.
+    """
+    told = replace(recalled.plan, reason="it has served before")
+    plan = next(Search(replace(question, active=None, residents=(told,))).usable_plans(), None)
+    measured = question.accuracy is None or told.wire == EXACT or wire_error_key(told, told.wire) in question.errors
+    parts = (*told.shares.values(), *told.ranges.values())
+    if plan is None or not measured or any(len(part) != len(plan.devices) for part in parts):
+        raise PlanError(f"the plan that served before, {told.method}, is not allowed any more")
+    room = {device: question.cluster.devices[device].memory_bytes for device in plan.devices}
+    price = Price(
+        plan.predicted_s, plan.predicted_bytes, recalled.needs, {}, {}, memory_bytes=room, objective=question.objective
+    )
+    chosen = Candidate(plan, price, plan_shares(plan))
+    return Decision(chosen, (chosen,), plan.reason, question.cluster, programs_digest(question.spec, plan))
 
 
 def simulate_plan(question: Question, plan: Plan) -> Candidate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -309,7 +309,8 @@ def _body_view(frame: Frame) -> memoryview:
 #
 # The body of a work frame: int32 [want, B, n_mask, cache, session, final, lengths (B), mask rows (n_mask)], zeros to a
 # multiple of 64, then the inputs. The header's numbers say what the inputs are: index of their dtype, then their
-# dimensions.
+# dimensions. Of a run that goes on with another one, layer is the block from which on, node and part the lower and the
+# upper 32 bits of the other's run id; else they are 0.
 
 
 class DecoderSession(NamedTuple):
@@ -317,6 +318,13 @@ class DecoderSession(NamedTuple):
 
     number: int = 0
     final: bool = False
+
+
+class Continued(NamedTuple):
+    """The run that a run goes on with under another plan, and the block of the graph from which on."""
+
+    run_id: int
+    block: int
 
 
 _NO_SESSION: Final = DecoderSession()
@@ -337,8 +345,9 @@ def encode_work(
     inputs: NDArray[Any],
     session: DecoderSession = _NO_SESSION,
     key: FrameKey = UNKEYED,
+    continued: Continued | None = None,
 ) -> bytes:
-    """Return the frame that hands a request to the devices.
+    """Return the frame that hands a request to the devices; continued: with the rest of a run.
 
     inputs: token ids int32 [m], packed, those of a decoder [1 + m] behind the rows that its cache has already, or
     pixels uint8 [B, channels, size, size]. Raises `WireError` if they do not fit `shape` or break a limit.
@@ -355,7 +364,15 @@ def encode_work(
     head[: len(fields)] = fields
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
-    return encode(Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body), key)
+    work = Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body)
+    if continued is not None:
+        work = continue_frame(replace(work, run_id=continued.run_id), run_id, continued.block)
+    return encode(work, key)
+
+
+def continue_frame(work: Frame, run_id: int, block: int) -> Frame:
+    """Return the work frame of a run that goes on with that of `work` from a block on."""
+    return replace(work, run_id=run_id, layer=block, node=work.run_id & U32, part=work.run_id >> 32, header=b"")
 
 
 def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
@@ -396,6 +413,11 @@ def decode_session(frame: Frame) -> DecoderSession:
     return DecoderSession(number, bool(final))
 
 
+def decode_continued(frame: Frame) -> Continued | None:
+    """Return with what run a work frame goes on, None if the run begins with its request."""
+    return Continued(frame.part << 32 | frame.node, frame.layer) if frame.layer else None
+
+
 def _check_session(shape: PlainShape, session: DecoderSession) -> None:
     if not 0 <= session.number <= MAX_SESSION or (not shape.session_rows and session != _NO_SESSION):
         raise WireError(f"a run with a cache of {shape.session_rows} rows cannot belong to session {session}")
@@ -423,7 +445,9 @@ def check_shape(shape: PlainShape) -> None:
 def _check_request(shape: PlainShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
     check_shape(shape)
     sequences, tokens = len(shape.sizes), shape.size
-    ids = dtype == "i32" and dims == (tokens + bool(shape.session_rows),)
+    # What a run of a session brings beside its ids, the model's own layout says.
+    row = dtype == "i32" and len(dims) == 1
+    ids = row and (dims[0] > tokens if shape.session_rows else dims[0] == tokens)
     pixels = dtype == "u8" and len(dims) == 4 and dims[0] == sequences
     if not ids and not pixels:
         raise WireError(f"inputs {dtype}{list(dims)} fit neither {tokens} token ids nor {sequences} images")

@@ -235,6 +235,21 @@ class LeaseTasks:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """Planner to agent: end a run before a block, and send what is here of it to those that go on under `plan`.
+
+    To a device that has no part in that plan. heir: the run that goes on there.
+    """
+
+    model: str
+    plan_version: PlanVersion
+    run_id: int
+    block: int
+    heir: int
+    plan: Plain
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseAll:
     """Planner to agent: release every plan and cancel its runs."""
 
@@ -311,8 +326,18 @@ class TaskDone:
     task: int
 
 
-Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks
-Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """Agent to planner: a run that takes long is in this block of the model's graph."""
+
+    model: str
+    plan_version: PlanVersion
+    run_id: int
+    block: int
+
+
+Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks | HandOver
+Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone | RunProgress
 Message = Command | Report
 
 # Codes stand on the wire: only append. 1..99 go down to an agent, 100.. up to the planner.
@@ -323,12 +348,14 @@ CODES: Final[Mapping[int, type[Any]]] = {
     4: Cancel,
     5: ReleaseAll,
     6: LeaseTasks,
+    7: HandOver,
     100: Ready,
     101: PrepareProgress,
     102: PrepareFailed,
     103: RequestTiles,
     104: RunFailed,
     105: TaskDone,
+    106: RunProgress,
 }
 _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 

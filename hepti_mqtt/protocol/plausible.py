@@ -207,6 +207,8 @@ FIELDS: Final[Mapping[str, Check]] = {
     "text": text,
     "hashes": bounded("hashes", MAX_HASHES, Octets(HASH_BYTES), least=1),
     "task": COUNT,
+    "block": Number("", 0, MAX_LAYER),
+    "heir": COUNT,
     "tasks": bounded("tasks", MAX_TASKS, COUNT),
     # Status and capabilities.
     "state": one_of("online", "offline", "starting"),

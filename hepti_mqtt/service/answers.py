@@ -13,12 +13,18 @@ import numpy.typing as npt
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, WireError
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput
+from hepti_mqtt.service.speech import transcript
 
 
 def decode_output(
-    checkpoint: Checkpoint, prepared: ModelInput, output: npt.NDArray[Any], plan: Plan | None = None
+    checkpoint: Checkpoint,
+    prepared: ModelInput,
+    output: npt.NDArray[Any],
+    plan: Plan | None = None,
+    generation: Generation | None = None,
 ) -> dict[str, Any]:
     """Return the JSON answer for a model's output of the spec's `output_shape`.
 
@@ -28,9 +34,11 @@ def decode_output(
     "base64"}} for a feature map whose pixels are rows; for a question, what that has. A request with a list (texts,
     pairs, images, ids of ids) gets {"results": [one of these for each]}, except hidden states, which are packed [m, h].
     Raises WireError for an output of another shape, ModelError for one that is not finite. plan: by which it was
-    computed.
+    computed. generation: of its tokens.
     """
     spec, shape = checkpoint.spec, prepared.shape
+    if generation is not None and prepared.rules.scored:
+        return transcript(checkpoint, prepared, generation)
     if prepared.new_tokens:
         return {"ids": output.tolist(), "text": _decoded_text(checkpoint, output.tolist())}
     if output.shape != spec.output_shape(shape):
@@ -152,5 +160,6 @@ def _decoded_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
     """Return the text of generated tokens; empty without a tokenizer."""
     if not checkpoint.has_tokenizer:
         return ""
-    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=False)
+    steering = checkpoint.spec.head.task == "transcription"  # tokens of which a user need not know
+    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=steering)
     return text

@@ -40,9 +40,10 @@ class PlannerStatus:
 
 @dataclass(frozen=True, slots=True)
 class RetainedPlan:
-    """A model's retained record: our own, or one that an earlier planner left behind."""
+    """A model's retained record, not yet read: our own, or one that an earlier planner left behind."""
 
     model: str
+    payload: bytes
 
 
 DecodedMessage = (
@@ -78,7 +79,7 @@ class MessageDecoder:
             "request": lambda topic, payload: RawRequest(topic.model, topic.client, payload),
             "text": lambda topic, payload: RawRequest(topic.model, topic.client, payload, bare=True),
             "planner_status": lambda _, payload: PlannerStatus(messages.decode_status(payload)),
-            "plan": lambda topic, _: RetainedPlan(topic.model),
+            "plan": lambda topic, payload: RetainedPlan(topic.model, payload),
         }
 
     def filters(self) -> list[tuple[str, int]]:

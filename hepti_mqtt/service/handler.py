@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import RequestPins
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
@@ -155,8 +157,10 @@ class RequestHandler:
         batches = split_into_batches(prepared, largest_shape(served.checkpoint.spec).size)
         generation = None
         if prepared.new_tokens:
-            prompt = tuple(prepared.inputs[1:].tolist())
-            generation = Generation(prompt, prepared.new_tokens, prepared.shape, served.checkpoint.end_tokens)
+            prompt, carried = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
+            generation = Generation(
+                tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules, carried
+            )
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
         context = _ReplyContext(topic, prepared, now, streams=not bare)
         self._quota.take(prepared.inputs.nbytes, context)
@@ -229,7 +233,9 @@ class RequestHandler:
         model = self._models[request.key.model]
         try:
             result = (
-                answers.decode_output(model.checkpoint, context.model_input, request.output(), command.plan)
+                answers.decode_output(
+                    model.checkpoint, context.model_input, request.output(), command.plan, request.generation
+                )
                 if request.wants_result
                 else None
             )

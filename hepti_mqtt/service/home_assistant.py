@@ -37,6 +37,7 @@ SETTLE_S: Final = 2.0  # in which retained messages come after a connection
 LONGEST_STATE: Final = 255  # characters of a state; a longer one becomes unknown there
 MINUTE_S: Final = 60.0
 SHORT: Final = 2048  # bytes of an answer that may be an error
+_SPOKEN: Final = "transcription"  # what people say is no state for a broker to keep
 _LABELLED: Final = frozenset({"classification", "image_classification"})
 _ORIGIN: Final = {"name": "Hepti", "sw_version": __version__}
 
@@ -271,7 +272,8 @@ class HomeAssistantSession:
         if not body["ok"]:
             self._error = f"{model}: {body['error']['message']}"
             return self._publish_site()
-        found.latency_ms, found.answer = latency_ms, _answer(body.get("result"))
+        found.latency_ms = latency_ms
+        found.answer = {} if self._tasks[model] == _SPOKEN else _answer(body.get("result"))
         return self._publish_model(model, now)
 
     def tick(self, now: float) -> list[Publish]:

@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.shapes import ImageInput
+from hepti_mqtt.service.boxed_pictures import UnreadablePicture, is_boxed, unboxed
 from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS
 from hepti_mqtt.service.texts import describe
 
@@ -30,6 +31,8 @@ _SLOW: Final = {
     "bmp_rle": "BMP with run lengths",
 }
 _WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory for decoding a pixel
+_BOXED_WEIGHT: Final = 2  # of AVIF and HEIC
+_LISTED: Final = f"{', '.join(_FORMATS)}, AVIF"
 _LONG: Final = 4  # times the shorter side
 _SPACES: Final = b" \t\r\n"
 _URL: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
@@ -45,18 +48,33 @@ def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: int) -
     items: with the names for errors. resample: the number of Pillow's filter. Raises RequestError for an invalid
     picture, or too many pixels in total.
     """
-    files = [_file(name, value) for name, value in items]
+    files = {name: _file(name, value) for name, value in items}
+    boxed = [name for name, file in files.items() if is_boxed(file)]
     total = 0
-    for (name, _), file in zip(items, files, strict=True):
-        with _opened(name, file) as picture:
-            total += picture.width * picture.height * _WEIGHT.get(picture.format, 1)
+    for name, file in files.items():
+        if name not in boxed:
+            with _opened(name, file) as picture:
+                total += picture.width * picture.height * _WEIGHT.get(picture.format, 1)
             if total > MAX_PIXELS:
-                raise RequestError(
-                    f"{name}, of {picture.width} x {picture.height} pixels, is too large, or too many pictures are "
-                    f"before it: send at most {MAX_PIXELS} pixels in one request, half of that as WebP (the model "
-                    f"reads {reads.size} x {reads.size} of each)"
-                )
-    return np.stack([_pixels(name, file, reads, resample) for (name, _), file in zip(items, files, strict=True)])
+                raise _too_large(name, f"of {picture.width} x {picture.height} pixels", reads)
+    if boxed:
+        try:
+            plain = unboxed([files[name] for name in boxed], (MAX_PIXELS - total) // _BOXED_WEIGHT)
+        except UnreadablePicture as error:
+            if error.too_large:
+                raise _too_large(boxed[error.index], str(error), reads) from error
+            raise RequestError(
+                f"{boxed[error.index]} is not a picture that can be read ({error}); send {_LISTED}"
+            ) from error
+        files.update(zip(boxed, plain, strict=True))
+    return np.stack([_pixels(name, file, reads, resample) for name, file in files.items()])
+
+
+def _too_large(name: str, size: str, reads: ImageInput) -> RequestError:
+    return RequestError(
+        f"{name}, {size}, is too large, or too many pictures are before it: send at most {MAX_PIXELS} pixels in one "
+        f"request, half of that as WebP, AVIF or HEIC (the model reads {reads.size} x {reads.size} of each)"
+    )
 
 
 def _file(name: str, value: Any) -> bytes:
@@ -91,7 +109,7 @@ def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
         raise
     except Exception as error:  # Pillow's decoders raise anything on hostile bytes
         raise RequestError(
-            f"{name} is not a picture that can be read ({type(error).__name__}); send {', '.join(_FORMATS)}"
+            f"{name} is not a picture that can be read ({type(error).__name__}); send {_LISTED}"
         ) from error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import sys
 import threading
@@ -13,16 +12,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from secrets import token_bytes
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal
-
-import msgpack
+from typing import TYPE_CHECKING, Final, Literal
 
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
-from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, OverloadedError, RefusedError, RemoteError
+from hepti_mqtt.errors import (
+    CertificateDateError,
+    ConfigError,
+    HeptiError,
+    NetworkError,
+    OverloadedError,
+    RefusedError,
+    RemoteError,
+)
 from hepti_mqtt.ids import Start, check_name
 from hepti_mqtt.protocol.keys import KEY_BYTES
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
@@ -43,11 +46,11 @@ from hepti_mqtt.service.decoder import (
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.home_assistant import HomeAssistant
+from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, run_into
 from hepti_mqtt.service.tiles import TileServer
-from hepti_mqtt.spec import Spec
 from hepti_mqtt.transport import (
     BrokerUrl,
     Connected,
@@ -65,73 +68,6 @@ from hepti_mqtt.transport import (
 if TYPE_CHECKING:
     from hepti_mqtt.service.metrics import PlannerMetrics
 
-
-def encode_record(
-    served: tuple[Spec, Path],
-    boot: int,
-    shown: PublishPlan,
-    zero_s: float = 0.0,
-    unused: Mapping[str, str] = MappingProxyType({}),
-    clocks: Mapping[str, float] = MappingProxyType({}),
-    evidence: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> bytes:
-    """Return the msgpack map of a model's plans.
-
-    served: the model, and its directory. boot: of the planner that publishes it. active, preparing: the planner's own
-    plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned, pinned_preparing:
-    those on their way there. candidates: the best of each strategy and variant, best first; feasible: None for those
-    that are too slow, so that nobody worked out whether they fit; expected_ms is predicted_ms times what earlier runs
-    have taught. reason: why the first one was chosen. error: {code, message, detail} where none was found. progress:
-    [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
-    oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
-    why devices that are online are used for no plan, by name. clocks: by how many seconds a device's clock is ahead of
-    the planner's, where it is by more than a minute. considered: what the rule said last of other plans, the best
-    first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. `protocol/messages.py`
-    names all keys, for who reads it.
-    """
-    (spec, directory), decision, error = served, shown.decision, shown.error
-    ranking = decision.ranking if decision is not None else ()
-    behind = decision.pruned if decision is not None else ()
-    record: dict[str, Any] = {
-        "boot": boot,
-        "active": None if shown.active is None else shown.active.to_dict(),
-        "preparing": None if shown.preparing is None else shown.preparing.to_dict(),
-        "pinned": [plan.to_dict() for plan in shown.pinned],
-        "pinned_preparing": [plan.to_dict() for plan in shown.pinned_preparing],
-        "spec": spec.to_dict(),
-        "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a name may be any bytes
-        "in_flight": shown.in_flight,
-        "unused": dict(unused),
-        "clocks": dict(clocks),
-        "candidates": [
-            {
-                "name": c.name,
-                "devices": list(c.plan.devices),
-                "route": c.plan.route,
-                "wire": c.plan.wire,
-                "wire_error": c.plan.wire_error,
-                "predicted_ms": c.price.seconds * 1e3,
-                "expected_ms": c.price.expected_s * 1e3,
-                "bytes": c.price.nbytes,
-                "feasible": c.price.feasible if c in ranking else None,
-                "missing": dict(c.price.missing),
-            }
-            for c in (*ranking, *behind)
-        ],
-        "progress": {device: list(part) for device, part in shown.progress.items()},
-        "reason": decision.reason if decision is not None else "",
-        "story": [
-            {"time": zero_s + t.now, "plan": t.subject, "from": t.before, "to": t.after, "cause": t.cause}
-            for t in shown.story
-        ],
-        "considered": [assessment.to_dict() for assessment in shown.considered],
-        "evidence": {device: list(sentences) for device, sentences in evidence.items()},
-        "error": None if error is None else {"code": error.code, "message": str(error), "detail": list(error.detail)},
-    }
-    payload: bytes = msgpack.packb(record)
-    return payload
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The threads of a planner.
 #
@@ -144,6 +80,7 @@ def encode_record(
 TICK_S: Final = 0.1
 MAX_ECHOES: Final = 16
 ODD_CLOCK_S: Final = 60.0
+CERTIFICATE_S: Final = 2.0  # between two looks whether a certificate has become valid
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
 MAX_UNREAD: Final = 512  # requests that wait to be parsed
@@ -176,18 +113,33 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
         raise ConfigError(f"--shared {config.shared} is the planner's own site; give each group a --site of its own")
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
-    start_preloading()
+    stop = stop or threading.Event()
     return_large_blocks()
     with contextlib.ExitStack() as stack:
-        claiming: Future[Start] = Future()
+        claiming: Future[Start | None] = Future()
         threading.Thread(
-            target=run_into, args=(claiming, partial(claim_site, config.url, config.site)), name="claim", daemon=True
+            target=run_into, args=(claiming, partial(_claim_in_time, config, stop)), name="claim", daemon=True
         ).start()
         models = open_models(config, stack)
-        start = claiming.result()
+        if (start := claiming.result()) is None:
+            return
         if (loud := open_broker_warning(config.url)) is not None:
             config.log.warning(loud)
-        _Planner(config, start, models).run(stop or threading.Event())
+        _Planner(config, start, models).run(stop)
+
+
+def _claim_in_time(config: PlannerConfig, stop: threading.Event) -> Start | None:
+    """Return the start of a new planner, when the certificate is valid by this machine's clock; None for a stop."""
+    told = False
+    while not stop.is_set():
+        try:
+            return claim_site(config.url, config.site)
+        except CertificateDateError as error:
+            if not told:
+                config.log.warning("%s", error)
+            told = True
+            stop.wait(CERTIFICATE_S)
+    return None
 
 
 def claim_site(url: BrokerUrl, site: str) -> Start:
@@ -226,10 +178,12 @@ class _Planner:
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.clocks: dict[str, float] = {}
+        self.recalled = set[str]()  # models that an earlier planner had a plan for
+        self.unrecalled = set(models)  # whose records still are an earlier planner's, not our own
         self.shown: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # as the records say
         self.session = session.CoordinatorSession(
-            config.site, start.boot, served, config.in_flight, broker, token_bytes(KEY_BYTES), config.checked
+            config.site, start.boot, served, config.in_flight, broker, token_bytes(KEY_BYTES), config.checked, True
         )
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
@@ -301,6 +255,8 @@ class _Planner:
         elif isinstance(arrival, RetainedPlan):
             if arrival.model not in self.models:
                 self.inbox.post(lambda: self._publish(self.topics.plan(arrival.model), b"", retain=True))
+            elif arrival.model in self.unrecalled:
+                self.inbox.post(lambda: self._recall(arrival.model, arrival.payload))
         elif arrival is None:
             return
         elif not self.inbox.accept(arrival.device, arrival, len(payload)):
@@ -497,6 +453,19 @@ class _Planner:
             self.standing = standing
             self.forecasts.set_plans(standing)
 
+    def _recall(self, model: str, payload: bytes) -> None:
+        """Take the records of a model that an earlier planner has retained, until our own comes back behind them."""
+        boot, recalled = read_recalled(payload, model, self.models[model].checkpoint.spec)
+        is_own = boot == self.start.boot
+        if is_own:
+            self.unrecalled.discard(model)
+        if recalled is not None:
+            self.recalled.add(model)
+        elif is_own and model not in self.recalled:  # the next thing is a search
+            start_preloading()
+        if recalled is not None or is_own:
+            self._handle(interface.PlanRecalled(model, recalled))
+
     def _compare_clock(self, device: str, clock_s: float) -> None:
         """Tell people of a device whose clock differs from ours; nothing else depends on clocks."""
         ahead_s = clock_s - time.time()
@@ -520,7 +489,9 @@ class _Planner:
         elif isinstance(command, Answering):
             self._queue_answer(command)
         elif isinstance(command, interface.Solve):
-            (self.hurried if command.hurried else self.searching).submit_or_run("", partial(self._search, command))
+            (self.hurried if command.hurried or command.recalled else self.searching).submit_or_run(
+                "", partial(self._search, command)
+            )
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
             self.tiles.ask(command.model, command.device, command.hashes, rate)
@@ -549,7 +520,8 @@ class _Planner:
         self.shown[shown.model], self.unused = shown, unused
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
-        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence)
+        known = checkpoint.languages
+        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence, known)
         self._publish(self.topics.plan(shown.model), record, retain=True)
         if (shared := self.decoder.shared) is not None:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)

@@ -20,8 +20,10 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import BadNameError, OverloadedError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import preprocessor, single_sequence
+from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.sentences import DOCUMENT_PROMPTS, MODULES, QUERY_PROMPTS
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
+from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
@@ -90,12 +92,14 @@ OVERLAP: Final = 128
 MAX_ANSWER_TOKENS: Final = 15
 
 IMAGE_FORMS: Final = (("image",), ("images",))
+AUDIO_FORMS: Final = (("audio",),)
 PAIR_FORMS: Final = (("text", "text_pair"), ("pairs",))
 RANKING_FORM: Final = ("query", "documents")
 LABEL_FORMS: Final = (("text", "candidate_labels"), ("texts", "candidate_labels"))
 ANSWER_FORM: Final = ("question", "context")
 _FORMS: Final = (
     ("text",), ("texts",), ("ids",), *PAIR_FORMS, RANKING_FORM, *LABEL_FORMS, ANSWER_FORM, *IMAGE_FORMS,
+    *AUDIO_FORMS,
 )  # fmt: skip
 _INPUTS: Final = tuple(dict.fromkeys(key for form in _FORMS for key in form))
 # Options that only some inputs have, and tasks.
@@ -103,10 +107,12 @@ _INPUTS_OF: Final = {
     "token_types": ("ids",), "return_documents": ("documents",), "multi_label": ("candidate_labels",),
     "hypothesis_template": ("candidate_labels",), "no_answer": ("context",), "max_answer_tokens": ("context", "ids"),
     "prompt": ("text", "texts"), "aggregation": ("text", "texts", "ids"),
+    **dict.fromkeys(("language", "task", "window"), ("audio",)),
 }  # fmt: skip
-_TASKS_OF: Final = {
-    "aggregation": "token_classification", "dimensions": "embedding", "max_answer_tokens": "question_answering",
-    "max_new_tokens": "generation", "prompt": "embedding", "raw_scores": "classification",
+_TASKS_OF: Final[Mapping[str, tuple[str, ...]]] = {
+    "aggregation": ("token_classification",), "dimensions": ("embedding",), "prompt": ("embedding",),
+    "max_answer_tokens": ("question_answering",), "max_new_tokens": ("generation", "transcription"),
+    "raw_scores": ("classification",),
 }  # fmt: skip
 _OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", *_INPUTS_OF, *_TASKS_OF})
 # Read by the envelope below.
@@ -122,7 +128,8 @@ class ModelInput:
 
     inputs: token ids int32 [m], for a decoder with a leading zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
     user sent a list and gets a list of results. wants_result: False for want "plan", which needs no devices.
-    new_tokens: number of tokens to generate. empty: indices of empty texts, which are not computed and give zeros.
+    new_tokens: number of tokens to generate, rules: for them. seconds: of a recording. empty: indices of empty texts,
+    which are not computed and give zeros.
     dimensions: of an embedding, 0 for all. raw_scores: logits instead of scores. question: what the output is asked,
     None for one answer of the model's task for each input.
     """
@@ -137,6 +144,8 @@ class ModelInput:
     dimensions: int = 0
     raw_scores: bool = False
     question: Question | None = None
+    rules: TokenRules = LIKELIEST
+    seconds: float = 0.0
 
 
 def read_input(checkpoint: Checkpoint, request: Any) -> ModelInput:
@@ -170,6 +179,8 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> ModelInput:
     want, computes = _want(request)
     top_k = _integer(request, "top_k", DEFAULT_TOP_K, MAX_TOP_K)
     several = _is_several(form, request)
+    if isinstance(reads, SpeechInput):
+        return _speech(checkpoint, reads, request, want, computes)
     if isinstance(reads, ImageInput):
         pixels = _pictures(checkpoint, reads, request, several)
         return ModelInput(reads.batch(len(pixels), want), pixels, several, top_k, computes)
@@ -205,6 +216,8 @@ def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
     reads, head = checkpoint.spec.input_spec, checkpoint.spec.head
     if isinstance(reads, ImageInput):
         return IMAGE_FORMS
+    if isinstance(reads, SpeechInput):
+        return AUDIO_FORMS
     if isinstance(reads, DecoderInput):
         return (("text",), ("ids",))
     texts: tuple[Form, ...] = (("text",), ("texts",))
@@ -235,11 +248,10 @@ def _form(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Form:
     for option, inputs in _INPUTS_OF.items():
         if option in request and not {*inputs} & {*given}:
             raise RequestError(f"{option} goes with {' or '.join(inputs)}; leave it out")
-    for option, task in _TASKS_OF.items():
-        if option in request and checkpoint.spec.head.task != task:
-            raise RequestError(
-                f"{option} is for {task.replace('_', ' ')}, which model {checkpoint.model} does not do; leave it out"
-            )
+    for option, tasks in _TASKS_OF.items():
+        if option in request and checkpoint.spec.head.task not in tasks:
+            words = " and ".join(tasks).replace("_", " ")
+            raise RequestError(f"{option} is for {words}, which model {checkpoint.model} does not do; leave it out")
     return found
 
 
@@ -318,7 +330,7 @@ def _decoded(
             )
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
-    return ModelInput(shape, inputs, is_list=False, top_k=top_k, wants_result=computes, new_tokens=new)
+    return ModelInput(shape, inputs, False, top_k, computes, new, rules=TokenRules(checkpoint.end_tokens))
 
 
 def _is_several(form: Form, request: Mapping[str, Any]) -> bool:
@@ -514,6 +526,23 @@ def _pictures(
     key = "images" if several else "image"
     resample = preprocessor(checkpoint.config, checkpoint.extras).resample
     return decode(_items(key, request[key], several), reads, resample)
+
+
+def _speech(
+    checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any], want: Want, computes: bool
+) -> ModelInput:
+    """Return a recording as frames behind the tokens that its text begins with."""
+    from hepti_mqtt.service.speech import read_speech  # here: most planners read no sound
+
+    if wrong := [key for key in ("truncate", "empty", "top_k") if key in request]:
+        raise RequestError(f"{' and '.join(wrong)}: not for speech; leave it out")
+    heard = read_speech(checkpoint, reads, request)
+    room = reads.positions - len(heard.prompt) - heard.rules.before_text
+    most = _integer(request, "max_new_tokens", reads.positions // 2, room)
+    shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want)
+    inputs = np.concatenate([np.array([0, *heard.prompt], np.int32), heard.frames])
+    new = most + heard.rules.before_text if want == "task" else 0
+    return ModelInput(shape, inputs, False, DEFAULT_TOP_K, computes, new, rules=heard.rules, seconds=heard.seconds)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from hepti_mqtt.models import weight_dtypes
 from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.manifest import Manifest
 from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES, Prepare, encode
-from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.requests import validate_pins
@@ -109,6 +108,7 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
             checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
             if checkpoint.has_tokenizer:
                 _ = checkpoint.tokenizer  # now: at the first request the directory may hold another model's
+            _ = checkpoint.languages
             require_acceptable(checkpoint)
             config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
         except ModelError as error:
@@ -126,7 +126,6 @@ def require_acceptable(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedModelError if every device would refuse a model: its checks are made here first."""
     spec, manifest = checkpoint.spec.to_dict(), checkpoint.manifest
     try:
-        check_spec(spec)
         size = len(encode(Prepare(1, {}, spec, manifest.digest, in_flight=1)))
         if size > MAX_MESSAGE_BYTES // 2:  # a plan of many devices and shapes needs the rest
             raise ValueError(f"its description has {size} bytes, and {MAX_MESSAGE_BYTES // 2} fit into a message")

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from importlib import import_module
 from math import inf, isfinite
@@ -28,7 +29,10 @@ from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WeightDtype, WireDtype
 from hepti_mqtt.planner import (
+    Question,
+    Recalled,
     decide_hurried,
+    decide_recalled,
     decide_within_accuracy,
     price_plans,
     simulate_plan,
@@ -47,10 +51,11 @@ COLLECTED: Final = 20_000  # new objects between garbage collections, a few mega
 
 
 def start_preloading() -> None:
-    """Import what searches need while the planner connects; Numba takes longest."""
+    """Import what searches need before the first of them begins; Numba takes longest."""
     threading.Thread(target=_load, name="planner-loads", daemon=True).start()
 
 
+@cache
 def _load() -> None:
     import_module("hepti_mqtt.kernels")
     # A search makes many objects, and each collection would scan all of Numba: a tenth to a sixth of a search.
@@ -149,9 +154,13 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
             return Solved(command.model, command.ticket, None, error=error)
         except Exception as error:
             return _search_failed(command, error)
-    if command.hurried:
+    if command.recalled is not None:
+        return _recall(command, replace(question, errors={} if accuracy is None else accuracy.wire), command.recalled)
+    _load()
+    if command.hurried and not command.plans:
         with suppress(Exception):  # whatever stands in the way: the whole search says it
-            return Solved(command.model, command.ticket, decide_hurried(question), hurried=True)
+            decision = with_loads(question, decide_hurried(question), None)
+            return Solved(command.model, command.ticket, decision, hurried=True)
     try:
         if command.plans:
             decision = price_plans(question, command.plans)
@@ -166,7 +175,15 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
         return Solved(command.model, command.ticket, None, error=error)
     except Exception as error:
         return _search_failed(command, error)
-    return Solved(command.model, command.ticket, decision, active)
+    return Solved(command.model, command.ticket, decision, active, hurried=command.hurried and bool(command.plans))
+
+
+def _recall(command: Solve, question: Question, recalled: Recalled) -> Solved:
+    """Return the plan that served before, or why it cannot be had; a record of it may say anything."""
+    try:
+        return Solved(command.model, command.ticket, decide_recalled(question, recalled), recalled=True)
+    except Exception as error:
+        return Solved(command.model, command.ticket, None, error=PlanError(repr(error)), recalled=True)
 
 
 def _search_failed(command: Solve, error: Exception) -> Solved:

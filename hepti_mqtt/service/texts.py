@@ -200,13 +200,13 @@ class TextReader:
                 f"{name} has the model's control token {tokenizer.id_to_token(control)!r} in it, which this tokenizer "
                 "cannot read as text; take it out"
             )
+        if not encoding.ids:  # of control characters alone: what the tokenizer adds would have an embedding, too
+            raise RequestError(f"{name} has no tokens for model {checkpoint.model}; send some words")
         return encoding
 
     def _finished(self, name: str, encoding: Encoding) -> Tokens:
         """Return the tokens of a whole sequence, each with its type."""
         ids, checkpoint, vocab = encoding.ids, self._checkpoint, self._reads.vocab
-        if not ids:
-            raise RequestError(f"{name} has no tokens for model {checkpoint.model}; send some words")
         if max(ids) >= vocab:
             raise ModelError(
                 f"{checkpoint.path / 'tokenizer.json'} gives id {max(ids)}, but config.json's vocab_size is "

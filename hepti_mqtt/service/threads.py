@@ -236,8 +236,8 @@ class SearchThrottle:
             self._unused.set()
 
     def throttled(self, command: Solve) -> Solve:
-        """Return a search with pauses; none if requests wait for its plan."""
-        if command.hurried or command.active is None:
+        """Return a search with pauses; none if requests wait for its plan, or if it is brief."""
+        if command.hurried or command.recalled or command.active is None or command.question.budget.seconds < inf:
             return command
         budget = Budget(SEARCH_S, self._computed)
         return replace(command, question=replace(command.question, pause=self._pauses(), budget=budget))

@@ -17,7 +17,8 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from hepti_mqtt.lowering import Graph, IndexSet, roles, span
-from hepti_mqtt.lowering.ops import Attention, Linear, Op
+from hepti_mqtt.lowering.attention import Attention
+from hepti_mqtt.lowering.ops import Linear, Op
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import DTYPE_BYTES
 from hepti_mqtt.shares.maps import crossing_bytes, execution_units
@@ -40,7 +41,7 @@ VARIANTS: Final[tuple[Options, ...]] = (
 )
 # Of these there is no layout in a stage: they are placed with what they feed, so that one kernel does both.
 _INSIDE: Final = {roles.ATTENTION_OUT, roles.MLP_UP, roles.MLP_DOWN, roles.MOMENTS, roles.SLICE}
-_ENDS: Final = {roles.INPUT, roles.STEM, roles.TASK, roles.TASK_MOMENTS}
+_ENDS: Final = {roles.INPUT, roles.STEM, roles.FRAMES, roles.TASK, roles.TASK_MOMENTS}
 
 
 def is_distinct(graph: Graph, options: Options) -> bool:

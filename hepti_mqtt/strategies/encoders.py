@@ -21,10 +21,8 @@ from hepti_mqtt.lowering import (
     region_with,
     ring_order,
     roles,
-    shift,
     split_along,
     split_into_groups,
-    union,
 )
 from hepti_mqtt.lowering.layouts import reduce_scatter, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from hepti_mqtt.lowering.ops import Op
@@ -333,8 +331,8 @@ def decoder_table(division: Division) -> Table:
     heads = division.device_sets(HEADS)
 
     def cache(op: Op) -> list[Piece]:
-        half = op.space[1] // 2  # keys, then values
-        return [Piece(i, region_with(op, {1: union(part, shift(part, half))})) for i, part in enumerate(heads)]
+        parts = [qkv_columns(division.graph, part, "kv") for part in heads]
+        return [Piece(i, region_with(op, {1: part})) for i, part in enumerate(parts)]
 
     return Table(
         {

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from queue import SimpleQueue
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.errors import CertificateDateError, NetworkError, RefusedError
 from hepti_mqtt.transport.codec import is_filter, is_topic
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -31,8 +31,9 @@ _VERSIONS: Final = {4: "3.1.1", 5: "5"}
 class Connected:
     """The connection is up, and every subscription made before is acknowledged again.
 
-    protocol: 4 (MQTT 3.1.1) or 5. largest_packet_bytes: as the broker announces it (MQTT 5 only), else None. local: the
-    broker is on this machine, both ends of the connection having one address. resumed: it knew our session.
+    protocol: 4 (MQTT 3.1.1) or 5. largest_packet_bytes: as the broker announces it (MQTT 5 only), counted as by
+    `publish_bytes`, else None. local: the broker is on this machine, both ends of the connection having one address.
+    resumed: it knew our session.
     """
 
     protocol: int
@@ -177,7 +178,7 @@ def absent(url: BrokerUrl, error: Exception) -> NetworkError:
     """Return the error for a broker to which there is no connection."""
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _DATED:
-            return NetworkError(f"TLS with the broker at {url.place} failed: {_dates(url, error)}")
+            return CertificateDateError(f"TLS with the broker at {url.place} failed: {_dates(url, error)}")
         return NetworkError(
             f"TLS with the broker at {url.place} failed: {error.verify_message or error}; name its authority with "
             "?ca=FILE, and the broker by a name that its certificate has"
@@ -212,7 +213,7 @@ def _dates(url: BrokerUrl, error: ssl.SSLCertVerificationError) -> str:
     except (OSError, ValueError):
         when = f"its certificate is {'not valid yet' if early else 'no longer valid'}"
     do = "set this machine's clock" if early else "renew the certificate, or set this machine's clock"
-    return f"{when}, and {here}; {do}. An agent tries again by itself"
+    return f"{when}, and {here}; {do}. Agents and the planner try again by themselves"
 
 
 def validity(certificate: bytes) -> tuple[datetime, datetime]:

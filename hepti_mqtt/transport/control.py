@@ -420,6 +420,7 @@ class PahoTransport:
         attempt, refusals = self._attempt, list[tuple[Message, str, bool]]()
         self._versions.accepted()
         largest = getattr(properties, "MaximumPacketSize", None)
+        largest = None if largest is None else largest - 1  # the byte that MQTT 5 adds to what we count
         attempt.window = attempt.full_window = min(getattr(properties, "ReceiveMaximum", MAX_INFLIGHT), MAX_INFLIGHT)
         attempt.up_at, attempt.resumed = time.monotonic(), resumed
         attempt.announced = Connected(int(client.protocol), largest, local(client.socket()), resumed)
@@ -664,7 +665,10 @@ class _Client(Client):
         try:
             return super().loop_read(max_packets)
         except Exception as error:  # paho raises struct.error, IndexError, ... on malformed packets
-            _log.info("%s: the connection is made again", self._owner.name, exc_info=True)  # or the mistake is ours
+            _log.info(
+                "%s: the connection is made again, as the broker sent what cannot be read: %s", self._owner.name, error
+            )
+            _log.debug("%s", self._owner.name, exc_info=True)  # or the mistake is ours
             self._owner.given_up(f"the broker sent what paho cannot read: {error!r}")
             return self._loop_rc_handle(_LOST)
         finally:

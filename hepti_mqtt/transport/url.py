@@ -83,7 +83,7 @@ class BrokerUrl:
             ) from None
         if parts.scheme not in DEFAULT_PORTS:
             raise ConfigError(f"the broker's URL must begin with mqtt:// or mqtts://; write it as {FORM}")
-        if not parts.hostname or port == 0:
+        if not parts.hostname or port == 0 or any(letter.isspace() for letter in parts.hostname):
             raise ConfigError(f"the broker's URL names no host, or port 0; write it as {FORM}")
         if parts.path not in ("", "/") or parts.fragment:
             raise ConfigError(f"the broker's URL has a path; write it as {FORM}, and the site with --site")

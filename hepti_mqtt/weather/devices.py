@@ -21,10 +21,14 @@ PREPARE_S: Final = 0.6  # Programs, subscriptions and words of a plan whose weig
 
 
 class LoadCost(NamedTuple):
-    """What loading costs a device: bytes per second of a processor as measured, and how much slower its ops are."""
+    """What loading costs a device within its budget of background work.
 
-    bytes_per_s: float = 35e6
-    slower: float = 2.0
+    idle_bytes_per_s, bytes_per_s: of a processor as measured, without runs and beside them. slower: ops beside it.
+    """
+
+    idle_bytes_per_s: float = 35e6
+    bytes_per_s: float = 12e6
+    slower: float = 1.1
 
 
 MEASURED_LOAD: Final = LoadCost()
@@ -123,7 +127,7 @@ class SimulatedDevice:
         return []
 
     def advance(
-        self, now: float, seconds: float, slowdown: float, link: float, cost: LoadCost
+        self, now: float, seconds: float, slowdown: float, link: float, bytes_per_s: float
     ) -> list[messages.Message]:
         """Go on loading for some seconds, at a link's rate and a processor's; return what there is to say."""
         if not self.loads:
@@ -133,7 +137,7 @@ class SimulatedDevice:
             load.missing_bytes = load.total_bytes = 0 if self.resident else weights_bytes(load.refs, self.held)
             self.loaded_bytes += load.total_bytes
             load.ready_s = now + PREPARE_S * slowdown
-        was, step = load.missing_bytes, seconds * min(link, cost.bytes_per_s / max(slowdown, 0.3))
+        was, step = load.missing_bytes, seconds * min(link, bytes_per_s / max(slowdown, 0.3))
         load.missing_bytes = max(was - step, 0.0)
         if was > 0:
             load.ready_s = now + PREPARE_S * slowdown

@@ -1,13 +1,14 @@
 """A site on a virtual clock: a real coordinator, devices under a truth, one request after the other.
 
 Runs take the time of the product's own simulator under the truth of their beginning, times what that does not know;
-searches are really made, and take a time on the planner's machine that goes with their work.
+long ones that of each of their blocks, from one of which on they may go on under another plan. Searches are really
+made, and take a time on the planner's machine that goes with their work.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import exp, inf
@@ -21,17 +22,18 @@ from hepti_mqtt.errors import ConfigError, HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import random_inputs, representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import compact_programs, device_programs, lower_plan
+from hepti_mqtt.plan_programs import compact_programs, device_programs, handover_moves, lower_plan
 from hepti_mqtt.planner import Question
+from hepti_mqtt.planner.decisions import HEARD_S
 from hepti_mqtt.program import Program
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.frames import Frame, decode
+from hepti_mqtt.protocol.frames import Frame, decode, decode_continued
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
-from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.runtime.machinery import Publish, Transition
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.weather.devices import MEASURED_LOAD, LoadCost, SimulatedDevice
 from hepti_mqtt.weather.truth import STEP_S, Truth
@@ -41,9 +43,11 @@ PERIOD_S: Final = 1.5  # from one request to the next, or one after the other wh
 LATENCY_S: Final = 1e-3  # of a message
 HEARTBEAT_S: Final = 1.0
 PAUSE_S: Final = 0.03  # of the planner's machine, by call of `Question.pause`: 2 to 8 s for a search over four devices
+PROGRESS_S: Final = 0.25  # between two words of how far a long run is, as `runtime.worker.runs` has it
 BESIDE_SEARCH: Final = 1.3  # how many times as long a request takes beside a search
 WAITED: Final = 0.5  # of the bytes of exchanges a device waits for and has nothing else to do
 LOADED_BYTES: Final = 1e6
+LONG_S: Final = 2.0  # a run that takes longer is played block by block: devices may change in the middle of it
 SECRET: Final = bytes(32)
 
 
@@ -81,7 +85,8 @@ class Change(NamedTuple):
 class History:
     """What happened on a site: everything that a verdict and a picture need.
 
-    searches: times of `Solve`, with how many seconds each took. log: (time, kind, words) of what the planner told.
+    searches: times of `Solve`, with how many seconds each took. log: (time, kind, words) of what the planner told;
+    story: the steps of plans in its record.
     """
 
     file: Cluster
@@ -91,6 +96,7 @@ class History:
     changes: list[Change] = field(default_factory=list)
     searches: list[tuple[float, float]] = field(default_factory=list)
     log: list[tuple[float, str, str]] = field(default_factory=list)
+    story: tuple[Transition, ...] = ()
     refused: Counter[str] = field(default_factory=Counter)
     _programs: dict[int, tuple[Plan, tuple[int, int] | None, dict[str, Program]]] = field(default_factory=dict)
     _last: tuple[Plan, int, Simulation] | None = None
@@ -113,6 +119,26 @@ class History:
         """Return how long a run really takes that begins in a step, where nobody loads or searches."""
         tail = float(self.truth.run_tail[step])
         return self.simulated(plan, step).seconds * self.truth.methods(plan) * exp(tail)
+
+
+@dataclass(slots=True, eq=False)
+class _LongRun:
+    """A run that is played block by block; heir: what goes on with it from the block `stop` on, moved_s later.
+
+    told_s: when the coordinator last heard how far it is. compute_s: by device.
+    """
+
+    work: Frame
+    plan: Plan
+    boots: dict[str, int]
+    begun_s: float
+    step: int
+    stop: int
+    block: int = 0
+    heir: _LongRun | None = None
+    moved_s: float = 0.0
+    told_s: float = 0.0
+    compute_s: dict[str, float] = field(default_factory=dict)
 
 
 def play(
@@ -165,6 +191,8 @@ class _Site:
         self.busy: frozenset[str] = frozenset()  # devices of the run under way
         self.runs: dict[int, tuple[float, int, Plan]] = {}  # seconds alone, step and plan of the run, by its number
         self.last_run: tuple[float, int, Plan] | None = None
+        self.long: dict[int, _LongRun] = {}
+        self.blocks = served.block_count(shape)
         self.loaded_before = 0.0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
@@ -203,6 +231,8 @@ class _Site:
             self.begin_run(decode(command.payload))
         elif isinstance(command, Publish):
             device, message = self.devices[command.topic.split("/")[-2]], messages.decode(command.payload)
+            if isinstance(message, messages.Cancel):
+                self.long.pop(message.run_id, None)
             for answer in device.take(message, self.spec) if device.up else ():
                 self.at(self.now + LATENCY_S, self.tell, interface.DeviceMessage(device.name, answer))
         elif isinstance(command, interface.Solve):
@@ -254,7 +284,9 @@ class _Site:
                 device.up = True
                 self.join(device)
             rate = self.file.links[device.name].down_bytes_per_s * self.truth.real.rate[k, i]
-            for said in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], rate, self.load_cost):
+            cost = self.load_cost
+            most = cost.bytes_per_s if device.name in self.busy else cost.idle_bytes_per_s
+            for said in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], rate, most):
                 self.tell(interface.DeviceMessage(device.name, said))
 
     # -- requests and their runs ----------------------------------------------------------------------------------
@@ -272,26 +304,95 @@ class _Site:
         if plan is None or found.count(plan) < len(plan.devices):
             return  # a device is gone; the coordinator will hear of it
         k = self.truth.step(self.now)
-        real, alone_s = self.history.simulated(plan, k), self.history.run_s(plan, k)
-        beside = self.load_cost.slower if any(self.devices[d].is_loading for d in plan.devices) else 1.0
-        searched = BESIDE_SEARCH if self.searching else 1.0  # by the planner's machine, not by the devices
+        alone_s, searched = self.history.run_s(plan, k), self.searched
         self.busy, self.runs[work.run_id] = frozenset(plan.devices), (alone_s, k, plan)
         boots = {device: self.devices[device].boot for device in plan.devices}
-        self.at(self.now + alone_s * beside * searched, self.end_run, work, plan, real, beside, boots)
+        continued = decode_continued(work)
+        if continued is not None or alone_s > LONG_S:
+            run = _LongRun(work, plan, boots, self.now, k, self.blocks, told_s=self.now)
+            if continued is not None:
+                self.continue_run(run, *continued)
+            else:
+                self.long[work.run_id] = run
+                self.play_block(run)
+            return
+        real, beside = self.history.simulated(plan, k), self.beside(plan)
+        compute_s = {d: real.devices[d].compute_s * beside for d in plan.devices}
+        seconds = alone_s * beside
+        self.at(self.now + seconds * searched, self.end_run, work, plan, compute_s, seconds, boots)
 
-    def end_run(self, work: Frame, plan: Plan, real: Simulation, beside: float, boots: dict[str, int]) -> None:
-        """Let the devices of a run report, unless one of them has gone meanwhile."""
+    @property
+    def searched(self) -> float:
+        """Return how many times as long runs take for what the planner's machine does, not the devices."""
+        return BESIDE_SEARCH if self.searching else 1.0
+
+    def beside(self, plan: Plan) -> float:
+        """Return how many times as long runs take for what devices load."""
+        return self.load_cost.slower if any(self.devices[d].is_loading for d in plan.devices) else 1.0
+
+    def continue_run(self, run: _LongRun, run_id: int, block: int) -> None:
+        """Let a run go on with another one from a block on, if that is not past it."""
+        before = self.long.get(run_id)
+        if before is None or before.block >= block:
+            failed = messages.RunFailed("model", run.plan.version, run.work.run_id, "passed", "it is past that")
+            self.at(self.now + LATENCY_S, self.tell, interface.DeviceMessage(run.plan.root, failed))
+            return
+        sent = Counter[str]()
+        for move in handover_moves(self.spec, before.plan, run.plan, self.history.question.shape, block):
+            sent[move.source] += move.nbytes
+        links = self.truth.cluster(self.file, self.truth.step(self.now)).links
+        run.moved_s = HEARD_S + max((n / links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
+        run.block, run.begun_s, before.stop, before.heir = block, before.begun_s, block, run
+
+    def play_block(self, run: _LongRun) -> None:
+        """Let a run go through its next block, or end."""
+        if self.long.get(run.work.run_id) is not run:
+            return  # cancelled
+        if run.block == run.stop:
+            del self.long[run.work.run_id]
+            self.leave_run(run)
+            return
+        k, plan = self.truth.step(self.now), run.plan
+        real, beside = self.history.simulated(plan, k), self.beside(plan)
+        for device in plan.devices:
+            before_s = run.compute_s.get(device, 0.0)
+            run.compute_s[device] = before_s + real.devices[device].compute_s * beside / self.blocks
+        run.block += 1
+        seconds = self.history.run_s(plan, k) * beside * self.searched / self.blocks
+        self.at(self.now + seconds, self.play_block, run)
+        if self.now - run.told_s > PROGRESS_S:
+            run.told_s = self.now
+            said = messages.RunProgress("model", plan.version, run.work.run_id, run.block - 1)
+            self.tell(interface.DeviceMessage(plan.root, said))
+
+    def leave_run(self, run: _LongRun) -> None:
+        """End a run, or begin with what goes on with it."""
+        if run.heir is None:
+            seconds = self.now - run.begun_s
+            self.runs[run.work.run_id] = seconds, run.step, run.plan
+            self.end_run(run.work, run.plan, run.compute_s, seconds, run.boots)
+            return
+        del self.runs[run.work.run_id]
+        run.heir.compute_s = run.compute_s
+        self.long[run.heir.work.run_id] = run.heir
+        self.at(self.now + run.heir.moved_s, self.play_block, run.heir)
+
+    def end_run(
+        self, work: Frame, plan: Plan, compute_s: Mapping[str, float], seconds: float, boots: dict[str, int]
+    ) -> None:
+        """Let the devices of a run report, unless one of them has gone meanwhile; compute_s: by device."""
         self.busy, self.last_run = frozenset(), self.runs.pop(work.run_id)
         if any(not self.devices[d].up or self.devices[d].boot != boot for d, boot in boots.items()):
             return
         out = replace(work, kind="output", source=plan.root, dtype="f32", shape=self.output.shape, numbers=())
         self.tell(interface.DeviceFrame(plan.root, replace(out, body=self.output)))
-        alone_s, k, _ = self.last_run
+        k = self.last_run[1]
+        real = self.history.simulated(plan, k)
         for device in plan.devices:
             use, error = real.devices[device], exp(self.truth.part_tail[k, self.truth.names.index(device)])
-            compute_s = use.compute_s * beside * error
-            wait_s = max(alone_s * beside - compute_s, 0.0)
-            numbers = (int(compute_s * 1e6), int(wait_s * 1e6), use.sent_bytes, int(device == plan.root))
+            busy_s = compute_s[device] * error
+            wait_s = max(seconds - busy_s, 0.0)
+            numbers = (int(busy_s * 1e6), int(wait_s * 1e6), use.sent_bytes, int(device == plan.root))
             done = replace(work, kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers, body=b"")
             self.tell(interface.DeviceFrame(device, done))
             if plan.route == "mesh":
@@ -337,7 +438,7 @@ class _Site:
 
     def note_plan(self, shown: interface.PublishPlan) -> None:
         """Note a plan that became active."""
-        active, changes = shown.active, self.history.changes
+        active, changes, self.history.story = shown.active, self.history.changes, shown.story
         if active is None or (changes and active.version == changes[-1].plan.version):
             return
         loaded = sum(device.loaded_bytes for device in self.devices.values())

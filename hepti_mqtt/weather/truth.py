@@ -1,16 +1,17 @@
 """What devices and links of a site really do over time, and what their meters say of it.
 
 Truth: jitter of 5 % over 5 s; stalls of a CPU quota, heavy-tailed and seconds long, where `STALLED` says so; a slow
-random walk; a script of changes; a device that says it is ten times as fast as measured, on a link of 1 Gbit/s; or one
-that has half its speed every other minute. Noise: meters of speed are off by 20 % over 8 s and now
-and then by 2.8 times for some seconds, frame costs by 22 %, link rates are halved beside exchanges, and every method
-takes other times than its price. That is harsher than what was recorded on an emulated site.
+random walk; a script of changes; a device that says it is ten times as fast as measured, on a link of 1 Gbit/s; one
+that has half its speed every other minute; or one that is fast only while no run uses it. Noise: meters of speed are
+off by 20 % over 8 s and now and then by 2.8 times for some seconds, frame costs by 22 %, link rates are halved beside
+exchanges, and every method takes other times than its price. That is harsher than what was recorded on an emulated
+site.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import exp, log
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -24,7 +25,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import Heartbeat, LinkReport
 
 Array = NDArray[Any]
-KINDS: Final = ("still", "stalls", "walk", "changes", "liar", "restless")
+KINDS: Final = ("still", "stalls", "walk", "changes", "liar", "restless", "sprinter")
 STALLED: Final = ("stalls", "walk", "changes")
 STEP_S: Final = 0.5  # truth is constant for so long
 WARM_S: Final = 120.0  # the first minutes are no part of a verdict: nobody knows the site yet
@@ -37,6 +38,7 @@ SCRIPT: Final = (
     (900, 1080, "device lost", "device back"),
     (1200, 1380, "all at 0.62", "all back"),
 )
+SPRINT: Final = 3.0  # times as fast is a sprinter while it has nothing to do
 WAITED: Final = 10  # a recorded request that took so many times as long as usual waited for weights
 SLOW_LINK: Final = 100e6 / 8  # bytes per second of the link that falls, or a quarter of one that is no faster
 
@@ -56,7 +58,8 @@ class Truth:
     real: what devices and links are; said: the same as meters see it. up: whether a device is there. halved: whether a
     probe beside exchanges finds half the rate. run_tail [steps]: log factor of a whole run; part_tail: of a device's
     compute time in it. phases: (start in seconds, name), the first one to warm up. methods: real over predicted time of
-    a plan's method. recorded: (seconds, device, heartbeat) to be told instead of what meters say.
+    a plan's method. at_rest: of devices, how many times as fast they are while no run uses them. recorded: (seconds,
+    device, heartbeat) to be told instead of what meters say.
     """
 
     kind: str
@@ -69,6 +72,7 @@ class Truth:
     part_tail: Array
     phases: tuple[tuple[float, str], ...]
     methods: Callable[[Plan], float] = lambda _plan: 1.0
+    at_rest: Mapping[str, float] = field(default_factory=dict)
     recorded: Sequence[tuple[float, str, Heartbeat]] = ()
 
     @property
@@ -128,7 +132,11 @@ class Truth:
                 link = said.peer_links.get((name, other), PeerLink(own.latency_s + far.latency_s, rate))
                 peers[other] = LinkReport(2 * link.latency_s, half * (link.bytes_per_s or rate))
         frame_s, byte_s = device.mesh_frame_cost or (None, None)
-        free, slowdown, rate = int(min(device.memory_bytes, 1 << 40)), device.slowdown * load, half * own.up_bytes_per_s
+        free, slowdown, rate = (
+            int(min(device.memory_bytes, 1 << 40)),
+            device.slowdown * load / (1.0 if busy else self.at_rest.get(name, 1.0)),
+            half * own.up_bytes_per_s,
+        )
         round_trip_s = 2 * own.latency_s
         return Heartbeat(
             *start,
@@ -162,6 +170,10 @@ def make_truth(kind: str, file: Cluster, minutes: float, seed: int) -> Truth:
         phases[1:] = [(float(at), "walk") for at in np.arange(WARM_S, 60 * minutes, WARM_S)]
     if kind == "restless":
         slow[:, g.integers(0, n)] += log(2) * (np.arange(steps) * STEP_S // 60 % 2)
+    at_rest = {}
+    if kind == "sprinter":
+        slow[:, sprinter := g.integers(0, n)] += log(SPRINT)
+        at_rest[names[sprinter]] = SPRINT
     jitter = _wander(g, shape, 0.05, 5.0)
     for device in range(n) if kind in STALLED else ():
         for k in _moments(g, steps, 120.0, 2.5):
@@ -188,6 +200,7 @@ def make_truth(kind: str, file: Cluster, minutes: float, seed: int) -> Truth:
         0.05 * g.standard_t(3, shape),
         tuple(phases),
         _method_factors(seed, g.normal(0, 0.15)),
+        at_rest,
     )
 
 

@@ -39,7 +39,13 @@ UNIGRAM = (
 )
 TEXT = (*WORDPIECE, *BYTES, *UNIGRAM)
 IMAGE = ("tiny-vit", "tiny-vit-classifier", "tiny-hf-resnet", "tiny-hf-mobilenet")
-KINDS = (*TEXT, *IMAGE)
+# Of these config.json alone is changed: their tokenizers are of the classes above, or count as they are.
+CONFIGURED = (
+    *("tiny-mpnet-mlm", "tiny-mpnet-classifier", "tiny-modernbert-mlm", "tiny-modernbert-classifier"),
+    *("tiny-nomic-mlm", "tiny-nomic-classifier", "tiny-gte-mlm", "tiny-gte", "tiny-qwen3", "tiny-gemma3"),
+)
+LAST = ("tiny-qwen3", "tiny-gemma3")  # causal ones: their last token is read
+KINDS = (*TEXT, *CONFIGURED, *IMAGE)
 
 LONG = " ".join(f"The {word} light {i}" for i, word in enumerate(("cold", "WARM", "door", "room") * 5))
 PLAIN = ("  The caf\u00e9 SENSOR's light, 42!  ", "room \u5668 of``two''  doors \u00c9t\u00e9")
@@ -127,7 +133,7 @@ def base(kind, root):
         _byte_tokenizer(files, gpt2="gpt2" in kind)
     if kind in UNIGRAM:
         _unigram_tokenizer(files, albert="albert" in kind)
-    if kind in TEXT:
+    if kind in (*TEXT, *CONFIGURED):
         files[OPTIONS]["model_max_length"] = 10**30
     return files
 
@@ -205,6 +211,8 @@ def _added(number, content, **flags):
 
 SENTENCES = ("tiny-minilm",)
 DECODERS = ("tiny-gpt2",)
+# The reference finds control tokens in the texts of these, or it would find no mask.
+UNMASKED = tuple(kind for kind in TEXT if not kind.endswith("-mlm"))
 CLASSIFIERS = tuple(kind for kind in KINDS if kind.endswith("classifier"))
 SQUARE = ("tiny-vit", "tiny-vit-classifier")
 XLM = tuple(kind for kind in UNIGRAM if "xlm" in kind)
@@ -255,21 +263,59 @@ def _changes():
     yield one("config: GPT-2's epsilon of 0.05", KINDS, put(CONFIG, layer_norm_epsilon=0.05))
     yield one("config: quantized", KINDS, put(CONFIG, quantization_config={"quant_method": "bitsandbytes"}))
     yield one("config: code of its own", KINDS, put(CONFIG, auto_map={"AutoModel": "modeling.MyModel"}))
-    yield one("config: a decoder", TEXT, put(CONFIG, is_decoder=True))
-    yield one("config: cross attention", TEXT, put(CONFIG, add_cross_attention=True))
-    yield one("config: relative positions", TEXT, put(CONFIG, position_embedding_type="relative_key"))
-    yield one("config: untied", TEXT, put(CONFIG, tie_word_embeddings=False))
-    yield one("config: another activation", TEXT, put(CONFIG, hidden_act="relu"))
-    yield one("config: DistilBERT's activation", TEXT, put(CONFIG, activation="relu"))
-    yield one("config: fewer layers", TEXT, put(CONFIG, num_hidden_layers=2))
-    yield one("config: pruned heads", TEXT, put(CONFIG, pruned_heads={"0": [1]}))
+    yield one("config: a decoder", (*TEXT, *CONFIGURED), put(CONFIG, is_decoder=True))
+    yield one("config: cross attention", (*TEXT, *CONFIGURED), put(CONFIG, add_cross_attention=True))
+    yield one("config: relative positions", (*TEXT, *CONFIGURED), put(CONFIG, position_embedding_type="relative_key"))
+    yield one("config: untied", (*TEXT, *CONFIGURED), put(CONFIG, tie_word_embeddings=False))
+    yield one("config: another activation", (*TEXT, *CONFIGURED), put(CONFIG, hidden_act="relu"))
+    yield one("config: DistilBERT's activation", (*TEXT, *CONFIGURED), put(CONFIG, activation="relu"))
+    yield one("config: fewer layers", (*TEXT, *CONFIGURED), put(CONFIG, num_hidden_layers=2))
+    yield one("config: pruned heads", (*TEXT, *CONFIGURED), put(CONFIG, pruned_heads={"0": [1]}))
     yield one("config: the other family's names", ("tiny-distilbert", *DECODERS), _aliased)
     yield one("config: two numbers of heads", ("tiny-distilbert", *DECODERS), _both_names)
-    yield one("config: another padding id", TEXT, put(CONFIG, pad_token_id=4))
-    yield one("config: no padding id", TEXT, drop(CONFIG, "pad_token_id"))
+    yield one("config: another padding id", (*TEXT, *CONFIGURED), put(CONFIG, pad_token_id=4))
+    yield one("config: no padding id", (*TEXT, *CONFIGURED), drop(CONFIG, "pad_token_id"))
+    for name, values in (
+        ("another base of positions", {"rope_theta": 500.0}),
+        ("scaled positions", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("half of the columns rotated", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+        ("all tokens seen", {"is_causal": False}),
+        ("a flag of attention", {"causal_attention": False}),
+        ("fewer tokens seen", {"local_attention": 4, "sliding_window": 3}),
+        ("more layers that see all", {"layer_types": ["full_attention"] * 4}),
+        ("layers of an unknown type", {"layer_types": ["chunked_attention"] * 4}),
+        ("heads that share all keys", {"num_key_value_heads": 1}),
+        ("scores that are capped", {"attn_logit_softcapping": 5.0}),
+    ):
+        yield one(f"config: {name}", CONFIGURED, put(CONFIG, **values))
     yield one("config: regression", CLASSIFIERS, put(CONFIG, problem_type="regression"))
     yield one("config: several labels", CLASSIFIERS, put(CONFIG, problem_type="multi_label_classification"))
     yield one("config: no names of labels", CLASSIFIERS, drop(CONFIG, "id2label", "label2id"))
+    for activation in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "gelu_python", "gelu_10", "silu"):
+        name = {"hidden_act": activation, "activation": activation, "activation_function": activation}
+        yield one(f"config: {activation}", TEXT, _activation(name))
+    for name, values in (
+        ("a label more", {"num_labels": 40}),
+        ("the class of its tokenizer", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ("where it comes from", {"_name_or_path": "a/b", "gradient_checkpointing": False, "use_cache": False}),
+        ("of a browser", {"transformers.js_config": {"dtype": "q8"}}),
+        ("all hidden states", {"output_hidden_states": True, "output_attentions": True}),
+        ("a task's own", {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}),
+        ("of chunks", {"chunk_size_feed_forward": 2}),
+        ("a dropout of its head", {"classifier_dropout": 0.5, "seq_classif_dropout": 0.9}),
+        ("rotated positions", {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("a window", {"sliding_window": 4}),
+        ("an encoder of pairs", {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}),
+    ):
+        yield one(f"config: {name}", KINDS, put(CONFIG, **values))
+    # sentence-transformers computes in what this says, we in float32.
+    yield one("config: half precision", tuple(k for k in KINDS if k not in SENTENCES), put(CONFIG, dtype="bfloat16"))
+    yield one("config: a second architecture", KINDS, lambda files: files[CONFIG]["architectures"].append("AModel"))
+    yield one("config: no type", KINDS, drop(CONFIG, "model_type"))
+    yield one("config: no architecture", KINDS, drop(CONFIG, "architectures"))
+    yield one("config: another type", KINDS, put(CONFIG, model_type="deberta"))
+    yield one("config: a label's number is missing", CLASSIFIERS, _without_label)
+    yield one("config: labels in another order", CLASSIFIERS, _labels_reversed)
     yield one("adapter", KINDS, put("adapter_config.json", peft_type="LORA", r=4, base_model_name_or_path="."))
     # tokenizer.json
     yield one("tokenizer: none", TEXT, drop(TOKENIZER))
@@ -312,7 +358,82 @@ def _changes():
         "type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}))  # fmt: skip
     yield one("tokenizer: a word of its own", TEXT, _own_word)
     yield one("tokenizer: no added tokens", TEXT, parts(added_tokens=[]))
+    sides = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    for name, part in (
+        ("bytes", {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}),
+        ("of BERT", {"type": "BertProcessing", "sep": ["[SEP]", 3], "cls": ["[CLS]", 2]}),
+        ("one token in front", TEMPLATE | {"single": sides, "special_tokens": {
+            "x": {"id": "x", "ids": [7], "tokens": ["x"]}}}),
+        ("a sequence of one", {"type": "Sequence", "processors": [TEMPLATE]}),
+    ):  # fmt: skip
+        yield one(f"tokenizer: post-processor, {name}", TEXT, parts(post_processor=part))
+    for name, part in (
+        ("NFC", {"type": "NFC"}),
+        ("NFKC and the one before", None),
+        ("stripped", {"type": "Strip", "strip_left": True, "strip_right": True}),
+        ("accents stripped", {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}]}),
+        ("a letter replaced", {"type": "Replace", "pattern": {"String": "e"}, "content": "a"}),
+        ("a mark in front", {"type": "Prepend", "prepend": "\u2581"}),
+        ("nothing in a sequence", {"type": "Sequence", "normalizers": []}),
+    ):
+        yield one(f"tokenizer: normalizer, {name}", TEXT, _before({"type": "NFKC"}) if part is None else parts(
+            normalizer=part))  # fmt: skip
+    for name, part in (
+        ("digits first", {"type": "Digits", "individual_digits": True}),
+        ("punctuation first", {"type": "Punctuation", "behavior": "Isolated"}),
+        ("at a pattern first", {"type": "Split", "pattern": {"Regex": "o"}, "behavior": "Isolated", "invert": False}),
+    ):
+        yield one(f"tokenizer: split, {name}", TEXT, _split_before(part))
+    yield one("tokenizer: unknown pieces joined", BYTES, parts(model__fuse_unk=True, model__unk_token="the"))
+    yield one("tokenizer: whole words first", BYTES, parts(model__ignore_merges=True))
+    yield one("tokenizer: no unknown token", UNIGRAM, parts(model__unk_id=None))
+    yield one("tokenizer: a vocabulary beyond the model's", TEXT, _large_vocabulary)
+    yield one("tokenizer: cut with a stride", TEXT, parts(truncation={
+        "direction": "Right", "max_length": 12, "strategy": "OnlyFirst", "stride": 4}))  # fmt: skip
+    yield one("tokenizer: padded at the left", TEXT, parts(padding={
+        "strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "[PAD]"}))  # fmt: skip
+    for name, flags in (
+        ("found in words", {"single_word": False, "normalized": False}),
+        ("takes spaces", {"lstrip": True, "rstrip": True}),
+    ):
+        yield one(f"tokenizer: a word of its own {name}", TEXT, _own_word_with(flags))
+    yield one("tokenizer: a word of its own is special", UNMASKED, _own_word_with({"special": True}))
+    yield one("added_tokens.json: a word", TEXT, put("added_tokens.json", zebra=250))
+    yield one("vocabulary: lines as Windows ends them", WORDPIECE, both(_vocabulary_files, _carriage_returns))
+    yield one("vocabulary: a word twice", WORDPIECE, both(_vocabulary_files, _word_twice))
+    yield one("vocabulary: no version of merges", BYTES, both(_vocabulary_files, _no_version))
     # tokenizer_config.json
+    for name, values in (
+        ("no basic tokenizer", {"do_basic_tokenize": False}),
+        ("never split", {"never_split": ["light"]}),
+        ("another prefix of pieces", {"wordpieces_prefix": "@@"}),
+        ("the old name of the limit", {"max_len": 9}),
+        ("the limit of a call", {"max_length": 9, "stride": 0, "truncation_strategy": "longest_first"}),
+        ("a slow one", {"use_fast": False, "from_slow": True}),
+        ("sampled pieces", {"sp_model_kwargs": {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}}),
+        ("a new control token", {"additional_special_tokens": ["<zebra>"]}),
+        ("other inputs", {"model_input_names": ["input_ids"]}),
+        ("no control tokens", {"add_special_tokens": False}),
+        ("a chat template", {"chat_template": "{{ messages }}"}),
+        ("other errors of bytes", {"errors": "strict", "trim_offsets": False}),
+        ("multiples of 8", {"pad_to_multiple_of": 8}),
+        ("old behaviour", {"legacy": True, "legacy_behaviour": True}),
+        ("a mask that takes spaces", {"mask_token": {"content": "[MASK]", "lstrip": True, "rstrip": True,
+                                                     "normalized": False, "single_word": False}}),
+        ("a language", {"src_lang": "en_XX", "tgt_lang": "de_DE"}),
+        ("files of another place", {"tokenizer_file": "/a/b.json", "special_tokens_map_file": None}),
+        ("a split of spaces", {"split_by_whitespace": True, "spaces_between_special_tokens": False}),
+    ):  # fmt: skip
+        yield one(f"options: {name}", TEXT, put(OPTIONS, **values))
+    for name, values in (
+        ("a word as a control token", {"additional_special_tokens": ["light"]}),
+        ("extra control tokens", {"extra_special_tokens": {"image_token": "light"}}),
+        ("an end of texts", {"eos_token": "light"}),
+        ("tokens replaced by others", {"unk_token": "light"}),
+    ):
+        yield one(f"options: {name}", UNMASKED, put(OPTIONS, **values))
+    yield one("map: a word as a control token", UNMASKED, put(SPECIALS, additional_special_tokens=["light"]))
     yield one("options: none", TEXT, drop(OPTIONS))
     yield one("options: an unknown key", TEXT, put(OPTIONS, colour=3, name_or_path="x"))
     yield one("options: the file as it is", TEXT, put(OPTIONS, tokenizer_class="PreTrainedTokenizerFast"))
@@ -375,8 +496,68 @@ def _changes():
     yield one("sentences: prompt left out", SENTENCES, both(prompt, put(POOLING, include_prompt=False)))
     yield one("sentences: normalizes something else", SENTENCES, put(
         "2_Normalize/config.json", module_output_name="other"))  # fmt: skip
+    for name, values in (
+        ("a limit of nothing", {"max_seq_length": None}),
+        ("a limit beyond the positions", {"max_seq_length": 4096}),
+        ("options of the tokenizer", {"tokenizer_args": {"model_max_length": 9}}),
+        ("options of the model", {"model_args": {"attn_implementation": "eager"}}),
+        ("options of the configuration", {"config_args": {"hidden_act": "relu"}}),
+        ("no padding", {"unpad_inputs": True}),
+        ("other outputs", {"module_output_name": "sentence_embedding"}),
+        (
+            "other modalities",
+            {"modality_config": {"text": {"method": "forward", "method_output_name": "pooler_output"}}},
+        ),
+        ("an unknown option", {"colour": 3}),
+    ):
+        yield one(f"sentences: {name}", SENTENCES, put(BERT, **values))
+    for name, values in (
+        ("a similarity", {"similarity_fn_name": "dot"}),
+        ("a sparse encoder", {"model_type": "SparseEncoder"}),
+        ("an encoder of pairs", {"model_type": "CrossEncoder"}),
+        ("an empty prompt", {"prompts": {"query": "", "document": ""}, "default_prompt_name": None}),
+        ("a prompt by a name that is not there", {"prompts": {"q": "x: "}, "default_prompt_name": "other"}),
+        ("a future version", {"__version__": {"sentence_transformers": "9.0.0"}}),
+    ):
+        yield one(f"sentences: {name}", SENTENCES, put(SENTENCE, **values))
+    for mode in ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken", "max_tokens"):
+        yield one(f"sentences: also {mode}", SENTENCES, put(POOLING, **{f"pooling_mode_{mode}": True}))
+        only = {"pooling_mode_mean_tokens": False, f"pooling_mode_{mode}": True}
+        yield one(f"sentences: only {mode}", SENTENCES, put(POOLING, **only))
+    yield one("sentences: mean by its new name", SENTENCES, lambda files: files.update({
+        POOLING: {"embedding_dimension": 32, "pooling_mode": "mean", "include_prompt": True}}))  # fmt: skip
+    for kind in ("Dropout", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM", "StaticEmbedding", "Router"):
+        yield one(f"sentences: a {kind} between", SENTENCES, lambda files, kind=kind: files[MODULES][2].update(
+            type=f"sentence_transformers.models.{kind}"))  # fmt: skip
+    yield one("sentences: no pooling", SENTENCES, lambda files: files[MODULES].pop(1))
+    yield one("sentences: normalized first", SENTENCES, lambda files: files[MODULES].reverse())
     # generation
     for name, values in (
+        ("neutral values", {"repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "num_beams": 1, "top_k": 50}),
+        ("a temperature alone", {"temperature": 0.3, "top_k": 3}),
+        ("a longest text", {"max_length": 5}),
+        ("new tokens", {"max_new_tokens": 2}),
+        ("a least length with the prompt", {"min_length": 400, "eos_token_id": [*range(100)]}),
+        ("contrastive search", {"penalty_alpha": 0.6, "top_k": 4}),
+        ("groups of beams", {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}),
+        ("a penalty of lengths", {"length_penalty": 2.0, "early_stopping": True}),
+        ("an exponential penalty", {"exponential_decay_length_penalty": [1, 5.0], "eos_token_id": 7}),
+        ("infinite values removed", {"remove_invalid_values": True, "renormalize_logits": True}),
+        ("a forced start", {"forced_bos_token_id": 9}),
+        ("forced words", {"force_words_ids": [[5, 6]], "num_beams": 2}),
+        ("guidance", {"guidance_scale": 1.5}),
+        ("a watermark", {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"}}),
+        ("layers that contrast", {"dola_layers": "low"}),
+        ("words that stop", {"stop_strings": ["e"]}),
+        ("a time", {"max_time": 60.0}),
+        ("no cache", {"use_cache": False}),
+        ("a static cache", {"cache_implementation": "static"}),
+        ("two texts", {"num_return_sequences": 2}),
+        ("typical tokens", {"typical_p": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "min_p": 0.3}),
+        ("tokens of the prompt", {"prompt_lookup_num_tokens": 3}),
+        ("a healed token", {"token_healing": True}),
+        ("a penalty of the prompt", {"encoder_repetition_penalty": 1.7, "encoder_no_repeat_ngram_size": 2}),
+        ("padding", {"pad_token_id": 3, "bos_token_id": 5}),
         ("one end", {"eos_token_id": 7}),
         ("several ends", {"eos_token_id": [7, *range(20, 60)]}),
         ("no end", {"eos_token_id": None}),
@@ -423,6 +604,30 @@ def _changes():
         ),
         ("the middle of a square", {"size": {"height": 26, "width": 26}, "do_center_crop": True, "crop_size": 20}),
         ("a large middle", {"size": {"shortest_edge": 16}, "do_center_crop": True, "crop_size": 20}),
+        ("the longer edge", {"size": {"longest_edge": 20}}),
+        ("at most so large", {"size": {"max_height": 20, "max_width": 20}}),
+        ("a filter by name", {"resample": "bicubic"}),
+        ("Lanczos", {"resample": 1}),
+        ("a box", {"resample": 4}),
+        ("Hamming", {"resample": 5}),
+        ("a crop that is not done", {"do_center_crop": False, "crop_size": {"height": 10, "width": 10}}),
+        ("edges instead of squares", {"default_to_square": False}),
+        ("the old name of its class", {"feature_extractor_type": "ViTFeatureExtractor"}),
+        ("labels reduced", {"do_reduce_labels": True}),
+        ("another order of channels", {"input_data_format": "channels_last", "data_format": "channels_first"}),
+        ("a mean of two", {"image_mean": [0.5, 0.4]}),
+        ("a deviation of zero", {"image_std": [0.0, 0.5, 0.5]}),
+        ("a factor written out", {"rescale_factor": 0.00392156862745098}),
+        ("a divisor of sizes", {"size_divisor": 8}),
+        ("colours as they are", {"do_convert_rgb": False}),
+        ("on a device", {"device": "cuda", "disable_grouping": True, "return_tensors": "pt"}),
+        ("thumbnails", {"do_thumbnail": True, "do_align_long_axis": True}),
+        ("splits", {"do_image_splitting": True}),
+        ("a class for Pillow", {"image_processor_type": "ViTImageProcessorPil"}),
+        ("BEiT's class", {"image_processor_type": "BeitImageProcessor"}),
+        ("ConvNeXt's class", {"image_processor_type": "ConvNextImageProcessor"}),
+        ("MobileNet's class", {"image_processor_type": "MobileNetV2ImageProcessor"}),
+        ("an unknown class", {"image_processor_type": "MyImageProcessor"}),
         ("channels swapped", {"do_flip_channel_order": True}),
         ("padded", {"do_pad": True, "pad_size": {"height": 30, "width": 30}}),
         ("an offset", {"offset": True, "rescale_offset": True}),
@@ -436,6 +641,75 @@ def _changes():
         ("a part", {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.8, "size": {"shortest_edge": 20}}),
     ):
         yield one(f"pictures: {name}", IMAGE, put(PRE, **values))
+
+
+def _activation(values):
+    """Return a change of the activation by the name that the family has for it."""
+
+    def apply(files):
+        files[CONFIG] = {**files[CONFIG], **{k: v for k, v in values.items() if k in files[CONFIG]}}
+
+    return apply
+
+
+def _without_label(files):
+    labels = files[CONFIG].get("id2label") or {}
+    files[CONFIG]["id2label"] = {k: v for k, v in labels.items() if k != "1"}
+
+
+def _labels_reversed(files):
+    labels = files[CONFIG].get("id2label") or {}
+    files[CONFIG]["id2label"] = dict(reversed(labels.items()))
+
+
+def _before(part):
+    """Return a change that puts a normalizer before those that are there."""
+
+    def apply(files):
+        there = files[TOKENIZER]["normalizer"]
+        steps = [part] if there is None else [part, there]
+        files[TOKENIZER]["normalizer"] = {"type": "Sequence", "normalizers": steps}
+
+    return apply
+
+
+def _split_before(part):
+    """Return a change that puts a pre-tokenizer before those that are there."""
+
+    def apply(files):
+        there = files[TOKENIZER]["pre_tokenizer"]
+        files[TOKENIZER]["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [part, there]}
+
+    return apply
+
+
+def _large_vocabulary(files):
+    model = files[TOKENIZER]["model"]
+    if isinstance(model["vocab"], dict):
+        size = files[CONFIG]["vocab_size"]
+        token = "\u0120light" if "\u0120the" in model["vocab"] else "light"
+        model["vocab"][token] = size + 7
+    else:
+        model["vocab"] += [["\u2581light", -0.1]] * 300
+
+
+def _own_word_with(flags):
+    def apply(files):
+        files[TOKENIZER]["added_tokens"].append({"id": _next_id(files), **WORD, **flags})
+
+    return apply
+
+
+def _carriage_returns(files):
+    files["vocab.txt"] = files["vocab.txt"].replace("\n", "\r\n")
+
+
+def _word_twice(files):
+    files["vocab.txt"] = files["vocab.txt"].replace("\n", "\nthe\n", 1)
+
+
+def _no_version(files):
+    files["merges.txt"] = files["merges.txt"].partition("\n")[2]
 
 
 def _next_id(files):

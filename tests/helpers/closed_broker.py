@@ -25,14 +25,18 @@ PATIENCE_S = 20.0
 
 @contextmanager
 def closed_broker(
-    path: Path, users: Mapping[str, Role], site: str = "home", host: str = "127.0.0.1"
+    path: Path,
+    users: Mapping[str, Role],
+    site: str = "home",
+    host: str = "127.0.0.1",
+    now: datetime.datetime | None = None,
 ) -> Iterator[tuple[SiteFolder, EmbeddedBroker]]:
-    """Yield a closed site with its users, and its broker, which runs with the site's files."""
+    """Yield a closed site with its users, and its broker, which runs with the site's files; now: when it is made."""
     mosquitto_or_skip()
     with socket.socket() as sock:
         sock.bind((host, 0))
         port: int = sock.getsockname()[1]
-    made = SiteFolder.create(path, site, (host, "localhost"), port, datetime.datetime.now(datetime.UTC))
+    made = SiteFolder.create(path, site, (host, "localhost"), port, now or datetime.datetime.now(datetime.UTC))
     for user, role in users.items():
         made = made.add(role, user)
     with start_broker("mosquitto", closed=made.broker, address=host, port=port) as broker:

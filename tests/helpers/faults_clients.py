@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +29,11 @@ RECONNECT_S = (0.1, 0.5)
 
 @dataclass(frozen=True)
 class Question:
-    """Token ids, and the right answer to them."""
+    """Token ids, and a model's right answer to them."""
 
     ids: tuple[int, ...]
     embedding: NDArray[np.float32]
+    model: str = MODEL
 
     def right(self, embedding: Any) -> bool:
         """Return whether an embedding is the right one."""
@@ -40,7 +42,7 @@ class Question:
 
 @dataclass
 class Tally:
-    """What became of the requests of one kind of clients; times of right answers by time.monotonic()."""
+    """What became of the requests of one kind of clients; times of right answers by model, by time.monotonic()."""
 
     sent: int = 0
     right: int = 0
@@ -48,7 +50,7 @@ class Tally:
     errors: dict[str, int] = field(default_factory=dict)
     repeated: int = 0
     unmarked: int = 0
-    answered_s: list[float] = field(default_factory=list)
+    answered_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     lost: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -58,7 +60,7 @@ class Tally:
         with self.lock:
             if question.right(embedding):
                 self.right += 1
-                self.answered_s.append(now)
+                self.answered_s[question.model].append(now)
             else:
                 self.wrong += 1
 
@@ -112,7 +114,7 @@ class RawClient(Asker):
         with self.tally.lock:
             self.waiting[name] = question, time.monotonic()
         body = json.dumps({"id": name, "ids": question.ids})
-        self.client.publish(self.topics.request(MODEL, self.name), body, 1)
+        self.client.publish(self.topics.request(question.model, self.name), body, 1)
 
     def outstanding(self) -> dict[str, float]:
         with self.tally.lock:
@@ -153,7 +155,7 @@ class LibraryClient(Asker):
         name = uuid.uuid4().hex
         with self.tally.lock:
             self.waiting[name] = time.monotonic()
-        future = self.hepti.submit(MODEL, request_id=name, ids=list(question.ids))
+        future = self.hepti.submit(question.model, request_id=name, ids=list(question.ids))
         future.add_done_callback(lambda done: self._done(name, question, done))
 
     def outstanding(self) -> dict[str, float]:

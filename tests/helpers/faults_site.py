@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,17 +97,21 @@ def schedule(
 
 
 class Serving:
-    """Hears which devices the active plan has; a connection that the broker has cut comes back by itself."""
+    """Hears which devices the active plans have; a connection that the broker has cut comes back by itself."""
 
     def __init__(self, url: str) -> None:
-        self.devices: frozenset[str] = frozenset()
+        self._devices: dict[str, frozenset[str]] = {}  # by topic
         place = BrokerUrl.parse(url)
         self._client = paho.Client(paho.CallbackAPIVersion.VERSION2, "listener")
         self._client.reconnect_delay_set(*RECONNECT_S)
-        self._client.on_connect = lambda client, *_: client.subscribe(Topics(SITE).plan("model"))
+        self._client.on_connect = lambda client, *_: client.subscribe(Topics(SITE).all_plans())
         self._client.on_message = self._heard
         self._client.connect(place.host, place.port, keepalive=10)
         self._client.loop_start()
+
+    @property
+    def devices(self) -> frozenset[str]:
+        return frozenset().union(*self._devices.values())
 
     def close(self) -> None:
         self._client.disconnect()
@@ -115,7 +119,8 @@ class Serving:
 
     def _heard(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         record = msgpack.unpackb(message.payload) if message.payload else {}
-        self.devices = frozenset((record.get("active") or {}).get("devices", ()))
+        active = record.get("active") or {}
+        self._devices = {**self._devices, message.topic: frozenset(active.get("devices", ()))}
 
 
 class Installed(Site):
@@ -128,17 +133,22 @@ class Installed(Site):
 
 
 class FaultySite:
-    """Broker, planner and agents; every fault is mended at once, or after as long as it lasts."""
+    """Broker, planner and agents; every fault is mended at once, or after as long as it lasts.
 
-    def __init__(self, directory: Path, broker: EmbeddedBroker, model: Path) -> None:
-        self.broker = broker
+    away_s: until a planner or an agent that was killed is started again.
+    """
+
+    def __init__(
+        self, directory: Path, broker: EmbeddedBroker, models: Mapping[str, Path], away_s: float = 0.0
+    ) -> None:
+        self.broker, self._away_s = broker, away_s
         self.cables = {name: Relay(broker.port) for name in DEVICES}
-        self.site = Installed(directory, broker, {"model": model})
+        self.site = Installed(directory, broker, models)
         self._agent_sites = {}
         for name, cable in self.cables.items():
             self._agent_sites[name] = Installed(directory, broker, {})
             self._agent_sites[name].url = cable.url
-        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._later: list[tuple[float, Callable[[], object]]] = []
         self._does: dict[str, Callable[[Fault], None]] = {
             "planner killed": lambda _: self._kill_planner(),
             "broker killed": lambda _: self._kill_broker(),
@@ -176,9 +186,15 @@ class FaultySite:
         for cable in self.cables.values():
             cable.close()
 
+    def _after(self, seconds: float, action: Callable[[], object]) -> None:
+        if seconds:
+            self._later.append((time.monotonic() + seconds, action))
+        else:
+            action()
+
     def _kill_planner(self) -> None:
         self.site.kill("planner")
-        self.site.planner()
+        self._after(self._away_s, self.site.planner)
 
     def _kill_broker(self) -> None:
         kill_broker(self.broker)
@@ -187,7 +203,7 @@ class FaultySite:
     def _kill_agent(self, name: str) -> None:
         site = self._agent_sites[name]
         site.kill(name)
-        site.agent(name)
+        self._after(self._away_s, lambda: site.agent(name))
 
     def _stop_agent(self, fault: Fault) -> None:
         process = self._agent_sites[fault.whom].running[fault.whom]

@@ -11,6 +11,7 @@ import numpy as np
 from hepti_mqtt.checkpoint import KINDS
 from hepti_mqtt.models import single_sequence
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TokenBatch
+from hepti_mqtt.models.speech import SpeechInput, fixed_point
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
@@ -59,6 +60,11 @@ def request(spec):
         b, c, y, x = np.ogrid[:images, :3, :side, :side]
         pixels = (x * x // 16 + 3 * y * (c + 1) + x * y // 8 + 50 * b) % 256
         return pixels.astype(np.uint8), reads.batch(images)
+    if isinstance(reads, SpeechInput):  # the longest sound, whose frames rise and fall, and some tokens
+        shape = reads.run(5, reads.longest)
+        frames = np.sin(0.37 * np.arange(2 * reads.longest)[:, None] * (1 + np.arange(reads.bands)) / reads.bands)
+        ids = np.arange(5) * 7919 % reads.vocab
+        return np.concatenate([[0], ids, fixed_point(frames)]).astype(np.int32), shape
     # Ids from 5 on: no special token among them, RoBERTa's padding id least of all, which shifts positions there.
     ids = 5 + np.arange(30) * 7919 % (reads.vocab - 5)
     if isinstance(reads, DecoderInput):  # one text of all of them

@@ -24,6 +24,7 @@ from checkpoint_changes import (
     DECODERS,
     IMAGE,
     KINDS,
+    LAST,
     base,
     key_change,
     picture,
@@ -171,6 +172,8 @@ def answers(path, kind):
 
 def positions(config):
     longest = config.max_position_embeddings
+    if config.model_type == "mpnet":
+        return longest - 2
     return longest - config.pad_token_id - 1 if "roberta" in config.model_type else longest
 
 
@@ -179,7 +182,8 @@ def numbers(model, result, kind, masks=None):
         return torch.softmax(result.logits[0, masks], -1).numpy().ravel()
     if "logits" not in result:
         pooled = result.get("pooler_output")
-        return (pooled[0] if pooled is not None else result.last_hidden_state[0, 0]).numpy().ravel()
+        row = result.last_hidden_state[0, -1 if kind in LAST else 0]
+        return (pooled[0] if pooled is not None else row).numpy().ravel()
     logits = result.logits[0]
     problem = model.config.problem_type
     if problem == "regression" or len(logits) == 1:

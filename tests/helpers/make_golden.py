@@ -29,7 +29,7 @@ def main() -> None:
             with Checkpoint.open(path) as checkpoint:
                 spec = checkpoint.spec
                 inputs, shape = request(spec)
-                pooling = "mean" if spec.head.pooling == "mean" else None
+                pooling = spec.head.pooling if spec.head.task == "embedding" else None
                 hidden, output = outputs(path, spec.architecture, inputs, shape, pooling)
                 weights = checksum(checkpoint.tensors())
         write(
@@ -60,7 +60,7 @@ def write(file, inputs, shape, hidden, output, **more):
     np.savez_compressed(
         file,
         inputs=inputs,
-        lengths=np.array(shape.lengths),
+        lengths=np.array(shape.sizes),
         hidden=hidden.astype(np.float32),
         output=output.astype(np.float32),
         **more,

@@ -43,6 +43,23 @@ SMALL_TEXT = {
     "embedding_size": 20,  # of ALBERT and ELECTRA
     "initializer_range": 0.2,
 }
+SMALL_SPEECH = {
+    "vocab_size": 90,
+    "d_model": 48,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 80,
+    "decoder_ffn_dim": 80,
+    "num_mel_bins": 16,
+    "max_source_positions": 40,
+    "max_target_positions": 20,
+    "init_std": 0.2,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 82),
+    "decoder_start_token_id": 83,
+    "begin_suppress_tokens": [],
+}
 SMALL_IMAGE = {
     "hidden_size": 40,
     "num_hidden_layers": 2,
@@ -61,7 +78,7 @@ def compare(name, path, inputs=None, shape=None):
         if inputs is None:
             inputs, shape = request(spec)
         hidden, output = reference(spec, checkpoint.tensors(), inputs, shape)
-    pooling = "mean" if spec.head.pooling == "mean" else None
+    pooling = spec.head.pooling if spec.head.task == "embedding" else None
     want_hidden, want_output = outputs(path, spec.architecture, inputs, shape, pooling)
     pairs = ((hidden, want_hidden), (output, want_output))
     off = [float(np.abs(a - b).max() / max(1, np.abs(b).max() / LARGE)) for a, b in pairs]
@@ -87,8 +104,12 @@ def saved_by_transformers(root):
         config = getattr(transformers, architecture).config_class
         images = (transformers.ViTConfig, transformers.ResNetConfig, transformers.MobileNetV2Config)
         for activation in () if config in images else ACTIVATIONS:
-            options = {"hidden_act": activation, "activation": activation}  # the second is DistilBERT's
-            yield saved(root, architecture, config(**SMALL_TEXT, **options, num_labels=3))
+            names = (
+                "hidden_act",
+                "activation",
+                "activation_function",
+            )  # the second is DistilBERT's, the last Whisper's
+            yield saved(root, architecture, config(**small(config), **dict.fromkeys(names, activation), num_labels=3))
     electra = transformers.ElectraConfig(**{**SMALL_TEXT, "embedding_size": SMALL_TEXT["hidden_size"]})
     yield saved(root, "ElectraForMaskedLM", electra)
     sinusoidal = transformers.DistilBertConfig(**SMALL_TEXT, sinusoidal_pos_embds=True)
@@ -101,6 +122,11 @@ def saved_by_transformers(root):
         yield saved(root, "BertModel", bert, dtype)
 
 
+def small(config):
+    """Return the sizes of a small model by its class of configs."""
+    return SMALL_SPEECH if config is transformers.WhisperConfig else SMALL_TEXT
+
+
 def with_decoders(root):
     """Yield a comparison of each task that may be tied: untied, and contradicting itself about it.
 
@@ -110,7 +136,7 @@ def with_decoders(root):
     torch.manual_seed(1)
     known = (getattr(transformers, a, None) for family in FAMILIES.values() for a in family.ARCHITECTURES)
     for model in (m for m in known if m is not None and getattr(m, "_tied_weights_keys", None)):
-        path = written(root, model(model.config_class(**SMALL_TEXT, tie_word_embeddings=False)))
+        path = written(root, model(model.config_class(**small(model.config_class), tie_word_embeddings=False)))
         decoders = set(model._tied_weights_keys)
         stored = load_file(path / "model.safetensors")
         assert decoders <= stored.keys()

@@ -19,6 +19,7 @@ class Picky:
     def __init__(self, what, open_to=lambda _n: True, limit=None):
         self.what, self.open_to, self.limit = what, open_to, limit
         self.came = queue.SimpleQueue()  # (connection, topic)
+        self.longest = 0  # packet
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.sock = None
@@ -40,6 +41,8 @@ class Picky:
         with self.sock.makefile("rb") as stream:
             while True:
                 first, body = packet(stream)
+                size = 2 + sum(len(body) >= bound for bound in (1 << 7, 1 << 14, 1 << 21)) + len(body)
+                self.longest = max(self.longest, size)
                 if first == 0x10:
                     version = body[6]
                     limit = b"" if self.limit is None else b"\x27" + self.limit.to_bytes(4, "big")

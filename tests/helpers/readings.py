@@ -48,6 +48,10 @@ class Series:
         return 0
 
     @property
+    def new_rows(self) -> int:
+        return 0
+
+    @property
     def mask_positions(self) -> tuple[tuple[int, int], ...]:
         return tuple((item, place) for item, (_, place) in enumerate(self.series))
 
@@ -60,7 +64,7 @@ class Series:
     def with_want(self, want: Want) -> Series:
         return replace(self, want=want)
 
-    def decode_step(self, rows: int) -> Series:
+    def decode_step(self, rows: int, begins: bool = False) -> Series:
         raise ValueError("a series has no session")
 
     def concatenate(self, others: Sequence[Series]) -> Series:
@@ -148,6 +152,7 @@ def graph(net: GraphBuilder, spec: ReadingsSpec, shape: Series, refs: Mapping[st
     ids = net.input("readings", (shape.size,), "i32")
     stem = [refs[f"stem.{part}"] for part in ("level", "place", "norm.weight", "norm.bias")]
     dims, what = (shape.size, WIDTH), {"lengths": shape.sizes, "position_offset": 0, "eps": EPS}
+    what["parts"] = ("word", "position", "gamma", "beta")
     x = net.opaque("embedded", (ids,), roles.STEM, "embed_tokens", dims, stem, **what)
     for i in net.layers(spec.layers):
         net.begin_block()

@@ -17,7 +17,7 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
-from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, price_plans, simulate_plan
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, price_plans, simulate_plan, with_loads
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.frames import Frame, decode, decode_work, encode
 from hepti_mqtt.protocol.keys import Channel, FrameKey
@@ -97,9 +97,10 @@ class Site:
         decider: Callable[[Question], Decision] = decide,
         pricer: Callable[[Question, Plan], Candidate] = simulate_plan,
         secret: bytes | None = None,
+        recalls: bool = False,
     ) -> None:
         served = tuple(ServedModel(n, SPEC, MANIFEST, 16, pins or Pins(), batching) for n in names or ("m",))
-        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret)
+        self.session = CoordinatorSession("home", 7, served, in_flight, secret=secret, recalls=recalls)
         self.now = 0.0
         self.searches, self.decider, self.pricer = searches, decider, pricer
         self.boots: dict[str, int] = {}
@@ -136,6 +137,11 @@ class Site:
             )
         )
 
+    def _will_serve(self, message: messages.Prepare) -> bool:
+        """Return whether a Prepare is for a plan on its way, and no probe of a device."""
+        model = Plan.from_dict(message.plan).model
+        return self.session.groups.group_of_preparation(model, message.transaction_id) is not None
+
     def _note(self, command: interface.CoordinatorCommand) -> None:
         if isinstance(command, Publish) and "/work/" in command.topic:
             frame = decode(command.payload)
@@ -143,7 +149,7 @@ class Site:
             self.work[frame.run_id] = frame
         elif isinstance(command, Publish):
             device, message = command.topic.split("/")[-2], messages.decode(command.payload)
-            if isinstance(message, messages.Prepare) and not message.shapes:
+            if isinstance(message, messages.Prepare) and not self._will_serve(message):
                 self.probes.append((device, message))
             else:
                 self.told.append((device, message))
@@ -166,6 +172,8 @@ class Site:
             self.event(interface.Solved(command.model, command.ticket, None, error=error))
             return
         active = command.active and self.pricer(asked, command.active)
+        if command.hurried:
+            decision = with_loads(asked, decision, active)
         self.event(interface.Solved(command.model, command.ticket, decision, active))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:

@@ -43,7 +43,7 @@ def cnn(side: int, *nodes: Node, names: str = "n") -> Spec:
         last = name
     config = {
         "architectures": ["ConvNetForImageClassification"],
-        "model_type": "cnn",
+        "model_type": "convnet",
         "image_size": side,
         "nodes": made,
         "id2label": {"0": "a", "1": "b", "2": "c"},

@@ -209,9 +209,12 @@ class Swarm:
     def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int) -> None:
         """Hand a request for `most` tokens behind `ids` to the planner."""
         shape, inputs = single_sequence(spec, ids, tokens=len(ids) + most)
-        generation = Generation(tuple(ids.tolist()), most, shape)
+        self.begin(token, Batch(shape, inputs), Generation(tuple(ids.tolist()), most, shape))
+
+    def begin(self, token: object, first: Batch, generation: Generation) -> None:
+        """Hand a request that generates tokens to the planner."""
         key = RequestKey(MODEL, "user", str(token))
-        job = Request(key, (Batch(shape, inputs),), token, None, generation=generation)
+        job = Request(key, (first,), token, None, generation=generation)
         self.tell_planner(coordinator_interface.RequestArrived(job))
 
     # -- the devices' shells ------------------------------------------------------------------------------------------
@@ -416,15 +419,18 @@ class Swarm:
         if step is None:
             return
         host.busy = True
+        outgoing, error = None, None
+        try:
+            outgoing = step.run()  # at once: no event comes between the choice of an op and its run
+        except Exception as exc:
+            error = exc
 
         def finish() -> None:
             if not host.alive or self.hosts.get(name) is not host:
                 return
             host.busy = False
-            try:
-                outgoing = step.run()
-            except Exception as exc:
-                out = host.session.fail_step(step, exc)
+            if error is not None:
+                out = host.session.fail_step(step, error)
             else:
                 out = host.session.finish_step(step, outgoing, 1e-5, self.now)
             self._host_commands(name, host, out)

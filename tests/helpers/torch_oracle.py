@@ -20,11 +20,14 @@ transformers.logging.disable_progress_bar()
 def outputs(path, architecture, inputs, shape, pooling=None):
     """Return (final hidden states [m, h], the task's output), one sequence or image after the other.
 
-    pooling: "mean" for sentence embeddings (mean over the tokens, then L2), None for what the architecture returns.
+    pooling: "mean" for sentence embeddings (mean over the tokens, then L2), "last" for the last row, None for what the
+    architecture returns.
     """
     if (net := _net(path, architecture)) is not None:
         return of_net(net, scaled(path, inputs))
     model = getattr(transformers, architecture).from_pretrained(path, attn_implementation="eager").double().eval()
+    if model.main_input_name == "input_features":
+        return of_speech(model, inputs, shape)
     hidden, output = [], []
     for i, (start, length) in enumerate(zip(shape.starts, shape.lengths, strict=True)):
         if architecture.startswith("ViT"):
@@ -45,6 +48,17 @@ def outputs(path, architecture, inputs, shape, pooling=None):
         every = slice(None) if "TokenClassification" in architecture else masks
         output.append(_task(result, rows, every, pooling))
     return np.concatenate(hidden), np.concatenate(output)
+
+
+def of_speech(model, inputs, shape):
+    """Return (the encoder's states, logits behind the first and the last token)."""
+    bands = model.config.num_mel_bins
+    frames = torch.from_numpy(inputs[1 + shape.new_rows :].reshape(-1, bands).T * 2.0**-20)[None]
+    ids = torch.from_numpy(inputs[1 : 1 + shape.new_rows].astype(np.int64))[None]
+    with torch.no_grad():
+        states = model.model.encoder(frames).last_hidden_state[0]
+        logits = model(input_features=frames, decoder_input_ids=ids).logits[0]
+    return states.numpy(), logits[[0, -1]].numpy()
 
 
 def known(config):
@@ -94,6 +108,12 @@ def _task(result, rows, masks, pooling):
         return torch.stack([result.start_logits[0], result.end_logits[0]], dim=1).numpy()
     if "logits" not in result:
         # A family without a pooler gives the first row as it is.
-        return rows[:1].numpy() if result.get("pooler_output") is None else result.pooler_output.numpy()
+        return (
+            rows[-1:].numpy()
+            if pooling == "last"
+            else rows[:1].numpy()
+            if result.get("pooler_output") is None
+            else result.pooler_output.numpy()
+        )
     logits = result.logits
     return (logits[0, masks] if logits.ndim == 3 else logits).numpy()

@@ -9,7 +9,8 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +18,36 @@ import numpy as np
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.settings import find_bundled_config
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.planner import decide
 from hepti_mqtt.service.solver import solve
-from hepti_mqtt.weather import KINDS, Verdict, judge, make_truth, play
+from hepti_mqtt.weather import KINDS, History, Verdict, judge, make_truth, play
 
+NOISE = 1.15  # of a run, and what a move must win
 FILES = ("four-pi4-240", "mixed-four-roomy", "four-pi4")
+
+
+def site_of(seed: int) -> Cluster:
+    """Return the site file of a seed."""
+    return load_site(find_bundled_config("sites", Path(FILES[seed % len(FILES)])))
 
 
 def run_site(kind: str, seed: int, minutes: float, model: str = "bert-large") -> Verdict:
     """Return the verdict on one site, whose file follows from its seed."""
-    file = load_site(find_bundled_config("sites", Path(FILES[seed % len(FILES)])))
+    file = site_of(seed)
     return judge(play(file, spec_of_kind(model), make_truth(kind, file, minutes, seed), solve))
+
+
+def longest_worse_than_alone(history: History) -> float:
+    """Return the longest time in which each request took longer than on the best device alone, with some noise."""
+    question, names = replace(history.question, strategy="single"), history.truth.names
+    alone = [decide(replace(question, devices=(device,))).chosen.plan.predicted_s for device in names]
+    begun, found = inf, 0.0
+    for answer in history.answers:
+        best_s = min(np.array(alone) * history.truth.real.slowdown[answer.step])
+        begun = min(begun, answer.asked_s) if answer.seconds > NOISE * best_s else inf
+        found = max(found, answer.asked_s + answer.seconds - begun)
+    return found
 
 
 def rows(verdicts: Sequence[Verdict]) -> list[str]:

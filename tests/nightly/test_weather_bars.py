@@ -1,13 +1,15 @@
-"""Twenty sites of half an hour in each kind of weather, and the bars that a calm planner has to meet."""
+"""Twenty sites of half an hour in each kind of weather, with the bars of a calm planner; devices that lie."""
 
 from __future__ import annotations
 
 from statistics import fmean, median
 
 import pytest
-from weather_table import rows, run_site
+from weather_table import longest_worse_than_alone, rows, run_site, site_of
 
-from hepti_mqtt.weather import Verdict
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.service.solver import solve
+from hepti_mqtt.weather import Verdict, make_truth, play
 
 SITES, MINUTES = 20, 30
 
@@ -31,3 +33,12 @@ def test_a_planner_is_calm_and_right(verdicts: list[Verdict]) -> None:
         phases = [phase for v in verdicts for phase in v.phases]
         assert fmean(phase.regret <= 0.1 for phase in phases) >= 0.9, table
         assert median(phase.right_s or MINUTES * 60.0 for phase in phases) <= 5 + 4, table  # a slow run is evidence
+
+
+@pytest.mark.parametrize("kind", ["liar", "restless", "sprinter"])
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_are_not_worse_than_on_one_device_for_long(kind: str, seed: int) -> None:
+    file = site_of(seed)
+    history = play(file, spec_of_kind("bert-base"), make_truth(kind, file, 6, seed), solve, resident=True)
+    assert not history.refused
+    assert longest_worse_than_alone(history) <= 10

@@ -26,6 +26,8 @@ CASES = (
     ("tiny-distilbert", "row", {"variant": "kv"}),
     ("tiny-albert", "column", {}),
     ("tiny-electra", "block", {}),
+    ("tiny-modernbert", "row", {"variant": "heads"}),
+    ("tiny-embeddinggemma", "galaxy", {"exchange": "direct"}),
     ("tiny-debert", "decoupled", {"original": "everywhere"}),
     ("tiny-debert", "decoupled", {"original": "megatron"}),
     ("tiny-convnet", "map_rows", {"cut": "none"}),

@@ -31,7 +31,7 @@ from hepti_mqtt.runtime.coordinator.requests import Run
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
     from hepti_mqtt.runtime.coordinator.plans import PlanRecord
-    from hepti_mqtt.runtime.coordinator.rollout import Rollout
+    from hepti_mqtt.runtime.coordinator.rollout import Rollout, Standby
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PROBED_PACKET_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
+UNHEARD_S: Final = 60.0  # ... or one that only is not heard, while the broker has not published its will
 RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
 QUARANTINE_MAX_S: Final = 300.0  # ... and after twice as long each time, at most
@@ -60,13 +61,13 @@ class Member:
     """One device as it has described itself.
 
     refused: why plans do not use it until it restarts. wanted: people let plans use it. starting_s: since when it is
-    starting. left_s: when it was last lost. last_message_s: of its last message about a run or a plan.
-    quarantined_until_s: it hangs, and is used again then, or (mute) when it sends a message; quarantines: since it last
-    completed a run. boot_before: of the start that plans used, when a new start appeared before the end of the old one.
-    other_caps: the last ones of a start whose status has not come yet. unreachable_until_s: peers that it could not
-    connect to. implausible: what it has said that cannot be. channel: for messages that nobody else can forge, None if
-    the device or this planner has no key. setbacks: when it cost others a run or a plan; unreliable: it is put aside
-    for that.
+    starting. left_s: when it was last lost; unheard: for want of heartbeats alone. last_message_s: of its last message
+    about a run or a plan. quarantined_until_s: it hangs, and is used again then, or (mute) when it sends a message;
+    quarantines: since it last completed a run. boot_before: of the start that plans used, when a new start appeared
+    before the end of the old one. other_caps: the last ones of a start whose status has not come yet.
+    unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be. channel: for
+    messages that nobody else can forge, None if the device or this planner has no key. setbacks: when it cost others a
+    run or a plan; unreliable: it is put aside for that.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Member:
     last_heartbeat_s: float = 0.0
     starting_s: float | None = None
     left_s: float = -inf
+    unheard: bool = False
     refused: str = ""
     wanted: bool = True
     last_message_s: float = -inf
@@ -113,7 +115,7 @@ class Member:
             return False
         if self.starting_s is not None:
             return now - self.starting_s <= STARTING_S and now - self.last_heartbeat_s <= SILENT_S
-        return not self.usable and not self.refused and now - self.left_s < RETURN_S
+        return not self.usable and not self.refused and now - self.left_s < (UNHEARD_S if self.unheard else RETURN_S)
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -185,6 +187,7 @@ class Fleet:
         if again:
             self._begin(member, status.start)
         member.start, member.online, member.last_heartbeat_s = status.start, status.state == "online", now
+        member.unheard = False
         if not member.online and not member.unreliable:
             member.quarantined_until_s = None
         since = member.starting_s
@@ -302,7 +305,7 @@ class Fleet:
             member.quarantined_until_s, member.unreliable = None, False
             return "joined" if member.usable else None
         if not member.online and member.caps is not None:
-            member.online = True
+            member.online, member.unheard = True, False
             return "joined" if member.usable else None
         return None
 
@@ -370,7 +373,7 @@ class Fleet:
         """Return the usable devices whose heartbeats have stopped, and mark them offline."""
         lost = [m for m in self.members.values() if m.usable and now - m.last_heartbeat_s > HEARTBEAT_TIMEOUT_S]
         for member in lost:
-            member.online = False
+            member.online, member.unheard = False, True
         return [m.name for m in lost]
 
     def record_unreachable(self, name: str, sources: Iterable[str], now: float) -> None:
@@ -568,7 +571,9 @@ class CrashBackoff:
 # silence of the latter counts. After a lost tensor all devices still answer; such a run is retried later.
 
 
-PROBE_TIMEOUT_S: Final = 0.5  # for an answer to a probe, or as long as the run was to take
+PROBE_TIMEOUT_S: Final = (
+    0.5  # for an answer to a probe, or as long as the run was to take, or others would load weights
+)
 PROBE_TIMEOUT_MAX_S: Final = 5.0
 PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
 PROGRESS_S: Final = 20.0  # with words, and without progress
@@ -588,8 +593,8 @@ class HungDevice(NamedTuple):
 class HangDetector:
     """Watches the runs and preparations of all groups; probes devices by the rollout's Prepare."""
 
-    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout) -> None:
-        self._groups, self._fleet, self._rollout = groups, fleet, rollout
+    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout, standby: Standby) -> None:
+        self._groups, self._fleet, self._rollout, self._standby = groups, fleet, rollout, standby
         self._ticked_s = self._heard_s = float("inf")
 
     def tick(self, now: float, heard_s: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
@@ -608,7 +613,7 @@ class HangDetector:
                     continue
                 if run.probed_s is None or stalled:
                     out += self._probe_run(group, run, now)
-                elif heard_s > run.probed_s < now - min(max(run.expected_s, PROBE_TIMEOUT_S), PROBE_TIMEOUT_MAX_S):
+                elif heard_s > run.probed_s < now - self._patience_s(group, run):
                     how = "does not answer while a run is overdue"
                     late |= {device: HungDevice(device, how) for device in self._silent_devices(run)}
             record = group.plans.preparing
@@ -619,6 +624,15 @@ class HangDetector:
             silent |= {device: word for device, word in late.items() if device not in named}
         can_serve = set(self._fleet.usable()) - set(silent)
         return out, list(silent.values()) if can_serve else []
+
+    def _patience_s(self, group: PlanGroup, run: Run) -> float:
+        """Return how long the devices of a late run have to say something: others first load what they do not hold."""
+        record = group.plans.active
+        load_s = 0.0
+        if record is not None and not self._standby.is_held(group):
+            nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
+            load_s = nbytes / self._groups.background.load_bytes_per_s(served=False)
+        return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), PROBE_TIMEOUT_MAX_S)
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now

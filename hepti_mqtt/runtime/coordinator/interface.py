@@ -9,7 +9,7 @@ from typing import Final
 
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Assessment, Candidate, Decision, Question
+from hepti_mqtt.planner import Assessment, Candidate, Decision, Question, Recalled
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.keys import Seal
@@ -78,7 +78,8 @@ class RequestArrived:
 class Solved:
     """The search is over: a decision with the active plan's price under the same measurements, or an error.
 
-    active: None if there was none, or its devices are gone. hurried: it was not the whole search.
+    active: None if there was none, or its devices are gone. hurried: it was not the whole search. recalled: it was none
+    at all, see `Solve`.
     """
 
     model: str
@@ -87,6 +88,15 @@ class Solved:
     active: Candidate | None = None
     error: HeptiError | None = None
     hurried: bool = False
+    recalled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecalled:
+    """The retained record of an earlier planner names the plan that it had for a model; None: there is none."""
+
+    model: str
+    recalled: Recalled | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,7 @@ CoordinatorEvent = (
     | DeviceFrame
     | RequestArrived
     | Solved
+    | PlanRecalled
     | PinPlan
     | WeightsUnreadable
     | BrokerConnection
@@ -157,7 +168,7 @@ class Solve:
     """Search for plans, and price the active one under the same measurements; report `Solved`.
 
     hurried: requests wait without a plan, so the first usable plan beats the best. plans: if not empty, these are
-    priced and nothing is searched for.
+    priced and nothing is searched for. recalled: take this plan at the price that it had, and search for nothing.
     """
 
     model: str
@@ -166,6 +177,7 @@ class Solve:
     active: Plan | None
     hurried: bool = False
     plans: tuple[Plan, ...] = ()
+    recalled: Recalled | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +226,8 @@ class PublishPlan:
 
     active, preparing: the planner's own; pinned, pinned_preparing: those of requests' pins. decision: of the last
     search, also if it changed nothing. progress: (loaded, all) bytes of weights by device. story: the last transitions.
-    in_flight: runs at once. considered: what the rule said last of other plans.
+    in_flight: runs at once. considered: what the rule said last of other plans. needs: bytes that the active plan
+    needs, by device.
     """
 
     model: str
@@ -228,6 +241,7 @@ class PublishPlan:
     pinned_preparing: tuple[Plan, ...] = ()
     in_flight: int = 1
     considered: tuple[Assessment, ...] = ()
+    needs: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ import numpy as np
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import largest_shape, representative_shape
+from hepti_mqtt.models import is_planned_for, largest_shape, representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, SiteEstimates, Verdict
+from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
-from hepti_mqtt.runtime.coordinator.moves import LoadPace, RequestPace
+from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
@@ -55,7 +55,8 @@ class PlanGroup:
     rule's last word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried.
     run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
     devices and links are now, and the doubt in that; may_gain: the part of its time that a search may win. left: plans
-    that were left, whose weights devices may have.
+    that were left, whose weights devices may have. recalled: the plan that served last, of this planner
+    or the one before, while none does; recall_by_s: until then a search waits for it, and for its devices.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
     in the published record.
     """
@@ -79,6 +80,8 @@ class PlanGroup:
     may_gain: float = inf
     expectation: tuple[PlanVersion, Expectation] | None = None
     left: tuple[Plan, ...] = ()
+    recalled: Recalled | None = None
+    recall_by_s: float = -inf
     pace: RequestPace = field(default_factory=RequestPace)
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)
@@ -222,10 +225,10 @@ class PlanGroup:
         """Learn how slow devices are from what they computed in a run; not from one beside loads."""
         record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
         plan, shape = run.plan, run.shape
-        if record is None or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
+        if record is None or run.before or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
             return
         length = shape.size / max(plan.predicted_tokens, 1)
-        if not 0.8 < length < 1.25 or (shape.session_rows and shape.size > 1):
+        if not 0.8 < length < 1.25 or not is_planned_for(self.served.spec, shape):
             return
         for device, report in run.reports.items():
             use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)
@@ -254,6 +257,13 @@ class PlanGroup:
         if record is not None and active is not None and is_same_division(record.plan, active.plan):
             record.reprice(active, decision.cluster)
         return decision
+
+    def plans_to_load(self, most: int) -> tuple[Plan, ...]:
+        """Return the first known plans beside the active one whose devices lacked weights when they were priced."""
+        record = self.plans.active
+        lacking = (k.candidate.plan for k in self.known if any(k.candidate.load_bytes.values()))
+        others = (p for p in lacking if record is None or not is_same_division(record.plan, p))
+        return tuple(islice(others, most))
 
     def held(self) -> tuple[Plan, ...]:
         """Return the plans whose weights devices may have: of those in use, on their way, and left last."""
@@ -322,7 +332,8 @@ RESTORE_AFTER_S: Final = 5.0  # without requests for the pins in its place, the 
 class PlanGroups:
     """All groups: the planner's own ones first, then those of pins.
 
-    counters: of steps that no table has. site: what is believed of devices and links. loads: what loads take.
+    counters: of steps that no table has. site: what is believed of devices and links. background: what
+    loads and searches take.
     """
 
     def __init__(self, served: Iterable[ServedModel], counters: Counter[str], site: SiteEstimates) -> None:
@@ -333,7 +344,7 @@ class PlanGroups:
             )
             for s in served
         }
-        self.loads = LoadPace()
+        self.background = BackgroundPace()
         self._pinned: list[PlanGroup] = []
         self._illegal = 0  # illegal steps already reported
 

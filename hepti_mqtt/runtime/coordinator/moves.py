@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, inf, log
 from statistics import median_low
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.lowering.handover import HandoverError
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import handover_moves
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
+    LEAD,
+    SURE,
     TRIAL_RUNS,
+    Border,
+    GoingOn,
     Option,
     Situation,
     Verdict,
     decide,
+    goes_on,
     load_seconds,
     pays_to_hold,
+    pays_to_search,
 )
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
-from hepti_mqtt.runtime.coordinator.plans import is_same_division
+from hepti_mqtt.runtime.coordinator.plans import PlanRecord, is_same_division
+from hepti_mqtt.runtime.coordinator.requests import Run, length_factor
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -31,16 +43,19 @@ IN_USE_S: Final = 60.0  # a model that was not asked for so long counts as one t
 JUDGED_S: Final = 1.0  # between two judgements, unless something has changed
 TRIED_S: Final = 3600.0  # a method is not tried again for so long
 HELD_S: Final = 86400.0  # so long weights that were loaded ahead are of use
-SEARCH_GAIN: Final = 0.1  # of the active plan's time: what a search may win at the least, twice what a move must
 ANOTHER_SITE: Final = 1.25  # what has moved by more, beyond what all devices did, is another site
 ANOTHER_LINK: Final = 2.0  # surfaces are not made for links that differ by more
 PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
 LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
 
-# Loads before any was seen: bytes per second of a device, and how much longer a request takes beside one.
-LOAD_BYTES_PER_S: Final = 35e6
-LOAD_FACTOR: Final = 2.0
-LOAD_WEIGHT: Final = 0.3  # of the last load
+# Background work before any was seen: bytes per second that a device loads while nothing serves and beside requests,
+# within the budget; seconds of a search; how many times as long a request takes beside a load, and beside a search.
+IDLE_LOAD_BYTES_PER_S: Final = 35e6
+LOAD_BYTES_PER_S: Final = 12e6
+SEARCH_S: Final = 1.0
+BESIDE_LOAD: Final = 1.1
+BESIDE_SEARCH: Final = 1.2
+WORK_WEIGHT: Final = 0.3  # of the last load, search or run beside one
 
 
 class RequestPace:
@@ -68,21 +83,40 @@ class RequestPace:
         return now - self.last_s < IN_USE_S
 
 
-@dataclass(slots=True)
-class LoadPace:
-    """What loads were seen to take: bytes per second of a device, and how many times as long requests beside them."""
+class BackgroundPace:
+    """What background work was seen to take, and requests beside it.
 
-    bytes_per_s: float = LOAD_BYTES_PER_S
-    factor: float = LOAD_FACTOR
+    search_s: of the wall clock. beside_load, beside_search: how many times as long a request takes.
+    """
 
-    def record_load(self, nbytes: int, seconds: float) -> None:
+    def __init__(self) -> None:
+        self._load_bytes_per_s = {False: IDLE_LOAD_BYTES_PER_S, True: LOAD_BYTES_PER_S}
+        self.search_s, self.beside_load, self.beside_search = SEARCH_S, BESIDE_LOAD, BESIDE_SEARCH
+
+    def load_bytes_per_s(self, *, served: bool) -> float:
+        """Return at what rate a device loads, where a plan serves meanwhile or none does."""
+        return self._load_bytes_per_s[served]
+
+    def record_load(self, nbytes: int, seconds: float, *, served: bool) -> None:
         """Take a load."""
         if nbytes >= 1 << 20 and seconds > 0:
-            self.bytes_per_s = exp(log(self.bytes_per_s) * (1 - LOAD_WEIGHT) + LOAD_WEIGHT * log(nbytes / seconds))
+            self._load_bytes_per_s[served] = _nearer(self._load_bytes_per_s[served], nbytes / seconds)
 
-    def record_run(self, ratio: float) -> None:
-        """Take a run beside a load; ratio: its time over what was expected."""
-        self.factor = exp(log(self.factor) * (1 - LOAD_WEIGHT) + LOAD_WEIGHT * log(min(max(ratio, 1.0), 10.0)))
+    def record_search(self, seconds: float) -> None:
+        """Take a whole search beside requests."""
+        self.search_s = _nearer(self.search_s, max(seconds, 0.01))
+
+    def record_run(self, ratio: float, *, loads: bool) -> None:
+        """Take a run beside loads, or else beside a search; ratio: its time over what was expected."""
+        ratio = min(max(ratio, 0.5), 10.0)
+        if loads:
+            self.beside_load = _nearer(self.beside_load, ratio)
+        else:
+            self.beside_search = _nearer(self.beside_search, ratio)
+
+
+def _nearer(known: float, seen: float) -> float:
+    return exp(log(known) * (1 - WORK_WEIGHT) + WORK_WEIGHT * log(seen))
 
 
 class Moves:
@@ -97,6 +131,7 @@ class Moves:
         forced: the active plan is no choice. only: of the others, this one alone.
         """
         record = None if forced or group.has_suspect_replica else group.plans.active
+        record = record if record is not None and record.is_priced else None
         beliefs = self._beliefs(group, now)
         known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
@@ -117,9 +152,46 @@ class Moves:
         group.judged_s, group.is_fresh, group.verdict = now, False, verdict
         return verdict
 
+    def go_on(self, group: PlanGroup, run: Run, now: float) -> tuple[Plan, GoingOn] | None:
+        """Return under which plan a run goes on and what the rule says of that; None where there is none to ask about.
+
+        run: under a plan before the active one, of which devices have said how far it is.
+        """
+        record = group.plans.active
+        before = next((r for r in group.plans.retiring if r.plan.version == run.plan_version), None)
+        beliefs, spec = self._beliefs(group, now), group.served.spec
+        if record is None or before is None or not all(self._is_there(r.plan, beliefs) for r in (record, before)):
+            return None
+        then, ours = (self._of_run(group, r, run, beliefs, now) for r in (before, record))
+        blocks, progress = group.served.block_count(run.shape), run.progress
+        assert progress is not None
+        # Since that word it may have been as fast as was expected, or as is believed now.
+        fastest_s = min(run.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
+        here = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
+        border = Border(blocks, here, here + LEAD)
+        verdict = goes_on(then, ours, border)
+        if not verdict.goes:
+            return record.plan, verdict
+        try:
+            moved = handover_moves(spec, before.plan, record.plan, run.shape, border.block)
+        except HandoverError as error:
+            return record.plan, replace(verdict, goes=False, why=str(error))
+        sent: Counter[str] = Counter()
+        for move in moved:
+            sent[move.source] += move.nbytes
+        moved_s = max((n / beliefs.cluster.links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
+        return record.plan, goes_on(then, ours, replace(border, moved_s=moved_s))
+
+    def _of_run(self, group: PlanGroup, record: PlanRecord, run: Run, beliefs: Beliefs, now: float) -> Option:
+        """Return a plan as an option for a run of another length."""
+        priced = Priced(record.decision.chosen, record.decision.cluster)
+        option = self._option(group, priced, outlook(priced, beliefs), beliefs, (), now)
+        return replace(option, seconds=option.seconds * length_factor(record.plan, run.shape.size))
+
     def is_due(self, group: PlanGroup, now: float) -> bool:
         """Return whether the active plan is to be judged: now and then, and after a change at once."""
-        if group.active is None or group.plans.in_transition() or group.has_suspect_replica:
+        record = group.plans.active
+        if record is None or not record.is_priced or group.plans.in_transition() or group.has_suspect_replica:
             return False
         return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= JUDGED_S
 
@@ -132,7 +204,7 @@ class Moves:
             options,
             group.pace.period_s(now),
             self.busy(now),
-            self._groups.loads.factor,
+            self._groups.background.beside_load,
             may_try=free and not self._is_trying(group),
             tried=tried,
             is_unclear=self._fleet.estimates.is_unclear(group.active_devices),
@@ -140,9 +212,23 @@ class Moves:
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
         """Return whether a device should load so many bytes of weights ahead of the loss of the one that serves."""
-        load_s = nbytes / min(self._fleet.estimates.link(device).down_bytes_per_s, self._groups.loads.bytes_per_s)
+        work, link = self._groups.background, self._fleet.estimates.link(device)
+        load_s = nbytes / min(link.down_bytes_per_s, work.load_bytes_per_s(served=True))
         lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)
-        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now), load_factor=self._groups.loads.factor)
+        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now), load_factor=work.beside_load)
+
+    def is_worth_searching(self, group: PlanGroup, now: float) -> bool:
+        """Return whether a search beside requests may win more than it costs them, before the situation changes."""
+        work, change = self._groups.background, self._fleet.estimates.youngest_change(tuple(self._fleet.usable()), now)
+        return group.may_gain == inf or pays_to_search(
+            group.may_gain,
+            group.run_s,
+            None if change is None else change.remaining,
+            period_s=group.pace.period_s(now),
+            busy=self.busy(now),
+            search_s=work.search_s,
+            search_factor=work.beside_search,
+        )
 
     def busy(self, now: float) -> float:
         """Return the part of the time in which requests of any model run."""
@@ -169,10 +255,8 @@ class Moves:
     ) -> Option:
         candidate = priced.candidate
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
-        rates = {
-            d: min(beliefs.cluster.links[d].down_bytes_per_s, self._groups.loads.bytes_per_s)
-            for d in candidate.plan.devices
-        }
+        most = self._groups.background.load_bytes_per_s(served=group.active is not None)
+        rates = {d: min(beliefs.cluster.links[d].down_bytes_per_s, most) for d in candidate.plan.devices}
         option = Option(
             candidate,
             seen.cost,
@@ -184,8 +268,7 @@ class Moves:
         )
         if seen.before is None:
             return option
-        remaining_s = option.remaining_s if change is None else change.remaining_s
-        return replace(option, before=seen.before, remaining_s=remaining_s)
+        return replace(option, before=seen.before, remaining=None if change is None else change.remaining)
 
 
 def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
@@ -202,10 +285,10 @@ def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
     slower = {d: log(p.slowdown / then[d].slowdown) for d, p in now.devices.items() if d in then}
     usual = median_low(slower.values())
     links = factors_of(plan, priced.cluster, now, NO_DRAWS).link.values()
-    if any(abs(log(float(factor.mean()))) > log(ANOTHER_LINK) for factor in links):
-        return inf
+    off = max((abs(log(float(factor.mean()))) for factor in links), default=0.0)
+    another = off if off > log(ANOTHER_LINK) else 0.0
     moved = abs(log(active.now_s / priced.candidate.price.seconds) - usual)
     faster = max((usual - off for d, off in slower.items() if d not in plan.devices), default=0.0)
     if max(moved, faster) > log(ANOTHER_SITE):
-        return inf
-    return 1 - min(seen.even_s for _, seen in known) / active.mean_s
+        another = max(another, moved, faster)
+    return 1 - min(min(seen.even_s for _, seen in known) / active.mean_s, exp(-another))

@@ -13,16 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import graph
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, SimulatedRequest
 from hepti_mqtt.protocol.messages import Ready
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
-from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.runtime.machinery import StateMachine, StateTable, Transition, TransitionLog
+from hepti_mqtt.spec import RequestShape, Spec
 
 PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
 PlanEvent = Literal[
@@ -150,6 +151,10 @@ class ServedModel:
     pins: Pins = field(default_factory=Pins)
     batching: Batching = field(default_factory=Batching)
 
+    def block_count(self, shape: RequestShape) -> int:
+        """Return how many blocks the graph of a request has."""
+        return len(graph(self.spec, shape).blocks)
+
 
 @dataclass(frozen=True, slots=True)
 class PlanSnapshot:
@@ -167,24 +172,11 @@ class PlanSnapshot:
 # When two plans divide a model in the same way.
 
 
-_VARYING: Final[dict[str, Any]] = {
-    "version": PlanVersion(0, 0),
-    "shares": {},
-    "predicted_s": 0.0,
-    "predicted_bytes": 0,
-    "predicted_tokens": 0,
-    "wire_error": None,
-    "weight_error": None,
-    "reason": "",
-    "replicas": (),
-}
-
-
 def is_same_division(a: Plan, b: Plan) -> bool:
     """Return whether two plans divide the work alike; weights may differ by rounding."""
     if len(a.replicas) != len(b.replicas) or not all(map(is_same_division, a.replicas, b.replicas)):
         return False
-    if replace(a, **_VARYING) != replace(b, **_VARYING):
+    if replace(a.division, shares={}, replicas=()) != replace(b.division, shares={}, replicas=()):
         return False
     for kind, weights in a.shares.items():
         whole_a, whole_b = sum(weights), sum(b.shares[kind])
@@ -209,8 +201,9 @@ class Search:
     """A search that is wanted or runs.
 
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
-    one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s: when it was first
-    wanted.
+    one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s, begun_s: when it was
+    first wanted, and when it began. recalls: it is for the plan that served before alone. is_brief: of what stands
+    alone, for a late run.
     """
 
     due_s: float
@@ -221,6 +214,9 @@ class Search:
     ticket: int = 0
     plan_version: PlanVersion | None = None
     wanted_s: float = 0.0
+    begun_s: float = 0.0
+    recalls: bool = False
+    is_brief: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -262,6 +258,11 @@ class PlanRecord:
     def needed_bytes(self, device: str) -> int:
         """Return the memory that it needs on a device, as far as it was priced."""
         return self.decision.chosen.price.needs.get(device, 0)
+
+    @property
+    def is_priced(self) -> bool:
+        """Return whether a search of this planner has priced it, so that it can be compared."""
+        return bool(self.decision.chosen.price.use)
 
     def last_exchange_s(self) -> float:
         """Return when there was last an exchange with the devices."""
@@ -402,11 +403,11 @@ class PlanLifecycle:
             soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
 
-    def start_search(self, ticket: int, plan_version: PlanVersion, now: float) -> None:
+    def start_search(self, ticket: int, plan_version: PlanVersion, now: float, *, recalls: bool = False) -> None:
         """The wanted search begins, for a plan of this plan version."""
         search = self.wanted
         assert search is not None
-        search.ticket, search.plan_version = ticket, plan_version
+        search.ticket, search.plan_version, search.recalls, search.begun_s = ticket, plan_version, recalls, now
         self.step(search, "search", now, "")
 
     def prepare_found(self, search: Search, decision: Decision, transaction_id: int, now: float) -> None:
@@ -485,6 +486,10 @@ class PlanLifecycle:
 
     def _record_in(self, *states: PlanState) -> PlanRecord | None:
         return next((r for r in self._records if r.state in states), None)
+
+    def tell(self, before: PlanVersion, after: PlanVersion, why: str, now: float) -> None:
+        """Tell the story what was decided about a run: under which plan it ends."""
+        self.story.append(Transition(now, self._label, str(before), "run", str(after), why))
 
     def step(self, thing: Search | PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
         """Take a search or a plan through one step of the table; an illegal one leads to a new search."""

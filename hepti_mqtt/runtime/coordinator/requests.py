@@ -9,7 +9,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
@@ -93,15 +94,20 @@ class Pins:
 class Generation:
     """The generation of tokens: the prompt, the tokens so far, and the session that caches them.
 
-    shape: of the prompt's run. session: its number, 0 before it begins; plan_version: under which it began.
+    shape: of the prompt's run. rules: for the tokens. carried: i32 [n], what the first run of a session reads beside
+    tokens. scores: logarithms of the probabilities of the tokens; silence: the probability that there is nothing to
+    write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again.
     """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
     shape: RequestShape
-    end_tokens: tuple[int, ...] = ()
+    rules: TokenRules = LIKELIEST
+    carried: Array = field(default_factory=lambda: np.empty(0, np.int32))
     tokens: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    silence: float | None = None
     session: int = 0
     plan_version: PlanVersion | None = None
     cached_rows: int = 0
@@ -110,7 +116,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """Return whether the last token is there."""
-        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] in self.end_tokens)
+        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] in self.rules.end)
 
     def start_session(self, plan_version: PlanVersion, session: int) -> None:
         """Start over under a plan version: the next run computes the prompt and all tokens so far."""
@@ -119,19 +125,27 @@ class Generation:
     def next_batch(self) -> tuple[Batch, DecoderSession]:
         """Return the next run: the tokens that are not cached, and whether it is the session's last."""
         ids = (*self.prompt, *self.tokens)[self.cached_rows :]
-        chunk = Batch(self.shape.decode_step(len(ids)), np.array([self.cached_rows, *ids], np.int32))
-        return chunk, DecoderSession(self.session, final=len(self.tokens) + 1 >= self.max_new_tokens)
+        inputs, begins = np.array([self.cached_rows, *ids], np.int32), not self.cached_rows
+        if begins and self.carried.size:
+            inputs = np.concatenate([inputs, self.carried])
+        return Batch(self.shape.decode_step(len(ids), begins), inputs), DecoderSession(
+            self.session, final=len(self.tokens) + 1 >= self.max_new_tokens
+        )
 
     def append_token(self, logits: Array) -> int:
-        """Take the logits [1, V] of the run that `next` gave; return the token that follows, the likeliest one."""
+        """Take the logits [r, V] of the run that `next_batch` gave; return the token that follows."""
+        if not self.cached_rows and self.silence is None:
+            self.silence = self.rules.silence(logits)
         self.cached_rows = len(self.prompt) + len(self.tokens)
-        self.tokens.append(argmax_token(logits))
-        return self.tokens[-1]
+        token, score = self.rules.choose(logits, len(self.tokens))
+        self.tokens.append(token)
+        self.scores.append(score)
+        return token
 
     def rewind(self, place: int) -> None:
         """Take back the tokens from a place on; what is cached of them may be wrong, so a new session begins."""
         self.published_tokens = max(self.published_tokens, tuple(self.tokens), key=len)
-        del self.tokens[place:]
+        del self.tokens[place:], self.scores[place:]
         self.plan_version = None
 
 
@@ -181,7 +195,7 @@ class Request:
         if self.generation is None:
             return [self.batches[chunk].shape]
         rows = len(self.generation.prompt) + len(self.generation.tokens)
-        return [self.generation.shape.decode_step(rows), self.generation.shape.decode_step(1)]
+        return [self.generation.shape.decode_step(rows, begins=True), self.generation.shape.decode_step(1)]
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""
@@ -246,6 +260,13 @@ class RunStats:
     expectation: Expectation = AS_PREDICTED
 
 
+class Progress(NamedTuple):
+    """The farthest block of the graph that a device was in, and when the planner heard of it."""
+
+    block: int
+    heard_s: float
+
+
 @dataclass(slots=True)
 class Run:
     """A packed batch of one or more requests, dispatched under a plan version and a run id.
@@ -255,8 +276,11 @@ class Run:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
     output before all reports, and token_index of the token taken then. task_queue: of leased tasks. lost_devices:
     devices without which it continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan;
-    only_beside_loads: and had bytes to load all the time. beside_search: the planner's machine searched. frame_key: of
-    its frames.
+    only_beside_loads: and had bytes to load all the time. beside_search, only_beside_search: the planner's machine
+    searched, and did so all the time. frame_key: of its frames. progress: how far it is, as far as devices have said.
+    before: the run that it goes on with under another plan. asked: the plan and the progress that the rule was last
+    asked about. is_late: it is not as far as it should be; was_searched_for: a brief search for a plan that it may go
+    on under was made.
     """
 
     run_id: int
@@ -283,12 +307,25 @@ class Run:
     beside_loads: bool = False
     only_beside_loads: bool = True
     beside_search: bool = False
+    only_beside_search: bool = True
     frame_key: FrameKey = UNKEYED
+    progress: Progress | None = None
+    before: Run | None = None
+    asked: tuple[PlanVersion, Progress | None] | None = None
+    is_late: bool = False
+    was_searched_for: bool = False
 
     @property
     def plan_version(self) -> PlanVersion:
         """Return the plan version of the run."""
         return self.plan.version
+
+    @property
+    def beside_one_work(self) -> Literal["loads", "search"] | None:
+        """Return which background work alone was beside it all the time, None if that was not so."""
+        if self.beside_loads:
+            return "loads" if self.only_beside_loads and not self.beside_search else None
+        return "search" if self.beside_search and self.only_beside_search else None
 
     @property
     def waiting_requests(self) -> list[Request]:
@@ -299,6 +336,17 @@ class Run:
     def is_computing(self) -> bool:
         """Return whether devices may still compute for it; False once its token was taken."""
         return self.token_index is None
+
+    def needs(self, plan_version: PlanVersion) -> bool:
+        """Return whether devices of a plan are needed for it; once it is seen to go on, none of the plan before."""
+        before = None if self.before is None or self.progress is not None else self.before.plan_version
+        return plan_version in (self.plan_version, before)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Return whether it may go on under another plan: it is somewhere between its blocks, as begun by a request."""
+        fresh = self.before is None and self.task_queue is None and not self.shape.session_rows
+        return fresh and self.progress is not None and not self.parts and not self.reports and self.is_computing
 
     @property
     def open_items(self) -> list[WorkItem]:
@@ -360,18 +408,13 @@ class Run:
             self.dispatch_bytes,
             len(self.items),
             reported=self.reports.keys() | self.lost_devices >= set(self.plan.devices),
-            dispatched_s=self.dispatched_s,
+            dispatched_s=(self.before or self).dispatched_s,
             expectation=self.expectation,
         )
 
 
 def _same(one: Array, other: Array) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
-
-
-def argmax_token(logits: Array) -> int:
-    """Return the token that follows from logits [1, V]."""
-    return int(logits[0].argmax())
 
 
 def length_factor(plan: Plan, tokens: int) -> float:

@@ -36,7 +36,9 @@ from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.spec import PlainShape
 
+MAX_LOADS_PRICED: Final = 4  # plans whose loads are worked out once more when another one's weights are there
 SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
 SETTLE_UNSERVED_S: Final = 0.1  # instead, where requests wait and no plan serves them
 REPEAT_PREPARE_S: Final = 2.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
@@ -111,8 +113,9 @@ class Rollout:
         others = self._groups.pinned(group.name)
         pinned = tuple(other.active for other in others if other.active is not None)
         coming = tuple(other.plans.preparing.plan for other in others if other.plans.preparing is not None)
+        needs = {} if own.plans.active is None else own.plans.active.decision.chosen.price.needs
         parts = own.active, plan, own.last_decision, own.error, progress, story, pinned, coming, self._in_flight
-        return PublishPlan(group.name, *parts, own.verdict.considered)
+        return PublishPlan(group.name, *parts, own.verdict.considered, needs)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
@@ -120,7 +123,8 @@ class Rollout:
         """Release plans whose last run has ended."""
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
-            if not any(r.plan_version in record.versions for r in group.runs.values()):
+            runs = [each for run in group.runs.values() for each in (run, run.before) if each is not None]
+            if not any(run.plan_version in record.versions for run in runs):
                 group.plans.step(record, "idle", now)
                 group.note_left(record.plan)
                 out += self.release(record.plan)
@@ -168,10 +172,12 @@ class Rollout:
         peers, key = peers_of(plan, device, self._fleet), self._fleet.wrapped_key(plan, device)
         return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked)
 
-    def probe(self, group: PlanGroup, plan: Plan, devices: list[str]) -> list[CoordinatorCommand]:
-        """Send devices the Prepare of a plan again; a device that has the plan answers with Ready."""
+    def probe(
+        self, group: PlanGroup, plan: Plan, devices: list[str], shapes: tuple[PlainShape, ...] = ()
+    ) -> list[CoordinatorCommand]:
+        """Send devices the Prepare of a plan; a device that has the plan, and its Programs of shapes, answers Ready."""
         served = group.served
-        parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight
+        parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight, shapes, len(shapes)
         prepare = ((d, messages.Prepare(self.ids.next_transaction(), *parts)) for d in devices)
         return [self.command_device(d, self._addressed(message, plan, d)) for d, message in prepare]
 
@@ -267,11 +273,16 @@ class Rollout:
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
         loaded = max((total for _, total in record.progress_bytes.values()), default=0)
-        self._groups.loads.record_load(loaded, now - record.begun_s - ACTIVATE_S)
+        served = group.plans.active is not None
+        self._groups.background.record_load(loaded, now - record.begun_s - ACTIVATE_S, served=served)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan
         self._fleet.estimates.begin_plan(plan.devices)
+        if others := group.plans_to_load(
+            MAX_LOADS_PRICED
+        ):  # now that this one's weights are there, they may be there too
+            group.plans.request_search(now, now, "its weights may serve other plans too", plans=others)
         out = self._reactivate_older(group, plan)
         number = self.ids.next_transaction()
         activate = ((d, messages.Activate(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
@@ -437,9 +448,9 @@ class Rollout:
 # ----------------------------------------------------------------------------------------------------------------------
 # Weights loaded ahead on a standby device, where the plan in use has all of them on one.
 #
-# A second device prepares the plan that would follow a loss and releases it again: it keeps released weights while it
-# has room, so nothing makes room for these. No request runs under such a plan. The search after a loss, for requests
-# that wait, is for that device alone.
+# A second device prepares the plan that would follow a loss and releases it again: it keeps released weights, and the
+# Programs of recent shapes, while it has room, so nothing makes room for these. No request runs under such a plan. The
+# search after a loss, for requests that wait, is for that device alone.
 
 
 ENDS_S: Final = 60.0  # then a preparation is given up, or a refused one tried again
@@ -477,13 +488,17 @@ class Standby:
         """Return the devices that load ahead."""
         return frozenset(ahead.plan.root for ahead in self._loads() if ahead.plan is not None)
 
-    def question(self, group: PlanGroup, hurried: bool, now: float) -> Question:
-        """Return the question for a group's next plan; hurried: of the device that has the weights, if one does."""
+    def is_held(self, group: PlanGroup) -> bool:
+        """Return whether another device has the weights of the plan in use."""
+        ahead = self._ahead.get(group.name)
+        return ahead is not None and ahead.held and self._there(ahead)
+
+    def question(self, group: PlanGroup, now: float) -> Question:
+        """Return the question for a group's next plan, with what is held ahead."""
         question, ahead = self._rollout.question(group, now), self._ahead.get(group.name)
-        if not hurried or group.pinned or ahead is None or ahead.plan is None or not self._there(ahead):
+        if ahead is None or ahead.plan is None or not self._there(ahead):
             return question
-        able = _with_memory(question, {ahead.plan.root}, ahead.needed_bytes)
-        return _restricted_to(question, able) if able else question
+        return replace(question, residents=(*question.residents, ahead.plan))
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
         """Take an event and return the commands that follow from it."""
@@ -512,6 +527,8 @@ class Standby:
             return self._give_up(ahead, now) if now > ahead.next_s else []
         if record is None or len(record.plan.devices) > 1 or not group.plans.pins.is_unpinned or not group.in_use(now):
             return []
+        if not record.is_priced:
+            return []
         if ahead is None or ahead.plan_version != record.version or (ahead.plan is not None and not self._there(ahead)):
             needed_bytes = record.decision.chosen.price.needs[record.plan.root]
             self._ahead[group.name] = _StandbyPlan(record.version, now, needed_bytes)
@@ -537,7 +554,8 @@ class Standby:
         if member is None or len(chosen.plan.devices) > 1 or group.plans.in_transition():
             return []
         ahead.plan, ahead.boot, ahead.needed_bytes = chosen.plan, member.boot, chosen.price.needs[member.name]
-        return self._rollout.probe(group, chosen.plan, [member.name])
+        shapes = tuple(shape.plain() for shape in group.shapes_to_build()[0])
+        return self._rollout.probe(group, chosen.plan, [member.name], shapes)
 
     def _prepared(self, message: Ready | PrepareFailed, now: float) -> list[CoordinatorCommand]:
         for ahead in self._loads():

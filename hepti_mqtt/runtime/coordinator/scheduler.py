@@ -10,10 +10,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
+from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import task_count
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.frames import MAX_SESSION, DecoderSession, Frame, encode_work
+from hepti_mqtt.protocol.frames import MAX_SESSION, Continued, DecoderSession, Frame, encode_work
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import (
@@ -32,11 +33,11 @@ from hepti_mqtt.runtime.coordinator.requests import (
     Array,
     FairQueue,
     Generation,
+    Progress,
     Request,
     Run,
     RunStats,
     WorkItem,
-    argmax_token,
     concatenate,
     length_factor,
     split_into_micro_batches,
@@ -48,7 +49,7 @@ from hepti_mqtt.task_queue import TaskQueue
 
 MIN_RUN_S: Final = 1e-6
 
-RunMessage = Frame | messages.RunFailed | messages.TaskDone
+RunMessage = Frame | messages.RunFailed | messages.TaskDone | messages.RunProgress
 
 
 class ReplicaLoad(NamedTuple):
@@ -142,9 +143,11 @@ class Scheduler:
         """Return the run that a device's message is about; None if it is over, or the device has no part in it."""
         group = self._groups.group_of_run(message.model, message.run_id)
         run = None if group is None else group.runs[message.run_id]
-        if group is None or run is None or run.plan_version != message.plan_version or device not in run.plan.devices:
+        if group is None or run is None:
             return None
-        return group, run
+        plans = (each.plan for each in (run, run.before) if each is not None)
+        known = any(plan.version == message.plan_version and device in plan.devices for plan in plans)
+        return (group, run) if known else None
 
     def expect_burst(self, now: float) -> None:
         """The broker is back: what it and clients have kept meanwhile comes at once, and is no overload."""
@@ -186,7 +189,9 @@ class Scheduler:
         self._number += 1
         request.sequence, request.arrived_s = self._number, now
         longest = max(c.shape.size for c in request.batches)
-        group.recent_lengths.append(longest + (request.generation.max_new_tokens if request.generation else 0))
+        generation = request.generation
+        grows = generation is not None and not generation.carried.size  # else what it carries is what takes the time
+        group.recent_lengths.append(longest + (generation.max_new_tokens if generation is not None and grows else 0))
         if group.active is not None and group.active.replicas and request.wants_result and request.generation is None:
             request.batches = split_into_micro_batches(request.batches)  # each goes to the replica that is free first
         group.queue.append(WorkItem(request, i) for i in range(len(request.batches) if request.wants_result else 1))
@@ -290,8 +295,9 @@ class Scheduler:
             return []
         group, run = found
         out: list[CoordinatorCommand] = [LogEvent("request_failed", f"{device}: {message.text}")]
-        if message.code in ("wire", "session", "link"):
-            return out + self.retry(group, run, blameless=message.code == "link" and self._is_same_link_loss(run, now))
+        if message.code in ("wire", "session", "link", "passed"):
+            same_loss = message.code == "link" and self._is_same_link_loss(run, now)
+            return out + self.retry(group, run, blameless=same_loss or message.code == "passed")
         # What reached the device may have been forged, as this may be, or its memory short.
         return out + self._retry_or_fail(group, run, RemoteError(message.text), 2)
 
@@ -392,10 +398,33 @@ class Scheduler:
         group.queue.discard_finished()
         return out
 
+    def record_progress(self, device: str, message: messages.RunProgress, now: float) -> Run | None:
+        """Take how far a device is with a run; return the run, None if it is over."""
+        found = self._run_of(device, message)
+        run = None if found is None else found[1]
+        if run is not None and (run.progress is None or message.block > run.progress.block):
+            run.progress = Progress(message.block, now)
+        return run
+
+    def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
+        """Let a run go on under another plan from a block on: its devices end it there, and begin with the rest."""
+        del group.runs[run.run_id]
+        out = self._dispatch(group, plan, run.items, now, (run, block))
+        heir = next(reversed(group.runs))
+        left = messages.HandOver(run.plan.model, run.plan_version, run.run_id, block, heir, plan.to_dict())
+        return [*out, *(self._command(device, left) for device in run.plan.devices if device not in plan.devices)]
+
     def _dispatch(
-        self, group: PlanGroup, plan: Plan, items: tuple[WorkItem, ...], now: float
+        self,
+        group: PlanGroup,
+        plan: Plan,
+        items: tuple[WorkItem, ...],
+        now: float,
+        continued: tuple[Run, int] | None = None,
     ) -> list[CoordinatorCommand]:
+        """Dispatch items under a plan; continued: as the rest of a run, from a block on."""
         run_id = self._ids.next_run()
+        before = None if continued is None else Continued(continued[0].run_id, continued[1])
         part, session = concatenate([item.batch for item in items]), DecoderSession()
         generation = items[0].request.generation
         if generation is not None:
@@ -406,7 +435,7 @@ class Scheduler:
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
         key = self._fleet.frame_key(plan)
-        payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, session, key)
+        payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, session, key, before)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._concurrent_runs(group.name, plan)
         expectation = group.expected(plan)
@@ -430,13 +459,14 @@ class Scheduler:
             now,
             overdue,
             sent,
-            ran_alone=not others,
+            ran_alone=not others and before is None,
             expectation=expectation,
             expected_s=expected_s,
             probe_at_s=doubt,
             expected_end_s=until_s,
             task_queue=TaskQueue(tasks, plan.devices, now) if tasks else None,
             frame_key=key,
+            before=None if continued is None else continued[0],
         )
         return [Publish(topic, payload, 1)]
 
@@ -451,14 +481,14 @@ class Scheduler:
         del group.runs[run.run_id]
         self._counters["foreign_frame"] += run.count_unannounced()
         group.record_reports(run, now)
-        if run.only_beside_loads and run.beside_loads and run.ran_alone and run.expected_s > 0:
-            self._groups.loads.record_run((now - run.dispatched_s) / run.expected_s)
-        # Of a decoder plans are made for its steps, of others for a request that runs by itself.
+        work = run.beside_one_work
+        if work is not None and run.ran_alone and run.expected_s > 0:
+            self._groups.background.record_run((now - run.dispatched_s) / run.expected_s, loads=work == "loads")
         if (
             run.ran_alone
             and not run.beside_loads
             and len(run.items) == 1
-            and (not run.shape.session_rows or run.shape.size == 1)
+            and is_planned_for(group.served.spec, run.shape)
         ):
             group.record_run(run.plan, run.shape.size, now - run.dispatched_s, now, doubtful=run.beside_search)
         if not run.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
@@ -503,8 +533,10 @@ class Scheduler:
 
     def _cancel(self, group: PlanGroup, run: Run) -> list[CoordinatorCommand]:
         group.runs.pop(run.run_id, None)
-        cancel = messages.Cancel(run.plan.model, run.plan_version, run.run_id)
-        out: list[CoordinatorCommand] = [self._command(device, cancel) for device in run.plan.devices]
+        out: list[CoordinatorCommand] = []
+        for each in (run,) if run.before is None else (run.before, run):
+            cancel = messages.Cancel(each.plan.model, each.plan_version, each.run_id)
+            out += [self._command(device, cancel) for device in (run.before or run).plan.devices]
         return out + self._answer_generation(group, run)  # which may have waited for its reports alone
 
     # -- leased tasks ---------------------------------------------------------------------------------------------
@@ -555,7 +587,9 @@ class Scheduler:
             return []
         if run.token_index is None:
             return self._append_token(group, run, stats)
-        if argmax_token(run.output()) != generation.tokens[run.token_index]:  # by the reports a part was forged
+        if (
+            generation.rules.choose(run.output(), run.token_index)[0] != generation.tokens[run.token_index]
+        ):  # by the reports a part was forged
             error = RemoteError("parts of an answer are not those that devices have sent")
             return self._rewind(group, run, error, MAX_ATTEMPTS)
         request.stats[run.token_index] = stats
@@ -617,4 +651,4 @@ class Scheduler:
 
 
 def _usable(logits: Array) -> bool:
-    return logits.ndim == 2 and len(logits) == 1 and bool(np.isfinite(logits).all())
+    return logits.ndim == 2 and len(logits) > 0 and bool(np.isfinite(logits).all())

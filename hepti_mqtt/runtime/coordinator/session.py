@@ -8,16 +8,18 @@ one. A request ends with the right answer or an error, whatever is lost meanwhil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from math import inf
 from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, Verdict
+from hepti_mqtt.planner import Decision, Recalled, Verdict
 from hepti_mqtt.planner.estimates import strategy_key
+from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
@@ -34,6 +36,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     DeviceUse,
     LogEvent,
     PinPlan,
+    PlanRecalled,
     RequestArrived,
     SendTiles,
     Solve,
@@ -43,14 +46,17 @@ from hepti_mqtt.runtime.coordinator.interface import (
     devices_first,
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
-from hepti_mqtt.runtime.coordinator.moves import SEARCH_GAIN, Moves
+from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
-from hepti_mqtt.runtime.machinery import TransitionLog
+from hepti_mqtt.runtime.machinery import Transition, TransitionLog
 
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
+LATE_BLOCKS: Final = 1  # a run may be at the end of the block that it says it is in
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
+RECALL_S: Final = 1.0  # for what the broker has retained to be heard
+PRICED_S: Final = 3.0  # after a recalled plan is to be prepared: requests that have waited for it come first
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
 
 
@@ -59,7 +65,7 @@ class CoordinatorSession:
 
     broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device. secret: KEY_BYTES random
     bytes from which run ids, keys and the tokens of peers follow; without it there are no keys, and no mesh. checked:
-    what the tags of frames cover.
+    what the tags of frames cover. recalls: whether a `PlanRecalled` comes for each model.
     """
 
     def __init__(
@@ -71,21 +77,24 @@ class CoordinatorSession:
         broker_bytes_per_s: float | None = None,
         secret: bytes | None = None,
         checked: Checked = "header",
+        recalls: bool = False,
     ) -> None:
         self.site = site
+        self._recalls = recalls
         self.topics = Topics(site)
         self.boot = boot
         self.in_flight = in_flight
         self.fleet = Fleet(broker_bytes_per_s, secret=secret, checked=checked)
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters, self.fleet.estimates)
-        self._online, self._begun = True, False
+        self._online, self._begun, self._met_broker = True, False, False
+        self._made: list[CoordinatorCommand] = []  # commands that were not returned yet
         ids = Ids(boot, secret)
         self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
-        self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
+        self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout, self._standby)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._handle_status,
             DeviceUse: self._handle_use,
@@ -95,6 +104,7 @@ class CoordinatorSession:
             DeviceFrame: self._handle_frame,
             RequestArrived: self._handle_request,
             Solved: self._handle_solved,
+            PlanRecalled: self._handle_recalled,
             PinPlan: self._pin,
             WeightsUnreadable: self._rollout.handle_unreadable,
             BrokerConnection: self._connection,
@@ -102,7 +112,11 @@ class CoordinatorSession:
         }
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
-        """Take one event and return the commands that follow from it."""
+        """Take one event and return the commands that follow from it.
+
+        If a step raises, the others are done all the same, and the next call returns what they have made: the states
+        that they have changed count on it.
+        """
         if isinstance(event, DeviceMessage) and not self.fleet.accepts(event.device, event.seal):
             self.counters["forged"] += 1
             return []
@@ -110,13 +124,38 @@ class CoordinatorSession:
             self._begun = True
             for group in self.groups:
                 group.plans.request_search(now + SETTLE_S, now, "the planner has started")
+                group.recall_by_s = now + RECALL_S if self._recalls else -inf
         self._mark_runs_beside_work()
         changed_s = self.fleet.estimates.last_change_s
-        out = self._handlers[type(event)](event, now)
-        if self.fleet.estimates.last_change_s != changed_s:  # what methods seemed to take since then was its doing
+        self._do(
+            (
+                partial(self._handlers[type(event)], event, now),
+                partial(self._blame_changes, changed_s),
+                partial(self._advance, now),
+                partial(self._standby.handle, event, now),
+            )
+        )
+        out, self._made = self._made, []
+        return devices_first(out)
+
+    def _do(self, steps: Iterable[Callable[[], Iterable[CoordinatorCommand]]]) -> None:
+        """Take the commands of all steps, those too that one has made before it raised; raise the first error then."""
+        failed: Exception | None = None
+        for step in steps:
+            try:
+                for command in step():
+                    self._made.append(command)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _blame_changes(self, changed_s: float) -> list[CoordinatorCommand]:
+        """Take back what methods seemed to take since a device or a link has changed: that was its doing."""
+        if self.fleet.estimates.last_change_s != changed_s:
             for group in self.groups:
                 group.methods.undo_since(self.fleet.estimates.last_change_began_s - BEFORE_S)
-        return devices_first(out + self._advance(now) + self._standby.handle(event, now))
+        return []
 
     @property
     def due_s(self) -> float:
@@ -207,13 +246,16 @@ class CoordinatorSession:
         told, member.implausible = member.implausible, text
         return [] if told else [LogEvent("refused", text)]
 
-    def _warn_contradicted(self) -> list[CoordinatorCommand]:
-        """Tell once of each device whose measurements runs contradict."""
-        new = [m for m in self.fleet.usable().values() if not m.contradiction_reported]
-        found = {member.name: next(self.fleet.estimates.contradicted(member.name), "") for member in new}
-        for member in new:
-            member.contradiction_reported = bool(found[member.name])
-        return [LogEvent("doubt", text) for text in found.values() if text]
+    def _warn_contradicted(self, now: float) -> Iterator[CoordinatorCommand]:
+        """Tell once of each device whose measurements runs contradict, and in the stories of all models."""
+        for member in self.fleet.usable().values():
+            text = "" if member.contradiction_reported else next(self.fleet.estimates.contradicted(member.name), "")
+            if not text:
+                continue
+            member.contradiction_reported = True
+            for story in self.stories():
+                story.append(Transition(now, member.name, "believed", "contradicted", "doubted", text))
+            yield LogEvent("doubt", text)
 
     def _loading_devices(self) -> frozenset[str]:
         """Return the devices that load weights."""
@@ -230,6 +272,7 @@ class CoordinatorSession:
             run.beside_loads |= not loading.isdisjoint(run.plan.devices)
             run.only_beside_loads &= not lacking.isdisjoint(run.plan.devices)
             run.beside_search |= searching
+            run.only_beside_search &= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -258,6 +301,8 @@ class CoordinatorSession:
     def _handle_lost(self, device: str, how: str, now: float, *, says_so: bool = False) -> list[CoordinatorCommand]:
         """Go on without a device; one that has left by its own word, under requests, may do so a few times."""
         out: list[CoordinatorCommand] = [LogEvent("left", f"{device} {how}")]
+        member = self.fleet.member(device)
+        held = {device: member.boot_before or member.boot}
         boot, lost_runs = self.fleet.record_loss(device, now), False
         for group in self.groups:
             plans, why = group.plans, f"{device} {how}"
@@ -271,6 +316,9 @@ class CoordinatorSession:
                 plans.request_search(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
+                if was_active:
+                    boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
+                    group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
                 lessened = self._rollout.drop_replica(group, record, device, now, why)
                 if lessened is None:
                     plans.retire(record, "lost", now, why)
@@ -278,7 +326,7 @@ class CoordinatorSession:
                 if was_active:
                     plans.request_search(now, now, why, forced=True)
                     out.append(self._rollout.publish_plan(group))
-                for run in [r for r in group.runs.values() if r.plan_version == lost]:
+                for run in [r for r in group.runs.values() if r.needs(lost)]:
                     lost_runs = True
                     out += self._scheduler.handle_lost_device(group, run, device, now)
         if lost_runs and says_so and self.fleet.record_setback(device, now):
@@ -301,22 +349,74 @@ class CoordinatorSession:
         group, out = self._rollout.group_for(request, now)
         return out if group is None else out + self._scheduler.enqueue(group, request, now)
 
+    def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
+        group = self.groups.default(event.model)
+        if event.recalled is not None and group.last_plan is None:
+            group.recalled = event.recalled
+        if group.recalled is None:
+            group.recall_by_s = -inf
+        return []
+
+    def _recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Take the plan that served before, once all of its devices are there: they have kept what it needs."""
+        plans, recalled = group.plans, group.recalled
+        if recalled is None or not self._met_broker or not self.groups.may_search(group, now):
+            return []
+        if plans.in_use is not None:
+            group.recalled = None
+            return []
+        usable = self.fleet.usable()
+        boots = {device: usable[device].boot for device in recalled.plan.devices if device in usable}
+        if len(boots) < len(recalled.plan.devices) or not boots.items() >= recalled.boots.items():
+            return []
+        out: list[CoordinatorCommand] = []
+        why = "the plan that served before can serve again"
+        group.recalled, group.recall_by_s = None, -inf
+        if plans.searching is not None:
+            plans.step(plans.searching, "outdated", now, why)
+        if plans.preparing is not None:  # by devices that load its weights
+            out += self._rollout.abandon(group, plans.preparing, "lost", now, why)
+        plans.request_search(now, now, why)
+        ticket, question = self._rollout.ids.next_transaction(), self._rollout.question(group, now)
+        plans.start_search(ticket, question.plan_version, now, recalls=True)
+        return [*out, Solve(group.name, ticket, question, None, recalled=recalled)]
+
+    def _take_recalled(self, group: PlanGroup, search: Search, event: Solved, now: float) -> list[CoordinatorCommand]:
+        """Prepare the plan that served before, or search as ever where it cannot be had."""
+        plans, found = group.plans, event.decision
+        if found is None or not set(found.chosen.plan.devices) <= self.fleet.usable().keys():
+            plans.step(search, "outdated", now, str(event.error or "a device has left"))
+            plans.request_search(now, now, "the plan that served before cannot be had")
+            return []
+        group.error = None
+        plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
+        plans.request_search(now + PRICED_S, now, "the plan is as it was priced before")
+        return [LogEvent("replanned", found.reason), self._rollout.publish_plan(group)]
+
     def _start_due_search(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Begin the search that is due."""
         plans, wanted = group.plans, group.plans.wanted
-        if wanted is None or plans.preparing is not None:
+        if wanted is None or plans.preparing is not None or now < group.recall_by_s:
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
-        hurried = plans.pins.is_unpinned and group.unserved and not wanted.plans
+        hurried = plans.pins.is_unpinned and group.unserved
         # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(slot.plans.searching is None for slot in self.groups)
         awaited = self.fleet.must_wait_for(plans.pins.devices or (), now)
         if awaited or not (alone or hurried) or not self.groups.may_search(group, now):
             return []
         if plans.searching is not None:
+            if plans.searching.recalls:  # it takes no time
+                return []
             plans.step(plans.searching, "outdated", now, "requests wait")
-        ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, hurried, now)
+        ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
+        late = [r for r in group.runs.values() if r.is_late and r.may_go_on and not r.was_searched_for]
+        if late and not wanted.plans and group.active is not None:
+            # Only what needs no load and few prices can be there before a run ends; the whole search follows.
+            question, wanted.is_brief = replace(question, budget=Budget(0.0)), True
+            for run in late:
+                run.was_searched_for = True
         group.made_room = False
         if not wanted.plans:
             group.search_inputs = self.fleet.estimates.means()
@@ -328,6 +428,10 @@ class CoordinatorSession:
         if group is None or group.plans.searching is None:
             return []
         plans, search = group.plans, group.plans.searching
+        if event.recalled:
+            return self._take_recalled(group, search, event, now)
+        if not (event.hurried or search.plans or search.is_brief or group.active is None):
+            self.groups.background.record_search(now - search.begun_s)
         # A hurried result serves at once; the whole search, which is wanted, follows.
         serves = event.hurried and group.unserved and plans.pins.is_unpinned
         if plans.wanted is not None and not serves:  # something changed while the search ran: search again
@@ -349,7 +453,10 @@ class CoordinatorSession:
             plans.step(search, "outdated", now)
             return []
         group.error = None
-        return self._handle_found(group, search, event, event.decision, now)
+        out = self._handle_found(group, search, event, event.decision, now)
+        if search.is_brief:
+            plans.request_search(now + SETTLE_S, now, "the search was brief, for a run under way", forced=search.forced)
+        return out
 
     def _handle_found(
         self, group: PlanGroup, search: Search, event: Solved, decision: Decision, now: float
@@ -357,9 +464,9 @@ class CoordinatorSession:
         """Move to a plan that a search has found, if the rule says so."""
         plans = group.plans
         decision = group.learn_search(decision, event.active, is_whole=not search.plans)
-        # Where requests wait the first plan of the search is prepared at once: it has worked out its Programs. What the
-        # rule has asked to be priced is all that is asked now: else two plans could be priced in turn for ever.
-        only = decision.chosen.plan if search.forced or search.plans or group.unserved else None
+        # What the rule has asked to be priced is all that is asked: else two plans could be priced in turn for ever.
+        # A hurried search knows what stands, so that what its plans load is compared.
+        only = decision.chosen.plan if search.plans or (search.forced and not event.hurried) else None
         verdict = self._moves.judge(group, now, forced=search.forced, only=only)
         record = None if group.has_suspect_replica else plans.active
         if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
@@ -393,7 +500,7 @@ class CoordinatorSession:
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
         unclear = self.fleet.estimates.is_unclear(group.active_devices)
-        if moved is None or unclear or group.may_gain < SEARCH_GAIN:
+        if moved is None or unclear or not self._moves.is_worth_searching(group, now):
             return []
         group.plans.request_search(now, now, moved)
         return [LogEvent("drift", moved)]
@@ -414,6 +521,8 @@ class CoordinatorSession:
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RunFailed):
             return self._scheduler.handle_failure(device, message, now)
+        if isinstance(message, messages.RunProgress):
+            return self._handle_progress(device, message, now)
         if isinstance(message, messages.TaskDone):
             return self._scheduler.complete_task(device, message, now)
         if not isinstance(message, messages.Ready | messages.PrepareFailed | messages.PrepareProgress):
@@ -439,12 +548,46 @@ class CoordinatorSession:
             return [refused, *self._handle_lost(device, "compiles plans differently", now)]
         return self._rollout.handle_preparation(group, device, message, now)
 
+    def _handle_progress(self, device: str, message: messages.RunProgress, now: float) -> list[CoordinatorCommand]:
+        """Take how far a run is: one that is late says so before it ends."""
+        if (run := self._scheduler.record_progress(device, message, now)) is None:
+            self.counters["late"] += 1
+            return []
+        blocks = self.groups.default(message.model).served.block_count(run.shape)
+        part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
+        if now - run.dispatched_s > LATE_FACTOR * run.expected_s * part:
+            run.is_late = True
+            self.fleet.estimates.record_overdue(run.plan.devices, now)
+        return []
+
+    def _go_on(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Let runs that began under a plan before the active one go on under that, where the rule says so."""
+        active, out = group.plans.active, list[CoordinatorCommand]()
+        for run in list(group.runs.values()) if active is not None and group.plans.retiring else ():
+            assert active is not None
+            asked = (active.version, run.progress)
+            if not run.may_go_on or run.asked == asked or run.plan_version in active.versions:
+                continue
+            is_first, run.asked = run.asked is None or run.asked[0] != active.version, asked
+            if (found := self._moves.go_on(group, run, now)) is None:
+                continue
+            plan, verdict = found
+            what = f"run {run.run_id} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
+            if is_first or verdict.goes:
+                group.plans.tell(run.plan_version, plan.version if verdict.goes else run.plan_version, what, now)
+            if verdict.goes:
+                out += [
+                    LogEvent("continued", what),
+                    *self._scheduler.go_on(group, run, plan, verdict.border.block, now),
+                ]
+        return out
+
     def _advance(self, now: float) -> list[CoordinatorCommand]:
         """Do what has become possible: release, prepare, dispatch, search."""
         out: list[CoordinatorCommand] = []
         for group in self.groups:
             group.queue.discard_finished()
-            out += self._rollout.release_idle(group, now)
+            out += [*self._go_on(group, now), *self._rollout.release_idle(group, now)]
         for slot in self.groups.pinned():
             if slot.idle and slot.plans.in_use is None and slot.plans.preparing is None:
                 out += self._rollout.close_group(slot, now, "there is no plan, and nobody waits for one")
@@ -453,47 +596,60 @@ class CoordinatorSession:
         for group in self.groups.defaults():
             out += self._scheduler.dispatch_ready(group.name, now)
         for group in self.groups:
-            out += self._start_due_search(group, now)
+            out += [*self._recall(group, now), *self._start_due_search(group, now)]
         return out
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _tick(self, event: Tick, now: float) -> list[CoordinatorCommand]:
         heard_s = min(event.heard_s, now) if self._online else -inf
-        out: list[CoordinatorCommand] = [] if event.has_backlog or not self._online else self._drop_silent(now, heard_s)
-        out += [*self._scheduler.lease_overdue(now), *self._warn_contradicted()]
-        for group in self.groups:
-            out += self._rollout.tick(group, heard_s)
-            for run in list(group.runs.values()):
-                if heard_s - run.dispatched_s > LATE_FACTOR * run.expected_s:
-                    self.fleet.estimates.record_overdue(run.plan.devices, now)
-                if heard_s > run.deadline_s and not run.broker_was_lost:
-                    out.append(LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it"))
-                    out += [*self._rollout.mark_suspect(group, run.plan, now), *self._scheduler.retry(group, run)]
-            out += self._scheduler.refuse_expired(group, now)
-            if rested := group.crash_backoff.lift_expired(now):
-                group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
-            out += self._judge(group, now)
+        listens = self._online and not event.has_backlog
+        self._do(
+            (
+                *((partial(self._drop_silent, now, heard_s),) if listens else ()),
+                partial(self._scheduler.lease_overdue, now),
+                partial(self._warn_contradicted, now),
+                *(partial(self._tick_group, group, now, heard_s) for group in self.groups),
+                *(partial(self._judge, group, now) for group in self.groups),
+                self._tell_steps,
+            )
+        )
+        return []
+
+    def _tick_group(self, group: PlanGroup, now: float, heard_s: float) -> Iterator[CoordinatorCommand]:
+        """Yield what follows from runs that are late, requests that have expired and devices that have rested."""
+        yield from self._rollout.tick(group, heard_s)
+        for run in list(group.runs.values()):
+            if heard_s - run.dispatched_s > LATE_FACTOR * run.expected_s:
+                self.fleet.estimates.record_overdue(run.plan.devices, now)
+            if heard_s > run.deadline_s and not run.broker_was_lost:
+                yield LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it")
+                yield from self._rollout.mark_suspect(group, run.plan, now)
+                yield from self._scheduler.retry(group, run)
+        yield from self._scheduler.refuse_expired(group, now)
+        if rested := group.crash_backoff.lift_expired(now):
+            group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
+
+    def _tell_steps(self) -> Iterator[CoordinatorCommand]:
+        """Yield the records of models whose plans have taken steps, and the steps that may not be."""
         for group in self.groups.defaults():
             if group.published_transitions != group.plans.story.count:
-                out.append(self._rollout.publish_plan(group))
+                yield self._rollout.publish_plan(group)
         if (text := self.groups.new_illegal_steps()) is not None:
-            out.append(LogEvent("illegal_step", text))
-        return out
+            yield LogEvent("illegal_step", text)
 
-    def _drop_silent(self, now: float, heard_s: float) -> list[CoordinatorCommand]:
+    def _drop_silent(self, now: float, heard_s: float) -> Iterator[CoordinatorCommand]:
         """Drop devices without heartbeats; probe those that others wait for, quarantine the silent."""
-        gone = self.fleet.mark_silent_offline(heard_s)
-        lost = [self._handle_lost(device, "sends no heartbeats", now) for device in gone]
-        out, silent = self._hang_detector.tick(now, heard_s)
-        out = [command for commands in lost for command in commands] + out
+        for device in self.fleet.mark_silent_offline(heard_s):
+            yield from self._handle_lost(device, "sends no heartbeats", now)
+        probes, silent = self._hang_detector.tick(now, heard_s)
+        yield from probes
         for device, how, mute in silent:
             self.fleet.quarantine(device, now, mute)
-            out += self._handle_lost(device, how, now)
-        return out
+            yield from self._handle_lost(device, how, now)
 
     def _connection(self, event: BrokerConnection, now: float) -> list[CoordinatorCommand]:
-        self._online = event.online
+        self._online, self._met_broker = event.online, self._met_broker or event.online
         self._scheduler.mark_broker_lost()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.fleet.reset_silence(now)

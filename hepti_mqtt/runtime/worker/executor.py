@@ -97,7 +97,8 @@ class BoundProgram:
 
     kernels: the name of the kernel of each op, None for what is no Compute. states: the names of those slots that are
     arrays of the session. buffers: the slots that ops fill with arrays of the executor, by what array it is. sends:
-    what those who run it keep with each Send, by its place, since it is the same in every run.
+    what those who run it keep with each Send, by its place, since it is the same in every run. taken: of a run that
+    goes on where another one ends, the slots of that one that fill exchanges of this one.
     """
 
     template: RunTemplate
@@ -106,9 +107,15 @@ class BoundProgram:
     states: Mapping[Slot, str]
     buffers: Mapping[SlotSpec, tuple[Slot, ...]]
     sends: dict[int, Any] = field(default_factory=dict)
+    taken: tuple[tuple[ExchangeKey, Slot], ...] = ()
 
 
-def bind(program: Program, weights: Mapping[WeightRef, Weight], workers: Workers) -> BoundProgram:
+def bind(
+    program: Program,
+    weights: Mapping[WeightRef, Weight],
+    workers: Workers,
+    taken: tuple[tuple[ExchangeKey, Slot], ...] = (),
+) -> BoundProgram:
     """Bind every kernel of a Program to its weights; raises KeyError for a weight that is not resident."""
     ops = tuple(_bind(program, op, weights, workers) for op in program.ops)
     buffers: dict[SlotSpec, list[Slot]] = {}
@@ -120,6 +127,7 @@ def bind(program: Program, weights: Mapping[WeightRef, Weight], workers: Workers
         tuple(op.kernel if isinstance(op, Compute) else None for op in program.ops),
         {slot: spec.state for slot, spec in enumerate(program.slots) if spec.state and spec.base is None},
         {spec: tuple(slots) for spec, slots in buffers.items()},
+        taken=taken,
     )
 
 
@@ -283,6 +291,26 @@ class Executor:
         """Return the first ready op; None if every run waits, or if it is of another run than `run_id`."""
         found = self._machine.next_op(run_id)
         return None if found is None else self._steps[found[0].run_id].move_to(found[1])
+
+    def hold(self, run_id: int, block: int) -> bool:
+        """Let a run end before a block of the graph; False, and nothing has changed, if an op of it has run."""
+        running = self._machine.runs[run_id]
+        blocks = running.template.program.blocks
+        return 0 < block < len(blocks) and self._machine.hold(running, blocks[block])
+
+    def is_done(self, run_id: int) -> bool:
+        """Return whether no op of a run is left."""
+        running = self._machine.runs[run_id]
+        return not running.ops_left and not running.accepts_leases
+
+    def hand_over(self, run_id: int, heir: int) -> None:
+        """Fill what a run takes of one that is done; that one ends."""
+        before = self._machine.runs[run_id]
+        for key, slot in self._machine.runs[heir].bound.taken:
+            view = view_of_slot(before.template.program, slot)
+            self.deliver(heir, key, view.of(before.slots))
+            before.free[view.base] = None  # the buffer is the heir's
+        self.drop(run_id)
 
     def finish_if_done(self, run_id: int) -> bool:
         """Return whether a running request has no op left; drop it then."""

@@ -16,8 +16,8 @@ from hepti_mqtt.protocol.keys import Seal
 from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import BoundProgram
-from hepti_mqtt.runtime.worker.residents import Place, ResidentPlan
-from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.runtime.worker.residents import Place, ProgramKey, ResidentPlan
+from hepti_mqtt.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +78,29 @@ class LogTrouble:
 
 @dataclass(frozen=True, slots=True)
 class AnalysePrepare:
-    """Analyse a Prepare (it lowers the longest requests) on another thread; the shell reports `PrepareAnalysed`."""
+    """Analyse a Prepare (it lowers the longest requests) on another thread; the shell reports `PrepareAnalysed`.
+
+    awaited: as of a Program.
+    """
 
     prepare: Prepare
+    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BuildProgram:
-    """Build a device's Program for a request shape beside the session's thread; the shell reports `ProgramBuilt`.
+    """Build a device's Program beside the session's thread; the shell reports `ProgramBuilt`.
 
     number: of the order, which `ProgramBuilt` carries. weights: of the plan version, to which the kernels are bound.
+    awaited: by a run, or by a plan while no run is under way; else it gives way to runs.
     """
 
     number: int
     spec: Spec
     plan: Plan
-    shape: RequestShape
+    shape: ProgramKey
     weights: Mapping[WeightRef, Weight]
+    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,21 +12,26 @@ from dataclasses import dataclass
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.plan_programs import device_program
+from hepti_mqtt.lowering.handover import HandoverError
+from hepti_mqtt.plan_programs import continued_program, device_program
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.worker.executor import bind
 from hepti_mqtt.runtime.worker.interface import AnalysePrepare, BuildProgram, PrepareAnalysed, ProgramBuilt
-from hepti_mqtt.runtime.worker.residents import PlanKey, ResidentPlan, analyse_prepare
+from hepti_mqtt.runtime.worker.residents import Continuation, PlanKey, ProgramKey, ResidentPlan, analyse_prepare
 from hepti_mqtt.spec import RequestShape
 
 
 def build(order: BuildProgram, device: str, workers: Workers) -> ProgramBuilt:
     """Return a device's Program bound to its weights, or the error; safe on any thread."""
+    spec, plan, shape = order.spec, order.plan, order.shape
     try:
-        return ProgramBuilt(
-            order.number, bind(device_program(order.spec, order.plan, order.shape, device), order.weights, workers)
-        )
+        if isinstance(shape, Continuation):
+            made = continued_program(spec, shape.before, shape.after, shape.shape, shape.block, device)
+            return ProgramBuilt(order.number, bind(made.program, order.weights, workers, made.taken))
+        return ProgramBuilt(order.number, bind(device_program(spec, plan, shape, device), order.weights, workers))
+    except HandoverError as error:
+        return ProgramBuilt(order.number, PlanError(str(error)))
     except Exception as error:  # its requests hear of it, or the session complains
         return ProgramBuilt(order.number, error)
 
@@ -50,7 +55,7 @@ def next_step(shape: RequestShape, session: DecoderSession) -> RequestShape | No
 class _Order:
     number: int
     resident: ResidentPlan
-    shape: RequestShape
+    shape: ProgramKey
 
 
 class ProgramBuildQueue:
@@ -63,14 +68,14 @@ class ProgramBuildQueue:
         self._counters = counters
         self._order: _Order | None = None
         self._number = 0
-        self._waiting: dict[int, tuple[Frame, RequestShape]] = {}
+        self._waiting: dict[int, tuple[Frame, ProgramKey]] = {}
 
     def waiting_frame(self, run_id: int) -> Frame | None:
         """Return the work frame of a waiting run; None if it does not wait."""
         frame, _ = self._waiting.get(run_id, (None, None))
         return frame
 
-    def enqueue(self, frame: Frame, shape: RequestShape) -> None:
+    def enqueue(self, frame: Frame, shape: ProgramKey) -> None:
         """Keep a request until its Program is there."""
         self._waiting[frame.run_id] = (frame, shape)
 
@@ -100,7 +105,8 @@ class ProgramBuildQueue:
         if self._order is not None:
             return None
         loaded = [r for r in residents if r.weights is not None]
-        found = self._awaited(loaded)
+        late = self._awaited(loaded)
+        found: tuple[ResidentPlan, ProgramKey] | None = late
         found = found or next(((r, r.urgent_shapes[0]) for r in loaded if r.urgent_shapes), None)
         if found is None and idle:
             found = next(((r, r.prebuild_shapes[0]) for r in loaded if r.prebuild_shapes and r.ready), None)
@@ -110,9 +116,10 @@ class ProgramBuildQueue:
         assert resident.weights is not None
         self._number += 1
         self._order = _Order(self._number, resident, shape)
-        return BuildProgram(self._number, resident.spec, resident.plan, shape, resident.weights)
+        awaited = late is not None or (idle and bool(resident.urgent_shapes))
+        return BuildProgram(self._number, resident.spec, resident.plan, shape, resident.weights, awaited)
 
-    def complete(self, event: ProgramBuilt) -> tuple[ResidentPlan, RequestShape, list[Frame]] | None:
+    def complete(self, event: ProgramBuilt) -> tuple[ResidentPlan, ProgramKey, list[Frame]] | None:
         """Keep a Program; return its plan, its shape and the runs that waited, None if its plan is gone."""
         order = self._order
         if order is None or order.number != event.number:
@@ -120,7 +127,7 @@ class ProgramBuildQueue:
         self._order = None
         resident, shape = order.resident, order.shape
         for shapes in (resident.urgent_shapes, resident.prebuild_shapes):
-            if shape in shapes:
+            if not isinstance(shape, Continuation) and shape in shapes:
                 shapes.remove(shape)
         late = [f for f, s in self._waiting.values() if s == shape and (f.model, f.plan_version) == resident.key]
         for frame in late:
@@ -134,7 +141,7 @@ class ProgramBuildQueue:
         """Raise AssertionError if an invariant is broken."""
         assert self._order is not None or not self._waiting
 
-    def _awaited(self, loaded: Iterable[ResidentPlan]) -> tuple[ResidentPlan, RequestShape] | None:
+    def _awaited(self, loaded: Iterable[ResidentPlan]) -> tuple[ResidentPlan, ProgramKey] | None:
         by_key = {r.key: r for r in loaded}
         found = ((by_key.get((f.model, f.plan_version)), shape) for f, shape in self._waiting.values())
         return next(((resident, shape) for resident, shape in found if resident is not None), None)

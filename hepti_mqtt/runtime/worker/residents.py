@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Final, Literal, get_args
 
@@ -41,14 +41,14 @@ from hepti_mqtt.strategies import STRATEGIES
 def check_prepare(
     device: str, plan: Plan, spec: Spec, shapes: Iterable[PlainShape], in_flight: int
 ) -> list[RequestShape]:
-    """Return the shapes; raises PlanError, which names the field, for what no planner asks for."""
-    _check_plan(device, plan)
+    """Return the different shapes; raises PlanError, which names the field, for what no planner asks for."""
+    check_plan(device, plan)
     try:
         check_spec(spec.to_dict())
     except ValueError as error:
         raise PlanError(f"Invalid plan: {error}") from error
     _check_number("in_flight", in_flight)
-    return [shape_of(spec, plain) for plain in shapes]
+    return list(dict.fromkeys(shape_of(spec, plain) for plain in shapes))
 
 
 def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
@@ -64,7 +64,8 @@ def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
         raise _wrong("shape", plain.size, f"is not valid for {spec.architecture}: {error}") from error
 
 
-def _check_plan(device: str, plan: Plan) -> None:
+def check_plan(device: str, plan: Plan) -> None:
+    """Raise PlanError, which names the field, for a plan that no planner makes for a device."""
     devices = plan.devices
     _check_number("plan.devices", len(devices))
     if len(set(devices)) < len(devices):
@@ -123,17 +124,38 @@ ResidentState = Literal["asked", "loading", "subscribing", "ready", "active", "d
 Place = tuple[bytes, WeightRef]  # of a resident matrix: the digest of its manifest, and its range
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The rest of a run of a shape that began under the plan `before`, from a block on, under the plan `after`.
+
+    versions: of both plans.
+    """
+
+    shape: RequestShape
+    before: Plan = field(compare=False)
+    after: Plan = field(compare=False)
+    block: int
+    versions: tuple[PlanVersion, PlanVersion] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", (self.before.version, self.after.version))
+
+
+ProgramKey = RequestShape | Continuation  # what a device has a Program for, under a plan
+
+
 @dataclass(slots=True)
 class ResidentPlan:
     """A plan on a device, ready when it is `loaded` and its filters are `subscribed`.
 
     manifest: its digest. matrices: of each weight range the resident one of which it is a view.
     transaction_id: of the last Prepare. working_bytes: buffers and sessions of all runs in flight. loading_bytes:
-    beside the weights while they load. programs_bytes: of the cached Programs. urgent_shapes, prebuild_shapes: shapes
+    beside the weights while they load. programs_bytes: of the cached Programs. sources: devices that it hears.
+    urgent_shapes, prebuild_shapes: shapes
     whose Programs are to be built; `prebuild_shapes` only while idle. mesh_sources: peers whose frames come directly;
     the filters are for the others. loaded: with the urgent Programs. subscribed: the filters are acknowledged and the
-    peers were joined. programs: by request shape, least recently used first. state: changed by `ResidentPlans` only.
-    frame_key: of all frames of the plan.
+    peers were joined. programs: by what they are for, least recently used first. state: changed by `ResidentPlans`
+    only. frame_key: of all frames of the plan.
     """
 
     plan: Plan
@@ -145,6 +167,7 @@ class ResidentPlan:
     sessions: int
     loading_bytes: int
     programs_bytes: int
+    sources: tuple[str, ...]
     filters: tuple[str, ...]
     work_topic: str
     digest: bytes
@@ -157,7 +180,7 @@ class ResidentPlan:
     loaded: bool = False
     filters_acknowledged: bool = False
     subscribed: bool = False
-    programs: OrderedDict[RequestShape, BoundProgram] = field(default_factory=OrderedDict)
+    programs: OrderedDict[ProgramKey, BoundProgram] = field(default_factory=OrderedDict)
     state: ResidentState = "asked"
 
     @property
@@ -175,7 +198,7 @@ class ResidentPlan:
         """Return whether requests can run under the plan."""
         return self.loaded and self.subscribed and self.state != "released"
 
-    def cache_program(self, shape: RequestShape, bound: BoundProgram) -> None:
+    def cache_program(self, shape: ProgramKey, bound: BoundProgram) -> None:
         """Keep a Program for the next request of its shape, in place of the one used longest ago."""
         self.programs[shape] = bound
         while len(self.programs) > KEPT_PROGRAMS:
@@ -208,17 +231,10 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         refs = resident_weights(spec, plan, device)
         live = max_live_bytes(spec, plan, device, message.in_flight)
         programs = programs_bytes(spec, plan, device)
-        sources, digest = sorted(sources_of(spec, plan, device)), programs_digest(spec, plan)
-        told = {peer.device: peer for peer in message.peers if peer.token_out}
-        heard = tuple(
-            told[source] for source in sources if plan.route == "mesh" and (source, device) not in plan.relayed_pairs
-        )
+        sources, digest = tuple(sorted(sources_of(spec, plan, device))), programs_digest(spec, plan)
+        filters, heard = _ways(message, plan, device, sources, topics)
     except (KeyError, TypeError, ValueError) as exc:
         raise _unreadable(message, exc) from exc
-    relayed = [source for source in sources if source not in {peer.device for peer in heard}]
-    filters = tuple(sorted(f for source in relayed for f in topics.activations_from(plan.model, source, device)))
-    sessions = max(message.in_flight, 1) + EXTRA_SESSIONS
-    different = list(dict.fromkeys(shapes))
     return ResidentPlan(
         plan=plan,
         spec=spec,
@@ -226,17 +242,66 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         manifest=message.manifest,
         refs=refs,
         working_bytes=live,
-        sessions=sessions,
+        sessions=_sessions(message),
         loading_bytes=loading_overhead_bytes(refs),
         programs_bytes=programs,
+        sources=sources,
         filters=filters,
         work_topic=topics.work(plan.model, plan.devices[0]),
         digest=digest,
-        urgent_shapes=deque(different[: message.build_first]),
-        prebuild_shapes=deque(different[message.build_first :]),
+        urgent_shapes=deque(shapes[: message.build_first]),
+        prebuild_shapes=deque(shapes[message.build_first :]),
         mesh_sources=heard,
         frame_key=FrameKey(message.key, message.checked),
     )
+
+
+def renewed(ended: ResidentPlan, message: Prepare, device: str, topics: Topics) -> ResidentPlan | None:
+    """Return what a device keeps for a Prepare of a plan that has ended here, None if it is of another one.
+
+    Weights and Programs go over to it. What is wrong with the Prepare is for `analyse_prepare` to say.
+    """
+    try:
+        plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
+        alike = plan.division == ended.plan.division and (spec, message.manifest) == (ended.spec, ended.manifest)
+        if not alike or _sessions(message) != ended.sessions:
+            return None
+        shapes = check_prepare(device, plan, spec, message.shapes, message.in_flight)
+        filters, heard = _ways(message, plan, device, ended.sources, topics)
+    except (KeyError, TypeError, ValueError, PlanError, WireError):
+        return None
+    return replace(
+        ended,
+        plan=plan,
+        transaction_id=message.transaction_id,
+        filters=filters,
+        mesh_sources=heard,
+        frame_key=FrameKey(message.key, message.checked),
+        urgent_shapes=deque(shape for shape in shapes[: message.build_first] if shape not in ended.programs),
+        prebuild_shapes=deque(shape for shape in shapes[message.build_first :] if shape not in ended.programs),
+        # What is kept with a Send names the plan version.
+        programs=OrderedDict((shape, replace(bound, sends={})) for shape, bound in ended.programs.items()),
+        loaded=False,
+        filters_acknowledged=False,
+        subscribed=False,
+        state="asked",
+    )
+
+
+def _ways(
+    message: Prepare, plan: Plan, device: str, sources: Iterable[str], topics: Topics
+) -> tuple[tuple[str, ...], tuple[Peer, ...]]:
+    """Return the filters of what comes over the broker, and the peers whose frames come directly."""
+    told = {peer.device: peer for peer in message.peers if peer.token_out}
+    heard = tuple(
+        told[source] for source in sources if plan.route == "mesh" and (source, device) not in plan.relayed_pairs
+    )
+    relayed = [source for source in sources if source not in {peer.device for peer in heard}]
+    return tuple(sorted(f for s in relayed for f in topics.activations_from(plan.model, s, device))), heard
+
+
+def _sessions(message: Prepare) -> int:
+    return max(message.in_flight, 1) + EXTRA_SESSIONS
 
 
 def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
@@ -281,6 +346,7 @@ def places_bytes(places: Iterable[Place]) -> int:
 # Of a device's memory: what its plans may take together if some use parts of larger matrices, the rest of which only
 # stays for them; else ranges are loaded again, so that there is room for other plans.
 ROOMY: Final = 0.5
+KEPT_ENDED: Final = 8  # plans that have ended of which Programs are kept
 
 PlanKey = tuple[str, PlanVersion]
 EndEvent = Literal[
@@ -330,11 +396,13 @@ class ResidentPlans:
     """The plans of every model on this device, and the only place where their states change."""
 
     def __init__(self, device: str, counters: Counter[str]) -> None:
+        self._device = device
         self.story = TransitionLog(f"epochs of {device}")
         self._machine = StateMachine(RESIDENT_STATES, self.story, counters)
         self._residents: dict[PlanKey, ResidentPlan] = {}
         self._released: list[ResidentPlan] = []
         self._left: dict[Place, None] = {}  # resident matrices of plans that have ended, the last one used last
+        self._ended: list[ResidentPlan] = []  # whose weights and Programs are still here, the last one last
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -362,6 +430,8 @@ class ResidentPlans:
             for place in resident.places if resident.weights is not None else ():
                 self._left.pop(place, None)
                 self._left[place] = None
+            if resident.weights is not None:
+                self._ended = [*self._ended[1 - KEPT_ENDED :], resident]
 
     def end(self, keys: Iterable[PlanKey], event: EndEvent, now: float, why: str = "") -> None:
         """Take each of these plans that is here through one step."""
@@ -384,6 +454,15 @@ class ResidentPlans:
         released, self._released = self._released, []
         return released
 
+    def take_ended(self, message: Prepare, topics: Topics, memory_bytes: int) -> ResidentPlan | None:
+        """Return a plan that has ended here as the one that a Prepare asks for; None if none is alike and fits."""
+        for ended in reversed(self._ended):
+            again = renewed(ended, message, self._device, topics)
+            if again is not None and self.needed_bytes(again) <= memory_bytes:
+                self._ended.remove(ended)
+                return again
+        return None
+
     def place(self, resident: ResidentPlan, memory_bytes: int) -> None:
         """Say where the weights of a plan will be: in matrices that are there already, as far as memory allows it."""
         used = self._used()
@@ -396,14 +475,23 @@ class ResidentPlans:
             resident.matrices = own
 
     def keep(self, memory_bytes: int) -> frozenset[Place]:
-        """Return the matrices that stay resident: those in use, and the last used of the others that have room."""
+        """Return the matrices that stay resident: those in use, and the last used of the others that have room.
+
+        Programs of plans that have ended go with the first of their matrices, or when they have no room themselves.
+        """
         used = self._used()
         room = memory_bytes - self.needed_bytes()
         for place in [p for p in reversed(self._left) if p not in used]:
             room -= places_bytes([place])
             if room < 0:
                 del self._left[place]
-        return frozenset({**used, **self._left})
+        kept, ended = {**used, **self._left}, list[ResidentPlan]()
+        for resident in reversed(self._ended):
+            if room >= resident.programs_bytes and resident.places.keys() <= kept.keys():
+                room -= resident.programs_bytes
+                ended.insert(0, resident)
+        self._ended = ended
+        return frozenset(kept)
 
     def _used(self) -> dict[Place, None]:
         return {place: None for r in self._residents.values() for place in r.places}

@@ -11,13 +11,17 @@ import numpy as np
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import NUMPY_DTYPE, Program, SlotDtype, publish_targets
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import (
+    Continued,
     DecoderSession,
     Frame,
     FrameKind,
     TensorArrival,
+    continue_frame,
+    decode_continued,
     decode_session,
     decode_work,
     encode,
@@ -33,13 +37,21 @@ from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import Array, BoundProgram, Executor, OutgoingTensor, Step
 from hepti_mqtt.runtime.worker.interface import Command, LogTrouble, ProgramBuilt
 from hepti_mqtt.runtime.worker.programs import ProgramBuildQueue, next_step
-from hepti_mqtt.runtime.worker.residents import PlanKey, ResidentPlan, ResidentPlans, shape_of
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.runtime.worker.residents import (
+    Continuation,
+    PlanKey,
+    ProgramKey,
+    ResidentPlan,
+    ResidentPlans,
+    shape_of,
+)
+from hepti_mqtt.spec import PlainShape, RequestShape
 from hepti_mqtt.task_queue import initial_task
 
 EARLY_BYTES: Final = 64 << 20  # in all
 EARLY_S: Final = 10.0
 EARLY_LEASES: Final = 256  # in all
+PROGRESS_S: Final = 0.25  # between two words of how far a run is; shorter runs say nothing
 
 
 class EarlyFrames:
@@ -190,13 +202,14 @@ class PreparedSend(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerRun:
-    """A run on this device, begun by `frame`.
+    """A run on this device, begun by `frame` under `plan`.
 
     inputs: kept for tasks that are leased later. compute_s: of its ops so far. sent_bytes: of its PUBLISH packets.
-    outputs_sent: parts of the output that were sent. frame_key: of its plan. run_id_bytes: the end of its frames'
-    headers.
+    outputs_sent: parts of the output that were sent. frame_key: of its plan. reported_s: when the planner last heard
+    how far it is. run_id_bytes: the end of its frames' headers.
     """
 
+    plan: Plan
     frame: Frame
     started_s: float
     session: DecoderSession
@@ -206,10 +219,12 @@ class WorkerRun:
     compute_s: float = 0.0
     sent_bytes: int = 0
     outputs_sent: int = 0
+    reported_s: float = field(init=False)
     key: PlanKey = field(init=False)
     run_id_bytes: bytes = field(init=False)
 
     def __post_init__(self) -> None:
+        self.reported_s = self.started_s
         self.key = self.frame.model, self.frame.plan_version
         self.run_id_bytes = run_id_bytes(self.frame.run_id)
 
@@ -232,6 +247,8 @@ class WorkerRuns:
         self._building = ProgramBuildQueue(counters)
         self._executor = Executor()
         self._runs: dict[int, WorkerRun] = {}
+        self._heirs: dict[int, int] = {}  # runs that end before a block, and those that go on there
+        self._left: dict[int, Plan] = {}  # of those the ones that go on elsewhere, and under which plan
         self._early = EarlyFrames()
         self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # of runs that are not here yet
         self._sessions = DecoderSessions(counters)
@@ -278,7 +295,7 @@ class WorkerRuns:
         self._building.drop_plan(key)
         self._sessions.forget(*key)
         for run_id in [a for a, r in self._runs.items() if r.key == key]:
-            self.end(run_id)
+            self.end(self._heirs.get(run_id, run_id))
         self._executor.free_buffers()
 
     def cancel(self, run_id: int) -> None:
@@ -339,17 +356,25 @@ class WorkerRuns:
         if inputs.shape != dims or inputs.dtype != NUMPY_DTYPE[dtype]:
             text = f"inputs {inputs.dtype}{list(inputs.shape)} are not the {dtype}{list(dims)} that {frame.model} reads"
             return self._refuse(frame, "wire", text)
-        bound = resident.programs.get(shape)
+        program_key: ProgramKey = shape
+        if (continued := decode_continued(frame)) is not None:
+            if (before := self._hold(continued, frame, plain)) is None:
+                return self._refuse(frame, "passed", f"run {continued.run_id} cannot end before {continued.block}")
+            after = self._left.get(frame.run_id, resident.plan)
+            program_key = Continuation(shape, before, after, continued.block)
+        bound = resident.programs.get(program_key)
         if bound is None:
-            self._building.enqueue(frame, shape)
+            self._building.enqueue(frame, program_key)
             return []
-        resident.programs.move_to_end(shape)
+        resident.programs.move_to_end(program_key)
         resident.request_program(next_step(shape, session))
         try:
             states = self._session_arrays(resident, bound, session, inputs, shape)
         except SessionLostError as error:
             return self._refuse(frame, "session", str(error))
-        self._runs[frame.run_id] = WorkerRun(frame, now, session, inputs, bound.sends, resident.frame_key)
+        self._runs[frame.run_id] = WorkerRun(
+            resident.plan, frame, now, session, inputs, bound.sends, resident.frame_key
+        )
         self._executor.admit(frame.run_id, bound, states)
         for key in bound.template.inputs:
             self._executor.deliver(frame.run_id, key, inputs)
@@ -364,7 +389,46 @@ class WorkerRuns:
             if frame.run_id not in self._executor:
                 break  # one before it has ended the request
             out += self._deliver(early)
+        if continued is not None:
+            out += self._hand_over(continued.run_id, now)
         return out + self._finish_if_done(frame.run_id, now)
+
+    def leave(self, resident: ResidentPlan, message: messages.HandOver, after: Plan, now: float) -> list[Command]:
+        """Let a run end before a block, and send what is here of it to those that go on under another plan."""
+        if self.has_ended(message.heir):
+            self._counters["duplicate"] += 1
+            return []
+        before = self._runs.get(message.run_id)
+        if before is None or before.key != resident.key:
+            text = f"{self._device}: run {message.run_id} is not here"
+            return [self._up(messages.RunFailed(*resident.key, message.heir, "passed", text))]
+        self._left[message.heir] = after
+        return self.start(resident, continue_frame(before.frame, message.heir, message.block), now)
+
+    def _hold(self, continued: Continued, frame: Frame, shape: PlainShape) -> Plan | None:
+        """Let a run end where another one goes on; return its plan, None if it is not here or is past that."""
+        before = self._runs.get(continued.run_id)
+        if before is None or before.key[0] != frame.model or decode_continued(before.frame) is not None:
+            return None
+        heir = self._heirs.get(continued.run_id)
+        if heir is None and decode_work(before.frame)[0] == shape:
+            heir = frame.run_id if self._executor.hold(continued.run_id, continued.block) else None
+        if heir != frame.run_id:
+            return None
+        self._heirs[continued.run_id] = heir
+        return before.plan
+
+    def _hand_over(self, run_id: int, now: float) -> list[Command]:
+        """Give what a run has computed to the one that goes on with it, once both are so far."""
+        heir = self._heirs.get(run_id)
+        if heir is None or heir not in self._runs or not self._executor.is_done(run_id):
+            return []
+        before, run = self._runs[run_id], self._runs[heir]
+        run.compute_s, run.sent_bytes, run.started_s = before.compute_s, before.sent_bytes, before.started_s
+        self._executor.hand_over(run_id, heir)
+        del self._heirs[run_id]
+        self.end(run_id)
+        return self._finish_if_done(heir, now)
 
     def _handle_duplicate(self, known: Frame, frame: Frame) -> list[Command]:
         """Ignore what has come before; give a run up if other work claims its number: one of both is forged."""
@@ -406,7 +470,12 @@ class WorkerRuns:
         return self._end_failed((frame.model, frame.plan_version), frame.run_id, code, f"{self._device}: {text}")
 
     def _end_failed(self, key: PlanKey, run_id: int, code: str, text: str) -> list[Command]:
-        """End a run; the planner hears why."""
+        """End a run, or the one that was to go on with it; the planner hears why."""
+        if (heir := self._heirs.get(run_id)) is not None:
+            known = self._runs.get(heir)
+            frame = known.frame if known is not None else self._building.waiting_frame(heir)
+            if frame is not None:
+                key, run_id = (frame.model, frame.plan_version), heir
         self.end(run_id)
         return [self._up(messages.RunFailed(*key, run_id, code, text))]
 
@@ -419,7 +488,7 @@ class WorkerRuns:
         at, plan = int(inputs[0]), resident.plan
         key = (plan.model, plan.version, session.number)
         busy = frozenset((*r.key, r.session.number) for r in self._runs.values())
-        return self._sessions.arrays(key, bound.template.program, at, at + shape.size, resident.sessions, busy)
+        return self._sessions.arrays(key, bound.template.program, at, at + shape.new_rows, resident.sessions, busy)
 
     def handle_tensor(self, frame: Frame, now: float) -> list[Command]:
         """Take what a peer has sent, or keep it until its request is here."""
@@ -465,6 +534,10 @@ class WorkerRuns:
             return []
         request.compute_s += seconds
         out = [] if outgoing is None else self.publish_sent(request, outgoing)
+        if now - request.reported_s > PROGRESS_S:
+            program = step.running.bound.template.program
+            request.reported_s, block = now, program.block_of(program.ops[step.place].node)
+            out.append(self._up(messages.RunProgress(*request.key, step.run_id, block)))
         task = step.running.task_completed_by(step.place)
         if task is not None:
             out.append(self._up(messages.TaskDone(*request.key, step.run_id, task)))
@@ -532,7 +605,12 @@ class WorkerRuns:
         )
 
     def _finish_if_done(self, run_id: int, now: float) -> list[Command]:
+        if run_id in self._heirs:
+            return self._hand_over(run_id, now)
         if not self._executor.finish_if_done(run_id):
+            return []
+        if run_id in self._left:
+            self.end(run_id)
             return []
         request = self._runs[run_id]
         model, plan_version = request.key
@@ -563,7 +641,11 @@ class WorkerRuns:
         return [] if run is None else self._end_failed(run.key, run_id, code, text)
 
     def end(self, run_id: int) -> None:
-        """Forget a request; what still comes of it is late."""
+        """Forget a request, and one that it was to go on with; what still comes of it is late."""
+        self._heirs.pop(run_id, None)
+        self._left.pop(run_id, None)
+        for before in [run for run, heir in self._heirs.items() if heir == run_id]:
+            self.end(before)
         self._executor.drop(run_id)
         self._runs.pop(run_id, None)
         self._building.drop(run_id)
@@ -582,4 +664,6 @@ class WorkerRuns:
         self._early.check()
         self._building.check()
         assert not set(self._over) & set(self._runs)
+        assert set(self._heirs) <= set(self._runs)
+        assert set(self._left) <= {*self._runs, *(run_id for run_id, _ in self._building.waiting())}
         assert all(r.key in epochs for r in self._runs.values())

@@ -15,6 +15,7 @@ from typing import Final
 
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, PlanError, WireError
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.messages import Peer, Prepare
@@ -48,7 +49,7 @@ from hepti_mqtt.runtime.worker.interface import (
     Unsubscribe,
     WorkerEvent,
 )
-from hepti_mqtt.runtime.worker.residents import EndEvent, PlanKey, ResidentPlan, ResidentPlans, plan_key
+from hepti_mqtt.runtime.worker.residents import EndEvent, PlanKey, ResidentPlan, ResidentPlans, check_plan, plan_key
 from hepti_mqtt.runtime.worker.runs import WorkerRuns
 
 JOIN_S: Final = 5.0  # to connect to a peer
@@ -220,7 +221,7 @@ class WorkerSession:
     def _message(self, message: messages.Message, now: float) -> list[Command]:
         match message:
             case messages.Prepare():
-                return self._prepare(message)
+                return self._prepare(message, now)
             case messages.Activate():
                 return self._activate(message, now)
             case messages.Release():
@@ -229,6 +230,8 @@ class WorkerSession:
                 return self._release([*self.plans, *self._being_analysed], "drain", now)
             case messages.Cancel():
                 self.runs.cancel(message.run_id)
+            case messages.HandOver():
+                return self._hand_over(message, now)
             case messages.LeaseTasks():
                 return self.runs.handle_lease(message, now)
             case _:
@@ -237,7 +240,7 @@ class WorkerSession:
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, message: messages.Prepare) -> list[Command]:
+    def _prepare(self, message: messages.Prepare, now: float) -> list[Command]:
         try:
             key = plan_key(message)
         except WireError:
@@ -246,6 +249,10 @@ class WorkerSession:
         if (known := self.plans.get(*key)) is not None:
             known.transaction_id = message.transaction_id
             return self._ready_if_complete(known) or [self._progress(message.transaction_id, key)]
+        if key not in self._being_analysed:
+            again = self.plans.take_ended(message, self.topics, self.memory_bytes)
+            if again is not None:
+                return [*self._mesh.admit(key, message), *self._take_in(again, message, now, doubted=False)]
         if key not in self._being_analysed and len(self._being_analysed) >= MAX_BEING_ANALYSED:
             text = f"{self.device} is already analysing {MAX_BEING_ANALYSED} plans"
             return [self._failed(message.transaction_id, key, PlanError.code, text)]
@@ -253,7 +260,7 @@ class WorkerSession:
         is_repeated, self._being_analysed[key] = key in self._being_analysed, message
         if is_repeated:
             return [self._progress(message.transaction_id, key)]
-        return [*self._mesh.admit(key, message), AnalysePrepare(message)]
+        return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
 
     def _progress(self, transaction_id: int, key: PlanKey, done_bytes: int = 0, total_bytes: int = 0) -> Publish:
         """Report bytes of weights; 0 of 0: this device is there, and has made no progress."""
@@ -265,7 +272,7 @@ class WorkerSession:
         if message is None:  # released meanwhile
             return []
         if message.plan != event.prepare.plan:  # repeated with another plan: one of both was forged
-            return [*self._mesh.admit(key, message), AnalysePrepare(message)]
+            return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
         del self._being_analysed[key]
         doubted = key in self._doubted
         self._doubted.discard(key)
@@ -274,11 +281,17 @@ class WorkerSession:
             text = f"{self.device}: {event.result}"
             failed = self._failed(message.transaction_id, key, event.result.code, text)
             return [*self._mesh.leave(key), LogTrouble("event_errors", text), failed]
-        resident = event.result
-        resident.transaction_id = message.transaction_id
-        plan = resident.plan
+        event.result.transaction_id = message.transaction_id
+        return self._take_in(event.result, message, now, doubted=doubted)
+
+    def _take_in(
+        self, resident: ResidentPlan, message: messages.Prepare, now: float, *, doubted: bool
+    ) -> list[Command]:
+        """Keep a plan if there is memory for it, and load what it lacks."""
+        key, plan = resident.key, resident.plan
         out: list[Command] = []
-        self.plans.place(resident, self.memory_bytes)
+        if resident.weights is None:
+            self.plans.place(resident, self.memory_bytes)
         if self.plans.needed_bytes(resident) > self.memory_bytes:
             out = self._release_unconfirmed(self.plans.unconfirmed(), "memory", now)
         needed = self.plans.needed_bytes(resident)
@@ -292,16 +305,13 @@ class WorkerSession:
         self.plans.add(resident, now)
         if doubted:
             self.plans.step(resident, "doubt", now)
-        load = Load(
-            message.transaction_id,
-            plan.model,
-            plan.version,
-            message.manifest,
-            resident.matrices,
-            self.plans.keep(self.memory_bytes),
-        )
         out += self._mesh.join(key, resident.mesh_sources, now)
-        return [*out, Subscribe(plan.model, plan.version, resident.filters, resident.work_topic), load]
+        out.append(Subscribe(plan.model, plan.version, resident.filters, resident.work_topic))
+        if resident.weights is not None:
+            return [*out, *self._loaded_if_complete(resident, now)]
+        keep = self.plans.keep(self.memory_bytes)
+        manifest, matrices = message.manifest, resident.matrices
+        return [*out, Load(message.transaction_id, plan.model, plan.version, manifest, matrices, keep)]
 
     def _handle_loading(self, event: Loaded | LoadProgress | LoadFailed | Subscribed, now: float) -> list[Command]:
         resident = self.plans.get(event.model, event.plan_version)
@@ -386,6 +396,18 @@ class WorkerSession:
         out = [] if resident.subscribed else self._release([late.key], "failed", now, text)
         failed = self._failed(resident.transaction_id, late.key, "mesh", text, 0, late.peers)
         return [*out, LogTrouble("mesh_unheard", text), failed]
+
+    def _hand_over(self, message: messages.HandOver, now: float) -> list[Command]:
+        resident = self.plans.get(message.model, message.plan_version)
+        try:
+            after = Plan.from_dict(message.plan)
+            check_plan(after.root, after)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"the plan that run {message.run_id} goes on under cannot be read ({error!r})") from error
+        if resident is None:
+            self.counters["dead_epoch"] += 1
+            return []
+        return self.runs.leave(resident, message, after, now)
 
     def _activate(self, message: messages.Activate, now: float) -> list[Command]:
         out = self._release_unconfirmed(self.plans.unconfirmed(message.model, message.plan_version), "outlived", now)

@@ -16,12 +16,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli import infer
 from hepti_mqtt.cli.infer import check, request_body
 from hepti_mqtt.cli.main import _ENTRY_POINTS, build, main
 from hepti_mqtt.client.described import reference
-from hepti_mqtt.errors import ConfigError, WireError
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, WireError
+from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -297,16 +298,50 @@ def test_a_model_of_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) 
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere"]) == WireError.exit_code
 
 
+@pytest.mark.parametrize(("patience", "ends"), [(["--timeout", "600"], WireError), ([], NetworkError)])
+def test_a_user_who_names_a_time_waits_for_a_planner(
+    monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError]
+) -> None:
+    asked: list[int] = []
+
+    def plan(*_: Any, **__: Any) -> dict[str, Any]:
+        asked.append(1)
+        if len(asked) < 4:
+            raise NetworkError("no planner answers")
+        return {"spec": {"family": "new"}}  # and so it ends
+
+    found = SimpleNamespace(plan=plan, wait_ready=lambda *_, **__: plan())
+    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(found))
+    assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
+
+
 def test_an_onnx_file_is_checked_with(tmp_path: Path) -> None:
     path = small_net(tmp_path / "net.onnx")
     args = build().parse_args(["infer", "net", "--tokens", "1", "--check"])
     with Checkpoint.open(path) as checkpoint:
         body = request_body(args, checkpoint.spec)
-        hidden = reference(checkpoint, body)
+        hidden, spec = reference(checkpoint, body), spec_from_dict(checkpoint.spec.to_dict())
     hepti: Any = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=hidden + np.float32(0.5)))
-    assert check(hepti, args, body, str(path)) == pytest.approx(0.5)
+    assert check(hepti, args, body, str(path), spec) == pytest.approx(0.5)
     with pytest.raises(ConfigError):
-        check(hepti, args, body, tmp_path / "none.onnx")
+        check(hepti, args, body, tmp_path / "none.onnx", spec)
+
+
+def test_the_check_refuses_files_of_another_model(tmp_path: Path) -> None:
+    """Of another width, of another family of the same width, or of one that reads something else."""
+    paths = {name: make_model(f"tiny-{name}", tmp_path / name) for name in ("bert", "gpt2", "vit")}
+    args = build().parse_args(["infer", "tiny", "--tokens", "5", "--check"])
+    with Checkpoint.open(paths["bert"]) as checkpoint:
+        body = request_body(args, checkpoint.spec)
+        hidden, spec = reference(checkpoint, body), spec_from_dict(checkpoint.spec.to_dict())
+    hepti: Any = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=hidden))
+    assert check(hepti, args, body, paths["bert"], spec) == 0
+    for other in ("gpt2", "vit"):
+        with pytest.raises(ConfigError):
+            check(hepti, args, body, paths[other], spec)
+    hepti = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=np.zeros((5, 31), np.float32)))
+    with pytest.raises(ConfigError):
+        check(hepti, args, body, paths["bert"], spec)
 
 
 def small_net(path: Path) -> Path:

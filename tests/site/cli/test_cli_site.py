@@ -265,10 +265,13 @@ def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
         assert "masks, tiny, vit" in err
 
 
-@pytest.mark.parametrize("command", ["infer tiny --tokens 3", "plan"])
-def test_a_site_without_a_planner_says_so(run: Any, command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "ends"),
+    [("infer tiny --tokens 3", 3), ("plan", 3), ("devices --wait 0.1", 2)],
+)
+def test_a_site_without_a_planner_says_so(run: Any, command: str, ends: int) -> None:
     code, out, err = run(*command.split(), "--site", "empty")
-    assert (code, out) == (3, "")
+    assert (code, out) == (ends, "")
     assert "empty" in err
 
 

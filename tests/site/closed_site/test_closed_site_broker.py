@@ -15,10 +15,10 @@ from site_processes import poll
 
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import ROLES, acl_text
-from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.errors import CertificateDateError, NetworkError, RefusedError
 from hepti_mqtt.ids import ALL_DEVICES, PLANNER
 from hepti_mqtt.protocol.topics import Kind, Topics
-from hepti_mqtt.transport import BrokerUrl, Disconnected, Will
+from hepti_mqtt.transport import BrokerUrl, Disconnected, Will, claim
 
 NOW = datetime.datetime.now(datetime.UTC)
 
@@ -48,6 +48,21 @@ def reload(closed):
         return True
 
     poll(comes_in, f"{newest} may come in")
+
+
+@pytest.mark.parametrize(("days", "word"), [(3, "valid from"), (-4000, "renew")])
+def test_a_certificate_of_another_time_is_one_error_with_both_clocks(tmp_path, days, word):
+    """As a machine sees it whose clock is behind, or ahead."""
+    made = NOW + datetime.timedelta(days=days)
+    with (
+        closed_broker(tmp_path / "site", {"pi-1": "device"}, now=made) as (site, _),
+        pytest.raises(CertificateDateError) as caught,
+    ):
+        claim(url_of(site, "pi-1"), "hepti/v1/home/dev/pi-1/status", "pi-1", 7)
+    said = str(caught.value)
+    assert word in said
+    assert f"clock says {datetime.datetime.now(datetime.UTC):%Y-}" in said
+    assert f"{made:%Y-}" in said
 
 
 def test_logins_come_in_and_nobody_else(closed, tmp_path):

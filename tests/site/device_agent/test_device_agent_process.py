@@ -119,9 +119,10 @@ class Planner:
     def tell(self, device, message):
         self.transport.publish(TOPICS.command(device), messages.encode(message), 1)
 
-    def plan(self, devices, strategy="single", options=None, number=1):
+    def plan(self, devices, strategy="single", options=None, number=1, shares=None):
         template = Plan(MODEL, PlanVersion(self.boot, number), strategy, devices, devices[0])
-        return make_plan(self.checkpoint.spec, template, strategy, options or {}, (1.0,) * len(devices))
+        shares = tuple(map(float, shares or (1.0,) * len(devices)))
+        return make_plan(self.checkpoint.spec, template, strategy, options or {}, shares)
 
     def prepare(self, plan, *shapes):
         spec, manifest = self.checkpoint.spec.to_dict(), self.checkpoint.manifest.digest
@@ -140,14 +141,24 @@ class Planner:
         shape = TokenBatch(lengths)
         vocab = self.checkpoint.spec.text.vocab
         ids = np.random.default_rng(admission).integers(0, vocab, shape.tokens).astype(np.int32)
-        self.transport.publish(
-            TOPICS.work(MODEL, plan.devices[0]), frames.encode_work(MODEL, plan.version, admission, shape, ids), 1
-        )
-        for device in plan.devices:
-            self.wait(device, frames.Frame, lambda f: f.kind == "done" and f.run_id == admission)
-        output = self.wait(plan.root, frames.Frame, lambda f: f.kind == "output" and f.run_id == admission)
         expected = models.reference(self.checkpoint.spec, self.checkpoint.tensors(), ids, shape)[1]
-        np.testing.assert_allclose(output.array(), expected, atol=5e-5)
+        np.testing.assert_allclose(self.answer(plan, admission, shape, ids), expected, atol=5e-5)
+
+    def answer(self, plan, run_id, shape, ids):
+        """Return the output of a run."""
+        self.begin(plan, run_id, shape, ids)
+        return self.end(plan, run_id)
+
+    def begin(self, plan, run_id, shape, ids, continued=None):
+        """Let the devices of a plan begin a run, or go on with another one."""
+        work = frames.encode_work(MODEL, plan.version, run_id, shape, ids, continued=continued)
+        self.transport.publish(TOPICS.work(MODEL, plan.devices[0]), work, 1)
+
+    def end(self, plan, run_id):
+        """Return the output of a run that has begun, once its devices have reported."""
+        for device in plan.devices:
+            self.wait(device, frames.Frame, lambda f: f.kind == "done" and f.run_id == run_id)
+        return self.wait(plan.root, frames.Frame, lambda f: f.kind == "output" and f.run_id == run_id).array()
 
     def close(self):
         self.transport.close()
@@ -264,6 +275,42 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
         "two1", protocol_messages.Heartbeat, lambda h: h.boot != start.boot and h.counters.get("tiles_cached")
     )
     assert beat.counters.get("tiles_asked", 0) == 0
+
+
+LAYERS = 60
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("hashes")))
+        directory = make_model("tiny-albert", tmp_path_factory.mktemp("deep") / MODEL, layers=LAYERS)
+        with Checkpoint.open(directory, MODEL) as opened:
+            yield opened
+
+
+def test_a_run_goes_on_under_another_plan_and_then_on_one_device(planner, agents, deep):
+    """Rows move to another device in the middle of a run, and in that of a second one all of them."""
+    planner.checkpoint = deep
+    processes = {device: agents.start(device) for device in ("on1", "on2")}
+    for device in processes:
+        planner.online(device)
+    row = ("row", {"variant": "kv"})
+    halves, uneven = (planner.plan(("on1", "on2"), *row, number=n, shares=s) for n, s in ((1, (1, 1)), (2, (3, 1))))
+    single, shape = planner.plan(("on1",), number=3), TokenBatch((14,))
+    for plan in (halves, uneven, single):
+        planner.prepare(plan, shape)
+    ids = np.arange(5, 19, dtype=np.int32)
+    want = planner.answer(single, 1, shape, ids)
+    for run_id, after in ((2, uneven), (4, single)):
+        processes["on2"].send_signal(signal.SIGSTOP)  # so that on1 waits before the border
+        planner.begin(halves, run_id, shape, ids)
+        planner.begin(after, run_id + 1, shape, ids, frames.Continued(run_id, LAYERS // 2))
+        if "on2" not in after.devices:
+            left = messages.HandOver(MODEL, halves.version, run_id, LAYERS // 2, run_id + 1, after.to_dict())
+            planner.tell("on2", left)
+        processes["on2"].send_signal(signal.SIGCONT)
+        np.testing.assert_allclose(planner.end(after, run_id + 1), want, atol=1e-3)
 
 
 def test_a_broker_that_restarts_is_met_again(planners, agents):

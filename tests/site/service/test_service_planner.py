@@ -106,7 +106,7 @@ def test_every_kind_becomes_its_event():
         (HOME.use("a"), b"OFF"): interface.DeviceUse("a", wanted=False),
         (HOME.use("a"), b""): interface.DeviceUse("a", wanted=True),
         (HOME.planner_status(), messages.encode_status(status)): PlannerStatus(status),
-        (HOME.plan("m"), b"x"): RetainedPlan("m"),
+        (HOME.plan("m"), b"x"): RetainedPlan("m", b"x"),
     }
     decoder = MessageDecoder("home")
     for (topic, payload), event in known.items():

@@ -381,6 +381,13 @@ def test_a_tokenizer_that_adds_nothing_may_find_nothing(tmp_path):
             read_input(checkpoint, {"text": "\x01"})
 
 
+@pytest.mark.parametrize("value", ["\x00", "\u202e\u200d", "\x01 \x02"])
+def test_a_text_of_which_nothing_is_read_is_no_text(text, value):
+    """The tokenizer's own tokens alone would give an embedding, too."""
+    with pytest.raises(RequestError):
+        read_input(text, {"text": value})
+
+
 def test_the_numbers_of_an_answer_are_bounded(mlm, monkeypatch):
     monkeypatch.setattr(requests, "MAX_OUTPUT", 32 * 10)
     assert read_input(mlm, {"ids": [7] * 10, "want": "hidden"})
@@ -408,9 +415,9 @@ def test_a_long_text_gives_the_first_tokens_of_the_whole(reader, text):
     room = longest - reader.tokenizer.num_special_tokens_to_add(False)
     whole = reader.tokenizer.encode(text, add_special_tokens=False)
     whole.truncate(room)
-    ids = reader.tokenizer.post_process(whole).ids
-    if not ids:
+    if not whole.ids:
         return
+    ids = reader.tokenizer.post_process(whole).ids
     assert read_input(reader, {"text": text, "truncate": True}).inputs.tolist() == ids
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 from broker_kinds import needs_mosquitto
+from closed_broker import Someone
 from limited_broker import mosquitto_with
 
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.embedded_broker.broker import SETTINGS
-from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.errors import NetworkError, PacketLimitError
+from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import (
     BrokerUrl,
     QueueCapacity,
@@ -25,6 +27,7 @@ from hepti_mqtt.transport import (
 
 TOPIC = "hepti/v1/home/dev/pi/probe"
 WANTED = 100
+LIMIT = 2_000_000
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
@@ -35,6 +38,32 @@ def test_the_limit_of_a_broker_is_found(protocol):
             BrokerUrl.parse(limited.url), client_id="pi", topic=TOPIC, wanted_bytes=4_000_000, protocol=protocol
         )
     assert 100_000 * 15 / 16 <= found <= 100_000
+
+
+def test_no_packet_at_the_border_costs_a_connection(tmp_path: Path) -> None:
+    """Mosquitto's own limit since 2.1, and whole packets from a byte below it to five above."""
+    with mosquitto_with(tmp_path, f"max_packet_size {LIMIT}") as broker:
+        for protocol in (4, 5):
+            url = BrokerUrl.parse(broker.url)
+            peer = Someone(url, protocol=protocol)
+            try:
+                peer.read(TOPIC)
+                largest = largest_packet(
+                    url, client_id="pi", topic=f"{TOPIC}s", wanted_bytes=4_000_000, protocol=protocol
+                )
+                assert LIMIT * 15 / 16 <= largest <= LIMIT
+                for packet_bytes in (largest, *range(LIMIT - 1, LIMIT + 6)):
+                    payload = bytes(packet_bytes - publish_bytes(TOPIC, LIMIT, 1) + LIMIT)
+                    if packet_bytes > largest:
+                        if protocol == 5:
+                            with pytest.raises(PacketLimitError):
+                                peer.transport.publish(TOPIC, payload, 1)
+                        continue  # 3.1.1 says nothing of a limit: who sends asks `largest_packet` first
+                    peer.transport.publish(TOPIC, payload, 1)
+                    assert len(peer.heard.get(timeout=20)[1]) == len(payload)
+                assert peer.transport.counts().reconnections == 0
+            finally:
+                peer.close()
 
 
 def test_what_is_wanted_is_enough(broker):

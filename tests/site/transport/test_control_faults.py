@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from picky import HANG_UP, LEAVE, TAKE, Picky
 
-from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.errors import NetworkError, PacketLimitError
 from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, Disconnected, PahoTransport, Refused
 from hepti_mqtt.transport.base import KEEPALIVE_S
@@ -248,9 +248,26 @@ def test_what_waits_is_refused_by_a_broker_that_says_it_takes_nothing_so_large(p
     assert [sender.next_taken() for _ in range(2)] == [("large", False), ("small", True)]
     states = sender.told(Refused | Connected)
     assert states == [
-        Refused(None, ("large",), "it takes packets of at most 2000 bytes, not 5012"),
-        Connected(5, 2000, local=True),
+        Refused(None, ("large",), "it takes packets of at most 1999 bytes, not 5012"),
+        Connected(5, 1999, local=True),
     ]
+
+
+def test_no_packet_is_larger_than_a_broker_says_that_it_takes(picky):
+    """With the byte that MQTT 5 adds; a limit that MQTT does not allow (EMQX has 256 MiB) means 3.1.1."""
+    for limit in (2000, 0, 268_435_456):
+        broker = picky(lambda *_: TAKE, limit=limit)
+        sender = Sender(broker, None)
+        sender.transport.connect(PATIENCE_S)
+        for payload_bytes in range(1985, 2000):
+            with contextlib.suppress(PacketLimitError):
+                sender.publish("t", bytes(payload_bytes))
+        sender.publish("end")
+        while sender.next_taken()[0] != "end":
+            continue
+        assert broker.longest == 2000 if limit == 2000 else broker.longest > 2000
+        (connected,) = sender.told(Connected | Disconnected)
+        assert connected.protocol == (5 if limit == 2000 else 4)
 
 
 STEP_S = 0.4 * KEEPALIVE_S

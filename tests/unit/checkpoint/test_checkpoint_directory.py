@@ -458,6 +458,8 @@ def shard(path, parts=3):
         *((cut_to(size), WEIGHTS) for size in (1000, 10, 0, -1)),
         (stored(lambda t: {"other": np.zeros(3, np.float32)}), "word_embeddings.weight"),
         (stored(lambda t: drop(t, "encoder.layer.1.output.dense.bias")), "encoder.layer.1.out"),
+        (stored(lambda t: {f"module.{k}": v for k, v in t.items()}), "'module.'"),
+        (stored(lambda t: {k.replace(".query.", ".query.base_layer."): v for k, v in t.items()}), "merge_and_unload"),
         (stored(lambda t: {k: v[..., :16].copy() for k, v in t.items()}), "[211, 16]"),
         (stored(lambda t: {k: v.astype(np.int32) for k, v in t.items()}), "I32"),
     ],
@@ -563,6 +565,16 @@ def test_directories_of_other_programs_are_named(bert, files, named):
         (bert / file).write_text(config if file == CONFIG else "{}")
     with pytest.raises(ModelError) as caught:
         Checkpoint.open(bert)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(("beside", "named"), [((), "tiny"), (("modules.json",), "0_Transformer")])
+def test_a_directory_around_models_says_which_to_give(made, tmp_path, beside, named):
+    for name in beside:
+        (tmp_path / name).write_text("[]")
+    shutil.copytree(made["tiny-bert"], tmp_path / ("0_Transformer" if beside else "tiny"))
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(tmp_path)
     assert named in str(caught.value)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli.infer import request_body
 from hepti_mqtt.cli.main import build
+from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.service.sound import pcm_of
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,18 @@ from hepti_mqtt.cli.main import build
 def test_options_become_the_keys_of_a_request(options, body):
     args = build().parse_args(["infer", "m", *options])
     assert request_body(args, spec_of_kind("tiny-bert")) == body
+
+
+def test_a_recording_goes_with_what_is_said_of_it(tmp_path):
+    (tmp_path / "a.wav").write_bytes(b"sound")
+    options = ["--audio", str(tmp_path / "a.wav"), "--language", "de", "--translate", "--window", "30"]
+    body = request_body(build().parse_args(["infer", "m", *options]), spec_of_kind("tiny-whisper"))
+    assert body == {"audio": "c291bmQ=", "language": "de", "task": "translate", "window": 30.0}
+    with pytest.raises(ConfigError):
+        request_body(build().parse_args(["infer", "m", "--audio", "nothing.wav"]), spec_of_kind("tiny-whisper"))
+
+
+def test_random_input_of_speech_is_a_recording():
+    body = request_body(build().parse_args(["infer", "m", "--tokens", "20"]), spec_of_kind("tiny-whisper"))
+    pcm = pcm_of("audio", base64.b64decode(body["audio"]))
+    assert (len(pcm.data), pcm.rate) == (2 * 20 * 320, 16_000)

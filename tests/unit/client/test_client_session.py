@@ -405,6 +405,9 @@ def test_a_body_has_only_what_was_given(picture):
     }
     assert set(request_body(images=[picture, picture])) == {"images"}
     assert request_body(truncate=False) == {"truncate": False}
+    assert request_body(audio=b"sound", language="en") == {"audio": "c291bmQ=", "language": "en"}
+    with pytest.raises(RequestError):
+        request_body(audio="nothing.wav")
 
 
 @pytest.mark.parametrize(("photographs", "kind"), [(False, "PNG"), (True, "JPEG")])

@@ -213,6 +213,32 @@ def test_peers_are_told_the_address_on_the_way_to_the_broker() -> None:
         parse_mesh_host("pi.local")
 
 
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [("fe80::1%eth0", None), ("2001:db8::7", "2001:db8::7"), ("169.254.3.4", "169.254.3.4"), ("::1", "::1")],
+)
+def test_nobody_is_told_an_address_that_holds_on_one_link_alone(monkeypatch, own, told) -> None:
+    class Way:
+        def __init__(self, *_) -> None:
+            pass
+
+        def __enter__(self) -> Way:
+            return self
+
+        def __exit__(self, *_) -> None:
+            pass
+
+        def connect(self, _place) -> None:
+            pass
+
+        def getsockname(self) -> tuple[str, int]:
+            return own, 5
+
+    monkeypatch.setattr("device_agent.config.socket.getaddrinfo", lambda *_, **__: [(10, 2, 17, "", ("x", 1))])
+    monkeypatch.setattr("device_agent.config.socket.socket", Way)
+    assert local_address_toward(BrokerUrl("broker", 1883)) == told
+
+
 def opened(**options) -> MeshLinks | None:
     url = options.pop("url", BrokerUrl("127.0.0.1", 1883))
     config = AgentConfig(url, "home", "a", **options)

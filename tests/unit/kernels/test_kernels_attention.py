@@ -8,16 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
+from hepti_mqtt.kernels.attention import relative_buckets
 from hepti_mqtt.kernels.tile import NR
+from hepti_mqtt.models import plain
 
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=5).map(tuple)
 
 
-def attention(lengths, heads, d, *, rows=None, block=None, q=None, kv=None, **attrs):
+def attention(lengths, heads, d, *, rows=None, block=None, q=None, kv=None, weights=(), **attrs):
     """All queries (or `rows`) over all keys, or over a block of them: a range, or several; q and kv are whole."""
     m, width = sum(lengths), heads * d
+    shared = width // attrs.get("group", 1)
     q = array(m, width + 3) if q is None else q
-    kv = array(m, 2 * width + 5) if kv is None else kv
+    kv = array(m, 2 * shared + 5) if kv is None else kv
     rows = range(m) if rows is None else rows
     k_rows = ((0, m),) if block is None else block
     if block and isinstance(block[0], int):
@@ -26,8 +29,9 @@ def attention(lengths, heads, d, *, rows=None, block=None, q=None, kv=None, **at
         "attention" if block is None else "attention_block",
         [np.ascontiguousarray(q[list(rows)]), np.concatenate([kv[:0], *(kv[slice(*r)] for r in k_rows)])],
         [(len(rows), width) if block is None else (len(rows), heads, d + 2)],
+        weights,
         q_column=2,
-        k_column=width + 4,
+        k_column=shared + 4,
         v_column=1,
         heads=heads,
         head_dim=d,
@@ -42,6 +46,63 @@ def attention(lengths, heads, d, *, rows=None, block=None, q=None, kv=None, **at
 @given(lengths=LENGTHS, heads=st.integers(0, 3), d=st.sampled_from([1, 2, 7, 16, 32, 64]))
 def test_ragged_sequences_equal_the_reference(lengths, heads, d):
     attention(lengths, heads, d).check()
+
+
+@given(lengths=LENGTHS.filter(min), data=st.data())
+def test_windows_shared_keys_and_a_bias_by_distance_equal_plain_attention(lengths, data):
+    m, d = sum(lengths), 8
+    group, groups = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    causal, window = data.draw(st.booleans()), data.draw(st.sampled_from([-1, 0, 1, 5, 20]))
+    table = array(8, group * groups + 1) if data.draw(st.booleans()) else None
+    rows = tuple(data.draw(st.lists(st.integers(0, m - 1), max_size=40, unique=True))) if m else ()
+    rows = sorted(rows) if data.draw(st.booleans()) else rows
+    attrs = {"causal": causal} | ({"window": window} if window >= 0 else {})
+    heads, bias = group * groups, None
+    if table is not None:
+        attrs |= {"bias_heads": tuple(range(1, heads + 1)), "farthest": 16}
+        bias = plain.distance_bias(table.astype("f8")[:, 1:], 16, max(lengths))
+    q, kv = array(m, heads * d + 3), array(m, 2 * groups * d + 5)
+    case = attention(
+        lengths, heads, d, rows=rows, q=q, kv=kv, group=group, weights=() if table is None else [table], **attrs
+    )
+    got = case.check()[0]
+    parts = (x.astype("f8") for x in (q[:, 2 : 2 + heads * d], kv[:, groups * d + 4 :], kv[:, 1 : 1 + groups * d]))
+    queries, keys, values = (x[:, : n * d] for x, n in zip(parts, (heads, groups, groups), strict=True))
+    want = plain.attention(queries, keys, values, heads, lengths, causal, window, bias=bias)
+    np.testing.assert_allclose(got, want[list(rows)], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("lengths", [(700,), (300, 350)])
+def test_the_bits_of_a_windowed_row_do_not_depend_on_which_rows_are_computed_beside_it(lengths):
+    m, heads, d = sum(lengths), 2, 16
+    q, kv = array(m, heads * d + 3), array(m, 2 * heads * d + 5)
+    whole = attention(lengths, heads, d, q=q, kv=kv, window=270).check()[0]
+    for rows in (range(100, 640), range(333, 580)):
+        part = attention(lengths, heads, d, rows=rows, q=q, kv=kv, window=270).run()[0]
+        np.testing.assert_array_equal(part, whole[rows.start : rows.stop])
+
+
+def test_work_counts_what_a_window_leaves():
+    case = attention((6,), 2, 8, window=1)
+    assert case.kernel.work(case.op, case.slots).flops == 4 * 8 * 2 * (2 + 4 * 3 + 2)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_windowed_query_does_not_see_what_is_not_finite_beyond_its_window(value):
+    q, kv = array(40, 11), array(40, 21)
+    kv[30] = value
+    got = attention((40,), 1, 8, q=q, kv=kv, window=4).run()[0]
+    seen = np.isfinite(got).all(axis=1)
+    assert seen[:26].all()
+    assert seen[35:].all()
+    assert not seen[26:35].any()
+
+
+def test_buckets_of_distances_are_those_of_t5():
+    far = np.array([0, 1, 7, 8, 11, 12, 15, 16, 22, 23, 31, 32, 45, 46, 63, 64, 90, 91, 127, 128, 500])
+    want = [0, 1, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15, 15, 15]
+    assert relative_buckets(-far, 32, 128).tolist() == want
+    assert relative_buckets(far[1:], 32, 128).tolist() == [bucket + 16 for bucket in want[1:]]
 
 
 def test_more_keys_than_one_block_and_more_queries_than_one_tile():
@@ -141,6 +202,7 @@ def test_ops_that_do_not_fit_are_refused():
     for attr, value, message in (
         ("k_column", 12, "k_column leaves no room"),
         ("q_rows", (0,), "q_rows names 1 rows"),
+        ("group", 2, "1 heads are no groups of 2"),
         ("head_dim", 0, "make no sense"),
     ):
         bad = Case("attention", case.reads, [(3, 4)], **{**case.op.attrs, attr: value})

@@ -52,6 +52,11 @@ BY_HAND = {
         Compute("embed_at", (0, 1), (2,), (WeightRef("w", (0, 7), (0, 12), "plain"),) * 2, {}),
         (SlotSpec((5,), "i32"), SlotSpec((1,), "i32"), ROWS),
     ),
+    "frames": (Compute("frames", (0,), (1,), (), {"step": 0.5}), (SlotSpec((120,), "i32"), IMAGE)),
+    "add_table": (
+        Compute("add_table", (0,), (1,), (WeightRef("w", (0, 9), (0, 15), "plain"),), {"first": (4, 3)}),
+        (ROWS, ROWS),
+    ),
     "append_rows": (
         Compute("append_rows", (0, 1, 2), (3,), (), {}),
         (SlotSpec((9, 12)), ROWS, SlotSpec((1,), "i32"), SlotSpec((9, 12))),

@@ -13,8 +13,9 @@ def moments(x):
     return Case("moments", [x], [(len(x), 2)])
 
 
-def normalise(x, parts, counts, gamma, beta, eps=1e-5):
-    return Case("normalise", [x, *parts], [x.shape], [gamma, beta], counts=tuple(counts), eps=eps)
+def normalise(x, parts, counts, gamma, beta, eps=1e-5, **attrs):
+    weights = [gamma, beta] if beta is not None else [gamma]
+    return Case("normalise", [x, *parts], [x.shape], weights, counts=tuple(counts), eps=eps, **attrs)
 
 
 def scaled(*shape, scale):
@@ -47,6 +48,10 @@ def test_the_norm_of_all_parts_is_the_layer_norm_of_the_row(r, counts, scale):
     for mine in columns:
         case = normalise(np.ascontiguousarray(x[:, mine]), parts, counts, gamma[mine], beta[mine])
         # A mean of f32 is 1e-7 off, here for values some times as large as their deviation.
+        np.testing.assert_allclose(case.check(1e-5, 1e-5)[0], want[:, mine], rtol=1e-4, atol=1e-5)
+    want = Case("layer_norm", [x], [(r, c)], [gamma], eps=1e-5, rms=True).reference()[0]
+    for mine in columns:
+        case = normalise(np.ascontiguousarray(x[:, mine]), parts, counts, gamma[mine], None, rms=True)
         np.testing.assert_allclose(case.check(1e-5, 1e-5)[0], want[:, mine], rtol=1e-4, atol=1e-5)
 
 

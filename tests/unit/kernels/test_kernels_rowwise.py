@@ -65,6 +65,22 @@ def test_a_row_whose_norm_is_no_f32_has_a_length_of_one_all_the_same():
     np.testing.assert_allclose(out, [[0.5**0.5, -(0.5**0.5), 0.0]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kernel", ["layer_norm", "add_norm"])
+@pytest.mark.parametrize("weights", [1, 2])
+def test_a_norm_by_root_mean_square_does_not_centre(kernel, weights):
+    x, norm = array(5, 33) + 3, [array(33) for _ in range(weights)]
+    attrs = {"eps": 1e-5, "rms": True, "gamma_offset": 1.0, "bias": False, "keep_sum": False}
+    got = Case(kernel, [x], [(5, 33)], norm, **attrs).check(1e-5, 1e-5)[0]
+    want = x / np.sqrt((x.astype("f8") ** 2).mean(axis=1, keepdims=True) + 1e-5) * (1 + norm[0])
+    np.testing.assert_allclose(got, want + (norm[1] if weights > 1 else 0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1), (7, 333)])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_gate(shape, activation):
+    Case("gate", [array(*shape), array(*shape)], [shape], activation=activation).check()
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kernel", ["layer_norm", "add_norm", "add", "normalize_rows"])
 def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(kernel, value):

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from kernels_support import RNG, Case, array
 
 
-def embed(lengths, h=12, vocab=20, positions=16, types=2, offset=0, ids=None):
+def embed(lengths, h=12, vocab=20, positions=16, types=2, offset=0, ids=None, norm=("gamma", "beta"), **attrs):
     m = sum(lengths)
     ids = RNG.randint(0, vocab * max(types, 1), m).astype(np.int32) if ids is None else np.asarray(ids, np.int32)
-    tables = [array(rows, h) for rows in (vocab, positions, types) if rows]
-    weights = [*tables, array(h), array(h)]
-    return Case("embed_tokens", [ids], [(m, h)], weights, lengths=lengths, position_offset=offset, eps=1e-5)
+    tables = {"word": vocab, "position": positions, "type": types}
+    weights = {name: array(rows, h) for name, rows in tables.items() if rows} | {name: array(h) for name in norm}
+    attrs = {"parts": tuple(weights), "lengths": lengths, "position_offset": offset, "eps": 1e-5, **attrs}
+    return Case("embed_tokens", [ids], [(m, h)], [*weights.values()], **attrs)
 
 
 @given(
@@ -22,6 +23,19 @@ def embed(lengths, h=12, vocab=20, positions=16, types=2, offset=0, ids=None):
 )
 def test_embed_tokens(lengths, types, offset):
     embed(lengths, types=types, offset=offset).check(rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", [(), ("gamma",), ("gamma", "beta")])
+@pytest.mark.parametrize("attrs", [{}, {"scale": 5.5}, {"rms": True, "gamma_offset": 1.0}])
+def test_embeddings_without_positions_or_norm(norm, attrs):
+    embed((3, 40), positions=0, types=0, norm=norm, **attrs).check(rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_not_the_named_parts_are_refused():
+    case = embed((3,))
+    case.op = case.op._replace(attrs={**case.op.attrs, "parts": ("word",)})
+    with pytest.raises(ValueError, match="needs 1 weights, word, got 5"):
+        case.run()
 
 
 def test_a_vocabulary_and_a_position_table_of_one_row():
@@ -84,3 +98,19 @@ def test_images_that_do_not_fit_are_refused(size, change, message):
 def test_prepend_positions(images, n, h):
     weights = [array(h), array(n + 1, h)]
     Case("prepend_positions", [array(images * n, h)], [(images * (n + 1), h)], weights, images=images).check()
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 1, 5), (0, 4)])
+def test_frames_are_numbers_of_fixed_point(shape):
+    numbers = RNG.randint(-(2**24), 2**24, int(np.prod(shape))).astype(np.int32)
+    Case("frames", [numbers], [shape], [], step=2.0**-20).check(rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("first", [(0, 0), (4, 2)])
+def test_a_part_of_a_table_is_added(first):
+    Case("add_table", [array(5, 7)], [(5, 7)], [array(9, 9)], first=first).check(rtol=1e-6, atol=1e-6)
+
+
+def test_what_lies_beyond_a_table_is_refused():
+    with pytest.raises(ValueError, match="no 5 x 7"):
+        Case("add_table", [array(5, 7)], [(5, 7)], [array(9, 9)], first=(5, 0)).run()

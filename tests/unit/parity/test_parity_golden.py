@@ -33,7 +33,7 @@ def test_the_oracle_computes_what_transformers_computed(case):
         with Checkpoint.open(path) as checkpoint:
             inputs, shape = request(checkpoint.spec)
             np.testing.assert_array_equal(inputs[..., :: case.thin], golden["inputs"])
-            assert shape.lengths == tuple(golden["lengths"])
+            assert shape.sizes == tuple(golden["lengths"])
             weights = checksum(checkpoint.tensors())
             assert weights == golden["weights_sha256"], "NumPy's random stream changed: run make_golden.py again"
             hidden, output = reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)

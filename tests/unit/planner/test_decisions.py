@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, log
+from math import log
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -24,12 +24,15 @@ from hepti_mqtt.planner import Candidate, Price, Question, price
 from hepti_mqtt.planner import decide as decide_plan
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
+    LEAD,
+    Border,
     Option,
     Situation,
     decide,
+    goes_on,
     pays_to_hold,
 )
-from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
+from hepti_mqtt.planner.estimates import MethodEstimates, Remaining, SiteEstimates, strategy_key
 from hepti_mqtt.planner.refine import divided
 from hepti_mqtt.planner.search import _initial_plans
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Priced, factors_of, outlook, surfaces
@@ -74,7 +77,7 @@ def test_bytes_that_nobody_loads_come_before_some() -> None:
 
 def test_a_plan_that_has_loaded_is_there_for_nothing_when_a_change_ends() -> None:
     loaded = {"load_s": 5.0, "load_bytes": 1 << 20}
-    passing = {"before": 1.0, "remaining_s": 30.0}
+    passing = {"before": 1.0, "remaining": Remaining(20.0, 1.5)}
     verdict = decide(situation(option(1.0, **loaded, **passing), option(0.9, "block", **loaded, **passing)))
     assert len(verdict.considered) == 1
 
@@ -82,7 +85,7 @@ def test_a_plan_that_has_loaded_is_there_for_nothing_when_a_change_ends() -> Non
 def test_a_gain_that_ends_before_it_pays_is_left() -> None:
     better = option(0.8, "block", load_s=5.0)
     assert decide(situation(option(1.0), better)).move is not None
-    short = replace(better, remaining_s=10.0, before=1.2)
+    short = replace(better, remaining=Remaining(2.0, 1.5), before=1.2)
     assert decide(situation(replace(option(1.0), before=0.9), short)).move is None
 
 
@@ -234,11 +237,11 @@ class Loop:
             self.took += took
             believed = with_slowdowns(asked.cluster, {name: site.slowdown(name) for name in A_AND_B})
             change = site.youngest_change(A_AND_B, now)
-            before, remaining_s = (None, inf) if change is None else (change.before, change.remaining_s)
+            before, remaining = (None, None) if change is None else (change.before, change.remaining)
             beliefs = Beliefs(believed, site.draws(A_AND_B, now), before, methods.factor, lambda _plan: 0.03)
             seen = [outlook(k, beliefs) for k in known]
             options = [
-                Option(k.candidate, o.cost, o.seconds, 0.03, o.before or float("nan"), remaining_s)
+                Option(k.candidate, o.cost, o.seconds, 0.03, o.before or float("nan"), remaining)
                 for k, o in zip(known, seen, strict=True)
             ]
             verdict = decide(situation(options[active], options[1 - active], period_s=PERIOD_S))
@@ -282,3 +285,27 @@ def test_a_device_that_is_fast_only_while_it_idles_is_left() -> None:
     assert played.longest_late_s <= 10.0
     assert played.moves
     assert sum(played.late) / len(played.late) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("other_s", "here", "moved_s", "goes"),
+    [
+        (5.0, 4, 0.0, True),  # half the time, and twenty layers to come
+        (5.0, 4, 5.0, False),  # but the border takes longer than that wins
+        (5.0, 24, 0.0, False),  # it ends before it could
+        (10.0, 4, 0.0, False),  # nothing is won
+        (9.95, 4, 0.0, False),  # less than what it costs
+    ],
+)
+def test_a_run_goes_on_where_its_rest_surely_takes_less(other_s: float, here: int, moved_s: float, goes: bool) -> None:
+    verdict = goes_on(option(10.0), option(other_s, "block"), Border(26, here, here + LEAD, moved_s))
+    assert verdict.goes is goes
+    assert verdict.rest_s == pytest.approx(10.0 * (26 - here) / 26)
+
+
+def test_a_short_run_ends_under_its_plan() -> None:
+    assert not goes_on(option(1.1), option(0.1, "block"), Border(26, 4, 4 + LEAD)).goes
+
+
+def test_a_run_stays_where_the_other_plan_is_only_likely_to_be_better() -> None:
+    assert not goes_on(option(10.0), option(9.0, "block", sd=0.2), Border(26, 4, 4 + LEAD)).goes

@@ -124,7 +124,9 @@ def test_a_stall_that_ends_brings_back_what_was_known() -> None:
             before = quantity.mean
         if found[-1] == "changed":
             age_s = i - quantity.changes[-1].began_s
-            assert quantity.remaining_s(float(i)) == pytest.approx(1.5 * age_s, rel=0.05), "1.5 times as long again"
+            assert quantity.remaining(float(i)).median_s == pytest.approx(1.5 * age_s, rel=0.05), (
+                "1.5 times as long again"
+            )
     assert [x for x in found if x] == ["changed", "ended"]
     assert quantity.mean == pytest.approx(before, abs=0.05)
     assert not quantity.changes
@@ -138,7 +140,7 @@ def test_a_site_with_short_stalls_becomes_patient() -> None:
             now = 60.0 * stall + i
             quantity.observe(log(3) * (40 <= i < 46) + 0.02 * (i % 3), "x", 1.0, now)
             if i == 45:
-                remaining.append(quantity.remaining_s(now))
+                remaining.append(quantity.remaining(now).median_s)
     assert remaining[-1] < 0.75 * remaining[0]
 
 

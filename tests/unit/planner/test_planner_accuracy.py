@@ -10,6 +10,7 @@ from sites import EVERY_FAMILY, FAMILIES, METHODS, plan, request, served, tensor
 from test_planner_search import cluster, device
 from together import bound, run_together
 
+from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.config.options import MAX_WEIGHT_ERROR
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import PlanError
@@ -159,9 +160,12 @@ def test_one_device_has_no_wire_and_what_is_far_off_is_not_measured_under_every_
     )
 
 
-def test_a_decoders_prompt_is_measured():
-    spec = EVERY_FAMILY["tiny-gpt2"]
-    errors = wire_errors(spec, plan(spec, ("decoder", {}), (1.0, 1.0)), tensors(spec))
+@pytest.mark.parametrize(
+    ("kind", "method"), [("tiny-gpt2", ("decoder", {})), ("tiny-whisper", ("row", {"variant": "kv"}))]
+)
+def test_what_a_session_begins_with_is_measured(kind, method):
+    spec = spec_of_kind(kind)
+    errors = wire_errors(spec, plan(spec, method, (1.0, 1.0)), tensors(spec))
     assert 0 < errors["f16"] < errors["i8"] < 0.1
 
 

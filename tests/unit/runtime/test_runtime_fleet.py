@@ -297,6 +297,18 @@ def test_a_device_that_is_missing_for_a_moment_refuses_no_request() -> None:
     assert isinstance(site.errors["r2"], PlanError), "but not for ever"
 
 
+def test_who_is_only_not_heard_is_waited_for_and_who_has_left_is_not() -> None:
+    site = settled("a")
+    silent = site.boots.pop("a")
+    site.tick(LOST_S)
+    site.submit("r1", within=1e9)
+    site.pass_by(4 * int(RETURN_S), 1.0)
+    assert not site.errors, "a flood, or a way that is cut: the broker has not published its will"
+    site.event(interface.DeviceStatus("a", Status("offline", silent)))
+    site.pass_by(7, 1.0)
+    assert isinstance(site.errors["r1"], PlanError)
+
+
 def test_a_plan_that_a_device_has_given_up_in_doubt_is_prepared_anew_and_its_runs_are_issued_again() -> None:
     site = settled("a")
     first = site.plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hepti_mqtt.runtime.coordinator.moves import IN_USE_S, LOAD_BYTES_PER_S, LOAD_FACTOR, LoadPace, RequestPace
+from hepti_mqtt.runtime.coordinator.moves import IN_USE_S, BackgroundPace, RequestPace
 
 
 def test_a_model_is_asked_as_often_as_it_was_or_less_often_since() -> None:
@@ -26,14 +26,16 @@ def test_requests_that_come_at_once_have_a_period_all_the_same() -> None:
     assert 0 < pace.period_s(1.0) < 0.1
 
 
-def test_what_loads_take_is_learned_from_loads() -> None:
-    loads = LoadPace()
+def test_what_background_work_takes_is_learned() -> None:
+    seen, nothing = BackgroundPace(), BackgroundPace()
     for _ in range(20):
-        loads.record_load(80 << 20, 10.0)
-        loads.record_run(1.1)
-    assert loads.bytes_per_s == pytest.approx(8 * (1 << 20), rel=0.05)
-    assert loads.factor == pytest.approx(1.1, rel=0.05)
-    nothing = LoadPace()
-    nothing.record_load(10, 5.0)
-    nothing.record_load(1 << 30, 0.0)
-    assert (nothing.bytes_per_s, nothing.factor) == (LOAD_BYTES_PER_S, LOAD_FACTOR)
+        seen.record_load(80 << 20, 10.0, served=True)
+        seen.record_search(3.0)
+        seen.record_run(1.3, loads=True)
+        seen.record_run(1.6, loads=False)
+    assert seen.load_bytes_per_s(served=True) == pytest.approx(8 * (1 << 20), rel=0.05)
+    assert seen.load_bytes_per_s(served=False) == nothing.load_bytes_per_s(served=False)
+    assert (seen.search_s, seen.beside_load, seen.beside_search) == pytest.approx((3.0, 1.3, 1.6), rel=0.05)
+    nothing.record_load(10, 5.0, served=True)
+    nothing.record_load(1 << 30, 0.0, served=True)
+    assert nothing.load_bytes_per_s(served=True) == BackgroundPace().load_bytes_per_s(served=True)

@@ -21,6 +21,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode_work
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS, OVERDUE_S
@@ -123,6 +124,23 @@ def test_plan_under_which_a_run_is_overdue_is_prepared_anew() -> None:
     assert ("a", first.version) in [(d, m.plan_version) for d, m in site.told if isinstance(m, messages.Release)]
     site.answer(3)
     assert set(site.answers) == {"r1", "r2"}
+
+
+def test_a_step_that_raises_takes_no_command_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site("m", "n", searches=False)
+    site.submit("r1", within=3.0)
+    site.submit("r2", within=3.0, model="n")
+
+    def fail(*_args: object) -> bool:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Moves, "is_due", fail)
+        site.now += 4.0
+        with pytest.raises(ZeroDivisionError):
+            site.event(interface.Tick())
+    site.join("a")
+    assert {name: type(error) for name, error in site.errors.items()} == {"r1": DeadlineError, "r2": DeadlineError}
 
 
 def test_deadline_ends_waiting_and_running_requests() -> None:

@@ -19,7 +19,7 @@ from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import programs_digest
-from hepti_mqtt.planner import Decision, Question, decide
+from hepti_mqtt.planner import Decision, Question, decide, price_plans
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, MAX_SHAPE_NUMBERS, MAX_URGENT_SHAPES
@@ -31,6 +31,7 @@ from hepti_mqtt.runtime.coordinator.rollout import (
     REPEAT_PREPARE_S,
     RETRY_S,
 )
+from hepti_mqtt.runtime.machinery import Publish
 
 
 def asked(site: Site, device: str = "a") -> tuple[messages.Prepare, PlanVersion]:
@@ -275,6 +276,9 @@ def test_who_would_serve_next_has_the_weights_and_no_plan_before_the_device_is_l
     calm(made)
     (released,) = [(device, m) for device, m in made.told if isinstance(m, messages.Release)]
     device = released[0]
+    sent = [c for c in made.seen if isinstance(c, Publish) and c.topic.endswith(f"/{device}/cmd")]
+    ahead = [m for m in map(messages.decode, (c.payload for c in sent)) if isinstance(m, messages.Prepare)]
+    assert ahead[-1].build_first == len(ahead[-1].shapes) > 0, "with the Programs of the last requests"
     assert device != head
     assert made.plan.version == first.version, "nobody is to notice"
     made.leave(first.root)
@@ -284,6 +288,30 @@ def test_who_would_serve_next_has_the_weights_and_no_plan_before_the_device_is_l
     assert made.plan.devices == (device,), "not the one that would have to load first"
     made.answer(max(made.work))
     assert "next" in made.answers
+
+
+def test_a_plan_in_a_hurry_is_one_that_need_not_load_if_that_serves_sooner() -> None:
+    site = settled("a", "b", "c", decider=everyone)
+    site.searches = False
+    site.submit("r1")
+    site.leave("c")
+    (search,) = site.solves[1:]
+    assert search.hurried
+    row = everyone(search.question)
+    heavy = replace(row.chosen, load_bytes={"a": 1 << 33, "b": 1 << 33})
+    light = replace(alone(search.question).chosen, load_bytes={"a": 0})
+    found = replace(row, chosen=heavy, ranking=(heavy, light))
+    site.event(interface.Solved("m", search.ticket, found, hurried=True))
+    priced = site.solves[-1]
+    assert [plan.strategy for plan in priced.plans] == ["single"]
+    site.event(interface.Solved("m", priced.ticket, price_plans(priced.question, priced.plans), hurried=True))
+    site.ready()
+    assert site.plan is not None
+    assert site.plan.strategy == "single"
+    site.answer(max(site.work))
+    site.pass_by(3)
+    whole = site.solves[-1]
+    assert (whole.hurried, whole.plans) == (False, ()), "the whole search follows"
 
 
 def test_it_is_done_once_for_a_plan_and_again_when_that_device_has_started_anew() -> None:

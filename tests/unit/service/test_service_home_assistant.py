@@ -219,7 +219,7 @@ def test_heartbeats_are_passed_on_slowly() -> None:
 
 
 def test_labels_and_long_texts() -> None:
-    broker = started({"mood": "classification", "gpt": "generation"})
+    broker = started({"mood": "classification", "gpt": "generation", "ears": "transcription"})
     labels = [{"label": "x" * 300, "score": 0.9}, {"label": "b", "score": 0.1}]
     reply = json.dumps({"ok": True, "result": {"labels": labels}}).encode()
     broker.take(broker.session.record_reply("mood", 12.34, reply, 5.0))
@@ -230,6 +230,9 @@ def test_labels_and_long_texts() -> None:
     broker.take(broker.session.record_reply("gpt", 1.0, text, 5.0))
     assert len(broker.state("model", "gpt")["text"]) == LONGEST_STATE
     assert len(broker.state("model", "gpt")["answer_attributes"]["text"]) == 999
+    broker.take(broker.session.record_reply("ears", 1.0, text, 5.0))
+    assert "y" not in json.dumps(broker.state("model", "ears").get("answer_attributes", {})), "it was said, not kept"
+    assert "text" not in broker.state("model", "ears")
     broker.take(broker.session.tick(66.0))
     assert broker.state("model", "mood")["requests_per_minute"] == 0
     failed = json.dumps({"ok": False, "error": {"code": "no_plan", "message": "no device"}}).encode()

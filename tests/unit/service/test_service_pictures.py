@@ -9,6 +9,7 @@ import json
 import struct
 import urllib.parse
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from service_support import encoded, noise
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError
-from hepti_mqtt.service import pictures
+from hepti_mqtt.service import boxed_pictures, pictures
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 
@@ -91,6 +92,48 @@ def test_a_tiff_is_read_unless_it_is_compressed(vision):
             read_input(vision, {"image": encoded(picture, "TIFF", compression=compression)})
 
 
+# 60 x 40 pixels.
+HEIC = (
+    "AAAAHGZ0eXBoZWljAAAAAG1pZjFoZWljbWlhZgAAAX1tZXRhAAAAAAAAACFoZGxyAAAAAAAAAABwaWN0AAAAAAAAAAAAAAAAAAAAACJpbG9jAAAA"
+    "AERAAAEAAQAAAAABoQABAAAAAAAAAFEAAAAjaWluZgAAAAAAAQAAABVpbmZlAgAAAAABAABodmMxAAAAAA5waXRtAAAAAAABAAAA/WlwcnAAAADd"
+    "aXBjbwAAAHZodmNDAQNwAAAAkAAAAAAAHvAA/P34+AAADwNgAAEAGEABDAH//wNwAAADAJAAAAMAAAMAHroCQGEAAQAqQgEBA3AAAAMAkAAAAwAA"
+    "AwAeoCCBBZbq5Ka5uAhoMCAAAAMDIAAAAwAhYgABAAZEAcFzwIkAAAATY29scm5jbHgAAQANAAaAAAAAFGlzcGUAAAAAAAAAQAAAAEAAAAAoY2xh"
+    "cAAAADwAAAABAAAAKAAAAAH////8AAAAAv///+gAAAACAAAAEHBpeGkAAAAAAwgICAAAABhpcG1hAAAAAAAAAAEAAQWBAgMFhAAAAFltZGF0AAAA"
+    "TSgBrxmA70xoIhNb8CbfujqLVrA0ZIxNfJa/E3+zlqHjD61JN/QPTrAzJoHOXxN/fIgVKhoPTfW5J65s4dkRfYnMJ1GswMeNX1dCiJGA"
+)
+
+
+def test_avif_is_read_and_heic_where_its_library_is(vision, monkeypatch):
+    picture = Image.linear_gradient("L").resize((60, 40)).convert("RGB")
+    want = np.asarray(picture.resize((20, 20), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    files = [encoded(picture, "AVIF", quality=95, speed=10), encoded(picture, "AVIF", quality=95, speed=10, exif=exif)]
+    plain, turned = read_input(vision, {"images": files}).inputs.astype(int)
+    assert abs(plain - want).max() < 9
+    assert abs(turned[:, ::-1, ::-1] - want).max() < 9
+    if boxed_pictures.importlib.util.find_spec("pi_heif") is not None:
+        assert read_input(vision, {"image": HEIC}).inputs.shape == (1, 3, 20, 20)
+    monkeypatch.setattr(boxed_pictures, "_HEIC", "no_such_library")
+    with pytest.raises(RequestError):
+        read_input(vision, {"image": HEIC})
+
+
+def test_what_avif_says_of_its_size_bounds_no_memory_so_the_kernel_does(vision, monkeypatch):
+    """A frame of 2000 x 2000 pixels under a header of 16 x 16 is read within the limit, and refused without room."""
+    file = io.BytesIO()
+    Image.new("RGB", (2000, 2000), (9, 90, 9)).save(file, "AVIF", speed=10)
+    at = file.getvalue().index(b"ispe") + 8
+    small = base64.b64encode(file.getvalue()[:at] + struct.pack(">II", 16, 16) + file.getvalue()[at + 8 :]).decode()
+    assert read_input(vision, {"image": small}).inputs.shape == (1, 3, 20, 20)
+    program = Path(boxed_pictures.__file__)
+    narrow = vision.path / "narrow.py"
+    narrow.write_text(program.read_text().replace("384 << 20", "6 << 20"))
+    monkeypatch.setattr(boxed_pictures, "__file__", str(narrow))
+    with pytest.raises(RequestError):
+        read_input(vision, {"image": small})
+
+
 def bomb(width, height):
     """Return a PNG of a few bytes that claims a size."""
 
@@ -118,7 +161,7 @@ def test_what_is_no_picture_is_refused(vision, value):
     assert "image" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "PPM", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "PPM", "TIFF", "AVIF"])
 def test_damaged_pictures_are_read_or_refused(vision, kind):
     whole = base64.b64decode(encoded(noise(24, 24), kind))
     for seed in range(7):
@@ -144,6 +187,10 @@ def test_pixels_are_bounded_over_all_pictures_of_a_request(vision, monkeypatch):
         read_input(vision, {"images": [encoded(noise(5, 5))] * 5})
     with pytest.raises(RequestError):
         read_input(vision, {"image": encoded(noise(9, 9), "WEBP")})
+    assert read_input(vision, {"images": [encoded(noise(5, 5)), encoded(noise(6, 6), "AVIF")]}).is_list
+    for images in ([encoded(noise(9, 9), "AVIF")], [encoded(noise(6, 6)), encoded(noise(6, 6), "AVIF")]):
+        with pytest.raises(RequestError):
+            read_input(vision, {"images": images})
 
 
 def test_no_picture_is_decoded_of_a_request_that_has_too_many_pixels(vision, monkeypatch):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.errors import CertificateDateError, ConfigError, ModelError, UnsupportedModelError
 from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.service import planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models
 from hepti_mqtt.transport import BrokerUrl
 
@@ -52,9 +54,38 @@ def test_what_every_device_would_refuse_is_refused_at_the_start(tmp_path):
     assert "spec.size 5000" in str(caught.value)
 
 
+@pytest.mark.parametrize("size", [{"num_hidden_layers": 10**9}, {"vocab_size": 10**12}, {"hidden_size": 10**9}])
+def test_what_is_beyond_all_bounds_is_refused_before_it_is_laid_out(tmp_path, size):
+    with pytest.raises(ModelError):
+        opened(configured(make_model("tiny-bert", tmp_path / "m"), **size))
+
+
 def test_a_broken_tokenizer_is_refused_at_the_start(tmp_path):
     path = make_model("tiny-bert", tmp_path / "m")
     (path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError):
         opened(path)
     assert opened(path, make_model("tiny-bert", tmp_path / "good")) == ["good"]
+
+
+@pytest.mark.parametrize("ending", ["valid", "stopped"])
+def test_a_planner_waits_for_a_certificate_to_become_valid(ending, tmp_path, monkeypatch, caplog):
+    stop, tries = threading.Event(), []
+
+    def claim(*_):
+        tries.append(1)
+        if len(tries) < 3:
+            raise CertificateDateError("its certificate is valid from tomorrow")
+        if ending == "valid":
+            raise ConfigError("this is how far it comes")
+        stop.set()
+        raise CertificateDateError("its certificate is valid from tomorrow")
+
+    monkeypatch.setattr(planner, "claim_site", claim)
+    monkeypatch.setattr(planner, "CERTIFICATE_S", 0.0)
+    model = make_model("tiny-bert", tmp_path / "m")
+    config = PlannerConfig(BrokerUrl.parse("mqtts://127.0.0.1:1"), "home", {"m": model}, state_dir=tmp_path)
+    with pytest.raises(ConfigError) if ending == "valid" else contextlib.nullcontext():
+        planner.run_planner(config, stop)
+    assert len(tries) == 3
+    assert caplog.text.count("valid from tomorrow") == 1

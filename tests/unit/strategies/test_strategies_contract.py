@@ -87,6 +87,18 @@ def test_equals_the_reference_and_the_predicted_bytes_on_a_faulty_network(method
         assert counted == sent_bytes(TopicNames("home", "m"), spec, shape, device_programs(spec, active, shape))
 
 
+@pytest.mark.parametrize("count", [3, 5, 7])
+def test_an_odd_number_of_unequal_devices_shares_two_heads(count):
+    """Each board is stronger than the one before; the planner chooses."""
+    spec = replace(FAMILIES["bert-embedding"], heads=2, layers=2)
+    swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e8 * (1 + i), 1 << 30) for i in range(count)}, seed=count)
+    shape, inputs = request(spec, (13,))
+    swarm.submit("one", shape, inputs)
+    swarm.run(60, until=lambda: bool(swarm.answers or swarm.errors))
+    [(got, _)] = swarm.answers["one"]
+    np.testing.assert_allclose(got, models.reference(spec, tensors(spec), inputs, shape)[1], atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_same_plan_and_batch_same_bits_whatever_the_order_of_arrival(method):
     spec, held = FAMILIES["bert-embedding"], tensors(FAMILIES["bert-embedding"])
@@ -314,9 +326,10 @@ def at_once(program: Program) -> Counter[str]:
 def test_keys_and_values_queries_and_parts_for_one_peer_are_one_frame(family: str) -> None:
     spec, sending = FAMILIES[family], 0
     shape, _ = request(spec, (13,))
+    devices = min(3, spec.kv_heads)  # a ring passes on what a device without heads has nothing to add to
     for method in METHODS:
         try:
-            parts = device_programs(spec, plan(spec, method, (1.0, 1.0, 1.0)), shape)
+            parts = device_programs(spec, plan(spec, method, (1.0,) * devices), shape)
         except PlanError:
             continue  # not on three devices, or not this family
         for device, program in parts.items():

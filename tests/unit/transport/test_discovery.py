@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 
 import pytest
 
 from hepti_mqtt import discovery
 from hepti_mqtt.cli.main import main
-from hepti_mqtt.discovery import BROKERS, SITES, Found, announced, choose, look, read_announcement
+from hepti_mqtt.discovery import BROKERS, SITES, SPEECH, Found, announced, choose, look, read_announcement, registered
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.transport import BrokerUrl
 
@@ -65,6 +66,19 @@ def test_a_site_is_found_while_it_is_announced() -> None:
         else:
             pytest.fail(f"found {found}")
     assert not any("secret" in str(one) for one in found)
+
+
+def test_speech_is_announced_where_home_assistant_looks() -> None:
+    zeroconf = pytest.importorskip("zeroconf")
+    with registered(SPEECH, "Hepti garden speech", 10300, {}, LOOPBACK) as works:
+        if not works:
+            pytest.skip("loopback carries no multicast here")
+        with zeroconf.Zeroconf(interfaces=list(LOOPBACK)) as network:
+            name = f"Hepti garden speech on {socket.gethostname()}"[:63] + f".{SPEECH}"
+            infos = (network.get_service_info(SPEECH, name, 3000) for _ in range(5))
+            info = next((one for one in infos if one is not None), None)
+    assert info is not None
+    assert info.port == 10300
 
 
 def test_a_broker_on_loopback_is_not_announced() -> None:

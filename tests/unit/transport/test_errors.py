@@ -6,6 +6,7 @@ import ssl
 
 import pytest
 
+from hepti_mqtt.errors import CertificateDateError
 from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport import base as transport
 
@@ -22,7 +23,9 @@ def certificate_error(code):
 def test_a_certificate_of_another_time_names_both_clocks(monkeypatch, code):
     monkeypatch.setattr(ssl, "get_server_certificate", lambda *_, **__: "PEM")
     monkeypatch.setattr(ssl, "PEM_cert_to_DER_cert", lambda _: b"..\x30\x1e\x17\x0d991201103000Z\x17\x0d491203103000Z")
-    text = str(transport.absent(URL, certificate_error(code)))
+    found = transport.absent(URL, certificate_error(code))
+    assert isinstance(found, CertificateDateError)
+    text = str(found)
     assert "1999-12-01 10:30" in text
     assert "2049-12-03 10:30" in text
     assert "clock says 20" in text

@@ -40,6 +40,8 @@ def test_a_url_is_read(text, url):
         "mqtt://",
         "mqtt://:1883",
         "mqtt://broker:0",
+        "mqtt://my broker",
+        "mqtt://u:s3cret@my broker",
         "mqtt://broker:70000",
         "mqtt://broker:port",
         "mqtt://[::1",

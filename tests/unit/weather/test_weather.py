@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from weather_table import longest_worse_than_alone
 
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli.main import main
@@ -115,6 +116,15 @@ def test_a_recorded_site_in_which_nothing_changes_gets_no_other_plan_and_no_sear
     history = play(FILE, SPEC, recorded_truth(FILE, lines), solve, resident=True)
     assert not [change.text for change in history.changes if change.now > 60]
     assert not [at for at, _ in history.searches if at > 60]
+
+
+def test_plans_follow_what_runs_show_and_the_story_names_the_liar() -> None:
+    truth = make_truth("liar", FILE, 2, 1)
+    history = play(FILE, spec_of_kind("bert-base"), truth, solve, resident=True)
+    assert not history.refused
+    assert longest_worse_than_alone(history) <= 10
+    liar = truth.names[int(np.argmin(np.log(truth.said.slowdown / truth.real.slowdown).mean(0)))]
+    assert liar in {step.subject for step in history.story if step.after == "doubted"}
 
 
 def test_the_command_prints_a_verdict_and_draws_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

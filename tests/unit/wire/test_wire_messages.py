@@ -26,6 +26,7 @@ from hepti_mqtt.protocol.messages import (
     Cancel,
     Caps,
     Endpoint,
+    HandOver,
     Heartbeat,
     LeaseTasks,
     LinkReport,
@@ -39,6 +40,7 @@ from hepti_mqtt.protocol.messages import (
     ReleaseAll,
     RequestTiles,
     RunFailed,
+    RunProgress,
     Status,
     TaskDone,
     decode,
@@ -56,6 +58,7 @@ from hepti_mqtt.protocol.plausible import FIELDS, MAX_TEXT, Number, check, limit
 from hepti_mqtt.spec import PlainShape
 
 COUNTS = st.integers(0, 2**63 - 1)
+BLOCKS = st.integers(0, 32767)
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL_DEVICES, PLANNER))
 EPOCHS = st.builds(PlanVersion, COUNTS, COUNTS)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -103,6 +106,8 @@ MESSAGES = st.one_of(
     st.builds(RunFailed, NAMES, EPOCHS, COUNTS, TEXTS, TEXTS),
     st.builds(LeaseTasks, NAMES, EPOCHS, COUNTS, st.lists(COUNTS, max_size=9).map(tuple)),
     st.builds(TaskDone, NAMES, EPOCHS, COUNTS, COUNTS),
+    st.builds(HandOver, NAMES, EPOCHS, COUNTS, BLOCKS, COUNTS, st.just({"a": 1})),
+    st.builds(RunProgress, NAMES, EPOCHS, COUNTS, BLOCKS),
 )
 BOOTS = st.integers(0, 2**32 - 1)
 STATUSES = st.builds(
@@ -185,6 +190,8 @@ UNKEYED = " c400 a6686561646572"
         (RunFailed("m", PlanVersion(2, 3), 4, "c", "t"), "96 68 a16d 92 02 03 04 a163 a174"),
         (LeaseTasks("m", PlanVersion(2, 3), 4, (5, 6)), "95 06 a16d 92 02 03 04 92 05 06"),
         (TaskDone("m", PlanVersion(2, 3), 4, 5), "95 69 a16d 92 02 03 04 05"),
+        (HandOver("m", PlanVersion(2, 3), 4, 5, 6, {"a": 7}), "97 07 a16d 92 02 03 04 05 06 81 a161 07"),
+        (RunProgress("m", PlanVersion(2, 3), 4, 5), "95 6a a16d 92 02 03 04 05"),
     ],
 )
 def test_golden_bytes(message, golden):

@@ -1,0 +1,49 @@
+"""`hepti wyoming`: the site as a speech-to-text service of Home Assistant."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import Final
+
+from hepti_mqtt.cli import output
+from hepti_mqtt.cli.shared import require_broker
+from hepti_mqtt.config.options import positive_seconds, tcp_port
+
+PORT: Final = 10300
+
+
+def arguments(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hepti wyoming`."""
+    sub.add_argument(
+        "--bind",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="address to listen on (default 127.0.0.1; Wyoming knows no keys)",
+    )
+    sub.add_argument("--port", type=tcp_port, default=PORT, help=f"port to listen on (default {PORT})")
+    sub.add_argument("--model", metavar="NAME", help="the model of speech (default: the only one served)")
+    sub.add_argument("--language", metavar="CODE", help="what is spoken where a client does not say (default: found)")
+    sub.add_argument(
+        "--timeout", type=positive_seconds, default=60.0, help="seconds to wait for an answer (default 60)"
+    )
+    sub.add_argument("--client", metavar="NAME", help="name in topics (default: that of the broker's user)")
+
+
+def wyoming(args: argparse.Namespace) -> int:
+    """Serve until interrupted; raises NetworkError if the port is taken or no broker answers."""
+    import asyncio  # here: other commands begin without it
+
+    from hepti_mqtt.client import Hepti
+    from hepti_mqtt.gateway.site import Site
+    from hepti_mqtt.gateway.wyoming import Wyoming, serve, speech_models
+
+    with Hepti.connect(require_broker(args), args.site, args.client) as hepti, contextlib.suppress(KeyboardInterrupt):
+        site = Site(hepti, args.timeout, args.model)
+        service = Wyoming(site, speech_models(site, hepti), args.model, args.language)
+
+        def listening() -> None:
+            output.err.print(f"listening on tcp://{args.bind}:{args.port} (Wyoming)", markup=False)
+
+        asyncio.run(serve(service, args.bind, args.port, hepti.site, listening))
+    return 0

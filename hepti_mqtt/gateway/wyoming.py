@@ -1,0 +1,277 @@
+"""Speech to text for programs that speak Wyoming, as Home Assistant does: events over TCP.
+
+An event is a line of JSON (type, data, data_length, payload_length), then as many bytes of further data and of payload.
+A client asks `describe`, or sends `transcribe`, audio-start, audio-chunk ... and audio-stop, and gets `transcript`. Of
+each event no more than its bound is read, and a client that stops half-way is dropped after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import signal
+import wave
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt import __version__
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.discovery import SPEECH, registered
+from hepti_mqtt.errors import HeptiError, NetworkError, RequestError, WireError
+from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.transport import is_loopback
+
+_log = logging.getLogger(__name__)
+
+VERSION: Final = "1.10.2"  # of the protocol's reference implementation
+MAX_LINE: Final = 64 << 10  # bytes
+MAX_PART: Final = 4 << 20  # of data, or of the payload, of an event
+MAX_AUDIO: Final = 12_000_000  # of a recording: as much as fits into a request
+CLIENTS: Final = 64  # at once; further ones are turned away
+IDLE_S: Final = 600.0  # between two events; Home Assistant opens a connection for each command
+STALL_S: Final = 30.0  # within a recording
+LEAST_S: Final = 0.1  # of sound; less is nothing said
+_HOME: Final = {"name": "Hepti", "url": "https://www.home-assistant.io/integrations/wyoming/"}
+
+
+class Event(NamedTuple):
+    """An event of the protocol."""
+
+    type: str
+    data: Mapping[str, Any] = {}
+    payload: bytes = b""
+
+
+async def read_event(reader: asyncio.StreamReader) -> Event | None:
+    """Return the next event, None at the end; raises WireError for what is none, or larger than is read."""
+    try:
+        line = await reader.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        if error.partial.strip():
+            raise WireError("the connection ended within an event") from None
+        return None
+    except asyncio.LimitOverrunError:
+        raise WireError(f"an event's line is longer than {MAX_LINE} bytes") from None
+    head = _object(line)
+    sizes = [head.get(f"{part}_length") or 0 for part in ("data", "payload")]
+    if not all(isinstance(size, int) and 0 <= size <= MAX_PART for size in sizes):
+        raise WireError(f"an event of {sizes} bytes; at most {MAX_PART} of data or payload are read")
+    try:
+        more, payload = await reader.readexactly(sizes[0]), await reader.readexactly(sizes[1])
+    except asyncio.IncompleteReadError:
+        raise WireError("the connection ended within an event") from None
+    data = head.get("data") or {}
+    kind = head.get("type")
+    if not isinstance(kind, str) or not isinstance(data, dict):
+        raise WireError("an event has no type, or data that is no object")
+    return Event(kind, {**data, **(_object(more) if more else {})}, payload)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"an event is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise WireError("an event is not an object of JSON")
+    return found
+
+
+def encode_event(event: Event) -> bytes:
+    """Return an event as it is sent."""
+    data = json.dumps(event.data, ensure_ascii=False).encode() if event.data else b""
+    head: dict[str, Any] = {"type": event.type, "version": VERSION}
+    head |= {"data_length": len(data)} if data else {}
+    head |= {"payload_length": len(event.payload)} if event.payload else {}
+    return json.dumps(head).encode() + b"\n" + data + event.payload
+
+
+@dataclass
+class Recording:
+    """What a client has said since audio-start: PCM, all in one format."""
+
+    form: tuple[int, int, int] = (0, 0, 0)  # rate, bytes of a sample, channels
+    pcm: bytearray = field(default_factory=bytearray)
+
+    def add(self, event: Event) -> None:
+        """Take an audio-chunk; raises RequestError for one of another format, or one too many."""
+        rate, width, channels = form = tuple(event.data.get(key) for key in ("rate", "width", "channels"))
+        if not (isinstance(rate, int) and isinstance(width, int) and isinstance(channels, int)) or not (
+            rate > 0 and 1 <= width <= 4 and 1 <= channels <= 8
+        ):
+            raise RequestError(f"audio of rate, width and channels {form} is not read; send PCM of 1 to 4 bytes")
+        if self.pcm and form != self.form:
+            raise RequestError(f"audio changes from {self.form} to {form} within a recording")
+        if len(self.pcm) + len(event.payload) > MAX_AUDIO:
+            raise RequestError(f"a recording of more than {MAX_AUDIO} bytes; stop it earlier")
+        self.form = (rate, width, channels)
+        self.pcm += event.payload
+
+    @property
+    def seconds(self) -> float:
+        """Return its length."""
+        rate, width, channels = self.form
+        return len(self.pcm) / (rate * width * channels) if self.pcm else 0.0
+
+    def wav(self) -> bytes:
+        """Return it as a WAV file."""
+        rate, width, channels = self.form
+        frame = width * channels
+        buffer = io.BytesIO()
+        with wave.open(buffer, "wb") as file:
+            file.setframerate(rate)
+            file.setsampwidth(width)
+            file.setnchannels(channels)
+            file.writeframes(bytes(self.pcm[: len(self.pcm) // frame * frame]))
+        return buffer.getvalue()
+
+
+Speech = Callable[[], Awaitable[Mapping[str, Sequence[str]]]]  # the languages of each model of speech
+
+
+class Wyoming:
+    """Answers clients, each on a connection of its own.
+
+    speech: returns the models of speech that are served, and their languages. model: for clients that name none.
+    language: of what is said where a client names none; None has it found.
+    """
+
+    def __init__(self, site: Site, speech: Speech, model: str | None = None, language: str | None = None) -> None:
+        self._site, self._speech, self._model, self._language = site, speech, model, language
+        self._clients = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one client until it leaves, or breaks the protocol."""
+        self._clients += 1
+        try:
+            if self._clients > CLIENTS:
+                raise RequestError(f"{CLIENTS} clients are connected already; try again later")
+            await _Conversation(self, reader, writer).run()
+        except (HeptiError, TimeoutError) as error:
+            # Home Assistant waits for a transcript until the connection ends.
+            _log.warning("a client of Wyoming got an error: %s", error or "it was silent for too long")
+            await _send(writer, Event("error", {"text": str(error), "code": getattr(error, "code", "timeout")}))
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # it has left
+        finally:
+            self._clients -= 1
+            writer.close()
+
+    async def describe(self) -> Event:
+        """Return what is offered: the models of speech, with their languages."""
+        models = [
+            {**_artifact(name, f"{name}, divided over the devices of this site"), "languages": list(languages)}
+            for name, languages in (await self._speech()).items()
+            if self._model in (None, name)
+        ]
+        program = {**_artifact("hepti", "speech over the devices of a site"), "models": models}
+        return Event(
+            "info", {"asr": [program], **{kind: [] for kind in ("tts", "handle", "intent", "wake", "mic", "snd")}}
+        )
+
+    async def transcribe(self, recording: Recording, asked: Mapping[str, Any]) -> Event:
+        """Return what is said; an empty text where hardly anything was recorded. Raises HeptiError."""
+        if recording.seconds < LEAST_S:
+            return Event("transcript", {"text": ""})
+        served = await self._speech()
+        name = asked.get("name") or self._model or (next(iter(served)) if len(served) == 1 else None)
+        if not isinstance(name, str) or name not in served:
+            raise RequestError(f"name a model of speech, one of: {', '.join(served) or 'none is served'}")
+        language = asked.get("language") or self._language
+        code = str(language).replace("_", "-").partition("-")[0].lower() if language else None
+        found = await self._site.transcribe(name, recording.wav(), language=code)
+        return Event("transcript", {"text": found.text, "language": found.language})
+
+
+def _artifact(name: str, description: str) -> dict[str, Any]:
+    return {
+        "name": name, "description": description, "attribution": _HOME, "installed": True, "version": __version__,
+    }  # fmt: skip
+
+
+async def _send(writer: asyncio.StreamWriter, event: Event) -> None:
+    try:
+        writer.write(encode_event(event))
+        async with asyncio.timeout(STALL_S):
+            await writer.drain()
+    except (ConnectionError, TimeoutError):
+        pass  # it has left, or reads nothing
+
+
+class _Conversation:
+    """One client: what it has asked for, and what it says."""
+
+    def __init__(self, whole: Wyoming, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._whole, self._reader, self._writer = whole, reader, writer
+        self._asked: Mapping[str, Any] = {}
+        self._recording = Recording()
+
+    async def run(self) -> None:
+        while True:
+            async with asyncio.timeout(STALL_S if self._recording.pcm else IDLE_S):
+                event = await read_event(self._reader)
+            if event is None:
+                return
+            if (answer := await self._answer(event)) is not None:
+                await _send(self._writer, answer)
+
+    async def _answer(self, event: Event) -> Event | None:
+        """Return the answer to an event, None where there is none; events that are not known are ignored."""
+        match event.type:
+            case "describe":
+                return await self._whole.describe()
+            case "ping":
+                return Event("pong", {"text": event.data["text"]} if isinstance(event.data.get("text"), str) else {})
+            case "transcribe":
+                self._asked = event.data
+            case "audio-start":
+                self._recording = Recording()
+            case "audio-chunk":
+                self._recording.add(event)
+            case "audio-stop":
+                said, self._recording = self._recording, Recording()
+                asked, self._asked = self._asked, {}
+                return await self._whole.transcribe(said, asked)
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The server.
+
+
+def speech_models(site: Site, client: Hepti) -> Speech:
+    """Return what finds the models of speech that a site serves, and their languages, by the planner's records."""
+
+    async def found() -> Mapping[str, Sequence[str]]:
+        languages = {}
+        for name in await site.models():
+            with contextlib.suppress(HeptiError):  # a model that has just gone
+                if known := (await asyncio.to_thread(client.plan, name)).get("languages"):
+                    languages[name] = known
+        return languages
+
+    return found
+
+
+async def serve(service: Wyoming, bind: str, port: int, name: str, listening: Callable[[], None]) -> None:
+    """Serve until SIGTERM, announced by mDNS under a site's name where others reach it; raises NetworkError.
+
+    listening: called once clients can connect.
+    """
+    try:
+        server = await asyncio.start_server(service.serve, bind, port, limit=MAX_LINE)
+    except OSError as error:
+        why = error.strerror or error
+        raise NetworkError(f"cannot listen on {bind} port {port}: {why}; choose another --port") from None
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    listening()
+    with contextlib.ExitStack() as announced:
+        if not is_loopback(bind):  # registering takes a second
+            await asyncio.to_thread(announced.enter_context, registered(SPEECH, f"Hepti {name} speech", port, {}))
+        await stopped.wait()
+    server.close()  # and wait for nobody: a client may keep its connection for hours

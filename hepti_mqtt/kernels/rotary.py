@@ -1,0 +1,121 @@
+"""Kernel `rotate`: rotary positions (RoFormer, Su et al., 2021) in queries and keys, behind a norm of each head.
+
+rotate  x [r, n], n columns of whole heads: first those of queries, then of keys, then of values -> the same, queries
+        and keys rotated by their positions. Columns i and i + d / 2 of a head are a pair. Attributes: head_dim (d),
+        q_heads, k_heads, theta, rows (packed row of each row of x), lengths. Weights: none, or gamma [d] of queries and
+        of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numba import float32
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, norm_of, nothing, row_parts, rowwise, starts_of
+from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
+from hepti_mqtt.kernels.rowwise import root_mean_square, same_shapes
+from hepti_mqtt.kernels.threads import Workers
+from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.program import Compute, SlotSpec
+
+_MOST_TABLES: Final = 8  # one for each theta, head size and longest sequence
+
+
+@kernel(
+    reads(float32, 2), fills(float32, 2), INT, INT, INT, reads(float32, 2), reads(float32, 2), INT_ARRAY,
+    reads(float32, 1), reads(float32, 1), FLOAT, INT, INT, part=2,
+)  # fmt: skip
+def _rotate(
+    x: Any, out: Any, d: int, q_heads: int, k_heads: int, cosines: Any, sines: Any, positions: Any, q_gamma: Any,
+    k_gamma: Any, eps: Any, first: int, stop: int,
+) -> None:  # fmt: skip
+    half, rotated = d // 2, (q_heads + k_heads) * d
+    for row in range(first, stop):
+        cosine, sine = cosines[positions[row]], sines[positions[row]]
+        source, target = x[row], out[row]
+        for i in range(rotated, x.shape[1]):
+            target[i] = source[i]
+        for head in range(q_heads + k_heads):
+            head_in, head_out = source[head * d : head * d + d], target[head * d : head * d + d]
+            gamma = q_gamma if head < q_heads else k_gamma
+            if len(gamma) > 0:
+                by = root_mean_square(head_in, eps)
+                for i in range(d):
+                    head_out[i] = np.float32(np.float64(head_in[i]) * by) * gamma[i]
+            else:
+                for i in range(d):
+                    head_out[i] = head_in[i]
+            for i in range(half):
+                a, b = head_out[i], head_out[i + half]
+                head_out[i] = a * cosine[i] - b * sine[i]
+                head_out[i + half] = b * cosine[i] + a * sine[i]
+
+
+@lru_cache(maxsize=_MOST_TABLES)
+def _angles(theta: float, d: int, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return cosines and sines of positions 0..length, [length, d / 2] each; angles are f32, as in transformers."""
+    frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
+    angles = (np.arange(length, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _positions(op: Compute) -> NDArray[np.int64]:
+    """Return the place of each row in its sequence [r]."""
+    starts, rows = starts_of(op.attrs["lengths"]), np.asarray(op.attrs["rows"], np.int64)
+    if len(rows) and (rows.min() < 0 or rows.max() >= starts[-1]):
+        raise ValueError(f"{op.kernel}: rows must lie in the {starts[-1]} packed rows of its lengths")
+    return np.asarray(rows - starts[np.searchsorted(starts, rows, side="right") - 1], np.int64)
+
+
+def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int, NDArray[np.int64]]:
+    """Return (the op's checks, its rows, columns of a head, the rows' positions)."""
+    check, r, n = same_shapes(op, slots, 1)
+    d, heads = op.attrs["head_dim"], op.attrs["q_heads"] + op.attrs["k_heads"]
+    check.that(d >= 2 and d % 2 == 0 and n % d == 0, f"heads of {d} columns make no sense")
+    check.that(0 <= heads * d <= n, f"there is no room for {heads} heads to rotate")
+    check.that(len(op.attrs["rows"]) == r, f"rows names {len(op.attrs['rows'])} rows, x has {r}")
+    return check, r, d, _positions(op)
+
+
+def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check, r, d, positions = _check(op, slots)
+    check.weights(weights, 2 if weights else 0)
+    none = np.zeros(0, np.float32)
+    norms = [norm_of(check, [weight], d) for weight in weights]
+    q_gamma, k_gamma = (norm[0] for norm in norms) if norms else (none, none)
+    eps = norms[0][2] if norms else np.float32(0)
+    parts = row_parts(r, check.reads[0].shape[1], pool)
+    if not parts or not check.reads[0].shape[1]:
+        return nothing
+    cosines, sines = _angles(float(op.attrs["theta"]), d, max(op.attrs["lengths"]))
+    rotate, heads = pool.bind(_rotate, parts), (op.attrs["q_heads"], op.attrs["k_heads"])
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        rotate(reads[0], writes[0], d, *heads, cosines, sines, positions, q_gamma, k_gamma, eps)
+
+    return run
+
+
+def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+    _, r, d, positions = _check(op, slots)
+    x = reads[0].astype(np.float64).reshape(r, reads[0].shape[1] // d, d)
+    q, k = op.attrs["q_heads"], op.attrs["k_heads"]
+    out = x.copy()
+    for heads, place in ((slice(0, q), 0), (slice(q, q + k), 1)):
+        part = x[:, heads]
+        if weights:
+            gamma = weights[place] + op.attrs.get("gamma_offset", 0.0)
+            part = part / np.sqrt(np.square(part).mean(axis=-1, keepdims=True) + op.attrs["eps"]) * gamma
+        angles = positions[:, None, None] / op.attrs["theta"] ** (np.arange(0, d, 2) / d)
+        a, b = part[..., : d // 2], part[..., d // 2 :]
+        turned = [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
+        out[:, heads] = np.concatenate(turned, axis=-1)
+    return [out.reshape(reads[0].shape)]
+
+
+ROTATE: Final = Kernel("rotate", _bind, _reference, rowwise)

@@ -1,0 +1,93 @@
+"""MPNet (Song et al., 2020): BERT's layers, whose scores have a bias by the distance of two tokens.
+
+The table of the bias, [32 buckets, a heads], is shared by all layers. m tokens, h hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from hepti_mqtt.lowering import GraphBuilder
+from hepti_mqtt.models import heads, plain, text
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import BASE, TINY, make_kind
+from hepti_mqtt.models.shapes import PackedBatch
+from hepti_mqtt.models.tensors import TensorSource, dense, prefixed, table
+from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, add_layers
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import Task
+
+ARCHITECTURES: Final[Mapping[str, Task]] = {
+    "MPNetModel": "embedding",
+    "MPNetForSequenceClassification": "classification",
+    "MPNetForTokenClassification": "token_classification",
+    "MPNetForQuestionAnswering": "question_answering",
+    "MPNetForMaskedLM": "masked_token",
+}
+TOKENIZER_CLASSES: Final = {"mpnet": "MPNetTokenizer"}
+LAYER: Final = {
+    "query": "attention.attn.q",
+    "key": "attention.attn.k",
+    "value": "attention.attn.v",
+    "attention_out": "attention.attn.o",
+    "attention_norm": "attention.LayerNorm",
+    "mlp_up": "intermediate.dense",
+    "mlp_down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+# The reference has these in its code, whatever config.json says.
+_PADDING: Final = 1
+_BUCKETS, _FARTHEST = 32, 128
+
+
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of an MPNet; raises ModelError, UnsupportedModelError."""
+    config.require_one_of("relative_attention_num_buckets", _BUCKETS, _BUCKETS)
+    head = text.task_head(ARCHITECTURES[architecture], config, extras, pooler=True)
+    made = text.encoder_spec("mpnet", architecture, config, extras, head, offset=_PADDING + 1)
+    return replace(made, block=BlockSpec(buckets=_BUCKETS, farthest=_FARTHEST))
+
+
+def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of an MPNet, from the stem to the head."""
+    base, h = ("mpnet.", ""), spec.hidden
+    yield from text.stem_tensors(spec, base, decoder="lm_head.decoder")
+    bias = prefixed(base, "encoder.relative_attention_bias.weight")
+    yield table("relative_bias", bias, spec.block.buckets, spec.heads)
+    for i in range(spec.layers):
+        yield from text.layer_tensors(spec, f"layers.{i}.", base, f"encoder.layer.{i}.", LAYER)
+    if spec.head.task == "classification":
+        yield from dense("head.pooler", ("classifier.",), "dense", h, h)
+        yield from dense("head.classifier", ("classifier.",), "out_proj", h, spec.head.outputs)
+    elif spec.head.task == "masked_token":
+        parts = prefixed(("lm_head.",), "dense", "layer_norm", "decoder", "bias")
+        yield from text.mask_head_tensors(spec, base, *parts)
+    elif spec.head.pooler:
+        yield from dense("head.pooler", base, "pooler.dense", h, h)
+
+
+def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
+    x = text.embed(net, spec, shape, refs)  # [m, h]
+    x = add_layers(net, spec, shape, x, refs)  # [m, h]
+    heads.add_head(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
+
+
+def reference(
+    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedBatch
+) -> tuple[plain.Array, plain.Array]:
+    """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
+    x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
+    return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)
+
+
+_MPNET: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "pad_token_id": 1, "relative_attention_num_buckets": 32}
+_TINY: Final = TINY | _MPNET | {"max_position_embeddings": 160}
+KINDS: Final = {
+    "mpnet-base": make_kind("MPNetModel", "mpnet", BASE, _MPNET, vocab_size=30527, max_position_embeddings=514),
+    "tiny-mpnet": make_kind("MPNetModel", "mpnet", _TINY),
+    "tiny-mpnet-classifier": make_kind("MPNetForSequenceClassification", "mpnet", _TINY, labels=3),
+    "tiny-mpnet-mlm": make_kind("MPNetForMaskedLM", "mpnet", _TINY),
+}

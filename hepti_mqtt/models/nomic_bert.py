@@ -1,0 +1,147 @@
+"""NomicBERT (Nussbaum et al., 2024) and GTE (Zhang et al., 2024): BERT's layers with rotary positions and gated MLPs.
+
+They differ in names, biases and heads. m tokens, h hidden, f MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt.models import text
+from hepti_mqtt.models.config import JsonConfig, KeyTable
+from hepti_mqtt.models.kinds import BASE, TINY, make_kind
+from hepti_mqtt.models.mpnet import graph, reference
+from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
+from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
+from hepti_mqtt.spec import Task
+
+
+class _Kind(NamedTuple):
+    """One architecture of the family: its task, and the prefix of its encoder's tensors."""
+
+    task: Task
+    prefix: str
+
+
+ARCHITECTURES: Final[Mapping[str, _Kind]] = {
+    "NomicBertModel": _Kind("embedding", "nomic_bert."),
+    "NomicBertForSequenceClassification": _Kind("classification", "nomic_bert."),
+    "NomicBertForTokenClassification": _Kind("token_classification", "nomic_bert."),
+    "NomicBertForMaskedLM": _Kind("masked_token", "nomic_bert."),
+    "GteModel": _Kind("embedding", "gte."),
+    "GteForSequenceClassification": _Kind("classification", "gte."),
+    "GteForTokenClassification": _Kind("token_classification", "gte."),
+    "GteForMaskedLM": _Kind("masked_token", "gte."),
+}
+TOKENIZER_CLASSES: Final = {"nomic_bert": "BertTokenizer", "gte": "XLMRobertaTokenizer"}
+# Code that checkpoints bring and that is computed here.
+KNOWN_CODE: Final = (
+    "nomic-ai/nomic-bert-2048--configuration_hf_nomic_bert.",
+    "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.",
+    "configuration_hf_alibaba_nlp_gte.",
+    "modeling_hf_alibaba_nlp_gte.",
+)
+_NOMIC: Final = {
+    **dict.fromkeys(("query", "key", "value"), "attn.Wqkv"),
+    "attention_out": "attn.out_proj",
+    "attention_norm": "norm1",
+    "mlp_up": "mlp.fc11",
+    "mlp_gate": "mlp.fc12",
+    "mlp_down": "mlp.fc2",
+    "mlp_norm": "norm2",
+}
+_GTE: Final = {
+    **dict.fromkeys(("query", "key", "value"), "attention.qkv_proj"),
+    "attention_out": "attention.o_proj",
+    "attention_norm": "attn_ln",
+    **dict.fromkeys(("mlp_up", "mlp_gate"), "mlp.up_gate_proj"),
+    "mlp_down": "mlp.down_proj",
+    "mlp_norm": "mlp_ln",
+}
+# As the first NomicBERTs have them.
+_OLD_NAMES: Final = {
+    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+}  # fmt: skip
+_KEYS: Final = KeyTable(
+    read=frozenset(),
+    only={
+        **dict.fromkeys(("causal", "parallel_block", "prenorm", "rotary_emb_interleaved", "use_rms_norm"), (False,)),
+        **dict.fromkeys(("mlp_fc1_bias", "mlp_fc2_bias", "qkv_proj_bias", "logn_attention_scale"), (False,)),
+        **dict.fromkeys(("rotary_emb_scale_base", "rotary_scaling_factor"), ()),
+        "activation_function": ("swiglu",),
+        "layer_norm_type": ("layer_norm",),
+        "pack_qkv": (True,),
+        "rotary_emb_fraction": (1, 1.0),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "scale_attn_weights": (True,),
+    },
+    closed=False,
+)
+
+
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of a NomicBERT or GTE; raises ModelError, UnsupportedModelError."""
+    config.check_keys(_KEYS)
+    task, prefix = ARCHITECTURES[architecture]
+    nomic = prefix == "nomic_bert."
+    if nomic and "activation_function" in config.data:
+        config = JsonConfig(config.file, {**config.renamed(_OLD_NAMES).data, "hidden_act": "silu"})
+    fill = config.activation() if nomic else "gelu"
+    head = text.task_head(task, config, extras, pooler=task == "classification", fill=fill)
+    types = config.get("type_vocab_size", 2 if nomic else 1)
+    made = text.encoder_spec(
+        "nomic_bert", architecture, config, extras, head, types=types and config.positive("type_vocab_size", types),
+        positions="rope",
+    )  # fmt: skip
+    block = BlockSpec(
+        biases=() if nomic else ("qkv", "attention_out", "mlp_down"),
+        gated=True,
+        head_dim=config.positive("head_dim", made.head_dim) if nomic else 0,
+        thetas=(config.rope_theta(1e3 if nomic else 160e3),) * made.layers,
+    )
+    return replace(made, block=block)
+
+
+def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of a NomicBERT or GTE, from the stem to the head."""
+    prefix, h, stem = ARCHITECTURES[spec.architecture].prefix, spec.hidden, text.stem_of(spec)
+    base, nomic = (prefix, ""), prefix == "nomic_bert."
+    decoder = "cls.predictions.decoder" if nomic else "lm_head.decoder"
+    tied = (f"{decoder}.weight",) if spec.head.tied else ()
+    yield table("stem.word", (*prefixed(base, text.WORD_EMBEDDINGS), *tied), stem.vocab, h)
+    if stem.types:
+        yield table("stem.type", prefixed(base, "embeddings.token_type_embeddings.weight"), stem.types, h)
+    yield from norm("stem.norm", base, "emb_ln" if nomic else "embeddings.LayerNorm", h)
+    for i in range(spec.layers):
+        stored, called = (f"encoder.layers.{i}.", _NOMIC) if nomic else (f"encoder.layer.{i}.", _GTE)
+        yield from text.layer_tensors(spec, f"layers.{i}.", base, stored, called)
+    if spec.head.task == "classification":
+        yield from dense("head.pooler", base, "pooler.dense", h, h)
+        yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
+    elif spec.head.task == "masked_token" and nomic:
+        own = prefixed(("cls.predictions.",), "transform.dense", "transform.layer_norm", "decoder", "bias")
+        yield from text.mask_head_tensors(spec, base, *own)
+    elif spec.head.task == "masked_token":
+        yield from text.mask_head_tensors(spec, base, *prefixed(("lm_head.",), "dense", "norm", "decoder"))
+
+
+_WORDS: Final = {"vocab_size": 30528, "max_position_embeddings": 2048}
+_TYPES: Final = {"pad_token_id": 0, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
+_SMALL: Final = TINY | {"intermediate_size": 48}
+_TINY_NOMIC: Final = _SMALL | _TYPES | {"hidden_act": "silu"}
+_TINY_GTE: Final = _SMALL | {"type_vocab_size": 1, "pad_token_id": 1}
+KINDS: Final = {
+    "nomic-base": make_kind("NomicBertModel", "nomic_bert", BASE, _WORDS, _TYPES, hidden_act="silu"),
+    "tiny-gte": make_kind("GteModel", "gte", _TINY_GTE),
+    "tiny-gte-classifier": make_kind("GteForSequenceClassification", "gte", _TINY_GTE, labels=3),
+    "tiny-gte-mlm": make_kind("GteForMaskedLM", "gte", _TINY_GTE),
+    "tiny-nomic": make_kind("NomicBertModel", "nomic_bert", _TINY_NOMIC),
+    "tiny-nomic-classifier": make_kind("NomicBertForSequenceClassification", "nomic_bert", _TINY_NOMIC, labels=3),
+    "tiny-nomic-mlm": make_kind("NomicBertForMaskedLM", "nomic_bert", _TINY_NOMIC),
+}
+
+__all__ = ["ARCHITECTURES", "KINDS", "KNOWN_CODE", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

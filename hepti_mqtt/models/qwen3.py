@@ -1,0 +1,130 @@
+"""Qwen3 (Yang et al., 2025) as an encoder of sentences, Qwen3-Embedding: a causal decoder whose last token is read.
+
+Queries' heads share those of keys and values in groups; each head of both is normed before its rotary positions. m
+tokens, h hidden, d columns of a head, f MLP width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.models import bert, sentences, text
+from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig
+from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
+from hepti_mqtt.models.mpnet import graph, reference
+from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table
+from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
+from hepti_mqtt.spec import TaskHead
+
+# The second is what directories of sentence-transformers name, which load the model below its head.
+ARCHITECTURES: Final = {"Qwen3Model": "embedding", "Qwen3ForCausalLM": "embedding"}
+TOKENIZER_CLASSES: Final = {"qwen3": "Qwen2Tokenizer"}
+LAYER: Final = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
+    "attention_out": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "mlp_gate": "mlp.gate_proj",
+    "mlp_up": "mlp.up_proj",
+    "mlp_down": "mlp.down_proj",
+    "mlp_norm": "post_attention_layernorm",
+}
+MOST_TOKENS: Final = 65_536
+
+
+def sentence_head(architecture: str, extras: Mapping[str, Any]) -> TaskHead:
+    """Return the head of a decoder that embeds; raises UnsupportedModelError for one that generates."""
+    if sentences.MODULES in extras:
+        return sentences.sentence_head(extras)
+    if architecture.endswith("ForCausalLM"):
+        raise UnsupportedModelError(
+            f"config.json: {architecture} is supported only as an encoder of sentences, with {sentences.MODULES}; use "
+            "an embedding model of this family"
+        )
+    return TaskHead("embedding", "last")
+
+
+def decoder_spec(
+    family: str, architecture: str, config: JsonConfig, extras: Mapping[str, Any], activation: str, block: BlockSpec
+) -> ModelSpec:
+    """Return the spec of a decoder that embeds; raises ModelError, UnsupportedModelError."""
+    heads, positions = config.positive("num_attention_heads"), config.positive("max_position_embeddings")
+    if heads % block.kv_heads:
+        raise ModelError(f"config.json: num_key_value_heads {block.kv_heads} do not divide {heads} heads")
+    return ModelSpec(
+        family=family,
+        architecture=architecture,
+        layers=config.positive("num_hidden_layers"),
+        hidden=config.positive("hidden_size"),
+        heads=heads,
+        mlp=config.positive("intermediate_size"),
+        norm_first=True,
+        activation=config.activation(activation),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        max_tokens=sentences.max_tokens(min(positions, MOST_TOKENS), extras),
+        head=sentence_head(architecture, extras),
+        text=TextStem(config.positive("vocab_size"), positions, types=0),
+        block=block,
+    )
+
+
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of a Qwen3; raises ModelError, UnsupportedModelError."""
+    config.refuse_unknown_attention("use_sliding_window", "sliding_window", "max_window_layers", "is_causal")
+    layers, causal = config.positive("num_hidden_layers"), config.flag("is_causal", True)
+    slides, near = config.flag("use_sliding_window", False), config.positive("sliding_window", 4096)
+    later = config.positive("max_window_layers", 28) if slides else layers
+    full = config.layer_kinds(layers, lambda i: i < later)
+    if not all(full) and not (slides and causal):
+        raise UnsupportedModelError(
+            f"config.json: layer_types of {SLIDING} need use_sliding_window and causal attention; only {FULL} is "
+            "supported here"
+        )
+    block = BlockSpec(
+        biases=("qkv", "attention_out") if config.flag("attention_bias", False) else (),
+        norm_bias=False,
+        rms=True,
+        gated=True,
+        kv_heads=config.positive("num_key_value_heads", config.positive("num_attention_heads")),
+        head_dim=config.positive("head_dim", 128),
+        head_norms=True,
+        causal=causal,
+        thetas=(config.rope_theta(10_000.0),) * layers,
+        windows=tuple(-1 if sees_all else near - 1 for sees_all in full),
+    )
+    return decoder_spec("qwen3", architecture, config, extras, "hidden_act", block)
+
+
+def tensors(spec: ModelSpec, called: Mapping[str, str] = LAYER) -> Iterator[TensorSource]:
+    """Yield the tensors of a decoder that embeds, from the stem to the last norm; called: the parts of a layer."""
+    base = ("model.", "")
+    words = prefixed(base, "embed_tokens.weight")
+    yield table("stem.word", words, text.stem_of(spec).vocab, spec.hidden)
+    for i in range(spec.layers):
+        yield from text.layer_tensors(spec, f"layers.{i}.", base, f"layers.{i}.", called)
+    yield from norm("final_norm", base, "norm", spec.hidden, bias=False)
+
+
+_REAL: Final = {
+    "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "vocab_size": 151669, "max_position_embeddings": 32768, "initializer_range": 0.02,
+}  # fmt: skip
+_TINY: Final = {
+    "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "vocab_size": 211, "max_position_embeddings": 40, "initializer_range": TINY_SPREAD,
+}  # fmt: skip
+SENTENCES: Final = bert.KINDS["tiny-minilm"].extras
+_QWEN3: Final = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "tie_word_embeddings": True}
+KINDS: Final = {
+    "qwen3-embedding": make_kind("Qwen3Model", "qwen3", _REAL, _QWEN3),
+    "tiny-qwen3-embedding": replace(make_kind("Qwen3ForCausalLM", "qwen3", _TINY, _QWEN3), extras=SENTENCES),
+    "tiny-qwen3": make_kind("Qwen3Model", "qwen3", _TINY, _QWEN3),
+}
+
+__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -1,0 +1,272 @@
+"""What a model of speech reads: frames of sound, then tokens of its text in a session; and which tokens it may write.
+
+S rows of the encoder, of two frames each; m new tokens of the decoder, C tokens that its cache has room for; V words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hepti_mqtt.errors import ModelError
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.generation import TokenRules, speech_rules
+from hepti_mqtt.spec import Activation, PlainShape, RequestShape, TaskHead, Want
+
+STEP: Final = 2.0**-20  # of the fixed-point numbers that a request brings
+ROWS_PER_S: Final = 50
+LEAST_WINDOW, WINDOW_STEP = 10 * ROWS_PER_S, 2 * ROWS_PER_S
+PROMPT: Final = 4  # tokens of the usual prompt: start, language, task, no timestamps
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechRun:
+    """A run of a session: the first one encodes `rows` rows of sound before its tokens, the others have tokens alone.
+
+    tokens: m. rows: S, whose keys and values the session keeps. positions: C.
+    """
+
+    tokens: int
+    rows: int
+    positions: int
+    encodes: bool = True
+    want: Want = "task"
+
+    @property
+    def size(self) -> int:
+        """Return the rows that are computed, of sound and of text."""
+        return self.tokens + (self.rows if self.encodes else 0)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the size of the one item."""
+        return (self.size,)
+
+    @property
+    def session_rows(self) -> int:
+        """Return the rows that the session keeps: of sound and of text."""
+        return self.rows + self.positions
+
+    @property
+    def new_rows(self) -> int:
+        """Return the tokens that the run adds."""
+        return self.tokens
+
+    @property
+    def mask_positions(self) -> tuple[tuple[int, int], ...]:
+        """Return nothing: no place of sound is asked for."""
+        return ()
+
+    def with_want(self, want: Want) -> SpeechRun:
+        """Return the same run with another want."""
+        return replace(self, want=want)
+
+    def decode_step(self, rows: int, begins: bool = False) -> SpeechRun:
+        """Return the run of so many tokens in the same session."""
+        return replace(self, tokens=rows, encodes=begins)
+
+    def concatenate(self, others: Sequence[SpeechRun]) -> SpeechRun:
+        """Return itself; raises ValueError for several: a session is of one recording."""
+        if others:
+            raise ValueError("a request with a session runs alone")
+        return self
+
+    def slice_items(self, first: int, stop: int) -> tuple[SpeechRun, slice]:
+        """Return itself and all of its inputs; raises ValueError for a part."""
+        if (first, stop) != (0, 1):
+            raise ValueError("a request with a session is not divided")
+        return self, slice(None)
+
+    def plain(self) -> PlainShape:
+        """Return the shape as it travels: a run of more rows than the session's sound has encodes that too."""
+        return PlainShape(self.sizes, self.want, (), self.session_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechInput:
+    """A request brings i32 [1 + m + n]: rows of the cache, m ids, then n = 2 S bands frames in fixed point, if any.
+
+    vocab: V. bands: of a frame. longest: the rows of the longest recording. positions: C.
+    """
+
+    vocab: int
+    bands: int
+    longest: int
+    positions: int
+
+    @property
+    def upper_bound(self) -> int:
+        """Return the bound below which all values of the input are."""
+        return self.vocab
+
+    def shape(self, size: int | None = None) -> SpeechRun:
+        """Return the first run of a recording that is about so large, in its window, else the longest run."""
+        if size is None:
+            return SpeechRun(self.positions, self.longest, self.positions)
+        tokens = min(PROMPT, self.positions)
+        return SpeechRun(tokens, self.window(size - tokens), self.positions)
+
+    def window(self, rows: int) -> int:
+        """Return in how many rows a recording of so many is read: steps, so that few Programs serve all recordings.
+
+        At least 10 s: of a shorter window texts go wrong.
+        """
+        wanted = max(-(-rows // WINDOW_STEP) * WINDOW_STEP, LEAST_WINDOW)
+        return max(min(wanted, self.longest), self.positions)
+
+    def run(self, tokens: int, rows: int, want: Want = "task") -> SpeechRun:
+        """Return the first run of a recording of so many rows."""
+        return SpeechRun(tokens, rows, self.positions, want=want)
+
+    def shape_of(self, plain: PlainShape) -> SpeechRun:
+        """Return the shape that travelled; raises ValueError for one that no recording has."""
+        rows, size = plain.session_rows - self.positions, plain.size
+        tokens = size - rows if size > rows else size
+        made = SpeechRun(tokens, rows, self.positions, size > rows, plain.want)
+        if not self.positions <= rows <= self.longest or not 1 <= tokens <= self.positions or made.plain() != plain:
+            raise ValueError(f"{size} rows of {plain.session_rows} are no sound of at most {self.longest} and its text")
+        return made
+
+    def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
+        """Return shape and dtype of what a request brings."""
+        rows = shape.session_rows - self.positions
+        sound = 2 * rows * self.bands if shape.size > rows else 0
+        return (1 + shape.new_rows + sound,), "i32"
+
+
+def fixed_point(frames: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int32]:
+    """Return frames [2 S, bands] as numbers of a request, [n]; of the order of 1, they are kept to 5e-7."""
+    return np.asarray(np.rint(frames.reshape(-1) / STEP), np.int32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The spec of a model: an encoder of frames, and a decoder of its text behind it.
+
+
+def answered(tokens: int, encodes: bool) -> tuple[int, ...]:
+    """Return the tokens behind which a run gives logits: the last, and of the first run the first, for silence."""
+    return (0, tokens - 1) if encodes and tokens > 1 else (tokens - 1,)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechSpec:
+    """The sizes of a model; rows: S of the longest sound. positions: C of the longest text."""
+
+    family: str
+    architecture: str
+    layers: int
+    decoder_layers: int
+    hidden: int
+    heads: int
+    mlp: int
+    activation: Activation
+    bands: int
+    rows: int
+    positions: int
+    head: TaskHead
+
+    @property
+    def input_spec(self) -> SpeechInput:
+        """Return what a request brings."""
+        return SpeechInput(self.head.outputs, self.bands, self.rows, self.positions)
+
+    def output_shape(self, shape: RequestShape) -> tuple[int, int]:
+        """Return [S, h] of the encoder's states, or logits of the last token, and before them of a text's first one."""
+        rows = shape.session_rows - self.positions
+        if shape.want == "hidden":
+            return rows, self.hidden
+        return len(answered(shape.new_rows, shape.size > rows)), self.head.outputs
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for msgpack or JSON."""
+        return {**asdict(self), "head": self.head.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SpeechSpec:
+        """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
+        made = cls(**{**data, "head": TaskHead.from_dict(data["head"])})
+        if made.hidden % made.heads or not 1 <= made.positions <= made.rows:
+            raise ValueError(f"{made.heads} heads of {made.hidden} columns, {made.positions} of {made.rows} rows")
+        return made
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which tokens a text begins with.
+
+
+LANGUAGE: Final = re.compile(r"<\|([a-z]{2,3})\|>")
+START: Final = "<|startoftranscript|>"
+PLAIN: Final = "<|notimestamps|>"
+SILENT: Final = ("<|nospeech|>", "<|nocaptions|>")
+TASKS: Final = ("transcribe", "translate")
+_MULTILINGUAL: Final = 51_865  # words of the smallest model that knows languages
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechTokens:
+    """The tokens that steer a text; languages: by their code, empty for a model of English alone."""
+
+    start: int
+    end: int
+    plain: int
+    silent: int
+    languages: Mapping[str, int]
+    tasks: Mapping[str, int]
+    never: tuple[int, ...]
+    first_never: tuple[int, ...]
+
+    def begin(self, language: str | None, task: str) -> tuple[tuple[int, ...], TokenRules]:
+        """Return the prompt of a text, and the rules for what follows; language None: the likeliest one."""
+        rules = TokenRules((self.end,), self.never, self.first_never, scored=True, silent=self.silent)
+        if not self.languages:
+            return (self.start, self.plain), rules
+        forced = (self.tasks[task], self.plain)
+        if language is not None:
+            return (self.start, self.languages[language], *forced), rules
+        return (self.start,), replace(rules, choices=tuple(self.languages.values()), forced=forced)
+
+
+def speech_tokens(
+    ids: Mapping[str, int], vocab: int, config: Mapping[str, Any], extras: Mapping[str, Any]
+) -> SpeechTokens:
+    """Return the tokens of a model by the ids of its tokenizer; raises ModelError where one is missing.
+
+    What is left out is named by generation_config.json, else by config.json, in either program's words.
+    """
+
+    def named(*tokens: str) -> int:
+        found = next((ids[token] for token in tokens if token in ids), -1)
+        if not 0 <= found < vocab:
+            raise ModelError(f"tokenizer.json has no token {tokens[0]} of {vocab}; copy the model's own file")
+        return found
+
+    rules = speech_rules(JsonConfig("config.json", config), extras)
+    several = rules.get("is_multilingual", vocab >= _MULTILINGUAL)
+    languages = {code[1]: i for token, i in ids.items() if (code := LANGUAGE.fullmatch(token)) and i < vocab}
+    end = named("<|endoftext|>")
+    return SpeechTokens(
+        start=named(START),
+        end=end,
+        plain=named(PLAIN),
+        silent=named(*SILENT),
+        languages=languages if several else {},
+        tasks={task: named(f"<|{task}|>") for task in TASKS} if several else {},
+        never=_left_out(rules, vocab, "suppress_tokens", "suppress_ids"),
+        first_never=_left_out(rules, vocab, "begin_suppress_tokens", "suppress_ids_begin"),
+    )
+
+
+def _left_out(rules: JsonConfig, vocab: int, *keys: str) -> tuple[int, ...]:
+    """Return a list of tokens under the first of some keys that is there."""
+    found: Any = next((rules.data[key] for key in keys if rules.data.get(key) is not None), [])
+    fits = isinstance(found, list) and all(
+        isinstance(i, int) and not isinstance(i, bool) and -1 <= i < vocab for i in found
+    )
+    if not fits:
+        raise rules.bad_value(keys[0], f"a list of tokens below {vocab}", found)
+    return tuple(i for i in found if i >= 0)

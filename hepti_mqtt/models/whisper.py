@@ -1,0 +1,229 @@
+"""Whisper (Radford et al., 2022): an encoder of sound and a decoder of text, both with norms before each block.
+
+2 S frames of b bands, S rows of the encoder, m new tokens, h hidden, f MLP width, V words. The decoder is the task
+behind the encoder's layers: a session keeps the keys and values of all S rows, which its first run computes, and those
+of the text. Weights of what makes rows of frames, and of the logits, stay f32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.lowering import GraphBuilder, roles
+from hepti_mqtt.lowering import ops as maps
+from hepti_mqtt.models import cross_decoder, plain
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import TINY_SPREAD, Kind
+from hepti_mqtt.models.mel import check_preprocessor
+from hepti_mqtt.models.speech import STEP, SpeechRun, SpeechSpec
+from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight, zeros
+from hepti_mqtt.models.transformer import Layer, pre_norm
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import TaskHead
+
+ARCHITECTURES: Final = {"WhisperForConditionalGeneration": "transcription"}
+READS: Final = frozenset({"is_encoder_decoder"})
+SPEC: Final = SpeechSpec
+
+
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> SpeechSpec:
+    """Return the spec of a model of speech; raises ModelError, UnsupportedModelError."""
+    config.require_one_of("scale_embedding", False, False)
+    config.require_one_of("is_encoder_decoder", True, True)
+    hidden, rows = config.positive("d_model"), config.positive("max_source_positions")
+    heads = config.heads(hidden, "encoder_attention_heads", "d_model")
+    mlp, positions = config.positive("encoder_ffn_dim"), config.positive("max_target_positions")
+    for key, value in (("decoder_attention_heads", heads), ("decoder_ffn_dim", mlp)):
+        config.require_one_of(key, value, value)
+    if positions > rows:
+        raise UnsupportedModelError(
+            f"config.json: max_target_positions {positions} is more than max_source_positions {rows}; it must not be"
+        )
+    bands = config.positive("num_mel_bins", 80)
+    check_preprocessor(extras, bands, 2 * rows)
+    vocab, tied = config.positive("vocab_size"), config.flag("tie_word_embeddings", True)
+    return SpeechSpec(
+        family="whisper",
+        architecture=architecture,
+        layers=config.positive("encoder_layers"),
+        decoder_layers=config.positive("decoder_layers"),
+        hidden=hidden,
+        heads=heads,
+        mlp=mlp,
+        activation=config.activation("activation_function"),
+        bands=bands,
+        rows=rows,
+        positions=positions,
+        head=TaskHead("transcription", "last", outputs=vocab, tied=tied),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stored tensors.
+
+
+def tensors(spec: SpeechSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of encoder and decoder; keys have no bias."""
+    h, base = spec.hidden, ("model.", "")
+    for name, n in (("conv1", spec.bands), ("conv2", h)):
+        stored = prefixed(base, f"encoder.{name}.weight")
+        yield replace(weight(f"stem.{name}.weight", stored, 3 * n, h, (h, n, 3)), channels_first=(n, 3))
+        yield vector(f"stem.{name}.bias", prefixed(base, f"encoder.{name}.bias"), h)
+    yield table("stem.sound_position", prefixed(base, "encoder.embed_positions.weight"), spec.rows, h)
+    for i in range(spec.layers):
+        here = prefixed(base, f"encoder.layers.{i}.")
+        yield from _attention(f"layers.{i}.", here, "self_attn", h, ("query", "key", "value", "attention_out"))
+        yield from norm(f"layers.{i}.attention_norm", here, "self_attn_layer_norm", h)
+        yield from _mlp(f"layers.{i}.", here, spec)
+    yield from norm("final_norm", base, "encoder.layer_norm", h)
+    words, logits = prefixed(base, "decoder.embed_tokens.weight"), "proj_out.weight"
+    vocab = spec.head.outputs
+    yield table("stem.word", (*words, logits) if spec.head.tied else words, vocab, h)
+    yield table("stem.position", prefixed(base, "decoder.embed_positions.weight"), spec.positions, h)
+    for i in range(spec.decoder_layers):
+        here, own = prefixed(base, f"decoder.layers.{i}."), cross_decoder.stored(spec, i)
+        yield from _attention(own, here, "self_attn", h, ("query", "key", "value", "attention_out"))
+        yield from norm(f"{own}attention_norm", here, "self_attn_layer_norm", h)
+        parts = ("cross_query", "cross_key", "cross_value", "cross_out")
+        yield from _attention(own, here, "encoder_attn", h, parts)
+        yield from norm(f"{own}cross_norm", here, "encoder_attn_layer_norm", h)
+        yield from _mlp(own, here, spec)
+    yield from norm("decoder.norm", base, "decoder.layer_norm", h)
+    matrix = weight("head.decoder.weight", (logits, *words) if spec.head.tied else (logits,), h, vocab)
+    yield replace(matrix, created_name=words[0] if spec.head.tied else "")
+
+
+def _attention(
+    name: str, here: tuple[str, ...], stored: str, h: int, parts: tuple[str, str, str, str]
+) -> Iterator[TensorSource]:
+    for part, called in zip(parts, ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True):
+        matrix, bias = dense(f"{name}{part}", here, f"{stored}.{called}", h, h)
+        yield matrix
+        yield zeros(bias.name, h) if called == "k_proj" else bias
+
+
+def _mlp(name: str, here: tuple[str, ...], spec: SpeechSpec) -> Iterator[TensorSource]:
+    yield from norm(f"{name}mlp_norm", here, "final_layer_norm", spec.hidden)
+    yield from dense(f"{name}mlp_up", here, "fc1", spec.hidden, spec.mlp)
+    yield from dense(f"{name}mlp_down", here, "fc2", spec.mlp, spec.hidden)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The graph.
+
+
+def graph(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, refs: Mapping[str, WeightRef]) -> None:
+    """Add the graph of one run: rows of the cache, ids, frames, i32 [1 + m + n] -> logits, or the encoder's states."""
+    m, (count,) = shape.tokens, spec.input_spec.input_layout(shape)[0]
+    tokens = net.input("tokens", (count,), "i32")
+    states = None
+    if shape.encodes:
+        x = _frames(net, spec, shape, net.slice("sound", tokens, roles.SLICE, 1 + m, count))  # [S, h]
+        layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, cross_decoder.EPS, (shape.rows,))
+        for i in net.layers(spec.layers):
+            x = pre_norm(net, f"{i}.", f"layers.{i}.", x, layer)
+        net.begin_block()
+        x = net.rows("rows", x, roles.TASK)
+        states = net.norm("final_norm", x, roles.TASK, "final_norm", cross_decoder.EPS)  # [S, h]
+    if shape.want == "task":
+        net.set_layer(spec.layers - 1)
+        at = net.slice("at", tokens, roles.SLICE, 0, 1)  # [1]
+        ids = net.slice("ids", tokens, roles.SLICE, 1, 1 + m)
+        cross_decoder.graph(net, spec, shape, at, ids, states, refs)
+
+
+def _frames(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, sound: str) -> str:
+    """Add two convolutions over time, of which the second halves it, then positions: [n] -> [S, h]."""
+    rows, h = shape.rows, spec.hidden
+    dims, source = (2 * rows, 1, spec.bands), spec.bands
+    x = net.opaque("frames", (sound,), roles.FRAMES, "frames", dims, step=STEP)
+    for name, step in (("conv1", 1), ("conv2", 2)):
+        x = net.add_op(
+            maps.Conv(
+                name=name,
+                inputs=(x,),
+                role=roles.FRAMES,
+                tensors=(f"stem.{name}.weight", f"stem.{name}.bias"),
+                space=(2 * rows // step, 1, h),
+                kernel=(3, 1),
+                stride=(step, 1),
+                pad=(1, 0, 1, 0),
+                source=(2 * rows, 1, source),
+                activation="gelu",  # whatever the layers have
+            )
+        )
+        source = h
+    x = net.add_op(maps.MapAsRows(name="heard", inputs=(x,), role=roles.FRAMES, space=(rows, h), source=(rows, 1, h)))
+    return net.add_table("placed", x, roles.FRAMES, "stem.sound_position", spec.rows)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The reference.
+
+
+def reference(
+    spec: SpeechSpec, t: plain.Tensors, inputs: plain.Array, shape: SpeechRun
+) -> tuple[plain.Array, plain.Array]:
+    """Return (the encoder's states [S, h], logits or, where they are wanted, the states), without a cache."""
+    if inputs[0] != 0 or not shape.encodes:
+        raise UnsupportedModelError("the reference reads whole texts; give it the sound and all tokens from the first")
+    m, rows, kind = shape.tokens, shape.rows, t["stem.sound_position"].dtype.type
+    x = (inputs[1 + m :] * kind(STEP)).reshape(2 * rows, spec.bands).astype(kind)
+    for name, step in (("conv1", 1), ("conv2", 2)):
+        padded = np.pad(x, ((1, 1), (0, 0)))
+        windows = np.concatenate([padded[i : i + 2 * rows : step] for i in range(3)], axis=1)
+        x = plain.activate("gelu", plain.linear(t, f"stem.{name}", windows))
+    x = x + t["stem.sound_position"][:rows]
+    layer = Layer(spec.hidden, spec.heads, spec.mlp, spec.activation, cross_decoder.EPS, (rows,))
+    for i in range(spec.layers):
+        x = plain.pre_norm(t, f"layers.{i}.", x, layer)
+    states = plain.norm(t, "final_norm", x, cross_decoder.EPS)  # [S, h]
+    if shape.want == "hidden":
+        return states, states
+    return states, cross_decoder.reference(spec, t, inputs[1 : 1 + m], states)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kinds.
+
+
+def _kind(layers: int, h: int, heads: int, mlp: int, vocab: int, bands: int = 80, **more: Any) -> Kind:
+    text = {"is_multilingual": True, "suppress_tokens": [0], "begin_suppress_tokens": [1, vocab - 8]}
+    config = {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "is_encoder_decoder": True,
+        "encoder_layers": layers,
+        "decoder_layers": layers,
+        "d_model": h,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": mlp,
+        "decoder_ffn_dim": mlp,
+        "activation_function": "gelu",
+        "vocab_size": vocab,
+        "num_mel_bins": bands,
+        "max_source_positions": 1500,
+        "max_target_positions": 448,
+        "initializer_range": 0.02,
+        # The tokens that steer are the last ones, the end of a text before the others.
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), vocab - 8),
+        "decoder_start_token_id": vocab - 7,
+    }
+    return Kind(config | more, {"generation_config.json": text}, depth="encoder_layers")
+
+
+KINDS: Final = {
+    "whisper-tiny": _kind(4, 384, 6, 1536, 51865),
+    "whisper-base": _kind(6, 512, 8, 2048, 51865),
+    "whisper-small": _kind(12, 768, 12, 3072, 51865),
+    "whisper-turbo": _kind(32, 1280, 20, 5120, 51866, 128, decoder_layers=4),
+    "tiny-whisper": _kind(
+        2, 32, 4, 48, 61, 8, max_source_positions=24, max_target_positions=12, initializer_range=TINY_SPREAD
+    ),
+}

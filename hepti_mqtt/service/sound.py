@@ -1,0 +1,232 @@
+"""Recordings to samples at 16 kHz: WAV files are read here, other formats where the library `soundfile` is installed.
+
+What a file has is known from its header before anything is converted, so that its length bounds the work.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+import numpy.typing as npt
+
+from hepti_mqtt.errors import RequestError
+from hepti_mqtt.models.mel import RATE
+
+Floats = npt.NDArray[np.float32]
+
+MIN_RATE, MAX_RATE = 4_000, 192_000  # samples per second
+MAX_CHANNELS: Final = 8
+MAX_VALUES: Final = 24_000_000  # of all channels: more than fit into a request
+_URL: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
+_URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
+
+
+class Pcm(NamedTuple):
+    """Samples of a recording: values in a format, channels side by side, at a rate."""
+
+    data: bytes | memoryview
+    format: str
+    rate: int
+    channels: int
+
+
+def _int24(data: bytes | memoryview) -> Floats:
+    three = np.frombuffer(data, np.uint8).reshape(-1, 3)
+    wide = np.zeros((len(three), 4), np.uint8)
+    wide[:, 1:] = three
+    return (wide.view("<i4")[:, 0].astype(np.float32)) / np.float32(2**31)
+
+
+def _int(dtype: str, bits: int) -> Callable[[bytes | memoryview], Floats]:
+    return lambda data: np.frombuffer(data, dtype).astype(np.float32) / np.float32(2 ** (bits - 1))
+
+
+# What a sample is -> bytes of it, and how they become numbers from -1 to 1.
+FORMATS: Final[Mapping[str, tuple[int, Callable[[bytes | memoryview], Floats]]]] = {
+    "u8": (1, lambda data: (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / np.float32(128)),
+    "s16": (2, _int("<i2", 16)),
+    "s24": (3, _int24),
+    "s32": (4, _int("<i4", 32)),
+    "f32": (4, lambda data: np.frombuffer(data, "<f4").astype(np.float32)),
+    "f64": (8, lambda data: np.frombuffer(data, "<f8").astype(np.float32)),
+}
+_WAV: Final[Mapping[tuple[int, int], str]] = {  # format tag and bits of a sample
+    (1, 8): "u8",
+    (1, 16): "s16",
+    (1, 24): "s24",
+    (1, 32): "s32",
+    (3, 32): "f32",
+    (3, 64): "f64",
+}
+_TAGS: Final = {2: "Microsoft ADPCM", 6: "A-law", 7: "mu-law", 17: "IMA ADPCM", 49: "GSM", 85: "MP3"}
+_EXTENSIBLE: Final = 0xFFFE
+
+
+def read(name: str, value: Any, longest_s: float) -> Floats:
+    """Return the samples of a recording in base64, mono at 16 kHz; raises RequestError for what is none, or too long.
+
+    name: for errors. longest_s: seconds that are read at most.
+    """
+    return samples_of(name, pcm_of(name, _file(name, value)), longest_s)
+
+
+def _file(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a string of base64: a WAV file")
+    try:
+        data = value.encode("ascii")
+        if (url := _URL.match(data)) is not None:
+            data = unquote_to_bytes(data[url.end() :])
+        data = data.translate(_URL_SAFE, b" \t\r\n").rstrip(b"=")
+        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{name} is not valid base64 ({error}); encode the recording's file with base64") from error
+
+
+def pcm_of(name: str, file: bytes) -> Pcm:
+    """Return what a file holds; raises RequestError for a format that is not read."""
+    if not file:
+        raise RequestError(f"{name} is empty; send a WAV file")
+    if file[:4] == b"RIFF" and file[8:12] == b"WAVE":
+        return _wav(name, file)
+    return _other(name, file)
+
+
+def _wav(name: str, file: bytes) -> Pcm:
+    """Return what a WAV file holds; data of a length that a stream could not know ends with the file."""
+    at, form = 12, None
+    while at + 8 <= len(file):
+        kind, size = file[at : at + 4], int.from_bytes(file[at + 4 : at + 8], "little")
+        if kind == b"fmt " and size >= 16:
+            form = file[at + 8 : at + 8 + size]
+        elif kind == b"data":
+            if form is None or len(form) < 16:
+                break
+            tag, channels = (int.from_bytes(form[i : i + 2], "little") for i in (0, 2))
+            rate, bits = int.from_bytes(form[4:8], "little"), int.from_bytes(form[14:16], "little")
+            if tag == _EXTENSIBLE and len(form) >= 26:
+                tag = int.from_bytes(form[24:26], "little")
+            if (tag, bits) not in _WAV:
+                what = _TAGS.get(tag, f"format {tag}")
+                raise RequestError(
+                    f"{name} is WAV with {bits}-bit {what}, which is not read; send PCM of 8 to 32 bits, or float"
+                )
+            return Pcm(memoryview(file)[at + 8 : at + 8 + size], _WAV[tag, bits], rate, channels)
+        at += 8 + size + size % 2
+    raise RequestError(f"{name} is a WAV file without samples; record it again")
+
+
+def _other(name: str, file: bytes) -> Pcm:
+    """Return what a file of another format holds, as far as `soundfile` reads it."""
+    try:
+        soundfile: Any = import_module("soundfile")
+    except ImportError:
+        raise RequestError(
+            f"{name} is no WAV file; send WAV (ffmpeg -i FILE out.wav), or install soundfile where the planner runs"
+        ) from None
+    try:
+        with soundfile.SoundFile(io.BytesIO(file)) as opened:
+            if opened.frames * opened.channels > MAX_VALUES:
+                raise RequestError(f"{name} has {opened.frames} samples, more than are read; send a part of it")
+            data = opened.read(dtype="float32", always_2d=True)
+            return Pcm(data.tobytes(), "f32", int(opened.samplerate), int(opened.channels))
+    except RequestError:
+        raise
+    except Exception as error:  # the library raises its own for whatever is wrong with the bytes
+        raise RequestError(f"{name} is no sound that can be read ({type(error).__name__}); send WAV") from error
+
+
+def samples_of(name: str, pcm: Pcm, longest_s: float) -> Floats:
+    """Return samples [n] as mono at 16 kHz; raises RequestError for what cannot be sound, or is too long."""
+    width, convert = FORMATS[pcm.format]
+    if not MIN_RATE <= pcm.rate <= MAX_RATE or not 1 <= pcm.channels <= MAX_CHANNELS:
+        raise RequestError(
+            f"{name} has {pcm.rate} samples per second in {pcm.channels} channels; {MIN_RATE} to {MAX_RATE} in 1 to "
+            f"{MAX_CHANNELS} are read"
+        )
+    count = len(pcm.data) // (width * pcm.channels)
+    if not count:
+        raise RequestError(f"{name} has no samples; record it again")
+    if count > longest_s * pcm.rate or count * pcm.channels > MAX_VALUES:
+        raise RequestError(
+            f"{name} lasts {count / pcm.rate:.1f} s, and at most {longest_s:g} s are read at once; send it in parts, "
+            "cut in pauses"
+        )
+    values = convert(memoryview(pcm.data)[: count * width * pcm.channels]).reshape(count, pcm.channels)
+    if not np.isfinite(values).all():
+        raise RequestError(f"{name} has samples that are not numbers (NaN or infinity); record it again")
+    mono = values[:, 0] if pcm.channels == 1 else values.mean(axis=1, dtype=np.float32)
+    return np.asarray(np.clip(resampled(mono, pcm.rate), -1, 1), np.float32)
+
+
+PAUSE_S: Final = 0.2  # of quiet in which a recording is cut
+SEARCHED_S: Final = 8.0  # before the last moment for a cut
+
+
+def pieces(samples: Floats, longest_s: float) -> list[tuple[int, int]]:
+    """Return first..stop of each piece of samples at 16 kHz: cut in the quietest pause before its longest end."""
+    longest, pause = round(longest_s * RATE), round(PAUSE_S * RATE)
+    cuts = [0]
+    while len(samples) - cuts[-1] > longest:
+        first = cuts[-1] + max(longest - round(SEARCHED_S * RATE), longest // 2)
+        power = np.cumsum(np.square(samples[first : cuts[-1] + longest], dtype=np.float64))
+        quiet = int((power[pause:] - power[:-pause]).argmin())
+        cuts.append(first + quiet + pause // 2)
+    return list(pairwise([*cuts, len(samples)]))
+
+
+def wav_of(samples: Floats) -> bytes:
+    """Return samples at 16 kHz as a WAV file of 16 bits."""
+    data = np.asarray(np.rint(samples * 32767), "<i2").tobytes()
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, RATE, 2 * RATE, 2, 16)
+    return b"".join(
+        (b"RIFF", struct.pack("<I", 36 + len(data)), b"WAVE", form, b"data", struct.pack("<I", len(data)), data)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Other rates: each sample at the new rate is a sum over those near its time, weighted by a windowed sinc (polyphase).
+
+
+_LOBES: Final = 24  # zero crossings of the sinc on each side
+_BETA: Final = 9.0  # of Kaiser's window: -90 dB beyond the edge
+_EDGE: Final = 0.94  # of the lower of both rates' limits
+_BLOCK: Final = 8192  # samples that are made at once
+
+
+def resampled(samples: Floats, rate: int) -> Floats:
+    """Return samples [n] of `rate` at 16 kHz."""
+    if rate == RATE:
+        return samples
+    common = math.gcd(rate, RATE)
+    up, down = RATE // common, rate // common
+    bank = _filters(up, rate)  # [up, taps]
+    reach = bank.shape[1] // 2
+    count = -(-len(samples) * up // down)
+    padded = np.pad(samples, (reach, reach + 1))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, bank.shape[1])
+    out = np.empty(count, np.float32)
+    for first in range(0, count, _BLOCK):
+        at = np.arange(first, min(first + _BLOCK, count), dtype=np.int64) * down
+        out[first : first + len(at)] = np.einsum("nt,nt->n", windows[at // up], bank[at % up])
+    return out
+
+
+def _filters(up: int, rate: int) -> Floats:
+    """Return the weights of the samples around a time that lies i / up behind one of them, [up, taps]."""
+    cutoff = _EDGE * min(1.0, RATE / rate)  # of half the old rate
+    reach = math.ceil(_LOBES / cutoff)  # samples on each side
+    gaps = np.arange(up)[:, None] / up - np.arange(-reach, reach + 1)  # in old samples
+    window = np.i0(_BETA * np.sqrt(np.maximum(0, 1 - (gaps / (reach + 1)) ** 2))) / np.i0(_BETA)
+    return np.asarray(cutoff * np.sinc(cutoff * gaps) * window, np.float32)

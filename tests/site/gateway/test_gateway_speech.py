@@ -1,0 +1,103 @@
+"""Speech over a real broker and processes: the same text by MQTT, HTTP and Wyoming, whole and divided."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import socket
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from site_processes import PATIENCE_S, Site, poll, running_site
+from wyoming.asr import Transcribe, Transcript
+from wyoming.audio import AudioChunk, AudioStart, AudioStop
+from wyoming.client import AsyncTcpClient
+from wyoming.info import Describe, Info
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.service.requests import read_input
+
+SAMPLES = np.random.default_rng(3).integers(-9000, 9000, 4000, np.int16)
+RATE = 16_000
+
+
+def recording() -> bytes:
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes(SAMPLES.tobytes())
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("tiny-whisper", tmp_path_factory.mktemp("speech") / "model", seed=3)
+
+
+@pytest.fixture(scope="module")
+def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("site")
+    yield from running_site(directory, {"speech": model}, {"a": "100MiB", "b": "100MiB"})
+
+
+def expected(model: Path) -> tuple[str, list[int], np.ndarray]:
+    """Return the text, its tokens and the encoder's states by whole passes of the reference."""
+    with Checkpoint.open(model) as checkpoint:
+        spec, tensors = checkpoint.spec, dict(checkpoint.tensors())
+        prepared = read_input(checkpoint, {"audio": base64.b64encode(recording()).decode(), "language": "en"})
+        prompt, frames = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
+        ids: list[int] = []
+        while len(ids) < prepared.new_tokens and not {*ids} & {*prepared.rules.end}:
+            shape = spec.input_spec.run(len(prompt) + len(ids), spec.rows)
+            inputs = np.concatenate([[0], prompt, ids, frames]).astype(np.int32)
+            states, logits = models.reference(spec, tensors, inputs, shape)
+            ids.append(prepared.rules.choose(logits, len(ids))[0])
+        return checkpoint.tokenizer.decode(ids, skip_special_tokens=True).strip(), ids, states
+
+
+def port_of(site: Site, command: str) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = int(found.getsockname()[1])
+    site.start(command, command, "--port", str(port))
+    poll(lambda: "listening" in site.log(command), f"the start of {command}")
+    return port
+
+
+def test_one_text_by_every_way(site: Site, model: Path) -> None:
+    text, ids, states = expected(model)
+    with Hepti.connect(site.url, site.name) as hepti:
+        hepti.wait_ready("speech", PATIENCE_S)
+        ask = {"audio": recording(), "language": "en", "timeout_s": PATIENCE_S}
+        for pins in ({"strategy": "single"}, {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"]}):
+            answer = hepti.infer("speech", **ask, **pins)
+            assert (answer.result["ids"], answer.generated) == (ids, text)
+            hidden = hepti.infer("speech", **ask, **pins, want="hidden").hidden
+            np.testing.assert_allclose(hidden, states, atol=5e-5)
+        tokens = list(hepti.generate("speech", audio=recording(), language="en", max_new_tokens=len(ids)))
+        assert [token["token"] for token in tokens] == ids
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port_of(site, 'gateway')}/v1", api_key="none") as client:
+        said = client.audio.transcriptions.create(model="speech", file=("a.wav", recording()), language="en")
+        assert said.text == text
+        with pytest.raises(openai.BadRequestError):
+            client.audio.transcriptions.create(model="speech", file=("a.wav", b"no sound"))
+    asyncio.run(asyncio.wait_for(_speak(port_of(site, "wyoming"), text), PATIENCE_S))
+
+
+async def _speak(port: int, text: str) -> None:
+    async with AsyncTcpClient("127.0.0.1", port) as client:
+        await client.write_event(Describe().event())
+        (program,) = Info.from_event(await client.read_event()).asr
+        assert [(m.name, m.languages) for m in program.models] == [("speech", ["de", "en"])]
+        await client.write_event(Transcribe(language="en").event())
+        await client.write_event(AudioStart(RATE, 2, 1).event())
+        for part in np.array_split(SAMPLES, 5):
+            await client.write_event(AudioChunk(RATE, 2, 1, part.tobytes()).event())
+        await client.write_event(AudioStop().event())
+        assert Transcript.from_event(await client.read_event()).text == text

@@ -1,0 +1,68 @@
+"""Tokenizers of decoders that embed: the template of tokenizer.json puts the end token that is read behind a text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from hepti_mqtt.checkpoint.tokenizer import open_tokenizer
+from hepti_mqtt.checkpoint.tokenizer_classes import CLASSES
+from hepti_mqtt.errors import UnsupportedModelError
+
+
+def opened(path, made, ends, options):
+    """Return how transformers 5 reads a tokenizer; ends: the tokens before and behind a text."""
+    made.add_special_tokens([AddedToken(end, special=True, normalized=False) for end in ends if end])
+    single = " ".join([*([ends[0]] if ends[0] else []), "$A", ends[1]])
+    special = [(end, made.token_to_id(end)) for end in ends if end]
+    made.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=special)
+    made.save(str(path / "tokenizer.json"))
+    files = {"tokenizer_config.json": {"add_bos_token": False, **options}}
+    return open_tokenizer(path, {}, json.loads(json.dumps(files)), masks=False, lower=False, generates=False).tokenizer
+
+
+def qwen2(words=None):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate([*alphabet, "Th", "The"])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[("T", "h"), ("Th", "e")]))
+    made.normalizer, made.decoder = normalizers.NFC(), decoders.ByteLevel()
+    pattern = CLASSES["Qwen2Tokenizer"].pre_tokenizer(_options(), None)["pretokenizers"][0]["pattern"]["Regex"]
+    split = pre_tokenizers.Split(Regex(words or pattern), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    return made
+
+
+def _options():
+    from hepti_mqtt.models.config import JsonConfig
+
+    return JsonConfig("tokenizer_config.json", {})
+
+
+def gemma():
+    vocab = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, **{f"<0x{i:02X}>": 4 + i for i in range(256)}}
+    vocab |= {piece: 260 + i for i, piece in enumerate(("\u2581", "T", "h", "e", "Th", "The"))}
+    made = Tokenizer(models.BPE(vocab, [("T", "h"), ("Th", "e")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    return made
+
+
+def test_qwen2(tmp_path):
+    options = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "unk_token": None}
+    tokenizer = opened(tmp_path, qwen2(), ("", "<|endoftext|>"), options)
+    end = tokenizer.token_to_id("<|endoftext|>")
+    assert tokenizer.encode("The The").ids == [257, tokenizer.token_to_id("\u0120"), 257, end]
+    assert end not in tokenizer.encode("The<|endoftext|>").ids[:-1]  # a text cannot end itself
+    assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
+
+
+def test_gemma(tmp_path):
+    tokenizer = opened(tmp_path, gemma(), ("<bos>", "<eos>"), {"tokenizer_class": "GemmaTokenizerFast"})
+    assert tokenizer.encode("The \u00e9").ids == [2, 265, 260, 4 + 0xC3, 4 + 0xA9, 1]
+
+
+def test_other_words_than_those_of_the_class_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="pre_tokenizer is not the one of its class"):
+        opened(tmp_path, qwen2(r"\s+"), ("", "<|endoftext|>"), {"tokenizer_class": "Qwen2Tokenizer"})

@@ -1,0 +1,185 @@
+"""Wyoming, heard by the protocol's own reference client, and by clients that break off."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import wave
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from wyoming.asr import Transcribe, Transcript
+from wyoming.audio import AudioChunk, AudioStart, AudioStop
+from wyoming.client import AsyncTcpClient
+from wyoming.error import Error
+from wyoming.info import Describe, Info
+from wyoming.ping import Ping, Pong
+
+from hepti_mqtt.errors import DeadlineError, HeptiError
+from hepti_mqtt.gateway import wyoming
+from hepti_mqtt.gateway.site import Spoken
+from hepti_mqtt.gateway.wyoming import Event, Wyoming, encode_event, read_event
+
+SOUND = np.random.default_rng(2).integers(-9000, 9000, 16_000, np.int16)
+PATIENCE_S = 30.0
+
+
+class FakeSite:
+    """Hears how long a recording is; several at once wait for each other."""
+
+    def __init__(self, error: HeptiError | None = None, together: int = 1) -> None:
+        self.asked: list[tuple[str, bytes, dict[str, Any]]] = []
+        self.error, self.barrier = error, asyncio.Barrier(together)
+
+    async def transcribe(self, model: str, recording: bytes, **options: Any) -> Spoken:
+        self.asked.append((model, recording, options))
+        await self.barrier.wait()
+        if self.error is not None:
+            raise self.error
+        said = {"text": f"{len(recording)} bytes", "language": options["language"] or "en"}
+        return Spoken(((0.0, said),))
+
+
+def conversation(site: FakeSite, talk: Callable[[int], Awaitable[None]], **options: Any) -> None:
+    """Serve while `talk`, which is given the port, runs."""
+
+    async def speech() -> Mapping[str, list[str]]:
+        return {"whisper": ["de", "en"]}
+
+    async def main() -> None:
+        service = Wyoming(site, speech, **options)  # type: ignore[arg-type]
+        server = await asyncio.start_server(service.serve, "127.0.0.1", 0, limit=wyoming.MAX_LINE)
+        async with server, asyncio.timeout(PATIENCE_S):
+            await talk(server.sockets[0].getsockname()[1])
+
+    asyncio.run(main())
+
+
+async def say(client: AsyncTcpClient, pcm: np.ndarray, rate: int = 16_000, channels: int = 1) -> None:
+    await client.write_event(AudioStart(rate, 2, channels).event())
+    for first in range(0, len(pcm), 1024):
+        await client.write_event(AudioChunk(rate, 2, channels, pcm[first : first + 1024].tobytes()).event())
+    await client.write_event(AudioStop().event())
+
+
+def test_a_command_is_described_spoken_and_written() -> None:
+    site = FakeSite()
+
+    async def talk(port: int) -> None:
+        async with AsyncTcpClient("127.0.0.1", port) as client:
+            await client.write_event(Ping("here").event())
+            assert Pong.from_event(await client.read_event()).text == "here"
+            await client.write_event(Describe().event())
+            (program,) = Info.from_event(await client.read_event()).asr
+            assert program.installed
+            assert [(m.name, m.languages) for m in program.models] == [("whisper", ["de", "en"])]
+            await client.write_event(Transcribe(language="de-CH").event())
+            await say(client, SOUND)
+            said = Transcript.from_event(await client.read_event())
+            assert (said.text, said.language) == (f"{44 + SOUND.nbytes} bytes", "de")
+            await say(client, np.repeat(SOUND, 2), 22_050, 2)  # the same connection, another format
+            assert Transcript.from_event(await client.read_event()).text
+
+    conversation(site, talk)
+    with wave.open(io.BytesIO(site.asked[0][1])) as file:
+        assert (file.getframerate(), file.getnchannels()) == (16_000, 1)
+        assert file.readframes(len(SOUND)) == SOUND.tobytes()
+    assert [options["language"] for _, _, options in site.asked] == ["de", None]
+
+
+@pytest.mark.parametrize("audio", [False, True])
+def test_a_stop_without_sound_is_an_empty_text(audio: bool) -> None:
+    site = FakeSite()
+
+    async def talk(port: int) -> None:
+        async with AsyncTcpClient("127.0.0.1", port) as client:
+            for _ in range(2):
+                if audio:
+                    await say(client, SOUND[:16])
+                else:
+                    await client.write_event(AudioStop().event())
+                assert Transcript.from_event(await client.read_event()).text == ""
+
+    conversation(site, talk)
+    assert not site.asked
+
+
+def test_several_satellites_speak_at_once() -> None:
+    async def talk(port: int) -> None:
+        async def one(length: int) -> str:
+            async with AsyncTcpClient("127.0.0.1", port) as client:
+                await say(client, SOUND[:length])
+                return Transcript.from_event(await client.read_event()).text
+
+        texts = await asyncio.gather(*(one(4000 * n) for n in (1, 2, 3)))
+        assert texts == [f"{44 + 8000 * n} bytes" for n in (1, 2, 3)]
+
+    conversation(FakeSite(together=3), talk)
+
+
+def test_what_fails_is_an_error_and_the_end_of_the_connection() -> None:
+    async def talk(port: int) -> None:
+        async with AsyncTcpClient("127.0.0.1", port) as client:
+            await say(client, SOUND)
+            assert Error.from_event(await client.read_event()).code == "deadline"
+            assert await client.read_event() is None
+
+    conversation(FakeSite(DeadlineError("too late")), talk)
+
+
+BROKEN = [
+    b"\xff\n",
+    b"[]\n",
+    b'{"data": {}}\n',
+    b'{"type": "describe", "data": 3}\n',
+    b'{"type": "audio-chunk", "payload_length": 99999999999}\n',
+    b'{"type": "audio-chunk", "payload_length": -1}\n',
+    b'{"type": "audio-chunk", "payload_length": "x"}\n',
+    b"x" * (2 * wyoming.MAX_LINE) + b"\n",
+    encode_event(Event("audio-chunk", {"rate": 0, "width": 2, "channels": 1}, b"ab")),
+    encode_event(Event("audio-chunk", {"rate": 16_000, "width": 9, "channels": 1}, b"ab")),
+    encode_event(Event("transcribe", {"name": "nobody"}))
+    + encode_event(Event("audio-chunk", {"rate": 8_000, "width": 2, "channels": 1}, bytes(9000)))
+    + encode_event(Event("audio-stop")),
+]
+
+
+def test_broken_clients_are_told_and_harm_nobody() -> None:
+    async def talk(port: int) -> None:
+        for data in BROKEN:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            answer = await read_event(reader)
+            assert answer is not None
+            assert answer.type == "error", data[:60]
+            writer.close()
+        for part in (b'{"type": "audio-', b'{"type": "audio-chunk", "payload_length": 50}\nabc', b""):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(part)
+            writer.close()
+        async with AsyncTcpClient("127.0.0.1", port) as client:
+            await client.write_event(Describe().event())
+            assert Info.is_type((await client.read_event()).type)
+
+    conversation(FakeSite(), talk)
+
+
+def test_one_client_too_many_and_a_silent_one_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wyoming, "CLIENTS", 1)
+    monkeypatch.setattr(wyoming, "STALL_S", 0.05)
+
+    async def talk(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(encode_event(Event("audio-chunk", {"rate": 16_000, "width": 2, "channels": 1}, bytes(64))))
+        other, mine = await asyncio.open_connection("127.0.0.1", port)
+        assert json.loads(await other.readline())["type"] == "error"
+        answer = await read_event(reader)
+        assert answer is not None
+        assert answer.data["code"] == "timeout"
+        writer.close()
+        mine.close()
+
+    conversation(FakeSite(), talk)

@@ -1,0 +1,159 @@
+"""A run that goes on under another plan from a block on gives the answer of one device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
+from together import bound
+
+from hepti_mqtt import models
+from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.lowering.handover import HandoverError
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import continued_program, device_programs, handover_moves
+from hepti_mqtt.program import validate
+from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor
+
+METHODS = {
+    "row": ("row", {"variant": "kv"}),
+    "heads": ("row", {"variant": "heads"}),
+    "voltage": ("voltage", {"shares": "uneven"}),
+    "block": ("block", {}),
+    "galaxy": ("galaxy", {"exchange": "direct"}),
+    "megatron": ("megatron", {"reduce": "direct"}),
+    "column": ("column", {}),
+}
+BEFORE, AFTER = 1, 2
+
+
+def continued(
+    before: Mapping[str, BoundProgram], after: Mapping[str, BoundProgram], block: int, inputs: np.ndarray, seed: int
+) -> np.ndarray:
+    """Return the output of a run that every device stops before a block, and that goes on with other Programs.
+
+    Devices stop at moments of their own, as long as none has begun with the block; frames arrive in any order.
+    """
+    rng = random.Random(seed)
+    executors = {name: Executor() for name in before}
+    held: set[str] = set()
+    frames = [(name, BEFORE, key, inputs) for name in before for key in before[name].template.inputs]
+    for name, executor in executors.items():
+        executor.admit(BEFORE, before[name])
+        executor.admit(AFTER, after[name])
+        if rng.random() < 0.5:  # the others later, when some ops have run
+            assert executor.hold(BEFORE, block)
+            held.add(name)
+    outputs: list[tuple[int, np.ndarray]] = []
+    idle = 0
+    while frames or idle < 40 * len(executors):
+        idle += 1
+        if frames and rng.random() < 0.5:
+            name, run, key, array = frames.pop(rng.randrange(len(frames)))
+            if name in executors and (run == AFTER or BEFORE in executors[name]):
+                executors[name].deliver(run, key, array)
+            idle = 0
+            continue
+        name = rng.choice(sorted(executors))
+        executor = executors[name]
+        if name not in held and rng.random() < 0.3 and executor.hold(BEFORE, block):
+            held.add(name)
+        if BEFORE in executor and name in held and executor.is_done(BEFORE):
+            executor.hand_over(BEFORE, AFTER)
+        step = executor.next_step() if name in held else None
+        if step is None:
+            continue
+        idle, out = 0, step.run()
+        if out is None:
+            continue
+        array = np.array(out.array)
+        if out.op.to == (PLANNER,):
+            outputs.append((out.op.row, array))
+        frames += [(to, out.run_id, (out.op.node, out.op.part, name), array) for to in out.op.to if to != PLANNER]
+    assert all(executor.finish_if_done(AFTER) for executor in executors.values()), "a device waits for nothing"
+    return np.concatenate([array for _, array in sorted(outputs, key=lambda part: part[0])])
+
+
+def check(family: str, before: Plan, after: Plan, block: int, seed: int = 0, want: str = "task") -> None:
+    spec = FAMILIES[family]
+    shape, inputs = request(spec, (13,), want)
+    parts = device_programs(spec, before, shape)
+    handed = {d: continued_program(spec, before, after, shape, block, d) for d in before.devices}
+    for one in handed.values():
+        validate(one.program)
+    then = bound(parts, tensors(spec))
+    now = bound({d: h.program for d, h in handed.items()}, tensors(spec))
+    now = {d: replace(made, taken=handed[d].taken) for d, made in now.items()}
+    found = continued(then, now, block, inputs, seed)
+    expected = models.reference(spec, tensors(spec), inputs, shape)[1 if want == "task" else 0]
+    assert np.abs(found - expected).max() < TOLERANCE * (100 if "f16" in (before.wire, after.wire) else 1)
+
+
+@pytest.mark.parametrize("family", ["bert-embedding", "vit-classifier"])
+@pytest.mark.parametrize("method", METHODS)
+def test_borders_give_the_answer_of_one_device(family, method):
+    """Every border but those of the last layer, of which the task may not need all rows."""
+    spec = FAMILIES[family]
+    before, after = (plan(spec, METHODS[method], shares) for shares in ((1.0, 1.0, 1.0), (3.0, 1.0, 2.0)))
+    for block in range(1, len(models.graph(spec, request(spec, (13,))[0]).blocks) - 2):
+        check(family, before, after, block, seed=block)
+
+
+PAIRS = [(a, b) for a in METHODS for b in METHODS if a != b]
+
+
+@given(
+    pair=st.sampled_from(PAIRS),
+    shares=st.tuples(*[st.lists(st.integers(1, 9), min_size=n, max_size=3) for n in (3, 2)]),
+    wires=st.tuples(*[st.sampled_from(("f32", "f16"))] * 2),
+    block=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25)
+def test_any_method_goes_on_with_any_other(pair, shares, wires, block, seed):
+    """Shares, wire, method and devices may change; what cannot be handed over is refused before it begins."""
+    spec = FAMILIES["bert-embedding"]
+    before, after = (
+        replace(plan(spec, METHODS[name], tuple(map(float, weights))), wire=wire)
+        for name, weights, wire in zip(pair, shares, wires, strict=True)
+    )
+    try:
+        handover_moves(spec, before, after, request(spec, (13,))[0], block)
+    except HandoverError:
+        return
+    check("bert-embedding", before, after, block, seed)
+
+
+def test_layers_worked_out_once_are_found_again():
+    """In a net of many equal layers one stands for several: each border of each kind of copy, and bytes that move."""
+    spec = replace(FAMILIES["bert-embedding"], layers=9)
+    shape, _ = request(spec, (13,))
+    before, after = (plan(spec, METHODS["row"], shares) for shares in ((1.0, 1.0), (9.0, 4.0)))
+    for block in range(2, 9):
+        for device in before.devices:
+            validate(continued_program(spec, before, after, shape, block, device).program)
+        moved = [m for m in handover_moves(spec, before, after, shape, block) if m.source != m.target]
+        assert [(m.source, m.target, m.nbytes) for m in moved] == [("d1", "d0", 2 * 32 * 4)]
+
+
+def test_what_cannot_go_on_is_refused():
+    spec = FAMILIES["bert-embedding"]
+    shape, _ = request(spec, (13,))
+    rows, more = plan(spec, METHODS["row"], (1.0, 1.0)), plan(spec, METHODS["row"], (1.0, 1.0, 1.0))
+    decoder = EVERY_FAMILY["tiny-gpt2"]
+    for refused in (
+        lambda: handover_moves(spec, rows, rows, shape, 0),
+        lambda: handover_moves(spec, rows, rows, shape, 99),
+        lambda: handover_moves(spec, rows, more, shape, 1),
+        lambda: handover_moves(
+            decoder, *[plan(decoder, ("decoder", {}), (1.0, 1.0))] * 2, models.largest_shape(decoder), 1
+        ),
+    ):
+        with pytest.raises(HandoverError):
+            refused()

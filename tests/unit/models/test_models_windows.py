@@ -1,0 +1,78 @@
+"""Encoders whose tokens see a window: alone, packed and divided they are what plain NumPy computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from programs_run import run_programs
+from sites import TOLERANCE, plan, request, tensors
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import KINDS
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.program import Recv
+
+LENGTHS = (127, 128, 129, 256)
+
+
+def spec_of(kind, **changes):
+    return models.spec_from_config({**KINDS[kind].config, **changes}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"), [("tiny-modernbert", {"local_attention": 128}), ("tiny-gemma3", {"sliding_window": 128})]
+)
+def test_lengths_around_the_window_alone_and_packed(kind, window):
+    spec = spec_of(kind, max_position_embeddings=300, num_hidden_layers=2, **window)
+    held = tensors(spec)
+    shape, inputs = request(spec, LENGTHS, "hidden")
+    for method, weights in ((("single", {}), (1.0,)), (("row", {"variant": "kv"}), (1.0, 2.0, 3.0))):
+        packed = run_programs(device_programs(spec, plan(spec, method, weights), shape), held, inputs)
+        for i, start in enumerate(shape.starts):
+            ids = inputs[start : start + LENGTHS[i]]
+            one, _ = shape.slice_items(i, i + 1)
+            alone = run_programs(device_programs(spec, plan(spec, method, weights), one), held, ids)
+            np.testing.assert_allclose(packed[start : start + LENGTHS[i]], alone, atol=TOLERANCE)
+            np.testing.assert_allclose(alone, models.reference(spec, held, ids, one)[0], atol=TOLERANCE)
+
+
+def test_a_device_asks_for_no_keys_beyond_its_window():
+    spec = spec_of("tiny-modernbert", max_position_embeddings=300, layer_types=["sliding_attention"] * 4)
+    shape, _ = request(spec, (200,), "hidden")
+    whole = spec_of("tiny-modernbert", max_position_embeddings=300, layer_types=["full_attention"] * 4)
+    parts = [device_programs(s, plan(s, ("row", {"variant": "kv"}), (1.0,) * 4), shape)["d0"] for s in (spec, whole)]
+    received = [sum(program.slots[op.slot].nbytes for op in program.ops if isinstance(op, Recv)) for program in parts]
+    assert received[0] < received[1] / 4
+
+
+BAD = (
+    ("tiny-qwen3", {"causal_mode": "prefix"}, "causal_mode"),
+    ("tiny-gemma3", {"attention_sinks": 4}, "attention_sinks"),
+    ("tiny-gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("tiny-gemma3", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ("tiny-qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+    ("tiny-qwen3", {"num_key_value_heads": 4}, "num_key_value_heads"),
+    ("tiny-qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+    ("tiny-qwen3", {"architectures": ["Qwen3ForCausalLM"]}, "modules.json"),
+    ("tiny-modernbert", {"classifier_pooling": "max", "architectures": ["ModernBertForSequenceClassification"]}, "max"),
+    ("tiny-nomic", {"auto_map": {"AutoModel": "somebody/else--modeling.NomicBertModel"}}, "auto_map"),
+    ("tiny-nomic", {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
+)
+
+
+@pytest.mark.parametrize(("kind", "changes", "named"), BAD, ids=[f"{kind}: {named}" for kind, _, named in BAD])
+def test_what_would_change_what_tokens_see_is_refused(kind, changes, named):
+    with pytest.raises((ModelError, UnsupportedModelError), match=named):
+        spec_of(kind, **changes)
+
+
+def test_the_first_configuration_of_nomic_bert_is_read():
+    old = {
+        "architectures": ["NomicBertModel"], "model_type": "nomic_bert", "activation_function": "swiglu",
+        "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
+        "n_embd": 32, "n_head": 4, "n_inner": 48, "n_layer": 3, "n_positions": 40, "layer_norm_epsilon": 1e-12,
+        "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "qkv_proj_bias": False,
+        "rotary_scaling_factor": None, "type_vocab_size": 2, "vocab_size": 211, "prenorm": False, "causal": False,
+    }  # fmt: skip
+    assert models.spec_from_config(old, {}) == spec_of("tiny-nomic")

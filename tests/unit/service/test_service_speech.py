@@ -1,0 +1,222 @@
+"""Recordings become the frames that the reference's preprocessor makes; what is no sound is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+import wave
+
+import numpy as np
+import pytest
+
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.errors import HeptiError, ModelError, RequestError
+from hepti_mqtt.models.generation import TokenRules
+from hepti_mqtt.models.mel import log_mel
+from hepti_mqtt.models.speech import STEP, SpeechInput
+from hepti_mqtt.runtime.coordinator.requests import Generation
+from hepti_mqtt.service import sound
+from hepti_mqtt.service.answers import decode_output
+from hepti_mqtt.service.requests import ModelInput, read_input
+from hepti_mqtt.service.speech import window_rows
+
+
+def tone(hz: float, seconds: float, rate: int = 16_000) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * hz * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
+
+
+def wav(samples: np.ndarray, rate: int = 16_000, width: int = 2, channels: int = 1) -> bytes:
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        scaled = np.rint(np.repeat(samples, channels) * (2 ** (8 * width - 1) - 1)).astype("<i4")
+        raw = scaled.view(np.uint8).reshape(-1, 4)[:, :width]
+        file.writeframes((raw + np.uint8(128) if width == 1 else raw).tobytes())
+    return buffer.getvalue()
+
+
+def riff(form: bytes, data: bytes) -> bytes:
+    return b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", len(data)) + data
+
+
+def form(tag: int, bits: int, rate: int = 16_000, channels: int = 1) -> bytes:
+    frame = channels * bits // 8
+    return struct.pack("<HHIIHH", tag, channels, rate, rate * frame, frame, bits)
+
+
+def heard(file: bytes) -> np.ndarray:
+    return sound.read("audio", base64.b64encode(file).decode(), 30.0)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_samples_of_every_width(width: int, channels: int) -> None:
+    found = heard(wav(tone(440, 0.3), width=width, channels=channels))
+    np.testing.assert_allclose(found, tone(440, 0.3), atol=2.0 ** (2 - 8 * width) + 1e-6)
+
+
+def test_floats_and_a_length_that_a_stream_could_not_know() -> None:
+    data = tone(440, 0.2).tobytes()
+    np.testing.assert_array_equal(heard(riff(form(3, 32), data)), tone(440, 0.2))
+    endless = riff(form(3, 32), data).replace(struct.pack("<I", len(data)), struct.pack("<I", 0xFFFFFFFF))
+    np.testing.assert_array_equal(heard(endless), tone(440, 0.2))
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000])
+def test_other_rates_keep_what_16_khz_can_hold(rate: int) -> None:
+    found = heard(wav(tone(1000, 1.0, rate), rate=rate))
+    assert len(found) == 16_000
+    np.testing.assert_allclose(found[200:-200], tone(1000, 1.0)[200:-200], atol=1e-3)
+    if rate > 20_000:
+        above = heard(wav(tone(9000, 1.0, rate), rate=rate))
+        assert np.abs(above[200:-200]).max() < 1e-3, "what is higher is left out, not folded down"
+
+
+MU_LAW, LONG = riff(form(7, 8), b"\x55" * 800), wav(tone(440, 31.0))
+NOT_A_NUMBER = riff(form(3, 32), np.full(160, np.nan, "<f4").tobytes())
+
+
+@pytest.mark.parametrize(
+    ("file", "word"),
+    [
+        (b"", "empty"),
+        (b"not sound at all", "WAV"),
+        (wav(tone(440, 0.0)), "no samples"),
+        (MU_LAW, "mu-law"),
+        (LONG, "31.0 s"),
+        (NOT_A_NUMBER, "NaN"),
+        (riff(form(1, 16, rate=1), b"\0" * 320), "1 samples per second"),
+        (riff(form(1, 16, channels=40), b"\0" * 320), "40 channels"),
+        (riff(form(1, 16), b"")[:36], "without samples"),
+        (b"RIFF\0\0\0\0WAVE" + b"\xff" * 64, "without samples"),
+    ],
+)
+def test_what_is_no_sound_is_refused(file: bytes, word: str) -> None:
+    with pytest.raises(RequestError, match=word):
+        heard(file)
+
+
+def test_frames_are_those_of_the_reference() -> None:
+    """Golden numbers of transformers' WhisperFeatureExtractor (5.24.0) for this signal and the silence behind it."""
+    time = np.arange(16_000) / 16_000
+    signal = (0.5 * np.sin(2 * np.pi * (300 + 2000 * time) * time)).astype(np.float32)
+    frames = log_mel(np.pad(signal, (0, 16_000)), 80)
+    assert frames.shape == (200, 80)
+    found = frames[[0, 0, 50, 50, 99, 99, 100, 150], [0, 12, 40, 79, 60, 5, 30, 10]]
+    np.testing.assert_allclose(found, GOLDEN, atol=1e-4)
+
+
+GOLDEN = (1.06782, 0.98929, -0.51637, -0.58907, 0.1164, -0.23715, 0.29337, -0.58907)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    with Checkpoint.open(make_model("tiny-whisper", tmp_path_factory.mktemp("speech") / "m")) as opened:
+        yield opened
+
+
+AUDIO = {"audio": base64.b64encode(wav(tone(440, 0.3))).decode()}
+
+
+def test_a_request_is_the_prompt_and_the_frames_of_its_window(checkpoint: Checkpoint) -> None:
+    reads, tokens = checkpoint.spec.input_spec, checkpoint.speech
+    prepared = read_input(checkpoint, {**AUDIO, "language": "de"})
+    assert prepared.shape == reads.run(4, reads.longest)
+    assert prepared.inputs.shape == reads.input_layout(prepared.shape)[0]
+    steering = [tokens.start, tokens.languages["de"], tokens.tasks["transcribe"], tokens.plain]
+    assert prepared.inputs[:5].tolist() == [0, *steering]
+    whole = np.zeros(2 * reads.longest * 160, np.float32)
+    whole[:4800] = tone(440, 0.3)
+    frames = log_mel(whole, reads.bands)
+    np.testing.assert_allclose(prepared.inputs[5:] * STEP, frames.reshape(-1), atol=1e-3)  # 16 bits a sample
+    found = read_input(checkpoint, AUDIO)
+    assert found.inputs[:2].tolist() == [0, tokens.start], "the language is the first token that follows"
+    assert found.rules.choices == tuple(tokens.languages.values())
+    assert found.rules.forced == (tokens.tasks["transcribe"], tokens.plain)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"language": "xx"},
+        {"language": 3},
+        {"task": "sing"},
+        {"window": 3600},
+        {"window": 0.01},
+        {"window": True},
+        {"truncate": True},
+        {"top_k": 3},
+        {"text": "words"},
+        {"max_new_tokens": 4000},
+        {"audio": 7},
+        {"audio": "%%%"},
+    ],
+)
+def test_what_speech_does_not_know_is_refused(checkpoint: Checkpoint, more: dict) -> None:
+    with pytest.raises(RequestError):
+        read_input(checkpoint, {**AUDIO, **more})
+
+
+def test_other_models_hear_nothing(tmp_path) -> None:
+    with Checkpoint.open(make_model("tiny-bert", tmp_path / "b")) as words:
+        for request in (AUDIO, {"text": "a", "language": "en"}):
+            with pytest.raises(HeptiError):
+                read_input(words, request)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"preprocessor_config.json": {"feature_size": 80}},
+        {"preprocessor_config.json": {"hop_length": 320}},
+        {"preprocessor_config.json": {"do_normalize": True}},
+        {"processor_config.json": {"feature_extractor": {"sampling_rate": 8000}}},
+        {"generation_config.json": {"num_beams": 5}},
+        {"generation_config.json": {"suppress_tokens": [99]}},
+        {"generation_config.json": {"suppress_tokens": "none"}},
+    ],
+    ids=str,
+)
+def test_other_ways_of_hearing_and_writing_are_refused(tmp_path, files: dict) -> None:
+    path = make_model("tiny-whisper", tmp_path / "m")
+    for name, data in files.items():
+        (path / name).write_text(json.dumps(data))
+    with pytest.raises(ModelError), Checkpoint.open(path) as opened:
+        _ = opened.speech
+
+
+def test_windows_come_in_steps() -> None:
+    reads = SpeechInput(100, 80, 1500, 448)
+    assert [window_rows(reads, s) for s in (0.1, 9.4, 9.6, 12.0, 29.9, 30.0)] == [500, 500, 600, 700, 1500, 1500]
+    assert window_rows(reads, 3.0, 30) == 1500
+    assert window_rows(reads, 3.0, 10.5) == 525
+
+
+def answered(checkpoint: Checkpoint, tokens: list[int], scores: list[float], silence: float) -> dict:
+    steering, rules = checkpoint.speech.begin("en", "transcribe")
+    shape = checkpoint.spec.input_spec.run(len(steering), 24)
+    generation = Generation(steering, 8, shape, rules, tokens=tokens, scores=scores, silence=silence)
+    prepared = ModelInput(shape, np.empty(0), False, 5, new_tokens=8, rules=rules, seconds=0.3)
+    return decode_output(checkpoint, prepared, np.array(tokens), None, generation)
+
+
+def test_an_answer_says_how_sure_it_is(checkpoint: Checkpoint) -> None:
+    end, word = checkpoint.speech.end, checkpoint.tokenizer.token_to_id("light")
+    sure = answered(checkpoint, [word, end], [-0.1, -0.3], 0.1)
+    assert (sure["text"], sure["language"], sure["doubtful"]) == ("light", "en", False)
+    assert sure["score"] == pytest.approx(-0.2)
+    assert answered(checkpoint, [word, end], [-2.0, -2.0], 0.1)["doubtful"]
+    assert answered(checkpoint, [word] * 60, [-0.1] * 60, 0.1)["doubtful"], "it repeats itself"
+    silent = answered(checkpoint, [word, end], [-2.0, -2.0], 0.9)
+    assert (silent["text"], silent["doubtful"]) == ("", False)
+
+
+def test_tokens_are_chosen_by_the_rules() -> None:
+    logits = np.array([[0.0, 9.0, 8.0, 7.0, 6.0]], np.float32)
+    rules = TokenRules(never=(1,), first_never=(2,), choices=(3, 4), forced=(0,), scored=True, silent=1)
+    assert [rules.choose(logits, place)[0] for place in range(4)] == [3, 0, 3, 2]
+    assert rules.choose(logits, 3)[1] == pytest.approx(-np.log1p(np.exp(-1) + np.exp(-2) + np.exp(-8)), rel=1e-5)
+    assert rules.silence(logits) == pytest.approx(1 / (1 + np.exp(-1) + np.exp(-2) + np.exp(-3) + np.exp(-9)), rel=1e-5)
+    assert TokenRules().choose(logits, 0) == (1, 0.0)

@@ -1,0 +1,130 @@
+"""Speech: an encoder divided over devices and the decoder behind it, in a session, give what the whole model does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from programs_run import run_programs
+from sites import TOLERANCE, always, everyone, plan, tensors
+from swarm import Swarm
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.models.generation import TokenRules
+from hepti_mqtt.models.speech import SpeechRun
+from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.planner.accuracy import weight_error
+from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
+from hepti_mqtt.strategies import STRATEGIES
+
+SPEC = spec_of_kind("tiny-whisper")
+READS = SPEC.input_spec
+ROWS = 20
+PROMPT = (5, 6, 7)
+FRAMES = np.rint(np.random.default_rng(0).standard_normal(2 * ROWS * SPEC.bands) * 2**20).astype(np.int32)
+MOST = 6
+METHODS = [
+    (name, options)
+    for name, method in STRATEGIES.items()
+    if method.why_unsupported(models.graph(SPEC, READS.shape())) is None and name != "replicas"
+    for options in method.variants_for(3, models.graph(SPEC, READS.shape()))[:2]
+]
+
+
+def inputs(ids) -> np.ndarray:
+    return np.concatenate([[0, *ids], FRAMES]).astype(np.int32)
+
+
+def whole(rules: TokenRules) -> tuple[list[int], list[np.ndarray]]:
+    """Return the tokens, and the logits of each step, by whole passes of the reference."""
+    ids, logits = list(PROMPT), []
+    for place in range(MOST):
+        shape = READS.run(len(ids), ROWS)
+        logits.append(models.reference(SPEC, tensors(SPEC), inputs(ids), shape)[1][-1:])
+        ids.append(rules.choose(logits[-1], place)[0])
+    return ids[len(PROMPT) :], logits
+
+
+def site(decider, devices: int, **network) -> Swarm:
+    hosts = {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
+    return Swarm(SPEC, tensors(SPEC), hosts, decider=decider, jitter_s=0.01, **network)
+
+
+def begin(swarm: Swarm, rules: TokenRules) -> Generation:
+    shape = READS.run(len(PROMPT), ROWS)
+    generation = Generation(PROMPT, MOST, shape, rules, FRAMES)
+    swarm.begin("r", Batch(shape, inputs(PROMPT)), generation)
+    return generation
+
+
+def finish(swarm: Swarm) -> None:
+    swarm.run(120, until=lambda: "r" in swarm.answers or "r" in swarm.errors)
+    assert not swarm.errors, (swarm.errors, [n.text for n in swarm.notes])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), METHODS, ids=lambda value: "/".join(value.values()) if isinstance(value, dict) else value
+)
+def test_every_method_gives_the_states_of_one_device(name, options):
+    shape = READS.run(len(PROMPT), ROWS, "hidden")
+    fixed = plan(SPEC, (name, options), [1.0, 2.0, 1.0][: 1 if STRATEGIES[name].max_devices == 1 else 3])
+    found = run_programs(device_programs(SPEC, fixed, shape), tensors(SPEC), inputs(PROMPT))
+    expected, _ = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), shape)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "w8a32", "w8a8"])
+def test_the_encoders_weights_may_be_narrow(dtype):
+    alone = replace(plan(SPEC, ("single", {}), (1.0,)), weight_dtype=dtype)
+    shape = READS.run(len(PROMPT), ROWS, "hidden")
+    found = run_programs(device_programs(SPEC, alone, shape), tensors(SPEC), inputs(PROMPT))
+    expected, _ = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), shape)
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert 0 < error < 0.05
+    assert weight_error(SPEC, tensors(SPEC), dtype) < 0.05
+
+
+RULES = TokenRules(never=(3, 9), first_never=(1,), scored=True, silent=8)
+
+
+@pytest.mark.parametrize(
+    "method", [("single", {}), ("row", {"variant": "kv"}), ("block", {}), ("voltage", {"shares": "equal"})]
+)
+def test_a_text_is_that_of_whole_passes(method):
+    expected, logits = whole(RULES)
+    alone = method[0] == "single"
+    swarm = site(always(plan(SPEC, method, (1.0,) if alone else (1.0, 2.0, 1.0))), 1 if alone else 3, duplicates=0.2)
+    generation = begin(swarm, RULES)
+    finish(swarm)
+    assert swarm.tokens["r"] == list(enumerate(expected))
+    for got, want in zip(swarm.logits.values(), logits, strict=True):
+        np.testing.assert_allclose(got[-1:], want, atol=TOLERANCE)
+    (_, stats), *_ = swarm.answers["r"]
+    assert [s.shape.encodes for s in stats] == [True] + [False] * (MOST - 1), "the sound is encoded once"
+    assert generation.silence == pytest.approx(RULES.silence(next(iter(swarm.logits.values()))))
+    assert len(generation.scores) == MOST
+    assert max(generation.scores) < 0
+
+
+def test_a_lost_device_costs_no_token_and_the_sound_is_encoded_again():
+    swarm = site(everyone(("row", {"variant": "kv"})), 3)
+    begin(swarm, RULES)
+    swarm.run(60, until=lambda: len(swarm.tokens.get("r", ())) > 2)
+    swarm.kill("d0")  # which has the session
+    finish(swarm)
+    assert swarm.tokens["r"] == list(enumerate(whole(RULES)[0]))
+    (_, stats), *_ = swarm.answers["r"]
+    assert sum(s.shape.encodes for s in stats) > 1
+
+
+def test_shapes_travel_and_what_no_recording_has_is_refused():
+    for tokens, rows, encodes in product((1, 3, READS.positions), (READS.positions, READS.longest), (True, False)):
+        shape = SpeechRun(tokens, rows, READS.positions, encodes)
+        assert READS.shape_of(shape.plain()) == shape
+    too_short = SpeechRun(1, READS.positions - 1, READS.positions)
+    for wrong in (too_short, SpeechRun(1, READS.longest + 1, READS.positions)):
+        with pytest.raises(ValueError, match="no sound"):
+            READS.shape_of(wrong.plain())
