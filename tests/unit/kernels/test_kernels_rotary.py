@@ -45,6 +45,18 @@ def test_rows_alone_have_the_bits_of_all_rows():
     np.testing.assert_array_equal(rotate((20, 30), 8, 3, 1, 1, x=x).run(2)[0], whole)
 
 
+def test_rows_of_a_session_stand_behind_those_before():
+    x = array(12, 3 * 8)
+    whole = rotate((12,), 8, 1, 1, 1, x=x).run()[0]
+    for first in (0, 7, 8):
+        case = rotate((12,), 8, 1, 1, 1, x=x[first : first + 4], rows=range(4))
+        at = Case("rotate", [*case.reads, np.array([first], np.int32)], [(4, 24)], **case.op.attrs)
+        np.testing.assert_array_equal(at.check(rtol=2e-4, atol=2e-4)[0], whole[first : first + 4])
+    at = Case("rotate", [*case.reads, np.array([9], np.int32)], [(4, 24)], **case.op.attrs)
+    with pytest.raises(ValueError, match="places of a sequence"):
+        at.run()
+
+
 @pytest.mark.parametrize(
     ("attrs", "message"),
     [
