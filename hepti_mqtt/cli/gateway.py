@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ipaddress
 import os
+import resource
 import socket
 from typing import Final
 
@@ -52,11 +53,13 @@ def gateway(args: argparse.Namespace) -> int:
     from hepti_mqtt.gateway.site import Site
     from hepti_mqtt.transport import BrokerUrl
 
-    listener = _listen(args.bind, args.port)
+    _allow_connections()
+    listener = listen(args.bind, args.port)
     with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
         site = Site(hepti, args.timeout, args.model, truncate=args.truncate)
+        server: uvicorn.Server
         config = uvicorn.Config(
-            create_app(site, keys),
+            create_app(site, keys, lambda: server.should_exit),
             log_config=None,
             access_log=args.verbose,
             lifespan="off",
@@ -64,13 +67,22 @@ def gateway(args: argparse.Namespace) -> int:
             timeout_keep_alive=IDLE_S,
             h11_max_incomplete_event_size=HEADER_BYTES,
         )
-        output.err.print(f"listening on http://{args.bind}:{args.port} (OpenAI: /v1)", markup=False)
+        server = uvicorn.Server(config)
+        output.err.print(f"listening on http://{args.bind}:{args.port} (dashboard: /, OpenAI: /v1)", markup=False)
         with contextlib.ExitStack() as stack:
             if args.announce:
                 where = 0 if _is_loopback(args.bind) else args.port
                 stack.callback(Announcement("gateway", args.site, BrokerUrl.parse(require_broker(args)), where).close)
-            uvicorn.Server(config).run(sockets=[listener])
+            server.run(sockets=[listener])
     return 0
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files, of which many systems allow 1,024, as far as this user may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * CONNECTIONS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _is_loopback(address: str) -> bool:
@@ -80,7 +92,8 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int) -> socket.socket:
+    """Return a listening socket; raises NetworkError if the port is taken."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=CONNECTIONS)

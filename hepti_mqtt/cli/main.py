@@ -95,6 +95,10 @@ def _agent(sub: argparse.ArgumentParser) -> None:
 
 def _demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--repeat", type=positive_int, default=10, help="requests per strategy (default 10)")
+    sub.add_argument(
+        "--dashboard", action="store_true", help="also start the gateway, and keep all running: a web page"
+    )
+    sub.add_argument("--port", type=tcp_port, default=gateway.PORT, help=f"of --dashboard (default {gateway.PORT})")
 
 
 def _infer(sub: argparse.ArgumentParser) -> None:
@@ -202,6 +206,11 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
 
 
 def _devices(sub: argparse.ArgumentParser) -> None:
+    _top(sub)
+    sub.add_argument("--watch", action="store_true", help="show them until q is pressed")
+
+
+def _top(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--wait", type=positive_seconds, default=1.5, help="seconds to listen for heartbeats (default 1.5)"
     )
@@ -231,6 +240,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("infer", "send a request and print the answer", _infer),
     ("plan", "show how a model is split over the devices, and why", _plan),
     ("devices", "list the site's devices", _devices),
+    ("top", "watch devices and plans in the terminal", _top),
     ("model", "make, inspect or verify a model directory", _model),
     ("simulate", "predict every method's time on devices described in a file", _simulate),
     ("doctor", "check this machine, the broker and the site, and suggest fixes", _nothing_more),
@@ -240,6 +250,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("broker", "run a broker here until interrupted", _broker),
     ("completion", 'print completions for bash and zsh: eval "$(hepti completion)"', _nothing_more),
     ("gateway", "answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments),
+    ("dashboard", "show the site on a web page: the gateway, whose / it is", gateway.arguments),
     ("wyoming", "be the speech-to-text service of Home Assistant", wyoming.arguments),
 )
 # Shown below the options of a command.
@@ -291,11 +302,13 @@ _ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
     "infer": ("hepti_mqtt.cli.infer", "infer"),
     "plan": ("hepti_mqtt.cli.show", "plan"),
     "devices": ("hepti_mqtt.cli.show", "devices"),
+    "top": ("hepti_mqtt.cli.show", "top"),
     "simulate": ("hepti_mqtt.cli.simulate", "simulate"),
     "model": ("hepti_mqtt.cli.model", "model"),
     "demo": ("hepti_mqtt.cli.demo", "demo"),
     "bench": ("hepti_mqtt.cli.bench", "bench"),
     "gateway": ("hepti_mqtt.cli.gateway", "gateway"),
+    "dashboard": ("hepti_mqtt.cli.gateway", "gateway"),
     "wyoming": ("hepti_mqtt.cli.wyoming", "wyoming"),
     "site": ("hepti_mqtt.cli.site", "site"),
     "health": ("hepti_mqtt.cli.health", "health"),

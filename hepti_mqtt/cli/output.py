@@ -92,6 +92,33 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
         print_lines(["  ".join(parts).rstrip()])
 
 
+def watch(show: Callable[[], None], every_s: float) -> None:
+    """Show on a terminal what `show` prints, again and again until q or Ctrl-C; elsewhere print it once."""
+    out = _console(stderr=False)
+    if not (out.is_terminal and sys.stdin.isatty()):
+        show()
+        return
+    import select
+    import termios
+    import tty
+
+    from rich.text import Text
+
+    kept = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        with out.screen() as screen:
+            while True:
+                with out.capture() as seen:
+                    show()
+                lines = Text.from_ansi(seen.get()).split()
+                screen.update(Text("\n").join([*lines[: out.height - 1], Text("q leaves", style="dim")]))
+                if select.select([sys.stdin], [], [], every_s)[0] and sys.stdin.read(1) in ("q", ""):
+                    return
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, kept)
+
+
 def status_text(device: Mapping[str, Any]) -> str:
     """Return a device's status; of one that is starting also what it does and how far it is."""
     if device["status"] != "starting":

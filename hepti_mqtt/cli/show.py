@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_of_devices, sanitize_device, unusable_reason, usable
+from hepti_mqtt.client.simulated import SimulatedPlan, simulate_plan
 from hepti_mqtt.cost.explain import (
     format_program,
     layout_svg,
@@ -29,11 +31,10 @@ from hepti_mqtt.cost.simulator import (
     Throughput,
     TopicNames,
     simulate,
-    simulate_requests,
     simulate_throughput,
     simulated_request,
 )
-from hepti_mqtt.errors import ConfigError, PlanError
+from hepti_mqtt.errors import ConfigError, HeptiError, PlanError
 from hepti_mqtt.models import representative_shape, spec_from_dict
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Objective, Plan, Route
 from hepti_mqtt.plan_programs import device_programs, lower_plan
@@ -139,22 +140,79 @@ def _costs(played: Simulation) -> str:
 # `hepti devices` and `hepti plan`: what there is, and how a model is divided and why.
 
 
+WATCH_S: Final = 2.0
+STEPS_SHOWN: Final = 8
+
+
 def devices(args: argparse.Namespace) -> int:
     """Print every device of the site with what it said of itself."""
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
-        found = hepti.devices(wait_s=args.wait)
-        clocks, unused = hepti.odd_clocks(found), hepti.unused()
-        if not found and not hepti.planner_online:
-            raise ConfigError(
-                f"there is no planner and no device at site {args.site}; check --site and HEPTI_SITE, or start them: "
-                "hepti planner --model NAME=DIR, hepti agent"
+        show = partial(_print_devices, hepti, args)
+        if args.watch:
+            output.watch(show, WATCH_S)
+        else:
+            show()
+    return 0
+
+
+def top(args: argparse.Namespace) -> int:
+    """Show devices and plans until q is pressed; without a terminal print them once."""
+
+    def show() -> None:
+        _print_devices(hepti, args)
+        try:
+            records = {name: hepti.plan(name, PLANNER_S) for name in hepti.models(PLANNER_S)}
+        except HeptiError as error:
+            output.print_lines(["", str(error)])
+            return
+        output.print_lines([""])
+        _print_plans(records)
+
+    with Hepti.connect(require_broker(args), site=args.site) as hepti:
+        output.watch(show, WATCH_S)
+    return 0
+
+
+def _print_plans(records: Mapping[str, Mapping[str, Any]]) -> None:
+    rows, steps = [], []
+    for name, record in records.items():
+        active, best = record["active"], next(iter(record["candidates"]), None)
+        error = (record["error"] or {}).get("message")
+        rows.append(
+            (
+                name,
+                "/".join([active["strategy"], *active["options"].values()]) if active else "-",
+                ", ".join(active["devices"]) if active else "-",
+                f"{best['predicted_ms']:.1f}" if active and best else "-",
+                error or ("preparing another plan" if record["preparing"] else active["reason"] if active else "-"),
             )
+        )
+        steps += [
+            (step["time"], step["plan"], f"{step['from']} to {step['to']}", step["cause"]) for step in record["story"]
+        ]
+    output.print_table("plans", ("model", "strategy", "devices", "predicted ms", "why"), rows)
+    last = [
+        (datetime.fromtimestamp(at).strftime("%H:%M:%S"), *others)
+        for at, *others in sorted(steps, reverse=True)[:STEPS_SHOWN]
+    ]
+    output.print_lines([""])
+    output.print_table("the last steps", ("time", "plan", "step", "cause"), last)
+
+
+def _print_devices(hepti: Hepti, args: argparse.Namespace) -> None:
+    found = hepti.devices(wait_s=args.wait)
+    clocks, unused = hepti.odd_clocks(found), hepti.unused()
+    if not found and not hepti.planner_online:
+        raise ConfigError(
+            f"there is no planner and no device at site {args.site}; check --site and HEPTI_SITE, or start them: "
+            "hepti planner --model NAME=DIR, hepti agent"
+        )
     refused = {d["device"]: why for d in found if (why := unusable_reason(d)) is not None}
     if args.json:
         reasons = unused | refused
         told = [{**d, "refused": reasons.get(d["device"])} for d in found]
         output.print_json({"site": args.site, "devices": told, "odd_clocks": clocks})
-        return 0
+        return
     rows = []
     for d in found:
         hb = d.get("heartbeat") or {}
@@ -193,13 +251,12 @@ def devices(args: argparse.Namespace) -> int:
     )
     output.print_table(f"site {args.site}", columns, rows)
     for device, said in (unused | refused).items():
-        print(f"{device} is not used: {said}")
+        output.print_lines([f"{device} is not used: {said}"])
     for d in found:
         if (wrong := sanitize_device(d)[1]) is not None:
-            print(f"{d['device']} published implausible data: {wrong}. Restart its agent")
+            output.print_lines([f"{d['device']} published implausible data: {wrong}. Restart its agent"])
     print_peer_traffic(found)
     output.print_lines([f"{line}: {output.CLOCK_ADVICE}" for line in clocks])
-    return 0
 
 
 def _hears(device: Mapping[str, Any]) -> str:
@@ -391,36 +448,9 @@ def print_judgement(model: str, shown: Mapping[str, Any]) -> None:
         output.print_table("what is believed of devices and links", ("device", "evidence"), told)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedPlan:
-    """A request of `shape` under a plan, as the simulator saw it."""
-
-    spec: Spec
-    plan: Plan
-    shape: RequestShape
-    programs: Mapping[str, Program]
-    result: Simulation
-
-    def title(self) -> str:
-        """Return what pictures of it are called."""
-        return f"{self.plan.method}, {self.shape.size} tokens"
-
-
 def needs_simulation(args: argparse.Namespace) -> bool:
     """Return whether the arguments ask for what only the simulator knows."""
     return bool(args.explain or args.svg or args.layout_svg)
-
-
-def simulate_plan(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> SimulatedPlan:
-    """Return what happens in a request under a plan, by simulation."""
-    naming = TopicNames(site, plan.model)
-    if plan.replicas:  # a request for each of them
-        request = simulated_request(naming, spec, plan, shape, cluster)
-        several = simulate_requests(naming, spec, (request,) * len(plan.replicas), cluster, 1, record=True)
-        parts = {d: p for choice in request.choices for d, p in choice.programs.items()}
-        return SimulatedPlan(spec, plan, shape, parts, several)
-    parts = device_programs(spec, plan, shape)
-    return SimulatedPlan(spec, plan, shape, parts, simulate(naming, spec, shape, parts, cluster, record=True))
 
 
 def simulate_plan_load(site: str, played: SimulatedPlan, cluster: Cluster, in_flight: int) -> Throughput:

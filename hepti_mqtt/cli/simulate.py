@@ -9,8 +9,9 @@ from typing import Any
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, simulate_plan, what_if, write_pictures
+from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, what_if, write_pictures
 from hepti_mqtt.cli.weather import simulate_weather
+from hepti_mqtt.client.simulated import simulate_plan
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import load_site

@@ -13,10 +13,10 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.errors import HeptiError, IdInUseError, RemoteError, RequestError, WireError
+from hepti_mqtt.errors import HeptiError, IdInUseError, PlanError, RemoteError, RequestError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.messages import TOKEN, missing_answer_key, missing_record_key, version_mismatch
+from hepti_mqtt.protocol.messages import TAKEN_BY, TOKEN, missing_answer_key, missing_record_key, version_mismatch
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 
 Floats = NDArray[np.float32]
@@ -174,18 +174,46 @@ class _Caller(NamedTuple):
     since_s: float
 
 
-ClientEvent = RequestEnded | PartialAnswer | RequestPublish
+class LookAgain(NamedTuple):
+    """`resend_untaken` is wanted after so many seconds."""
+
+    after_s: float
 
 
-@dataclass(frozen=True, slots=True)
+ClientEvent = RequestEnded | PartialAnswer | RequestPublish | LookAgain
+SETTLE_S: Final = 0.5  # in which a group says that it has a request; groups that go at once are noticed one by one
+
+
+class ModelOfGroup(NamedTuple):
+    """A model of the site's own planner, or of a group's."""
+
+    model: str
+    group: str
+
+
+@dataclass(slots=True)
 class _PendingRequest:
-    """A pending request and its callers: all who sent it under this id."""
+    """A pending request and its callers: all who sent it under this id.
+
+    sent_s: when it was published last. holder: the group that has taken it, "" if unknown. suspect: it may be lost, but
+    was published so shortly ago that a group may still say that it has it. refusals: of groups without a plan for it.
+    """
 
     publication: RequestPublish
     callers: list[_Caller]
+    sent_s: float
+    holder: str = ""
+    suspect: bool = False
+    refusals: int = 0
+
+    def again(self, now: float) -> RequestPublish:
+        """Return what to publish again, for any group."""
+        self.sent_s, self.holder, self.suspect = now, "", False
+        return self.publication
 
 
 DEVICES: Final = 1024  # remembered at most: names cost a peer nothing to invent
+PLANNERS: Final = 1024
 
 
 @dataclass(slots=True)
@@ -217,13 +245,16 @@ class DeviceView:
 
 @dataclass(slots=True)
 class ClientSession:
-    """The state of one client; unreadable_records: the missing key by model; counters: dropped messages by reason."""
+    """The state of one client; counters: dropped messages by reason.
+
+    planners: by group, "" for the site's own. records: by model and group; unreadable_records: the missing key of each.
+    """
 
     site: str
     client: str
-    planner: messages.Status | None = None
-    records: dict[str, dict[str, Any]] = field(default_factory=dict)
-    unreadable_records: dict[str, str] = field(default_factory=dict)
+    planners: dict[str, messages.Status] = field(default_factory=dict)
+    records: dict[ModelOfGroup, dict[str, Any]] = field(default_factory=dict)
+    unreadable_records: dict[ModelOfGroup, str] = field(default_factory=dict)
     devices: dict[str, DeviceView] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     _pending: dict[tuple[str, str], _PendingRequest] = field(default_factory=dict)
@@ -236,37 +267,43 @@ class ClientSession:
     @property
     def planner_online(self) -> bool:
         """Return whether a planner is online."""
-        return self.planner is not None and self.planner.state == "online"
+        return any(map(self._online, self.planners))
+
+    def _online(self, group: str) -> bool:
+        return group in self.planners and self.planners[group].state == "online"
 
     def record(self, model: str) -> dict[str, Any] | None:
-        """Return the record of a model's plans if the current planner published it.
+        """Return the record of a model's plans if a current planner published it; of several, one with a plan.
 
         Raises WireError if its version is incompatible.
         """
-        if not self._served(model):
-            return None
-        if model in self.unreadable_records:
-            raise version_mismatch(f"the record of model {model} lacks {self.unreadable_records[model]!r}")
-        return self.records[model]
+        keys = sorted(filter(self._served, self.records), key=lambda key: self.records[key].get("active") is None)
+        for key in keys:
+            if key.model == model:
+                if key in self.unreadable_records:
+                    raise version_mismatch(f"the record of model {model} lacks {self.unreadable_records[key]!r}")
+                return self.records[key]
+        return None
 
     def models(self) -> list[str]:
-        """Return the names of the models that the planner serves."""
-        return sorted(filter(self._served, self.records))
+        """Return the names of the models that planners serve."""
+        return sorted({key.model for key in self.records if self._served(key)})
 
     def unused(self) -> dict[str, str]:
-        """Return why the planner leaves online devices out of all plans, by name, from its readable records."""
-        records = [self.records[name] for name in self.models() if name not in self.unreadable_records]
-        return {device: why for record in records for device, why in record["unused"].items()}
+        """Return why a planner leaves online devices out of all plans, by name, from the readable records."""
+        keys = sorted(key for key in self.records if self._served(key) and key not in self.unreadable_records)
+        return {device: why for key in keys for device, why in self.records[key]["unused"].items()}
 
     def clocks(self) -> dict[str, float] | None:
         """Return by how many seconds devices' clocks are ahead of the planner's, as it says; None without one."""
-        said = [self.records[name].get("clocks", {}) for name in self.models()]
+        said = [self.records[key].get("clocks", {}) for key in sorted(filter(self._served, self.records))]
         return said[0] if said else None
 
-    def _served(self, model: str) -> bool:
-        if model not in self.records or self.planner is None or not self.planner_online:
+    def _served(self, key: ModelOfGroup) -> bool:
+        if not self._online(key.group):
             return False
-        return bool(self.records[model].get("boot", self.planner.boot) == self.planner.boot)
+        boot = self.planners[key.group].boot
+        return bool(self.records[key].get("boot", boot) == boot)
 
     def add_request(
         self, model: str, request: str, body: Mapping[str, Any], token: object, now: float
@@ -282,7 +319,7 @@ class ClientSession:
         except (TypeError, ValueError) as error:
             raise RequestError(f"the request cannot be written as JSON: {error}") from error
         publication = RequestPublish(self.topics.request(model, self.client), payload)
-        waiting = self._pending.get((model, request), _PendingRequest(publication, []))
+        waiting = self._pending.get((model, request), _PendingRequest(publication, [], now))
         if waiting.publication != publication:
             raise IdInUseError.of(request)
         waiting.callers.append(_Caller(token, now))
@@ -311,9 +348,13 @@ class ClientSession:
             del self._pending[key]
         return [caller.handle for callers in gone.values() for caller in callers]
 
-    def to_resend(self) -> list[RequestPublish]:
+    def to_resend(self, now: float) -> list[RequestPublish]:
         """Return the requests to publish again after a reconnection: their answers may have been missed."""
-        return [p.publication for p in self._pending.values()]
+        return [p.again(now) for p in self._pending.values()]
+
+    def resend_untaken(self, now: float) -> list[RequestPublish]:
+        """Return the requests to publish again that may be lost, and that no group has taken meanwhile."""
+        return [p.again(now) for p in self._pending.values() if p.suspect and not p.holder]
 
     def handle_message(self, topic: str, payload: bytes, now: float) -> list[ClientEvent]:
         """Take a message; return ended requests, parts of answers, and requests to publish again."""
@@ -330,15 +371,38 @@ class ClientSession:
             status = messages.decode_status(payload) if payload else None
             if status == messages.QUESTION:
                 return []
-            self.planner = status
-            # This may be a new planner, or a broker without persistence may have dropped requests while the planner
-            # was away. The planner recognises those it already has.
-            return list(self.to_resend()) if self.planner_online else []
+            return self._lost(topic.group, now) if self._may_have_lost(topic.group, status) else []
         if topic.kind == "plan":
-            self._planned(topic.model, payload)
+            self._planned(ModelOfGroup(topic.model, topic.group), payload)
         elif topic.kind in ("status", "caps", "heartbeat"):
             self._device(topic, payload)
         return []
+
+    def _may_have_lost(self, group: str, status: messages.Status | None) -> bool:
+        """Take a planner's status; return whether requests may be lost, because it has gone or is a new one.
+
+        A broker without persistence may also have dropped requests while a planner was away. A planner recognises
+        those that it has.
+        """
+        was_online, others = self._online(group), any(self._online(other) for other in self.planners if other != group)
+        if status is None:
+            self.planners.pop(group, None)
+        elif group in self.planners or len(self.planners) < PLANNERS:
+            self.planners[group] = status
+        if not self._online(group):
+            return was_online and others
+        return was_online or not others
+
+    def _lost(self, group: str, now: float) -> list[ClientEvent]:
+        """Return the requests to publish again that a group, or the site's own planner, may have lost."""
+        again: list[ClientEvent] = []
+        for pending in self._pending.values():
+            if pending.holder == group or (not pending.holder and now - pending.sent_s >= SETTLE_S):
+                again.append(pending.again(now))
+            elif not pending.holder and not pending.suspect:
+                pending.suspect = True
+                again.append(LookAgain(SETTLE_S))
+        return again
 
     def _answered(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
         pending = self._pending.get((topic.model, topic.request))
@@ -348,6 +412,9 @@ class ClientSession:
         data = json.loads(payload)
         if not isinstance(data, dict):
             raise WireError("an answer is a JSON object")
+        if data.get("final") is False and TAKEN_BY in data:
+            pending.holder = check_name("site", data[TAKEN_BY])
+            return []
         if data.get("final") is False:
             if not data.keys() >= set(TOKEN):
                 raise WireError(f"a token of an answer has {', '.join(TOKEN)}")
@@ -355,25 +422,28 @@ class ClientSession:
         error = None if data.get("ok") is True else error_from(data)
         if error is None and (lacks := missing_answer_key(data)) is not None:
             error = version_mismatch(f"the answer lacks {lacks!r}")
+        if isinstance(error, PlanError) and pending.refusals + 1 < sum(map(self._online, self.planners)):
+            pending.refusals += 1  # another group may have a plan
+            return [pending.again(now)]
         del self._pending[topic.model, topic.request]
         return [
             RequestEnded(handle, Answer(data, (now - since_s) * 1e3) if error is None else error)
             for handle, since_s in pending.callers
         ]
 
-    def _planned(self, model: str, payload: bytes) -> None:
+    def _planned(self, key: ModelOfGroup, payload: bytes) -> None:
         if not payload:
-            self.records.pop(model, None)
-            self.unreadable_records.pop(model, None)
+            self.records.pop(key, None)
+            self.unreadable_records.pop(key, None)
             return
         record = msgpack.unpackb(payload)
         if not isinstance(record, dict):
             raise WireError("a plan's record is a map")
-        self.records[model] = record
+        self.records[key] = record
         if (lacks := missing_record_key(record)) is None:
-            self.unreadable_records.pop(model, None)
+            self.unreadable_records.pop(key, None)
         else:
-            self.unreadable_records[model] = lacks
+            self.unreadable_records[key] = lacks
 
     def _device(self, topic: ParsedTopic, payload: bytes) -> None:
         if not payload:

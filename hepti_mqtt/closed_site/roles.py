@@ -29,7 +29,7 @@ def _rights(read: Iterable[str] = (), write: Iterable[str] = (), readwrite: Iter
 
 # What `hepti devices` and `hepti plan` show, and where a user measures its own way through the broker.
 _EVERYBODY: Final = _rights(
-    read=("dev/+/status", "dev/+/caps", "dev/+/hb", "planner/status", "plan/+", "evt/+", "home/+/+"),
+    read=("dev/+/status", "dev/+/caps", "dev/+/hb", "planner/status/#", "plan/+/#", "evt/+", "home/+/+"),
     readwrite=("dev/{me}/probe",),
 )
 

@@ -240,6 +240,7 @@ class PlannerOptions:
     max_weight_error: float = MAX_WEIGHT_ERROR
     home_assistant: str | None = HOME_ASSISTANT
     metrics: tuple[str, int] | None = None
+    shared: str | None = None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -274,6 +275,8 @@ class PlannerOptions:
         home = f"prefix of Home Assistant's MQTT discovery (default {HOME_ASSISTANT}; off: announce nothing)"
         add("--home-assistant", type=discovery_prefix, default=HOME_ASSISTANT, metavar="PREFIX", help=home)
         add("--metrics", type=metrics_address, metavar="HOST:PORT", help=METRICS_HELP)
+        share = "answer a share of the requests to this site too, beside other planners with the same option (MQTT 5)"
+        add("--shared", metavar="SITE", help=share)
         add("--no-announce", dest="announce", action="store_false", help=NO_ANNOUNCE_HELP)
         add_pin_arguments(parser)
 
@@ -297,4 +300,5 @@ class PlannerOptions:
             args.max_weight_error,
             args.home_assistant,
             args.metrics,
+            None if args.shared is None else check_name("site", args.shared),
         )

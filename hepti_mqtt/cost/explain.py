@@ -229,17 +229,22 @@ def timeline_text(
     """Return one line per device and lane: how busy each moment was, from ' ' (idle) to '#' (always busy)."""
     marks = " .:+#"
     lines = []
-    for device in devices:
-        for lane in ("compute", "up", "down"):
-            busy = [0.0] * width
-            for e in events:
-                if e.device == device and e.lane == lane:
-                    _spread(busy, e.start / seconds * width, e.stop / seconds * width)
-            if any(busy):
-                bar = "".join(marks[min(int(b * len(marks)), len(marks) - 1)] for b in busy)
-                lines.append(f"{device:>12} {lane:<8}|{bar}|")
+    for (device, lane), busy in timeline_busy(events, devices, seconds, width).items():
+        bar = "".join(marks[min(int(b * len(marks)), len(marks) - 1)] for b in busy)
+        lines.append(f"{device:>12} {lane:<8}|{bar}|")
     lines.append(f"{'':>12} {'ms':<8}|0{f'{seconds * 1e3:.1f}':>{width - 1}}|")
     return lines
+
+
+def timeline_busy(
+    events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, width: int
+) -> dict[tuple[str, str], list[float]]:
+    """Return how busy each of `width` moments was, 0 to 1, by device and lane (compute, up, down); no idle lanes."""
+    found = {(device, lane): [0.0] * width for device in devices for lane in ("compute", "up", "down")}
+    for e in events:
+        if (e.device, e.lane) in found:
+            _spread(found[e.device, e.lane], e.start / seconds * width, e.stop / seconds * width)
+    return {key: busy for key, busy in found.items() if any(busy)}
 
 
 def _spread(busy: list[float], start: float, stop: float) -> None:

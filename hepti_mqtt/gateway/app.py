@@ -16,14 +16,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, RemoteError
 from hepti_mqtt.gateway.bodies import Body, read_form, read_json
+from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
 from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
 from hepti_mqtt.gateway.routes import FORMS, ROUTES, Handler
 from hepti_mqtt.gateway.site import Site
 
 _log = logging.getLogger(__name__)
-_OPEN: Final = frozenset({"/health", "/ping"})  # for load balancers, which have no key
+# For load balancers, which have no key, and for who looks at the dashboard, which shows no request's content.
+_OPEN: Final = frozenset({"/health", "/ping", "/events"})
 _HUNG_UP: Final = 499  # nobody reads it; it stands in the metrics
 
 
@@ -41,8 +44,11 @@ class Metrics:
         self.running = Gauge("hepti_gateway_requests_running", "HTTP requests being answered", registry=self.registry)
 
 
-def create_app(site: Site, keys: Sequence[str] = ()) -> Starlette:
-    """Return the gateway to a site; keys: those that clients may send as bearer tokens, none for no check."""
+def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool] = lambda: False) -> Starlette:
+    """Return the gateway to a site.
+
+    keys: those that clients may send as bearer tokens, none for no check. stopping: whether the process ends.
+    """
     metrics, known = Metrics(), [key.encode() for key in keys]
 
     def guarded(
@@ -71,9 +77,18 @@ def create_app(site: Site, keys: Sequence[str] = ()) -> Starlette:
     routes = [
         Route(path, guarded(_json(site, handler), path), methods=[method]) for (method, path), handler in ROUTES.items()
     ]
-    plain = {"/health": health, "/ping": ping, "/metrics": show_metrics}
+    dashboard = Dashboard(View(site.client).look, lambda: _beside(site, bool(known)), stopping)
+    plain = {"/events": dashboard.watch, "/health": health, "/ping": ping, "/metrics": show_metrics}
     routes += [Route(path, guarded(answer, path)) for path, answer in plain.items()]
-    return Starlette(routes=routes, exception_handlers={404: _nothing_here, 405: _nothing_here})
+    return Starlette(routes=[*routes, *page_routes()], exception_handlers={404: _nothing_here, 405: _nothing_here})
+
+
+def _beside(site: Site, locked: bool) -> dict[str, Any]:
+    """Return what the gateway itself knows for the dashboard; locked: whether a request needs a key."""
+    told = site.journal.to_dict(time.time())
+    if locked:  # a message may quote its request
+        told["errors"] = [{**error, "message": ""} for error in told["errors"]]
+    return {"site": site.client.site, "locked": locked, "version": __version__, **told}
 
 
 def _json(site: Site, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -72,8 +72,8 @@ async def classify(site: Site, body: Body) -> Any:
     pictures = [str(item["image"]) for item in items if isinstance(item, dict) and isinstance(item.get("image"), str)]
     if len(pictures) != len(items) and any(isinstance(item, dict) for item in items):
         raise RequestError("'input' holds texts, or objects with an 'image' in base64, and not both")
-    if any(picture.startswith(("http://", "https://")) for picture in pictures):
-        raise RequestError("Hepti fetches nothing: send the picture itself in base64, not its address")
+    for picture in pictures:
+        refuse_address(picture)
     model = await site.model_named(name)
     options = {} if top_k is None else {"top_k": top_k}
     inputs, key = (pictures, "images") if pictures else (texts_of(value), "texts")
@@ -131,6 +131,12 @@ async def _transcribe(site: Site, body: Body, task: str) -> Any:
     return {**about, "text": found.text, "segments": segments}
 
 
+def refuse_address(picture: str) -> None:
+    """Raise RequestError for a picture's address."""
+    if picture.startswith(("http://", "https://")):
+        raise RequestError("Hepti fetches nothing: send the picture itself in base64, not its address")
+
+
 async def rerank(site: Site, body: Body) -> Any:
     """POST /v1/rerank of Jina and Cohere; documents: texts, or {"text"}; best first."""
     name, query, value = body.take("model", str), body.take("query", str), body.take("documents", list)
@@ -150,6 +156,18 @@ async def rerank(site: Site, body: Body) -> Any:
         for one in found.ranking[:most]
     ]
     return {"model": model, "results": results, "usage": _usage(found.tokens)}
+
+
+async def infer(site: Site, body: Body) -> Any:
+    """POST /infer: one text, or one picture in base64, and the answer as MQTT gives it, with what it took."""
+    name, text, image = body.take("model", str), body.take("text", str), body.take("image", str)
+    body.end()
+    if (text is None) == (image is None):
+        raise RequestError("send either 'text' or 'image'")
+    refuse_address(image or "")
+    asked = {"image": image} if text is None else {"text": text, "truncate": site.truncate or None}
+    answer = await site.infer(await site.model_named(name), asked)
+    return {**answer.raw, "latency_ms": answer.latency_ms}
 
 
 # -- Text Embeddings Inference -----------------------------------------------------------------------------------------
@@ -269,6 +287,7 @@ ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("POST", "/v1/embeddings"): embeddings,
     ("POST", "/v1/classify"): classify,
     ("POST", "/v1/rerank"): rerank,
+    ("POST", "/infer"): infer,
     ("POST", "/v1/audio/transcriptions"): transcriptions,
     ("POST", "/v1/audio/translations"): translations,
     ("POST", "/embed"): tei_embed,

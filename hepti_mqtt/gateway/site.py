@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.client import Answer
-from hepti_mqtt.errors import DeadlineError, RequestError, UnknownModelError
+from hepti_mqtt.errors import DeadlineError, HeptiError, RequestError, UnknownModelError
+from hepti_mqtt.gateway.journal import Journal
 from hepti_mqtt.models.mel import RATE
 from hepti_mqtt.service import sound
 
@@ -28,11 +29,22 @@ AT_ONCE: Final = 4  # requests of one HTTP request on their way, so that a long 
 class Client(Protocol):
     """What the gateway uses of `hepti_mqtt.client.Hepti`."""
 
+    site: str
+
     def submit(self, model: str, **request: Any) -> Future[Answer]:
         """Send a request; cancelling its future ends the wait."""
 
     def models(self, timeout: float = ...) -> list[str]:
         """Return the names of the models that the planner serves."""
+
+    def plan(self, model: str, timeout: float = ...) -> dict[str, Any]:
+        """Return the record of a model's plans."""
+
+    def devices(self, wait_s: float = ...) -> list[dict[str, Any]]:
+        """Return every device's own description."""
+
+    def unused(self) -> dict[str, str]:
+        """Return why the planner leaves devices out."""
 
 
 class Embedded(NamedTuple):
@@ -95,16 +107,18 @@ class Site:
     """Requests to one site; timeout_s: of one HTTP request. model: for routes whose body names none."""
 
     def __init__(self, client: Client, timeout_s: float, model: str | None = None, *, truncate: bool = False) -> None:
-        self._client, self._timeout_s, self._model, self.truncate = client, timeout_s, model, truncate
+        self._timeout_s, self._model, self.truncate = timeout_s, model, truncate
         self._served: list[str] = []
         self._asked_s = -inf
         self._asking = asyncio.Lock()
+        self.journal = Journal()
+        self.client = client
 
     async def models(self, older_than_s: float = FRESH_S) -> list[str]:
         """Return the names of the served models, at most this old; raises NetworkError without a planner."""
         async with self._asking:
             if time.monotonic() - self._asked_s > older_than_s:
-                self._served = await asyncio.to_thread(self._client.models)
+                self._served = await asyncio.to_thread(self.client.models)
                 self._asked_s = time.monotonic()
             return self._served
 
@@ -157,22 +171,36 @@ class Site:
         starts = [start, *(begin for begin, _ in rest)]
         return Spoken(tuple(zip(starts, (a.result for a in (answer, *others)), strict=True)))
 
+    async def infer(self, model: str, body: dict[str, Any]) -> Answer:
+        """Return the answer to one request as MQTT gives it; raises as `embed` does."""
+        return (await self._ask_all(model, [body]))[0]
+
     async def _ask_all(self, model: str, bodies: Sequence[dict[str, Any]], **options: Any) -> list[Answer]:
         slots = asyncio.Semaphore(AT_ONCE)
         deadline_ms = self._timeout_s * 1e3
 
         async def ask(body: dict[str, Any]) -> Answer:
             async with slots:
-                return await asyncio.wrap_future(self._client.submit(model, **body, **options, deadline_ms=deadline_ms))
+                return await asyncio.wrap_future(self.client.submit(model, **body, **options, deadline_ms=deadline_ms))
 
+        self.journal.waiting += len(bodies)
         try:
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
                 tasks = [group.create_task(ask(body)) for body in bodies]
         except TimeoutError:
-            raise DeadlineError(f"no answer within {self._timeout_s:g} s; see `hepti plan {model}`") from None
+            late = DeadlineError(f"no answer within {self._timeout_s:g} s; see `hepti plan {model}`")
+            self.journal.add_error(model, late, time.time())
+            raise late from None
         except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        return [task.result() for task in tasks]
+            if isinstance(first := several.exceptions[0], HeptiError):
+                self.journal.add_error(model, first, time.time())
+            raise first from None
+        finally:
+            self.journal.waiting -= len(bodies)
+        answers = [task.result() for task in tasks]
+        for answer in answers:
+            self.journal.add_answer(answer, time.time())
+        return answers
 
 
 def _parts(inputs: Sequence[Any]) -> list[Sequence[Any]]:

@@ -673,6 +673,7 @@ ANSWER: Final = (
     "predicted_ms",
 )  # fmt: skip
 TOKEN: Final = ("index", "token", "text")  # of each of them, before the answer
+TAKEN_BY: Final = "taken_by"  # before the answer, if requests are shared: the group that has the request
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 
 

@@ -1,8 +1,8 @@
 """Topics: the only place that knows how names and slashes make a topic, and what a PUBLISH packet weighs.
 
     hepti/v1/<site>/dev/<id>/status|caps|hb|cmd|up|probe|use
-    hepti/v1/<site>/planner/status
-    hepti/v1/<site>/plan/<model>
+    hepti/v1/<site>/planner/status[/<group>]
+    hepti/v1/<site>/plan/<model>[/<group>]
     hepti/v1/<site>/work/<model>/<first>
     hepti/v1/<site>/weights/<id or all>
     hepti/v1/<site>/x/<model>/<layer>/<from>/<to or all>
@@ -44,6 +44,7 @@ Kind = Literal[
 ]
 
 TOPIC_ROOT: Final = "hepti/v1"
+SHARE: Final = "hepti"  # the name of the shared subscription of a site's groups
 MAX_LAYER: Final = 32_767
 MAX_TOPIC_BYTES: Final = 512
 MAX_PACKET_BYTES: Final = 268_435_460  # 5 bytes of fixed header and the largest remaining length of MQTT
@@ -65,7 +66,8 @@ class ParsedTopic:
     """A topic taken apart: its kind and the names in it; names that the kind does not have are empty.
 
     source and to: sender and receiver of an activation; to is also the receiver of weights, and the first device of the
-    plan that a request runs under. Either a device, `planner` (source only) or `all` (to only).
+    plan that a request runs under. Either a device, `planner` (source only) or `all` (to only). group: the site of a
+    planner that takes a share of this one's requests.
     """
 
     kind: Kind
@@ -77,6 +79,7 @@ class ParsedTopic:
     client: str = ""
     request: str = ""
     event: str = ""
+    group: str = ""
 
 
 class Topics:
@@ -121,15 +124,15 @@ class Topics:
         """Return the topic of the retained on | off by which people keep a device out of plans."""
         return self._device(device, "use")
 
-    def planner_status(self) -> str:
-        """Return the topic of the planner's retained online | offline (its will)."""
-        return f"{self._root}/{PLANNER}/status"
+    def planner_status(self, group: str = "") -> str:
+        """Return the topic of the planner's retained online | offline (its will), or of a group's planner here."""
+        return f"{self._root}/{PLANNER}/status{_group(group)}"
 
     # -- topics of one model -----------------------------------------------------------------------------------------
 
-    def plan(self, model: str) -> str:
-        """Return the topic of a model's retained plan."""
-        return f"{self._root}/plan/{check_name('model', model)}"
+    def plan(self, model: str, group: str = "") -> str:
+        """Return the topic of a model's retained plan, or of a group's plan here."""
+        return f"{self._root}/plan/{check_name('model', model)}{_group(group)}"
 
     def work(self, model: str, first: str) -> str:
         """Return the topic on which the planner hands out requests to a plan's devices; first: the first of them."""
@@ -197,9 +200,17 @@ class Topics:
         """Return the filter for every client's requests to every model."""
         return f"{self._root}/infer/+/req/+"
 
+    def request_root(self) -> str:
+        """Return what every topic of a request begins with."""
+        return f"{self._root}/infer/"
+
     def all_texts(self) -> str:
         """Return the filter for every client's bare texts to every model."""
         return f"{self._root}/infer/+/text/+"
+
+    def shared_requests(self) -> tuple[str, str]:
+        """Return the filters for requests and bare texts of which each goes to one of those who subscribe."""
+        return f"$share/{SHARE}/{self.all_requests()}", f"$share/{SHARE}/{self.all_texts()}"
 
     def everything(self) -> str:
         """Return the filter for every topic of the site."""
@@ -208,6 +219,10 @@ class Topics:
     def all_plans(self) -> str:
         """Return the filter for the plans of every model."""
         return f"{self._root}/plan/+"
+
+    def every_group(self) -> tuple[str, str]:
+        """Return the filters for status and plans of the site's own planner and of every group's."""
+        return f"{self._root}/{PLANNER}/status/#", f"{self._root}/plan/+/#"
 
     def activations_from(self, model: str, source: str, me: str) -> tuple[str, str]:
         """Return the two filters for what `source` sends to `me` and to all, at every layer of a model."""
@@ -266,6 +281,10 @@ def check_source(name: str) -> str:
     return name if name == PLANNER else check_name("device", name)
 
 
+def _group(name: str) -> str:
+    return f"/{check_name('site', name)}" if name else ""
+
+
 def _receiver(name: str, *, planner: bool = False) -> str:
     return name if name == ALL_DEVICES or (planner and name == PLANNER) else check_name("device", name)
 
@@ -289,8 +308,12 @@ def _parse_levels(levels: list[str]) -> ParsedTopic | None:
             return ParsedTopic(_DEVICE_TAILS[tail], device=check_name("device", device))
         case ["planner", "status"]:
             return ParsedTopic("planner_status")
+        case ["planner", "status", group]:
+            return ParsedTopic("planner_status", group=check_name("site", group))
         case ["plan", model]:
             return ParsedTopic("plan", model=check_name("model", model))
+        case ["plan", model, group]:
+            return ParsedTopic("plan", model=check_name("model", model), group=check_name("site", group))
         case ["work", model, first]:
             return ParsedTopic("work", model=check_name("model", model), to=check_name("device", first))
         case ["weights", to]:

@@ -32,6 +32,7 @@ from hepti_mqtt.transport import (
     PahoTransport,
     Receipt,
     State,
+    Will,
     warn_of_limits,
 )
 
@@ -308,7 +309,11 @@ class RequestChannel:
     """Receives users' requests and sends their answers; an answer that cannot go out yet delays no other.
 
     name: of the planner among MQTT clients. place: of the journal's file. answers: the connection for answers.
-    on_request: takes a request, on the network thread. on_state: state of the connection that brings requests.
+    on_request: takes a request, on the network thread. on_state: state of the connection that brings requests. will: of
+    that connection.
+
+    Where requests are shared, the session ends with the connection: a broker goes on giving a planner that is away its
+    share for as long as it has a session, and no other planner gets that.
     """
 
     def __init__(
@@ -320,6 +325,7 @@ class RequestChannel:
         decoder: MessageDecoder,
         on_request: Callable[[RawRequest], None],
         on_state: OnState,
+        will: Will | None = None,
     ) -> None:
         self._answers, self._decoder, self._on_request, self._log = answers, decoder, on_request, decoder.log
         self._on_state, self._was_connected = on_state, False
@@ -332,12 +338,13 @@ class RequestChannel:
             on_message=lambda _topic, _payload: None,
             on_delivery=self.handle_delivery,
             on_state=self._handle_state,
-            clean=False,
+            will=will,
+            clean=decoder.shared is not None,
             name="planner-requests",
         )
         self.journal = Journal(place, self._acknowledge)
         self._unheard = UnacknowledgedAnswers()
-        self._closed = False
+        self._closed, self._sharing = False, False
 
     def connect(self) -> None:
         """Connect; raises as `PahoTransport.connect` does."""
@@ -349,6 +356,17 @@ class RequestChannel:
         self._closed = True
         self._requests.close(timeout_s=CLOSED_S)
         self.journal.close()
+
+    def set_sharing(self, sharing: bool) -> None:
+        """Take a share of the shared requests, or leave all of them to others; one thread calls this."""
+        shared = self._decoder.shared
+        if shared is None or sharing == self._sharing:
+            return
+        self._sharing = sharing
+        if sharing:
+            self._requests.subscribe([(topic, 1) for topic in shared.shared_requests()])
+        else:
+            self._requests.unsubscribe(shared.shared_requests())
 
     # -- network thread ---------------------------------------------------------------------------------------------
 
@@ -374,7 +392,7 @@ class RequestChannel:
     def _refuse_address(self, delivery: Delivery) -> None:
         """Answer a request on a topic with a name that cannot be, and log it once."""
         request = peek_id(delivery.payload)
-        found = self._decoder.topics.misaddressed(delivery.topic, request or "unread")
+        found = self._decoder.misaddressed(delivery.topic, request or "unread")
         if found is None:
             return
         topic, error = found
@@ -385,7 +403,7 @@ class RequestChannel:
     def _handle_state(self, state: State) -> None:
         """Pass on the connection's state; warn if the broker has lost the session."""
         if isinstance(state, Connected):
-            if self._was_connected and not state.resumed:
+            if self._was_connected and not state.resumed and self._decoder.shared is None:
                 self._log.log.warning(
                     "The broker lost the planner's session: requests sent between its restart and the planner's "
                     "reconnection are lost. See persistence in docs/guide/broker.md."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hepti_mqtt.config.process import RateLimitedLog
-from hepti_mqtt.errors import WireError
+from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
@@ -19,7 +19,8 @@ from hepti_mqtt.transport import Delivery
 class RawRequest:
     """A user's request, not yet parsed.
 
-    delivery: how it came, None if the broker does not keep it. bare: the payload is a text instead of JSON.
+    delivery: how it came, None if the broker does not keep it. bare: the payload is a text instead of JSON. site: whose
+    client sent it, "" for the planner's own site.
     """
 
     model: str
@@ -27,6 +28,7 @@ class RawRequest:
     payload: bytes
     delivery: Delivery | None = None
     bare: bool = False
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,14 @@ DecodedMessage = (
 
 
 class MessageDecoder:
-    """Topics and payloads to messages; invalid ones are counted and dropped."""
+    """Topics and payloads to messages; invalid ones are counted and dropped.
 
-    def __init__(self, site: str, log: RateLimitedLog | None = None) -> None:
+    shared: the site whose requests are shared with other planners, None for none.
+    """
+
+    def __init__(self, site: str, log: RateLimitedLog | None = None, shared: str | None = None) -> None:
         self.topics = Topics(site)
+        self.shared = None if shared is None else Topics(shared)
         self.log = log or RateLimitedLog(logging.getLogger("hepti.planner"))
         self.counters = self.log.counters
         self._decoders: Mapping[str, Callable[[ParsedTopic, bytes], DecodedMessage | None]] = {
@@ -93,18 +99,26 @@ class MessageDecoder:
         """Return the subscriptions for requests."""
         return [(self.topics.all_requests(), 1), (self.topics.all_texts(), 1)]
 
+    def _topics_of(self, topic: str) -> Topics:
+        shared = self.shared
+        return shared if shared is not None and topic.startswith(shared.request_root()) else self.topics
+
+    def misaddressed(self, topic: str, request: str) -> tuple[str, BadNameError] | None:
+        """Return where to refuse a request on a topic with a name that cannot be, and why."""
+        return self._topics_of(topic).misaddressed(topic, request)
+
     def decode(self, topic: str, payload: bytes) -> DecodedMessage | None:
         """Return a decoded message; None if it is invalid, or empty: a cleared retained one."""
         parsed = None
         try:
-            parsed = self.topics.parse(topic)
+            parsed = self._topics_of(topic).parse(topic)
             if not payload and parsed.kind != "use":  # a cleared switch is one that is on
                 return None
             decoder = self._decoders.get(parsed.kind)
             if decoder is None:
                 self.counters["foreign"] += 1
                 return None
-            return decoder(parsed, payload)
+            message = decoder(parsed, payload)
         except WireError as error:
             if parsed is not None and parsed.kind == "caps":
                 text = f"Refused {parsed.device}: its caps are not valid ({error}). Update its agent."
@@ -112,6 +126,9 @@ class MessageDecoder:
             else:
                 self.counters["malformed"] += 1
             return None
+        if isinstance(message, RawRequest) and self.shared is not None and self._topics_of(topic) is self.shared:
+            return replace(message, site=self.shared.site)
+        return message
 
 
 def _status(topic: ParsedTopic, payload: bytes) -> DecodedMessage | None:

@@ -19,6 +19,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import RequestPins
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
 from hepti_mqtt.models import largest_shape
+from hepti_mqtt.protocol.messages import TAKEN_BY
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
 from hepti_mqtt.runtime.coordinator.requests import Generation, Pins, Request, RequestKey, RunStats
@@ -125,12 +126,12 @@ class RequestHandler:
             data = {"text": bare_text(raw.payload)} if raw.bare else parse(raw.payload)
             own_id = request_id(data)
             key = RequestKey(raw.model, raw.client, own_id or make_id(raw))
-            return self._build_request(key, data, now, self._text_topic(raw) if raw.bare else None)
+            return self._build_request(key, data, now, self._topics_of(raw), raw.bare)
         except HeptiError as error:
             return self.refuse_unread(raw, error, make_id, own_id)
 
     def _build_request(
-        self, key: RequestKey, data: Mapping[str, Any], now: float, text_topic: str | None
+        self, key: RequestKey, data: Mapping[str, Any], now: float, topics: Topics, bare: bool
     ) -> Request | Reply:
         model, client = key.model, key.client
         served = self._models.get(model)
@@ -142,9 +143,9 @@ class RequestHandler:
                 f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
                 "operator"
             )
-        topic = text_topic or parts.reply_to or self._topics.response(model, client, key.id)
-        if parts.reply_to and not self._topics.response_allowed(parts.reply_to, model, client):
-            own = self._topics.responses(client, model).removesuffix("+")
+        topic = parts.reply_to or _reply_topic(topics, key, bare)
+        if parts.reply_to and not topics.response_allowed(parts.reply_to, model, client):
+            own = topics.responses(client, model).removesuffix("+")
             raise RequestError(f"reply_to must be a topic below {own}, where only {client} reads")
         asked = digest(data) if parts.id else b""  # a generated id is never repeated by the client
         known = self._cached_answer(key)
@@ -161,7 +162,7 @@ class RequestHandler:
                 tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules, carried
             )
         deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
-        context = _ReplyContext(topic, prepared, now, streams=text_topic is None)
+        context = _ReplyContext(topic, prepared, now, streams=not bare)
         self._quota.take(prepared.inputs.nbytes, context)
         return Request(
             key,
@@ -175,8 +176,8 @@ class RequestHandler:
             wants_report=parts.report,
         )
 
-    def _text_topic(self, raw: RawRequest) -> str:
-        return self._topics.text_response(raw.model, raw.client)
+    def _topics_of(self, raw: RawRequest) -> Topics:
+        return Topics(raw.site) if raw.site else self._topics
 
     def refuse_unread(
         self, raw: RawRequest, error: HeptiError, make_id: MakeId = _new_id, own_id: str | None = None
@@ -184,7 +185,7 @@ class RequestHandler:
         """Return the error that answers a request; callable on any thread. own_id: searched for unless given."""
         own_id = None if raw.bare else own_id or peek_id(raw.payload)
         key = RequestKey(raw.model, raw.client, own_id or make_id(raw))
-        topic = self._text_topic(raw) if raw.bare else self._topics.response(key.model, key.client, key.id)
+        topic = _reply_topic(self._topics_of(raw), key, raw.bare)
         return Reply(topic, encode_failure(own_id, error), key, error.code)
 
     def request_forecast(self, request: Request) -> None:
@@ -217,6 +218,13 @@ class RequestHandler:
             "text": answers.token_text(self._models[request.key.model].checkpoint, command.tokens),
             "final": False,
         }
+        return Reply(_context(request).topic, json.dumps(told).encode(), request.key)
+
+    def encode_taken(self, request: Request, group: str) -> Reply | None:
+        """Return the JSON that says which group has a request; None where only the answer is wanted."""
+        if not _context(request).streams:
+            return None
+        told = {"id": request.key.id, TAKEN_BY: group, "final": False}
         return Reply(_context(request).topic, json.dumps(told).encode(), request.key)
 
     def encode_answer(self, command: AnswerRequest, now: float) -> Reply:
@@ -303,6 +311,10 @@ class RequestHandler:
             while len(self._answered) > MAX_CACHED_ANSWERS or self._answered_bytes > MAX_CACHED_BYTES:
                 _, old = self._answered.popitem(last=False)
                 self._answered_bytes -= len(old.payload)
+
+
+def _reply_topic(topics: Topics, key: RequestKey, bare: bool) -> str:
+    return topics.text_response(key.model, key.client) if bare else topics.response(key.model, key.client, key.id)
 
 
 def _context(request: Request) -> _ReplyContext:

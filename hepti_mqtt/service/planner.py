@@ -91,6 +91,12 @@ READER_THREADS: Final = 2  # requests of one client are read by one thread at a 
 ANSWER_THREADS: Final = 2
 TILES_QUEUED_BYTES: Final = 2 << 20
 
+SHARING_PROTOCOL: Final = 5
+_NOT_SHARED: Final = (
+    "--shared needs shared subscriptions, and this broker does not speak MQTT 5; take one of docs/guide/groups.md, or "
+    "leave --shared out"
+)
+
 PlannerState = Literal["starting", "online", "offline"]
 Answering = interface.AnswerRequest | interface.TokenReady | interface.RefuseRequest
 
@@ -103,6 +109,8 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     first connection.
     """
     check_name("site", config.site)
+    if config.shared == config.site:
+        raise ConfigError(f"--shared {config.shared} is the planner's own site; give each group a --site of its own")
     if not config.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
     stop = stop or threading.Event()
@@ -162,7 +170,7 @@ class _Planner:
         self.config, self.start, self.models = config, start, models
         self.name = NameHolder(start)
         self.log = config.log
-        self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log))
+        self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), config.shared)
         self.topics = self.decoder.topics
         served = tuple(
             ServedModel(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
@@ -202,7 +210,7 @@ class _Planner:
         )
         place, changed = state_directory(config.site, config.state_dir) / "requests", self._handle_requests_connection
         self.channel = RequestChannel(
-            config.url, name, place, self.control, self.decoder, self._enqueue_request, changed
+            config.url, name, place, self.control, self.decoder, self._enqueue_request, changed, self._shared("offline")
         )
         self.said: Will | None = None  # the status that is retained
         self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # statuses that have not come back to us
@@ -270,7 +278,9 @@ class _Planner:
 
     def _handle_requests_connection(self, state: State) -> None:
         """Take what happened to the connection that brings requests."""
-        if isinstance(state, Connected):
+        if isinstance(state, Connected) and self.decoder.shared is not None and state.protocol < SHARING_PROTOCOL:
+            self.inbox.post(lambda: self._fail(ConfigError(_NOT_SHARED)))
+        elif isinstance(state, Connected):
             self.inbox.post(lambda: self._announce("requests"))
         elif isinstance(state, Disconnected):
             self.inbox.post(lambda: self.away.add("requests"))
@@ -309,6 +319,8 @@ class _Planner:
             self.channel.send(request, [raw])
             return
         journal.record_waiting(raw, request)
+        if raw.site and (taken := self.handler.encode_taken(request, self.config.site)) is not None:
+            self.channel.send(taken)
         if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
             full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
             self._answer(interface.RefuseRequest(request, full))
@@ -511,6 +523,10 @@ class _Planner:
         known = checkpoint.languages
         record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence, known)
         self._publish(self.topics.plan(shown.model), record, retain=True)
+        if (shared := self.decoder.shared) is not None:
+            self._publish(shared.plan(shown.model, self.config.site), record, retain=True)
+            plans = [self.shown[name].active if name in self.shown else None for name in self.models]
+            self.channel.set_sharing(None not in plans)  # a request that fails here would be answered elsewhere
 
     def _connected(self) -> None:
         """Publish everything retained again after every connection: the broker may have lost it."""
@@ -533,6 +549,8 @@ class _Planner:
         """Publish this planner's status, and keep it to be repaired."""
         self.said = self._status(state)
         self._repair_status()
+        if (shared := self._shared(state)) is not None:
+            self._publish(*shared)
 
     def _planner_seen(self, status: Status) -> None:
         if self.echoes and status == decode_status(self.echoes[0]):
@@ -564,6 +582,10 @@ class _Planner:
         if not replaced:
             for name in self.models:
                 self._publish(self.topics.plan(name), b"", retain=True)
+                if self.decoder.shared is not None:
+                    self._publish(self.decoder.shared.plan(name, self.config.site), b"", retain=True)
+            if (shared := self._shared("offline")) is not None:
+                self._publish(*shared)
         self.bulk.close()
         if self.home is not None:
             self.home.close()
@@ -582,3 +604,9 @@ class _Planner:
         key = "" if state == "offline" else self.session.fleet.public_key
         status = Status(state, self.start.boot, version=__version__, public_key=key, term=self.start.term)
         return Will(self.topics.planner_status(), encode_status(status), 1, retain=True)
+
+    def _shared(self, state: PlannerState) -> Will | None:
+        """Return our status at the site whose requests we share; None if we share none."""
+        if self.decoder.shared is None:
+            return None
+        return Will(self.decoder.shared.planner_status(self.config.site), self._status(state).payload, 1, retain=True)

@@ -119,7 +119,7 @@ _OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", *_INPUTS_OF, 
 PINS: Final = ("strategy", "options", "devices", "wire", "accuracy", "weights", "route", "objective")
 _ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", "report", *PINS})
 UNKNOWN_SHOWN: Final = 8
-_KEYS: Final = frozenset({*_INPUTS, *_OPTIONS, *_ENVELOPE})
+REQUEST_KEYS: Final = frozenset({*_INPUTS, *_OPTIONS, *_ENVELOPE})
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,13 @@ def read_input(checkpoint: Checkpoint, request: Any) -> ModelInput:
 def _prepared(checkpoint: Checkpoint, request: Any) -> ModelInput:
     if not isinstance(request, Mapping):
         raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {describe(request)}')
-    unknown = sorted(str(key) for key in request if key not in _KEYS)
+    unknown = sorted(str(key) for key in request if key not in REQUEST_KEYS)
     if unknown:
         some = ", ".join(repr(key[:40]) for key in unknown[:UNKNOWN_SHOWN])
         more = f" and {len(unknown) - UNKNOWN_SHOWN} more" if len(unknown) > UNKNOWN_SHOWN else ""
         raise RequestError(
-            f"unknown key{'s' if len(unknown) > 1 else ''} {some}{more}; a request may have {', '.join(sorted(_KEYS))}"
+            f"unknown key{'s' if len(unknown) > 1 else ''} {some}{more}; a request may have "
+            f"{', '.join(sorted(REQUEST_KEYS))}"
         )
     reads = checkpoint.spec.input_spec
     form = _form(checkpoint, request)
@@ -555,7 +556,7 @@ WEIGHT_DTYPES: Final[tuple[WeightDtype, ...]] = get_args(WeightDtype)
 ROUTES: Final[tuple[Route, ...]] = get_args(Route)
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 _GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
-_OBJECT: Final = re.compile(rb"\s*\{\s*[\"'](?:" + "|".join(sorted(_KEYS)).encode() + rb")[\"']\s*:")
+_OBJECT: Final = re.compile(rb"\s*\{\s*[\"'](?:" + "|".join(sorted(REQUEST_KEYS)).encode() + rb")[\"']\s*:")
 _ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
 _SHORT: Final = 1024  # characters
 _DELIVERY_KEYS: Final = ("id", "deadline_ms", "reply_to", "report")

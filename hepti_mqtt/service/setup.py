@@ -50,7 +50,8 @@ class PlannerConfig:
     together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
     refuses pins in requests. checked: what the tags of frames cover. max_weight_error: how far narrow weights may move
     an answer. state_dir: of the journal, by default the user's. home_assistant: prefix of its discovery, None to
-    announce nothing. metrics: where Prometheus reads, None for nowhere.
+    announce nothing. metrics: where Prometheus reads, None for nowhere. shared: the site whose requests are shared with
+    other planners.
     """
 
     url: BrokerUrl
@@ -66,6 +67,7 @@ class PlannerConfig:
     state_dir: Path | None = None
     home_assistant: str | None = None
     metrics: tuple[str, int] | None = None
+    shared: str | None = None
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
     @classmethod
@@ -84,6 +86,7 @@ class PlannerConfig:
             max_weight_error=options.max_weight_error,
             home_assistant=options.home_assistant,
             metrics=options.metrics,
+            shared=options.shared,
         )
 
 

@@ -1,9 +1,20 @@
-"""What a planner tells: a record of plans, and an answer."""
+"""A scripted planner, and what a planner tells: a record of plans, and an answer."""
 
 from __future__ import annotations
 
+import json
+import queue
+import threading
+
+import msgpack
+
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.protocol.messages import Status, encode_status
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
+
+PATIENCE_S = 20.0
 
 A_PLAN = Plan("m", PlanVersion(1, 1), "single", ("a",), "a").to_dict()
 
@@ -23,3 +34,49 @@ def an_answer(request, **data):
     counted = {"compute_ms": None, "wait_ms": None, "bytes_on_wire": None, "predicted_bytes": 0, "predicted_ms": 1.0}
     head = {"id": request, "model": "m", "ok": True, "result": None, "tokens": 1}
     return {**head, **counted, "plan": {**plan, "devices": {"a": 1.0}}, **data}
+
+
+class Planner:
+    """Hears requests and says what a test tells it to."""
+
+    def __init__(self, url, site):
+        self.topics = Topics(site)
+        self.asked = queue.SimpleQueue()
+        self.connected = threading.Event()
+        self.transport = PahoTransport(
+            BrokerUrl.parse(url), f"planner-{site}", on_message=self._heard, on_state=self._state
+        )
+        self.transport.subscribe([(self.topics.all_requests(), 1)])
+        self.transport.connect(PATIENCE_S)
+        assert self.connected.wait(PATIENCE_S)
+
+    def _state(self, state):
+        if isinstance(state, Connected):
+            self.connected.set()
+
+    def _heard(self, topic, payload):
+        self.asked.put((self.topics.parse(topic), json.loads(payload)))
+
+    def next(self):
+        return self.asked.get(timeout=PATIENCE_S)
+
+    def say(self, topic, payload, retain=True):
+        self.transport.publish(topic, payload, 1, retain)
+
+    def online(self, boot=1):
+        self.say(self.topics.planner_status(), encode_status(Status("online", boot)))
+
+    def record(self, model="m", boot=1, active=None, error=None, **more):
+        self.say(self.topics.plan(model), msgpack.packb(a_record(boot=boot, active=active, error=error, **more)))
+
+    def answer(self, request, **data):
+        parsed, body = request
+        topic = self.topics.response(parsed.model, parsed.client, body["id"])
+        told = an_answer(body["id"], model=parsed.model, result=body.get("text"))
+        told |= {**data, "plan": told["plan"] | data.get("plan", {})}
+        self.say(topic, json.dumps(told).encode(), retain=False)
+
+    def part(self, request, **data):
+        parsed, body = request
+        topic = self.topics.response(parsed.model, parsed.client, body["id"])
+        self.say(topic, json.dumps({"id": body["id"], "ok": True, "final": False, **data}).encode(), retain=False)

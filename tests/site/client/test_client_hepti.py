@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import queue
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import msgpack
 import pytest
-from client_support import A_PLAN, a_record, an_answer
+from client_support import A_PLAN, PATIENCE_S, Planner
 
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
@@ -22,58 +21,12 @@ from hepti_mqtt.errors import (
     UnknownModelError,
     WireError,
 )
-from hepti_mqtt.protocol.messages import Status, encode_status
-from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
-
-PATIENCE_S = 20.0
 
 
 @pytest.fixture(scope="module")
 def broker():
     with start_broker() as running:
         yield running
-
-
-class Planner:
-    """Hears requests and says what a test tells it to."""
-
-    def __init__(self, url, site):
-        self.topics = Topics(site)
-        self.asked = queue.SimpleQueue()
-        self.connected = threading.Event()
-        self.transport = PahoTransport(
-            BrokerUrl.parse(url), f"planner-{site}", on_message=self._heard, on_state=self._state
-        )
-        self.transport.subscribe([(self.topics.all_requests(), 1)])
-        self.transport.connect(PATIENCE_S)
-        assert self.connected.wait(PATIENCE_S)
-
-    def _state(self, state):
-        if isinstance(state, Connected):
-            self.connected.set()
-
-    def _heard(self, topic, payload):
-        self.asked.put((self.topics.parse(topic), json.loads(payload)))
-
-    def next(self):
-        return self.asked.get(timeout=PATIENCE_S)
-
-    def say(self, topic, payload, retain=True):
-        self.transport.publish(topic, payload, 1, retain)
-
-    def online(self, boot=1):
-        self.say(self.topics.planner_status(), encode_status(Status("online", boot)))
-
-    def record(self, model="m", boot=1, active=None, error=None, **more):
-        self.say(self.topics.plan(model), msgpack.packb(a_record(boot=boot, active=active, error=error, **more)))
-
-    def answer(self, request, **data):
-        parsed, body = request
-        topic = self.topics.response(parsed.model, parsed.client, body["id"])
-        told = an_answer(body["id"], model=parsed.model, result=body.get("text"))
-        told |= {**data, "plan": told["plan"] | data.get("plan", {})}
-        self.say(topic, json.dumps(told).encode(), retain=False)
 
 
 @pytest.fixture
@@ -93,7 +46,7 @@ def planner(broker, site):
 def hepti(broker, planner, site):
     planner.online()
     with Hepti.connect(str(broker.url), site=site, client_id="me") as h:
-        h._require_planner(PATIENCE_S)  # its status, heard later, would send what waits once more
+        h._run(h._require_planner(PATIENCE_S))  # its status, heard later, would send what waits once more
         yield h
 
 

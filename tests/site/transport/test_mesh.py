@@ -139,7 +139,7 @@ def test_nothing_is_left_of_connections_and_meshes():
         finally:
             b.mesh.close()
         held = held or descriptors()
-    assert descriptors() == held
+    assert descriptors() <= held  # the first one may have met a socket that was about to close
     a.mesh.close()
     assert (descriptors(), threading.active_count()) == before
 

@@ -19,10 +19,10 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli.output import status_text
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client import session as module
-from hepti_mqtt.client.client import encode_picture, request_body
+from hepti_mqtt.client.body import encode_picture, request_body
 from hepti_mqtt.client.described import random_input
 from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from, odd_clocks
-from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, RequestError, WireError
+from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, PlanError, RequestError, WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, encode_status
@@ -84,13 +84,48 @@ def test_what_waits_is_published_again_when_connection_or_planner_come_back(sess
     session.handle_message(*status(boot=1), now=0.0)
     first = session.add_request("m", "q1", {"text": "x"}, 1, 0.0)
     second = session.add_request("m", "q2", {"text": "y"}, 2, 0.0)
-    assert session.to_resend() == [first, second]
+    assert session.to_resend(0.0) == [first, second]
     session.handle_message(*reply("q1"), now=0.5)
     assert session.handle_message(*status("offline", 1), now=1.0) == []
     assert session.handle_message(*status("online", 2), now=2.0) == [second]
     assert session.handle_message(*status("online", 2), now=3.0) == [second], "it was away, its boot is the same"
     session.forget("m", "q2", 2)
-    assert session.to_resend() == []
+    assert session.to_resend(0.0) == []
+
+
+def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without_a_plan_passes_them_on(session):
+    def say(group, state="online", boot=1, active=None, now=1.0):
+        payload = msgpack.packb(a_record(boot=1, active=active))
+        session.handle_message(T.plan("m", group), payload, now)
+        return session.handle_message(T.planner_status(group), encode_status(Status(state, boot)), now)
+
+    def taken(request, group):
+        payload = json.dumps({"id": request, "taken_by": group, "final": False}).encode()
+        assert session.handle_message(T.response("m", "me", request), payload, 0.5) == []
+
+    asked = session.add_request("m", "q1", {}, "token", 0.0)
+    assert say("a") == [asked], "the first one: it may have been sent to nobody"
+    assert say("b", active=A_PLAN) == [], "the others have it"
+    assert session.models() == ["m"]
+    assert session.record("m")["active"] == A_PLAN
+    no_plan = reply(ok=False, error={"code": "no_plan", "message": "no device is online"})
+    assert session.handle_message(*no_plan, 1.0) == [asked]
+    ((_, error),) = session.handle_message(*no_plan, 1.0)
+    assert isinstance(error, PlanError), "both were asked"
+    held, untaken = (session.add_request("m", name, {}, "token", 0.8) for name in ("q2", "q3"))
+    taken("q2", "a")
+    assert [type(event) for event in say("b", "offline")] == [module.LookAgain], "somebody may be about to take it"
+    assert session.resend_untaken(2.0) == [untaken]
+    assert session.resend_untaken(2.0) == []
+    taken("q3", "a")
+    assert say("b", "offline") == []
+    assert say("a", boot=2, now=3.0) == [held, untaken], "a new one has forgotten them"
+    ((_, answer),) = session.handle_message(*reply("q2"), 3.0)
+    assert isinstance(answer, Answer)
+    assert session.handle_message(*reply("q2"), 3.0) == [], "shown once, whoever else answers"
+    session.handle_message(T.planner_status("a"), encode_status(Status("offline", 2)), 3.0)
+    assert not session.planner_online
+    assert session.record("m") is None
 
 
 def test_requests_that_the_broker_refuses_are_given_up(session):
@@ -98,7 +133,7 @@ def test_requests_that_the_broker_refuses_are_given_up(session):
     session.add_request("n", "q2", {}, 2, 0.0)
     assert session.drop_refused([T.request("m", "me")]) == [1]
     assert session.abandon() == [2]
-    assert session.to_resend() == []
+    assert session.to_resend(0.0) == []
 
 
 def test_arrays_and_numbers_of_numpy_are_plain_in_json(session):
@@ -115,7 +150,7 @@ def test_what_cannot_be_asked_is_refused_here(session):
         session.add_request("No Model", "q1", {}, 1, 0.0)
     with pytest.raises(BadNameError):
         session.add_request("m", "a/b", {}, 1, 0.0)
-    assert session.to_resend() == []
+    assert session.to_resend(0.0) == []
 
 
 def test_an_id_that_waits_is_for_the_same_request_alone(session):
@@ -145,7 +180,7 @@ def test_everybody_who_asks_the_same_under_one_id_is_told(session):
     assert session.drop_refused([T.request("m", "me")]) == [1, 2]
     ask()
     assert session.abandon() == [1, 2]
-    assert session.to_resend() == []
+    assert session.to_resend(0.0) == []
 
 
 def test_records_count_while_their_planner_is_there(session):
@@ -206,7 +241,7 @@ def test_an_answer_of_another_version_ends_its_request_with_the_reason(session, 
     payload = json.dumps(old if lacks != "plan" else without(answer, "plan")).encode()
     ((_, outcome),) = session.handle_message(T.response("m", "me", "q1"), payload, 1.0)
     assert isinstance(outcome, WireError)
-    assert session.to_resend() == []
+    assert session.to_resend(0.0) == []
 
 
 def test_devices_are_put_together_from_what_they_say(session):
@@ -262,8 +297,8 @@ def test_no_bytes_raise_or_end_a_request(arrivals):
     session.add_request("m", "q1", {}, 1, 0.0)
     for topic, payload in arrivals:
         assert not any(isinstance(item, RequestEnded) for item in session.handle_message(topic, payload, 1.0))
-    assert len(session.to_resend()) == 1
-    assert isinstance(session.to_resend()[0], RequestPublish)
+    assert len(session.to_resend(0.0)) == 1
+    assert isinstance(session.to_resend(0.0)[0], RequestPublish)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

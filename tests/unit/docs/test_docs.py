@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from hepti_mqtt.cli.main import build
+from hepti_mqtt.protocol.topics import Kind
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(
@@ -71,9 +74,37 @@ def test_commands_are_understood(page):
         build().parse_args([*(["agent"] if program.endswith("-agent") else []), *words])
 
 
-def test_the_command_line_is_described_as_it_is():
-    file = ROOT / "docs" / "generate_cli.py"
-    spec = importlib.util.spec_from_file_location("generate_cli", file)
-    generate_cli = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate_cli)
-    assert generate_cli.PAGE.read_text("utf-8") == generate_cli.page(), "write it again: make cli-docs"
+def generator(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize(("name", "command"), [("generate_cli", "cli-docs"), ("generate_asyncapi", "asyncapi")])
+def test_generated_pages_are_those_of_the_code(name, command):
+    found = generator(name)
+    assert found.PAGE.read_text("utf-8") == found.page(), f"write it again: make {command}"
+
+
+def test_every_topic_is_in_the_asyncapi_document_and_every_reference_leads_somewhere():
+    found = generator("generate_asyncapi")
+    document = found.document()
+    parsed = {found.T.parse(c.topic).kind for name, c in found.CHANNELS.items() if not name.startswith("home_")}
+    assert parsed == set(get_args(Kind))
+
+    def check(part):
+        if isinstance(part, dict):
+            if "$ref" in part:
+                functools.reduce(lambda at, key: at[key], part["$ref"].removeprefix("#/").split("/"), document)
+            for one in part.values():
+                check(one)
+        elif isinstance(part, list):
+            for one in part:
+                check(one)
+
+    check(document)
+    for channel in document["channels"].values():
+        assert set(re.findall(r"{(\w+)}", channel["address"])) == set(channel["parameters"])
+    assert all(operation["action"] in ("send", "receive") for operation in document["operations"].values())
+    assert {"asyncapi", "info", "channels", "operations", "components"} <= document.keys()

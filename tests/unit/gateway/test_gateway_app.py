@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
+import json
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import DeadlineError, HeptiError, NetworkError, OverloadedError, PlanError, RequestError
 from hepti_mqtt.gateway import bodies
 from hepti_mqtt.gateway.app import create_app
+from hepti_mqtt.gateway.routes import FORMS, ROUTES
 from hepti_mqtt.gateway.site import TEXTS, Site
 from hepti_mqtt.service import sound
 
@@ -32,6 +36,17 @@ class Client:
     def __init__(self, error: HeptiError | None = None) -> None:
         self.asked: list[dict[str, Any]] = []
         self._error = error
+
+    site = "home"
+
+    def devices(self, wait_s: float = 1.5) -> list[dict[str, Any]]:
+        raise NetworkError("no planner")
+
+    def unused(self) -> dict[str, str]:
+        return {}
+
+    def plan(self, model: str, timeout: float = 5.0) -> dict[str, Any]:
+        raise NetworkError("no planner")
 
     def models(self, timeout: float = 5.0) -> list[str]:
         return ["m", "labels", "ranker"]
@@ -280,3 +295,68 @@ def test_a_long_recording_is_cut_in_its_pauses() -> None:
     assert [asked["language"] for asked in client.asked] == [None, "en", "en"], "of all pieces that of the first"
     pieces = [sound.samples_of("piece", sound.pcm_of("piece", asked["audio"]), 30.0) for asked in client.asked]
     np.testing.assert_allclose(np.concatenate(pieces), loud, atol=1e-4)
+
+
+def seen_by(client: Client, *keys: str) -> dict[str, Any]:
+    """Return the first event of the dashboard, of a process that ends once it is sent."""
+    ending = iter([False])
+    app = create_app(Site(client, 5.0, "m"), keys, lambda: next(ending, True))
+    answer = TestClient(app).get("/events")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return dict(json.loads(answer.text.removeprefix("data: ")))
+
+
+def test_the_dashboard_is_seen_without_a_key_but_asks_nothing_without_one() -> None:
+    client = Client(RequestError("it says 'secret'"))
+    http = served(client, "key")
+    for path in ("/", "/page.css", "/page.js"):
+        answer = http.get(path)
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+    assert http.post("/infer", json={"model": "m", "text": "1"}).status_code == 401
+    assert client.asked == []
+    seen = seen_by(client, "key")
+    assert (seen["locked"], seen["site"], seen["trouble"]) == (True, "home", "no planner")
+
+
+@pytest.mark.parametrize(("keys", "message"), [((), "a 'secret'"), (("key",), "")])
+def test_errors_of_the_last_hour_quote_no_request_to_who_has_no_key(keys: tuple[str, ...], message: str) -> None:
+    client = Client(RequestError("a 'secret'"))
+    site, ending = Site(client, 5.0, "m"), iter([True, False])
+    http = TestClient(create_app(site, keys, lambda: next(ending, True)))
+    next(ending)
+    authorized = {"Authorization": "Bearer key"}
+    assert http.post("/infer", json={"model": "m", "text": "1"}, headers=authorized).status_code == 400
+    seen = json.loads(http.get("/events").text.removeprefix("data: "))
+    assert [(e["code"], e["message"]) for e in seen["errors"]] == [("bad_request", message)]
+    assert seen["waiting"] == 0
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"text": "1", "image": "aa"}, {"text": 1}, {"image": "https://x/y.png"}, {"text": "1", "more": 1}]
+)
+def test_a_request_of_the_page_is_one_text_or_one_picture(body: dict[str, Any]) -> None:
+    assert served(Client()).post("/infer", json={"model": "m", **body}).status_code == 400
+
+
+KEYS = (
+    *("model", "input", "inputs", "encoding_format", "dimensions", "query", "documents", "texts", "top_n", "top_k"),
+    *("truncate", "normalize", "raw_scores", "truncation_direction", "prompt_name", "text", "image", "other"),
+)
+WORDS = st.sampled_from(["m", "labels", "ranker", "1", "", "Right", "base64", "https://x"]) | st.text(max_size=4)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | WORDS
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)
+)
+POSTS = sorted(path for method, path in ROUTES if method == "POST" and path not in FORMS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(POSTS), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
+def test_no_body_makes_the_gateway_fail(path: str, body: dict[str, Any]) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = served(Client(RequestError("no"))).post(path, content=json.dumps(body), headers=headers)
+    assert answer.status_code < 500, answer.text
+    assert answer.status_code == 200 or answer.json()["error"]["message"]

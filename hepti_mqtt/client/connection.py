@@ -1,0 +1,390 @@
+"""What both clients share: the connection, and the methods as steps that wait; a client only runs the steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+from hepti_mqtt.client.body import request_body
+from hepti_mqtt.client.session import (
+    Answer,
+    ClientSession,
+    LookAgain,
+    PartialAnswer,
+    RequestEnded,
+    RequestPublish,
+    odd_clocks,
+)
+from hepti_mqtt.config import Settings
+from hepti_mqtt.errors import (
+    BadNameError,
+    ConfigError,
+    DeadlineError,
+    HeptiError,
+    NetworkError,
+    PlanError,
+    RefusedError,
+    RequestError,
+    UnknownModelError,
+)
+from hepti_mqtt.ids import check_name
+from hepti_mqtt.protocol.messages import TOKEN
+from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused, State, Subscribed
+
+GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
+PAUSE_S: Final = 0.2  # at most, between two retained records
+ANSWER_S: Final = 60.0  # for an answer, if the caller names no time
+PLANNER_S: Final = 5.0  # for a planner that restarts
+
+T = TypeVar("T")
+
+
+class Wait(NamedTuple):
+    """A wait for a future, or until `holds` is true, which every message may change; for at most timeout_s."""
+
+    holds: Future[Answer] | Callable[[], bool]
+    timeout_s: float
+
+
+Steps = Generator[Wait, bool, T]  # sent back: whether it came in time
+
+
+def client_name(user: str | None) -> str:
+    """Return the broker's user if it is valid in a topic, as access lists require, else a random name."""
+    try:
+        return check_name("client", user or "")
+    except BadNameError:
+        return f"py-{uuid.uuid4().hex[:12]}"
+
+
+def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:
+    """Return the error of a client whose publish or subscription the broker refused; what: "publish to" ...."""
+    return RefusedError(
+        f"the broker does not let client {client_id} {what} {', '.join(state.topics)}: {state.reason}; "
+        "a client's name must be its user's, and the user a client (`hepti site add client NAME`, --client NAME)"
+    )
+
+
+class AnswerStream(Future[Answer]):
+    """The future of an answer whose parts go to `put` as they come; None is their end."""
+
+    def __init__(self, put: Callable[[Mapping[str, Any] | None], None]) -> None:
+        super().__init__()
+        self.put, self._shown = put, 0
+        self.add_done_callback(lambda _: put(None))
+
+    def take(self, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the token of a part unless it was shown, or an earlier one is missing."""
+        if part.get("index") != self._shown:
+            return []
+        self._shown += 1
+        return [{key: part[key] for key in TOKEN}]
+
+    def rest(self) -> list[dict[str, Any]]:
+        """Return the tokens whose messages were lost; raises the planner's error."""
+        tokens = enumerate(self.result().result["ids"])
+        return [{"index": index, "token": token, "text": ""} for index, token in tokens if index >= self._shown]
+
+
+def settle(token: object, outcome: Answer | HeptiError) -> None:
+    """Give a future its answer or error, unless it was cancelled."""
+    assert isinstance(token, Future)
+    if not token.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, HeptiError):
+        token.set_exception(outcome)
+    else:
+        token.set_result(outcome)
+
+
+class Connection:
+    """A connection to a site, of either client; all methods may be called from any thread."""
+
+    def __init__(self, url: BrokerUrl, site: str, client_id: str) -> None:
+        self.site, self.client_id = check_name("site", site), check_name("client", client_id)
+        self._session = ClientSession(site, client_id)
+        self._changed = threading.Condition()  # guards the session and what follows
+        self._wakes: set[Callable[[], object]] = set()  # called after every change
+        self._connected = False
+        self._refused: RefusedError | None = None
+        self._unseen: RefusedError | None = None  # of devices alone: requests go on
+        self._subscribed: set[int] = set()
+        self._watching: int | None = None
+        # Two programs of one user must not disconnect each other.
+        own = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
+        self._transport = PahoTransport(url, own, on_message=self._heard, on_state=self._state, name="hepti-client")
+
+    @classmethod
+    def _create(cls, url: str | BrokerUrl | None, site: str | None, client_id: str | None) -> Self:
+        settings = Settings.from_environment(broker=str(url) if isinstance(url, str) else None, site=site)
+        if isinstance(url, BrokerUrl):
+            place = url
+        elif settings.broker is None:
+            raise ConfigError("no broker: give a URL such as mqtt://HOST:1883, or set HEPTI_BROKER")
+        else:
+            place = BrokerUrl.parse(settings.broker)
+        return cls(place, settings.site, client_id or client_name(place.user))
+
+    def _close(self) -> None:
+        self._transport.close()
+        with self._changed:
+            ended = self._session.abandon()
+        for token in ended:
+            settle(token, NetworkError("the client was closed before the answer came"))
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def _infer(
+        self, model: str, timeout_s: float | None, wait_for_plan: bool | None, request: Mapping[str, Any]
+    ) -> Steps[Answer]:
+        wait_s = ANSWER_S if timeout_s is None else timeout_s
+        until = time.monotonic() + wait_s
+        while True:
+            beside_a_plan = self._has_plan(model)  # before it is sent: a plan made between error and look is no reason
+            future = self._submit(model, None, request)
+            try:
+                if not (yield Wait(future, max(until - time.monotonic(), 0.0))):
+                    raise self._timeout_error(wait_s)
+                return future.result(0.0)
+            except PlanError:
+                waits = timeout_s is not None if wait_for_plan is None else wait_for_plan
+                if not waits or beside_a_plan:
+                    raise
+                if not (yield Wait(lambda: self._has_plan(model), until - time.monotonic())):
+                    raise
+            finally:
+                future.cancel()
+
+    def _has_plan(self, model: str) -> bool:
+        record = self._session.record(model)
+        return record is not None and record["active"] is not None
+
+    def _stream(
+        self, model: str, request: Mapping[str, Any], put: Callable[[Mapping[str, Any] | None], None]
+    ) -> AnswerStream:
+        if request.get("want") not in (None, "task"):
+            raise RequestError(f"want {request['want']!r} generates no tokens; leave it out, or send it with infer")
+        stream = AnswerStream(put)
+        self._send(model, uuid.uuid4().hex, request_body(**request), stream)
+        return stream
+
+    def _foretold(self, answer: Answer, request: Mapping[str, Any]) -> Steps[Answer]:
+        if answer.raw.get("forecast") != "estimated":
+            return answer
+        others = {key: value for key, value in request.items() if key not in ("timeout_s", "wait_for_plan", "want")}
+        try:
+            told = yield from self._infer(
+                answer.model, request.get("timeout_s"), request.get("wait_for_plan"), {**others, "want": "plan"}
+            )
+        except HeptiError:  # the answer itself is complete
+            return answer
+        if told.plan["id"] != answer.plan["id"]:
+            return answer
+        keys = ("forecast", "predicted_ms", "expected_ms", "predicted_bytes", "plan")
+        return replace(answer, raw={**answer.raw, **{key: told.raw[key] for key in keys if key in told.raw}})
+
+    def _submit(self, model: str, request_id: str | None, request: Mapping[str, Any]) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        self._send(model, request_id or uuid.uuid4().hex, request_body(**request), future)
+        return future
+
+    def _send(self, model: str, name: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
+        with self._changed:
+            publication = self._session.add_request(model, name, body, future, time.perf_counter())
+        future.add_done_callback(lambda _: self._forget(model, name, future))
+        try:
+            self._transport.publish(publication.topic, publication.payload, 1)
+        except HeptiError:
+            self._forget(model, name, future)
+            raise
+
+    def _forget(self, model: str, name: str, future: Future[Answer]) -> None:
+        with self._changed:
+            self._session.forget(model, name, future)
+
+    def _timeout_error(self, timeout_s: float) -> HeptiError:
+        with self._changed:
+            connected, planner = self._connected, self._session.planner_online
+        if not connected:
+            return NetworkError(f"The connection to the broker was lost for {timeout_s:g} s")
+        if not planner:
+            return NetworkError(f"no planner answers at site {self.site}; start one with: hepti planner --model ...")
+        return DeadlineError(f"no answer within {timeout_s:g} s; the planner is there, see `hepti plan` and its log")
+
+    # -- the site ---------------------------------------------------------------------------------------------------
+
+    def _models(self, timeout: float) -> Steps[list[str]]:
+        yield from self._require_planner(timeout)
+        count = 0
+
+        def has_more() -> bool:
+            return len(self._session.models()) > count
+
+        # Retained records come one by one, and none is marked as the last.
+        while (yield Wait(has_more, PAUSE_S if count else GRACE_S)):
+            with self._changed:
+                count = len(self._session.models())
+        with self._changed:
+            return self._session.models()
+
+    def _plan(self, model: str, timeout: float) -> Steps[dict[str, Any]]:
+        yield from self._require_planner(timeout)
+        yield Wait(lambda: self._session.record(model) is not None, GRACE_S)
+        with self._changed:
+            record, names = self._session.record(model), self._session.models()
+        if record is None:
+            raise UnknownModelError(f"no model {model} at site {self.site}; there are: {', '.join(names) or 'none'}")
+        return record
+
+    def _wait_ready(
+        self,
+        model: str,
+        timeout: float,
+        predicate: Callable[[Mapping[str, Any]], bool] | None,
+        patience_s: float | None,
+    ) -> Steps[dict[str, Any]]:
+        until = time.monotonic() + timeout
+        hopeless_since: float | None = None
+
+        def ready() -> bool:
+            nonlocal hopeless_since
+            record = self._session.record(model)
+            if record is None or record["active"] is not None or record["error"] is None:
+                hopeless_since = None
+            elif hopeless_since is None:
+                hopeless_since = time.monotonic()
+            return bool(record and record["active"] is not None and (predicate is None or predicate(record)))
+
+        while time.monotonic() < until:
+            if (yield Wait(ready, min(until - time.monotonic(), GRACE_S))):
+                return (yield from self._plan(model, PLANNER_S))
+            if patience_s is not None and hopeless_since is not None and time.monotonic() - hopeless_since > patience_s:
+                break
+        record = yield from self._plan(model, GRACE_S)
+        error = record["error"]
+        raise PlanError(error["message"] if error else f"no plan of {model} was active within {timeout:g} s")
+
+    def _devices(self, wait_s: float) -> Steps[list[dict[str, Any]]]:
+        with self._changed:
+            if self._watching is None:
+                t = self._session.topics
+                filters = [(t.all_status(), 1), (t.all_caps(), 1), (t.all_heartbeats(), 0)]
+                self._watching = self._transport.subscribe(filters)
+            for device in self._session.devices.values():
+                device.heartbeat = None
+        yield Wait(self._all_heard, wait_s)
+        with self._changed:
+            if self._unseen is not None:
+                raise self._unseen
+            return [d.to_dict(name) for name, d in sorted(self._session.devices.items())]
+
+    @property
+    def planner_online(self) -> bool:
+        """Return whether the site's planner is known to be online."""
+        with self._changed:
+            return self._session.planner_online
+
+    def unused(self) -> dict[str, str]:
+        """Return why the planner leaves online devices out of all plans, by name; empty without a planner."""
+        with self._changed:
+            return self._session.unused()
+
+    def odd_clocks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return in words which clocks of the site differ from most others; found: by `devices`, just now."""
+        now_s = time.time()
+        with self._changed:
+            return odd_clocks(found, self._session.clocks(), now_s)
+
+    def _all_heard(self) -> bool:
+        online = [d for d in self._session.devices.values() if d.status is not None and d.status.state == "online"]
+        if self._unseen is not None:
+            return True
+        return self._watching in self._subscribed and bool(online) and all(d.heartbeat is not None for d in online)
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def _connect(self, timeout: float) -> None:
+        t = self._session.topics
+        self._transport.subscribe([(topic, 1) for topic in (t.responses(self.client_id), *t.every_group())])
+        self._transport.connect(timeout)
+
+    def _require_connection(self, timeout: float) -> Steps[None]:
+        if not (yield Wait(lambda: self._connected, timeout)):
+            raise NetworkError(f"the broker did not acknowledge the subscriptions within {timeout:g} s")
+
+    def _require_planner(self, timeout: float) -> Steps[None]:
+        if not (yield Wait(lambda: self._session.planner_online, timeout)):
+            raise self._timeout_error(timeout)
+
+    def _holds(self, predicate: Callable[[], bool]) -> bool:
+        """Return whether a wait is over; raises RefusedError."""
+        with self._changed:
+            if self._refused is not None:
+                raise self._refused
+            return predicate()
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        for wake in self._wakes:
+            wake()
+
+    # -- network thread ---------------------------------------------------------------------------------------------
+
+    def _heard(self, topic: str, payload: bytes) -> None:
+        now = time.perf_counter()
+        with self._changed:
+            out = self._session.handle_message(topic, payload, now)
+            self._notify()
+        for item in out:
+            if isinstance(item, RequestEnded):
+                settle(item.handle, item.outcome)
+            elif isinstance(item, PartialAnswer):
+                if isinstance(item.handle, AnswerStream):
+                    item.handle.put(item.data)
+            elif isinstance(item, RequestPublish):
+                self._transport.publish(item.topic, item.payload, 1)
+        waits_s = [item.after_s for item in out if isinstance(item, LookAgain)]
+        if waits_s:
+            timer = threading.Timer(max(waits_s), self._look_again)
+            timer.daemon = True
+            timer.start()
+
+    def _look_again(self) -> None:
+        with self._changed:
+            again = self._session.resend_untaken(time.perf_counter())
+        self._publish_again(again)
+
+    def _publish_again(self, again: Sequence[RequestPublish]) -> None:
+        for publication in again:
+            with suppress(NetworkError):  # closed meanwhile, or the queue is full of what waits for the broker
+                self._transport.publish(publication.topic, publication.payload, 1)
+
+    def _state(self, state: State) -> None:
+        again: list[RequestPublish] = []
+        refused: list[object] = []
+        refusal = refusal_error(self.client_id, "publish to", state) if isinstance(state, Refused) else None
+        with self._changed:
+            if isinstance(state, Connected):
+                again = self._session.to_resend(time.perf_counter())
+                self._connected = True
+            elif isinstance(state, Disconnected):
+                self._connected = False
+            elif isinstance(state, Subscribed):
+                self._subscribed.add(state.token)
+            elif state.token is None:
+                refused = self._session.drop_refused(state.topics)
+            elif state.token == self._watching:
+                self._unseen = refusal_error(self.client_id, "subscribe to", state)
+            else:
+                self._refused = refusal_error(self.client_id, "subscribe to", state)
+            self._notify()
+        for token in refused:
+            assert refusal is not None
+            settle(token, refusal)
+        self._publish_again(again)

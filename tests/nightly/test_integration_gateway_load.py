@@ -1,0 +1,90 @@
+"""The gateway under many connections and many requests, before a real site with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from site_processes import PATIENCE_S, Site, poll, running_site
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
+
+CONNECTIONS = 1000
+REQUESTS_PER_S = 200
+SECONDS = 20
+GROWTH_BYTES = 24 << 20  # after the first quarter
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("load")
+    yield from running_site(directory, {"tiny": make_model("tiny-bert", directory / "tiny", seed=3)}, {"a": "100MiB"})
+
+
+class Load:
+    """Connections that stay open, each asked again and again; `statuses` counts the answers."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.statuses: Counter[int] = Counter()
+        body = json.dumps({"model": "tiny", "input": "a warm room"}).encode()
+        head = (
+            f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        self._request = head.encode() + b"\r\n\r\n" + body
+
+    async def ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(self._request)
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+        self.statuses[int(head.split()[1])] += 1
+
+    async def run(self, process: psutil.Process) -> list[int]:
+        """Return the process's resident bytes after each quarter."""
+        found = [await asyncio.open_connection("127.0.0.1", self._port) for _ in range(CONNECTIONS)]
+        idle = asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
+        for connection in found:
+            idle.put_nowait(connection)
+        clock, sizes = asyncio.get_running_loop(), []
+        begun = clock.time()
+
+        async def one() -> None:
+            connection = await idle.get()
+            await self.ask(*connection)
+            idle.put_nowait(connection)
+
+        async with asyncio.timeout(SECONDS + PATIENCE_S), asyncio.TaskGroup() as group:
+            for number in range(REQUESTS_PER_S * SECONDS):
+                await asyncio.sleep(max(begun + number / REQUESTS_PER_S - clock.time(), 0))
+                group.create_task(one())
+                if (number + 1) % (REQUESTS_PER_S * SECONDS // 4) == 0:
+                    sizes.append(process.memory_info().rss)
+        for _, writer in found:
+            writer.close()
+        return sizes
+
+
+def test_many_connections_and_requests_end_in_no_error_and_in_no_growth(site: Site, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * CONNECTIONS:
+        pytest.skip(f"this user may open {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * CONNECTIONS), hard))
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = int(found.getsockname()[1])
+    with Hepti.connect(site.url, site.name) as hepti:
+        hepti.wait_ready("tiny", PATIENCE_S)
+    gateway = site.start("gateway", "gateway", "--port", str(port))
+    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
+    load = Load(port)
+    sizes = asyncio.run(load.run(psutil.Process(gateway.pid)))
+    assert load.statuses == {200: REQUESTS_PER_S * SECONDS}
+    assert sizes[-1] - sizes[0] < GROWTH_BYTES, sizes
+    print(load.statuses, [size >> 20 for size in sizes])

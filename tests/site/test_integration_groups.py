@@ -1,0 +1,87 @@
+"""Two groups of real processes behind one request topic: each request is answered once, also when a planner dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from broker_kinds import broker_of
+from site_processes import PATIENCE_S, Site, poll
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.errors import NetworkError
+
+CLUSTER, GROUPS, REQUESTS = "cluster", ("left", "right"), 24
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Site]]:
+    directory = tmp_path_factory.mktemp("groups")
+    model = make_model("tiny-bert", directory / "model", seed=5)
+    with broker_of("mosquitto") as broker:
+        found = {}
+        try:
+            for name in GROUPS:
+                (directory / name).mkdir()
+                found[name] = Site(directory / name, broker, {"tiny": model}, name=name)
+                found[name].planner("--shared", CLUSTER)
+                found[name].agent(f"{name}-device")
+            for name in GROUPS:
+                with Hepti.connect(broker.url, site=name, client_id="looker") as own:
+                    own.wait_ready("tiny", 3 * PATIENCE_S)
+            yield found
+        finally:
+            for site in found.values():
+                site.close()
+
+
+def group_of(answer) -> str:
+    (device,) = answer.plan["devices"]
+    return device.removesuffix("-device")
+
+
+def test_each_request_is_answered_once_by_one_of_the_groups_that_are_there(groups):
+    url = groups["left"].url
+    with Hepti.connect(url, site=CLUSTER, client_id="me") as hepti:
+        assert hepti.models(PATIENCE_S) == ["tiny"]
+
+        def both() -> bool:
+            return len({group_of(hepti.infer("tiny", ids=[5, 6, 7], timeout_s=PATIENCE_S)) for _ in range(4)}) == 2
+
+        poll(both, "an answer of both groups")
+        with Hepti.connect(url, site="left", client_id="me") as own:
+            assert group_of(own.infer("tiny", ids=[5, 6], timeout_s=PATIENCE_S)) == "left", "its own site is as it was"
+
+        waiting = [hepti.submit("tiny", ids=[5, 6, 7 + i]) for i in range(REQUESTS)]
+        groups["left"].kill("planner")
+        waiting += [hepti.submit("tiny", ids=[5, 6, 40 + i]) for i in range(REQUESTS)]
+        answers = [future.result(3 * PATIENCE_S) for future in waiting]
+        assert len({answer.id for answer in answers}) == 2 * REQUESTS
+        assert {group_of(answer) for answer in answers[REQUESTS:]} == {"right"}
+
+        waiting = [hepti.submit("tiny", ids=[5, 6, 7 + i]) for i in range(REQUESTS)]
+        groups["right"].broker.stop()
+        groups["right"].broker.start()
+        assert len({future.result(3 * PATIENCE_S).id for future in waiting}) == REQUESTS, "the broker has forgotten all"
+
+        groups["right"].kill("right-device")  # a planner that has no plan passes on what it gets
+        groups["left"].planner("--shared", CLUSTER)
+        poll(lambda: group_of(hepti.infer("tiny", ids=[5, 6, 7], timeout_s=PATIENCE_S)) == "left", "the other group")
+        groups["left"].kill("planner")
+        groups["right"].stop("planner")
+        poll(lambda: not hepti.planner_online, "nobody there")
+        with pytest.raises(NetworkError):
+            hepti.infer("tiny", ids=[5], timeout_s=0.1)
+
+
+@pytest.mark.parametrize(("shared", "broker"), [("lonely", None), (CLUSTER, "amqtt")])
+def test_a_planner_shares_neither_its_own_site_nor_without_mqtt_5(tmp_path: Path, groups, shared, broker):
+    with broker_of(broker) if broker else nullcontext(groups["left"].broker) as found:
+        lonely = Site(tmp_path, found, groups["left"].models, name="lonely")
+        try:
+            assert lonely.planner("--shared", shared).wait(PATIENCE_S) == 2
+        finally:
+            lonely.close()
