@@ -212,7 +212,8 @@ class Rotate(Op):
 
     q_columns, k_columns: how many of the columns are of queries, and then of keys. lengths: of the packed sequences.
     norm: of each head of queries and keys before; `tensors` are its gamma for queries and for keys. in_session: the
-    second input is `at`, the place of the first row.
+    second input is `at`, the place of the first row. scaling: of frequencies as in Llama 3.1, none or its factor, its
+    low and high factors, and the positions that there were before.
     """
 
     d: int
@@ -222,6 +223,7 @@ class Rotate(Op):
     lengths: tuple[int, ...]
     norm: Norm | None = None
     in_session: bool = False
+    scaling: tuple[float, ...] = ()
 
     kind = "rotate"
 
@@ -244,7 +246,7 @@ class Rotate(Op):
             "theta": self.theta,
             "rows": tuple(indices(r)),
             "lengths": self.lengths,
-        }
+        } | ({"scaling": self.scaling} if self.scaling else {})
         return Call("rotate", self.weight_refs(region), attrs | (self.norm.attrs if self.norm else {}))
 
     def _heads(self, c: IndexSet) -> int:

@@ -313,6 +313,7 @@ class GraphBuilder:
         norm: Norm | None = None,
         gammas: tuple[str, ...] = (),
         at: str = "",
+        scaling: tuple[float, ...] = (),
     ) -> str:
         """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before.
 
@@ -321,7 +322,7 @@ class GraphBuilder:
         inputs = (qkv, at) if at else (qkv,)
         return self._add(
             name, inputs, role, gammas, Rotate, space=self.shape_of(qkv), d=d, q_columns=columns[0],
-            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm, in_session=bool(at),
+            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm, in_session=bool(at), scaling=scaling,
         )  # fmt: skip
 
     def attention(

@@ -31,6 +31,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     mistral = architecture.startswith("Mistral")
     config.refuse_unknown_attention(*_WINDOWS.only)
     config.check_keys(_WINDOWS._replace(read=frozenset({"sliding_window"}) if mistral else frozenset()))
+    config, scaling = config.llama3_scaling()
     hidden = config.positive("hidden_size")
     heads = config.heads(hidden)
     positions = config.positive("max_position_embeddings")
@@ -55,6 +56,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         head_dim=config.positive("head_dim", hidden // heads),
         causal=True,
         thetas=(config.rope_theta(10_000.0),) * layers,
+        rope_scaling=scaling,
     )
     return qwen3.decoder_spec("llama", architecture, config, extras, "hidden_act", block, generates=True)
 
@@ -72,10 +74,14 @@ _SMOLLM2: Final = _LLAMA | {
     "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192, "rope_theta": 100_000.0,
     "tie_word_embeddings": True, "initializer_range": 0.02,
 }  # fmt: skip
+_SCALING: Final = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 _TINY: Final = _LLAMA | {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
     "intermediate_size": 48, "vocab_size": 211, "max_position_embeddings": 96, "rope_theta": 10_000.0,
-    "tie_word_embeddings": False, "initializer_range": TINY_SPREAD,
+    "tie_word_embeddings": False, "initializer_range": TINY_SPREAD, "rope_scaling": _SCALING,
 }  # fmt: skip
 KINDS: Final = {
     "smollm2-135m": make_kind("LlamaForCausalLM", "llama", _SMOLLM2),

@@ -43,7 +43,8 @@ class BlockSpec:
     as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for
     1 / sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance, which all layers
     share. thetas, windows: of each layer the base of its rotary positions, and the most rows between query and key, -1
-    for all, from the first one again where there are more layers; none where no layer has them.
+    for all, from the first one again where there are more layers; none where no layer has them. rope_scaling: see
+    `lowering.Rotate`.
     """
 
     biases: tuple[str, ...] = MATRICES
@@ -62,6 +63,7 @@ class BlockSpec:
     farthest: int = 0
     thetas: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
+    rope_scaling: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +280,7 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
             f"{name}qkv", qkv, roles.QKV, d=d, columns=(q, kv), theta=n.theta,
             lengths=(n.cache,) if n.at else n.lengths,
             norm=n.norm if block.head_norms and isinstance(n.norm, Norm) else None, gammas=gammas, at=n.at,
+            scaling=block.rope_scaling,
         )  # fmt: skip
     else:
         qkv = net.linear(f"{name}qkv", x, roles.QKV, matrices, bias=bias)  # [m, q + 2 kv]

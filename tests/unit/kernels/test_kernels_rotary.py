@@ -23,10 +23,11 @@ def rotate(lengths, d, q, k, v, *, rows=None, weights=(), x=None, **attrs):
     d=st.sampled_from([2, 8, 64]),
     normed=st.booleans(),
     theta=st.sampled_from([1e3, 1e4, 1.6e5]),
+    scaling=st.sampled_from([(), (8.0, 1.0, 4.0, 32.0)]),
 )
-def test_rotate(lengths, heads, d, normed, theta):
+def test_rotate(lengths, heads, d, normed, theta, scaling):
     attrs = {"weights": [array(d), array(d)], "eps": 1e-6, "rms": True, "gamma_offset": 1.0} if normed else {}
-    rotate(lengths, d, *heads, theta=theta, **attrs).check(rtol=2e-4, atol=2e-4)
+    rotate(lengths, d, *heads, theta=theta, scaling=scaling, **attrs).check(rtol=2e-4, atol=2e-4)
 
 
 def test_values_stay_and_positions_begin_with_each_sequence():
