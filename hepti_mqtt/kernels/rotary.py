@@ -3,7 +3,9 @@
 rotate  x [r, n], n columns of whole heads: first those of queries, then of keys, then of values -> the same, queries
         and keys rotated by their positions. Columns i and i + d / 2 of a head are a pair. Attributes: head_dim (d),
         q_heads, k_heads, theta, rows (packed row of each row of x), lengths. Weights: none, or gamma [d] of queries and
-        of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has.
+        of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has. Attribute
+        scaling, of frequencies: none, or factor, low factor, high factor, positions before (Llama 3.1). With an
+        i32 slot `at` [1] behind x, rows stand so many places later; those beyond lengths raise ValueError.
 """
 
 from __future__ import annotations
@@ -16,7 +18,19 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, norm_of, nothing, row_parts, rowwise, starts_of
+from hepti_mqtt.kernels.base import (
+    Array,
+    Check,
+    Kernel,
+    Run,
+    check_at,
+    first_of,
+    norm_of,
+    nothing,
+    row_parts,
+    rowwise,
+    starts_of,
+)
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import root_mean_square, same_shapes
 from hepti_mqtt.kernels.threads import Workers
@@ -56,10 +70,22 @@ def _rotate(
                 head_out[i + half] = b * cosine[i] + a * sine[i]
 
 
+def _scaled(frequencies: NDArray[Any], scaling: Sequence[float]) -> NDArray[Any]:
+    """Return frequencies [d / 2] as Llama 3.1 scales them: slow ones by the factor, fast ones not, between in part."""
+    if not scaling:
+        return frequencies
+    factor, low, high, before = scaling
+    kept = np.clip((before * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
+    return np.asarray((1 - kept) * frequencies / factor + kept * frequencies, frequencies.dtype)
+
+
 @lru_cache(maxsize=_MOST_TABLES)
-def _angles(theta: float, d: int, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _angles(
+    theta: float, d: int, length: int, scaling: tuple[float, ...]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return cosines and sines of positions 0..length, [length, d / 2] each; angles are f32, as in transformers."""
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
+    frequencies = _scaled(frequencies, scaling)
     angles = (np.arange(length, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -74,7 +100,13 @@ def _positions(op: Compute) -> NDArray[np.int64]:
 
 def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int, NDArray[np.int64]]:
     """Return (the op's checks, its rows, columns of a head, the rows' positions)."""
-    check, r, n = same_shapes(op, slots, 1)
+    if len(op.reads) > 1:
+        check = check_at(op, slots, ("f32",))
+        check.that(len(op.attrs["lengths"]) == 1, "only one sequence begins at a place")
+        r, n = check.reads[0].shape
+        check.shape(check.writes[0], (r, n))
+    else:
+        check, r, n = same_shapes(op, slots, 1)
     d, heads = op.attrs["head_dim"], op.attrs["q_heads"] + op.attrs["k_heads"]
     check.that(d >= 2 and d % 2 == 0 and n % d == 0, f"heads of {d} columns make no sense")
     check.that(0 <= heads * d <= n, f"there is no room for {heads} heads to rotate")
@@ -92,17 +124,22 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     parts = row_parts(r, check.reads[0].shape[1], pool)
     if not parts or not check.reads[0].shape[1]:
         return nothing
-    cosines, sines = _angles(float(op.attrs["theta"]), d, max(op.attrs["lengths"]))
+    cosines, sines = _angles(float(op.attrs["theta"]), d, max(op.attrs["lengths"]), tuple(op.attrs.get("scaling", ())))
     rotate, heads = pool.bind(_rotate, parts), (op.attrs["q_heads"], op.attrs["k_heads"])
 
+    last, places, moved = int(positions.max()) + 1, len(cosines), positions.copy()
+
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        rotate(reads[0], writes[0], d, *heads, cosines, sines, positions, q_gamma, k_gamma, eps)
+        if len(reads) > 1:
+            np.add(positions, first_of(op, reads[1], last, places, "places of a sequence"), out=moved)
+        rotate(reads[0], writes[0], d, *heads, cosines, sines, moved, q_gamma, k_gamma, eps)
 
     return run
 
 
 def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
     _, r, d, positions = _check(op, slots)
+    positions = positions + int(reads[1][0]) if len(reads) > 1 else positions
     x = reads[0].astype(np.float64).reshape(r, reads[0].shape[1] // d, d)
     q, k = op.attrs["q_heads"], op.attrs["k_heads"]
     out = x.copy()
@@ -111,7 +148,8 @@ def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], w
         if weights:
             gamma = weights[place] + op.attrs.get("gamma_offset", 0.0)
             part = part / np.sqrt(np.square(part).mean(axis=-1, keepdims=True) + op.attrs["eps"]) * gamma
-        angles = positions[:, None, None] / op.attrs["theta"] ** (np.arange(0, d, 2) / d)
+        frequencies = _scaled(1 / op.attrs["theta"] ** (np.arange(0, d, 2) / d), op.attrs.get("scaling", ()))
+        angles = positions[:, None, None] * frequencies
         a, b = part[..., : d // 2], part[..., d // 2 :]
         turned = [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
         out[:, heads] = np.concatenate(turned, axis=-1)

@@ -211,7 +211,9 @@ class Rotate(Op):
     """Queries, keys and values over (m, c = heads x d), with rotary positions in queries and keys.
 
     q_columns, k_columns: how many of the columns are of queries, and then of keys. lengths: of the packed sequences.
-    norm: of each head of queries and keys before; `tensors` are its gamma for queries and for keys.
+    norm: of each head of queries and keys before; `tensors` are its gamma for queries and for keys. in_session: the
+    second input is `at`, the place of the first row. scaling: of frequencies as in Llama 3.1, none or its factor, its
+    low and high factors, and the positions that there were before.
     """
 
     d: int
@@ -220,11 +222,16 @@ class Rotate(Op):
     theta: float
     lengths: tuple[int, ...]
     norm: Norm | None = None
+    in_session: bool = False
+    scaling: tuple[float, ...] = ()
 
     kind = "rotate"
 
     def granularity(self) -> tuple[int, ...]:
         return 1, self.d
+
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        return (region, (span(0, 1),)) if self.in_session else (region,)
 
     def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         return tuple(WeightRef(name, (0, 1), (0, self.d), "plain") for name in self.tensors)
@@ -239,7 +246,7 @@ class Rotate(Op):
             "theta": self.theta,
             "rows": tuple(indices(r)),
             "lengths": self.lengths,
-        }
+        } | ({"scaling": self.scaling} if self.scaling else {})
         return Call("rotate", self.weight_refs(region), attrs | (self.norm.attrs if self.norm else {}))
 
     def _heads(self, c: IndexSet) -> int:

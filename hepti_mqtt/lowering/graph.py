@@ -312,11 +312,17 @@ class GraphBuilder:
         lengths: tuple[int, ...],
         norm: Norm | None = None,
         gammas: tuple[str, ...] = (),
+        at: str = "",
+        scaling: tuple[float, ...] = (),
     ) -> str:
-        """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before."""
+        """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before.
+
+        at: i32 [1], the place of the first row in a sequence of at most so many as `lengths` says.
+        """
+        inputs = (qkv, at) if at else (qkv,)
         return self._add(
-            name, (qkv,), role, gammas, Rotate, space=self.shape_of(qkv), d=d, q_columns=columns[0],
-            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm,
+            name, inputs, role, gammas, Rotate, space=self.shape_of(qkv), d=d, q_columns=columns[0],
+            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm, in_session=bool(at), scaling=scaling,
         )  # fmt: skip
 
     def attention(
@@ -386,11 +392,16 @@ class GraphBuilder:
         heads: int,
         columns: tuple[int, int, int],
         role: str = roles.ATTENTION,
+        group: int = 1,
+        scale: float = 0.0,
     ) -> str:
-        """q [m, *], kv [C, 2 width], at [1] -> attention [m, width]; columns: where q, k and v begin in theirs."""
-        rows, width = self.shape_of(kv)[0], self.shape_of(kv)[1] // 2
+        """q [m, *], kv [C, 2 width / group], at [1] -> attention [m, width]; columns: where q, k and v begin."""
+        rows, width = self.shape_of(kv)[0], self.shape_of(kv)[1] // 2 * group
         space = (self.shape_of(q)[0], width, rows)
-        return self._add(name, (q, kv, at), role, (), CachedAttention, space=space, d=width // heads, columns=columns)
+        return self._add(
+            name, (q, kv, at), role, (), CachedAttention, space=space, d=width // heads, columns=columns, group=group,
+            scale=scale,
+        )  # fmt: skip
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:
         """Tensors [m, h_i] -> side by side [m, sum of h_i]."""

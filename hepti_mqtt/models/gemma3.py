@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hepti_mqtt.models import qwen3, text
+from hepti_mqtt.models.causal import graph, reference
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
-from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 

@@ -61,6 +61,8 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
         x = _dense(net, x, "head.transform", head.activation, refs)  # [masks, e]
         x = _norm(net, spec, x, "head.transform_norm", refs)
         return _dense(net, x, "head.decoder", None, refs)  # [masks, V]
+    if head.task == "generation":
+        return _dense(net, x, "head.decoder", None, refs)  # [1, V]
     return _dense(net, x, "head.classifier", None, refs) if head.outputs else x
 
 
@@ -87,6 +89,8 @@ def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBat
         x = activate(head.activation, linear(tensors, "head.transform", x))  # [masks, e]
         x = norm(tensors, "head.transform_norm", x, spec.norm)
         return hidden, linear(tensors, "head.decoder", x)  # [masks, V]
+    if head.task == "generation":
+        return hidden, linear(tensors, "head.decoder", x)  # [1, V]
     return hidden, linear(tensors, "head.classifier", x) if head.outputs else x
 
 

@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al., 2025) as an encoder of sentences, Qwen3-Embedding: a causal decoder whose last token is read.
+"""Qwen3 (Yang et al., 2025): a decoder that continues a text, or embeds it (Qwen3-Embedding) by its last token.
 
 Queries' heads share those of keys and values in groups; each head of both is normed before its rotary positions. m
 tokens, h hidden, d columns of a head, f MLP width.
@@ -11,15 +11,16 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.models import bert, sentences, text
+from hepti_mqtt.models import bert, causal, sentences, text
+from hepti_mqtt.models.causal import graph, reference
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig
+from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
-from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
 from hepti_mqtt.spec import TaskHead
 
-# The second is what directories of sentence-transformers name, which load the model below its head.
+# The second generates, except in a directory of sentence-transformers, which loads the model below its head.
 ARCHITECTURES: Final = {"Qwen3Model": "embedding", "Qwen3ForCausalLM": "embedding"}
 TOKENIZER_CLASSES: Final = {"qwen3": "Qwen2Tokenizer"}
 LAYER: Final = {
@@ -38,11 +39,15 @@ LAYER: Final = {
 MOST_TOKENS: Final = 65_536
 
 
-def sentence_head(architecture: str, extras: Mapping[str, Any]) -> TaskHead:
-    """Return the head of a decoder that embeds; raises UnsupportedModelError for one that generates."""
+def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], generates: bool) -> TaskHead:
+    """Return the head of a decoder; raises UnsupportedModelError for one that generates where its family does not."""
     if sentences.MODULES in extras:
         return sentences.sentence_head(extras)
     if architecture.endswith("ForCausalLM"):
+        if generates:
+            vocab = config.positive("vocab_size")
+            end_tokens(config, extras, vocab)  # what would change the text is refused
+            return TaskHead("generation", "last", outputs=vocab, tied=config.flag("tie_word_embeddings", False))
         raise UnsupportedModelError(
             f"config.json: {architecture} is supported only as an encoder of sentences, with {sentences.MODULES}; use "
             "an embedding model of this family"
@@ -51,9 +56,24 @@ def sentence_head(architecture: str, extras: Mapping[str, Any]) -> TaskHead:
 
 
 def decoder_spec(
-    family: str, architecture: str, config: JsonConfig, extras: Mapping[str, Any], activation: str, block: BlockSpec
+    family: str,
+    architecture: str,
+    config: JsonConfig,
+    extras: Mapping[str, Any],
+    activation: str,
+    block: BlockSpec,
+    generates: bool = False,
 ) -> ModelSpec:
-    """Return the spec of a decoder that embeds; raises ModelError, UnsupportedModelError."""
+    """Return the spec of a decoder; raises ModelError, UnsupportedModelError.
+
+    generates: whether one with a head for logits is taken, if no file says that it embeds.
+    """
+    head = _head(architecture, config, extras, generates)
+    if head.task == "generation" and (not block.causal or any(window >= 0 for window in block.windows)):
+        raise UnsupportedModelError(
+            "config.json: a model that generates must see all tokens before, and only those; windows are supported "
+            "in models that embed"
+        )
     heads, positions = config.positive("num_attention_heads"), config.positive("max_position_embeddings")
     if heads % block.kv_heads:
         raise ModelError(f"config.json: num_key_value_heads {block.kv_heads} do not divide {heads} heads")
@@ -68,7 +88,7 @@ def decoder_spec(
         activation=config.activation(activation),
         norm_eps=config.number("rms_norm_eps", 1e-6),
         max_tokens=sentences.max_tokens(min(positions, MOST_TOKENS), extras),
-        head=sentence_head(architecture, extras),
+        head=head,
         text=TextStem(config.positive("vocab_size"), positions, types=0),
         block=block,
     )
@@ -98,17 +118,19 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         thetas=(config.rope_theta(10_000.0),) * layers,
         windows=tuple(-1 if sees_all else near - 1 for sees_all in full),
     )
-    return decoder_spec("qwen3", architecture, config, extras, "hidden_act", block)
+    return decoder_spec("qwen3", architecture, config, extras, "hidden_act", block, generates=True)
 
 
 def tensors(spec: ModelSpec, called: Mapping[str, str] = LAYER) -> Iterator[TensorSource]:
-    """Yield the tensors of a decoder that embeds, from the stem to the last norm; called: the parts of a layer."""
+    """Yield the tensors of a decoder, from the stem to the head; called: the parts of a layer."""
     base = ("model.", "")
     words = prefixed(base, "embed_tokens.weight")
-    yield table("stem.word", words, text.stem_of(spec).vocab, spec.hidden)
+    stored = (*words, causal.LOGITS) if spec.head.tied else words
+    yield table("stem.word", stored, text.stem_of(spec).vocab, spec.hidden)
     for i in range(spec.layers):
         yield from text.layer_tensors(spec, f"layers.{i}.", base, f"layers.{i}.", called)
     yield from norm("final_norm", base, "norm", spec.hidden, bias=False)
+    yield from causal.head_tensors(spec, words)
 
 
 _REAL: Final = {
@@ -124,6 +146,7 @@ _QWEN3: Final = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1_000
 KINDS: Final = {
     "qwen3-embedding": make_kind("Qwen3Model", "qwen3", _REAL, _QWEN3),
     "tiny-qwen3-embedding": replace(make_kind("Qwen3ForCausalLM", "qwen3", _TINY, _QWEN3), extras=SENTENCES),
+    "tiny-qwen3-text": make_kind("Qwen3ForCausalLM", "qwen3", _TINY, _QWEN3, eos_token_id=3),
     "tiny-qwen3": make_kind("Qwen3Model", "qwen3", _TINY, _QWEN3),
 }
 

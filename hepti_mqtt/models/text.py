@@ -92,10 +92,13 @@ def stem_of(spec: ModelSpec) -> TextStem:
     return spec.text
 
 
-def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> str:
-    """Add the stem of a packed batch: ids i32 [m], each with its type x V added -> [m, h]."""
+def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef], ids: str = "") -> str:
+    """Add the stem of a packed batch: ids i32 [m], each with its type x V added -> [m, h].
+
+    ids: their tensor, by default what the request brings.
+    """
     stem = stem_of(spec)
-    ids = net.input("ids", (shape.tokens,), "i32")
+    ids = ids or net.input("ids", (shape.tokens,), "i32")
     parts = {part: refs[name] for part, name in _STEM.items() if name in refs}
     x = net.opaque(
         "embedded",

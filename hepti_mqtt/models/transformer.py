@@ -43,7 +43,8 @@ class BlockSpec:
     as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for
     1 / sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance, which all layers
     share. thetas, windows: of each layer the base of its rotary positions, and the most rows between query and key, -1
-    for all, from the first one again where there are more layers; none where no layer has them.
+    for all, from the first one again where there are more layers; none where no layer has them. rope_scaling: see
+    `lowering.Rotate`.
     """
 
     biases: tuple[str, ...] = MATRICES
@@ -62,6 +63,7 @@ class BlockSpec:
     farthest: int = 0
     thetas: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
+    rope_scaling: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class Layer(NamedTuple):
 
     h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
     theta, window: of this layer, 0 and -1 without. bare: no norm before its attention. bias: the table of a bias by
-    distance.
+    distance. cache, at: rows of a session's keys and values, and the tensor that says how many are there already.
     """
 
     hidden: int
@@ -198,6 +200,8 @@ class Layer(NamedTuple):
     window: int = -1
     bare: bool = False
     bias: WeightRef | None = None
+    cache: int = 0
+    at: str = ""
 
     @classmethod
     def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: WeightRef | None = None) -> Layer:
@@ -214,13 +218,18 @@ def _of_layer(values: tuple[T, ...], i: int, without: T) -> T:
     return values[i % len(values)] if values else without
 
 
-def add_layers(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, refs: Mapping[str, WeightRef]) -> str:
-    """Add all layers of a model, each with tensors of its own: x [m, h] -> [m, h]."""
+def add_layers(
+    net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, refs: Mapping[str, WeightRef], at: str = ""
+) -> str:
+    """Add all layers of a model, each with tensors of its own: x [m, h] -> [m, h].
+
+    at: of a session, the tensor that says how many rows its cache has already.
+    """
     layer = pre_norm if spec.norm_first else post_norm
     for i in net.layers(spec.layers):
         if not spec.norm_first:
             net.begin_block()
-        n = Layer.of(spec, shape, i, refs.get("relative_bias"))
+        n = Layer.of(spec, shape, i, refs.get("relative_bias"))._replace(cache=shape.session_rows, at=at)
         x = layer(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
     net.begin_block()
     return x
@@ -268,18 +277,30 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
         gammas = (f"{stored}query_norm.weight", f"{stored}key_norm.weight") if block.head_norms else ()
         qkv = net.linear(f"{name}projection", x, roles.PROJECTION, matrices, bias=bias)  # [m, q + 2 kv]
         qkv = net.rotate(
-            f"{name}qkv", qkv, roles.QKV, d=d, columns=(q, kv), theta=n.theta, lengths=n.lengths,
-            norm=n.norm if block.head_norms and isinstance(n.norm, Norm) else None, gammas=gammas,
+            f"{name}qkv", qkv, roles.QKV, d=d, columns=(q, kv), theta=n.theta,
+            lengths=(n.cache,) if n.at else n.lengths,
+            norm=n.norm if block.head_norms and isinstance(n.norm, Norm) else None, gammas=gammas, at=n.at,
+            scaling=block.rope_scaling,
         )  # fmt: skip
     else:
         qkv = net.linear(f"{name}qkv", x, roles.QKV, matrices, bias=bias)  # [m, q + 2 kv]
-    attention = net.attention(
+    attention = _attend(net, name, stored, qkv, n, q, kv)  # [m, q]
+    out = {f"{stored}attention_out": width}
+    return net.linear(f"{name}o", attention, roles.ATTENTION_OUT, out, bias="attention_out" in block.biases)
+
+
+def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: int, kv: int) -> str:
+    block = n.block
+    if n.at:
+        cache = net.append_to_cache(f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q)  # [C, 2 kv]
+        return net.cached_attention(
+            f"{name}attention", qkv, cache, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale
+        )
+    return net.attention(
         f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),
         lengths=n.lengths, causal=block.causal, window=n.window, group=n.group, scale=block.scale, bias=n.bias,
         farthest=block.farthest,
     )  # fmt: skip
-    out = {f"{stored}attention_out": width}
-    return net.linear(f"{name}o", attention, roles.ATTENTION_OUT, out, bias="attention_out" in block.biases)
 
 
 def _mlp(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:

@@ -150,7 +150,7 @@ def truncated(directory: Path) -> None:
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {  # and the name that the reason has to have
     "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
     "no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json"),
-    "another architecture": (lambda d: other_config(d, architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
+    "another architecture": (lambda d: other_config(d, architectures=["FalconForCausalLM"]), "FalconForCausalLM"),
     "a tensor is missing": (lambda d: other_tensor(d, None), "attention.self.query.weight"),
     "a tensor of another shape": (lambda d: other_tensor(d, lambda w: w[:-1].copy()), "attention.self.query.weight"),
     "truncated": (truncated, "model.safetensors"),

@@ -124,6 +124,7 @@ DECODERS = {
     "tiny-distilbert-mlm": ("distilbert.embeddings.word_embeddings.weight", "vocab_projector", None),
     "tiny-electra-mlm": ("electra.embeddings.word_embeddings.weight", "generator_lm_head", None),
     "tiny-gpt2": ("transformer.wte.weight", "lm_head", None),
+    "tiny-qwen3-text": ("model.embed_tokens.weight", "lm_head", None),
 }
 
 
@@ -368,7 +369,7 @@ def test_every_truncation_of_the_weights_is_a_model_error(made, tmp_path_factory
 
 def test_an_unsupported_model_says_so_before_its_weights_are_looked_for(bert):
     (bert / "model.safetensors").unlink()
-    (bert / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (bert / "config.json").write_text(json.dumps({"architectures": ["FalconForCausalLM"]}))
     with pytest.raises(UnsupportedModelError):
         Checkpoint.open(bert)
 

@@ -14,7 +14,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.models.plain import activate, erf
-from hepti_mqtt.models.shapes import ImageInput, TextInput, TokenBatch
+from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
@@ -25,10 +25,13 @@ from hepti_mqtt.protocol.manifest import Manifest, check_tile, tile_array
 LONG = {"tiny-mobilenet", "tiny-hf-mobilenet"}
 
 
+DECODERS = {kind for kind in KINDS if isinstance(spec_of_kind(kind).input_spec, DecoderInput)}  # inputs begin otherwise
+
+
 TINY = [
     pytest.param(kind, marks=[pytest.mark.nightly] if kind in LONG else [])
     for kind in KINDS
-    if kind.startswith("tiny") and kind != "tiny-gpt2"  # whose inputs begin otherwise
+    if kind.startswith("tiny") and kind not in DECODERS
 ]
 
 
@@ -141,7 +144,7 @@ def test_normalized_embeddings_have_length_one(tmp_path):
 
 # The plain encoders, whose layers can be left out.
 ENCODERS = [
-    kind for kind in KINDS if kind.startswith("tiny") and type(spec_of_kind(kind)) is ModelSpec and "gpt2" not in kind
+    kind for kind in KINDS if kind.startswith("tiny") and type(spec_of_kind(kind)) is ModelSpec and kind not in DECODERS
 ]
 
 

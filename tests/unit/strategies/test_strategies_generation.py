@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from sites import TOLERANCE, always, everyone, plan, tensors
@@ -33,19 +35,19 @@ SITES = {
 }
 
 
-def greedy(prompt: np.ndarray, most: int) -> tuple[list[int], list[np.ndarray]]:
+def greedy(prompt: np.ndarray, most: int, spec: Any = SPEC) -> tuple[list[int], list[np.ndarray]]:
     """Return the tokens and the logits of each step by whole passes of the reference."""
     ids, logits = prompt.tolist(), []
     for _ in range(most):
-        shape, inputs = models.single_sequence(SPEC, np.array(ids, np.int32))
-        logits.append(models.reference(SPEC, tensors(SPEC), inputs, shape)[1])
+        shape, inputs = models.single_sequence(spec, np.array(ids, np.int32))
+        logits.append(models.reference(spec, tensors(spec), inputs, shape)[1])
         ids.append(int(logits[-1].argmax()))
     return ids[len(prompt) :], logits
 
 
-def site(method: str, weights: tuple[float, ...], **network: object) -> Swarm:
+def site(method: str, weights: tuple[float, ...], spec: Any = SPEC, **network: object) -> Swarm:
     devices = {f"d{i}": (1e9, 1 << 30) for i in range(len(weights))}
-    return Swarm(SPEC, tensors(SPEC), devices, decider=always(plan(SPEC, (method, {}), weights)), **network)
+    return Swarm(spec, tensors(spec), devices, decider=always(plan(spec, (method, {}), weights)), **network)
 
 
 def finish(swarm: Swarm, *names: str) -> None:
@@ -53,11 +55,19 @@ def finish(swarm: Swarm, *names: str) -> None:
     assert not swarm.errors, (swarm.errors, [n.text for n in swarm.notes])
 
 
-@pytest.mark.parametrize("name", SITES)
-def test_ten_tokens_equal_those_of_whole_passes(name):
-    expected, logits = greedy(PROMPT, MOST)
-    swarm = site(*SITES[name], duplicates=0.2, jitter_s=0.01)
-    swarm.generate("r", SPEC, PROMPT, MOST)
+CASES = [
+    *(("tiny-gpt2", name) for name in SITES),
+    *(("tiny-llama", name) for name in ("single", "two uneven", "three")),
+    ("tiny-qwen3-text", "three"),  # of two heads of keys and values
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_ten_tokens_equal_those_of_whole_passes(kind, name):
+    spec = spec_of_kind(kind)
+    expected, logits = greedy(PROMPT, MOST, spec)
+    swarm = site(*SITES[name], spec, duplicates=0.2, jitter_s=0.01)
+    swarm.generate("r", spec, PROMPT, MOST)
     finish(swarm, "r")
     assert swarm.tokens["r"] == list(enumerate(expected))
     (answer, stats), *more = swarm.answers["r"]
