@@ -37,7 +37,7 @@ class Collected(Collector):
 class MetricsServer:
     """Serves `/metrics` on threads of its own until it is closed; port: where.
 
-    namespace: begins the names of the process's own metrics. Raises NetworkError if the address cannot be had.
+    namespace: begins the names of the process's own metrics. Raises NetworkError if the address is not free.
     """
 
     def __init__(self, address: tuple[str, int], registry: CollectorRegistry, namespace: str) -> None:

@@ -84,7 +84,7 @@ class RequestShape(Hashable, Protocol):
         """Return the same items with another want."""
 
     def decode_step(self, rows: int, begins: bool = False) -> Self:
-        """Return the run of so many rows in the same session, or that begins it; raises ValueError without one."""
+        """Return the run of a number of rows in the same session, or that begins it; raises ValueError without one."""
 
     def concatenate(self, others: Sequence[Self]) -> Self:
         """Return the batch of these items and of others behind them, which want the same."""
@@ -181,7 +181,7 @@ class TaskHead:
     projections: tuple[Projection, ...] = ()
 
     def columns(self, hidden: int) -> int:
-        """Return the columns of the task's output, of a model with so many hidden ones."""
+        """Return the columns of the task's output, of a model with that many hidden ones."""
         return self.outputs or (self.projections[-1].outputs if self.projections else hidden)
 
     def to_dict(self) -> dict[str, Any]:

@@ -223,7 +223,7 @@ class Checkpoint:
         )
 
     def _check_padding(self) -> None:
-        """Raise ModelError if texts have the padding id, which a model whose positions begin behind it skips."""
+        """Raise ModelError if texts have the padding id, which a model skips whose positions begin after it."""
         stem = self.spec.text if isinstance(self.spec, ModelSpec) else None
         used = {*self.texts.tokenizer.encode("a").ids, self.texts.mask}
         if stem is not None and stem.position_offset and stem.position_offset - 1 in used:

@@ -175,7 +175,7 @@ class _Caller(NamedTuple):
 
 
 class LookAgain(NamedTuple):
-    """`resend_untaken` is wanted after so many seconds."""
+    """`resend_untaken` is wanted after these seconds."""
 
     after_s: float
 

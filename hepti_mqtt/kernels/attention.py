@@ -7,7 +7,7 @@ attention            q [r, *], kv [s, *] (may be one slot) -> [r, heads d]. Attr
                      of
                      each packed sequence; a query attends to the keys of its own), scale. Optional: causal (True:
                      only to keys at its own position or before), window (only to keys that are at most so far away),
-                     group (so many heads of q share one of kv), bias_heads (heads' columns of the weight: a table
+                     group (how many heads of q share one of kv), bias_heads (heads' columns of the weight: a table
                      [buckets, *] that is added to scores by `relative_buckets`).
 attention_block      The same, but writes states [r, heads, d + 2]: the sum of exp(score - maximum) v, not
                      normalised, then
@@ -89,7 +89,7 @@ class Seen(NamedTuple):
 
 
 def seen_keys(op: Compute, keys: int) -> Seen:
-    """Return which rows of kv, so many in all, each query row attends to."""
+    """Return which rows of kv each query row attends to."""
     starts = starts_of(op.attrs["lengths"])
     rows = np.asarray(op.attrs["q_rows"], np.int64)
     if len(rows) and (rows.min() < 0 or rows.max() >= starts[-1]):

@@ -5,7 +5,7 @@ rotate  x [r, n], n columns of whole heads: first those of queries, then of keys
         q_heads, k_heads, theta, rows (packed row of each row of x), lengths. Weights: none, or gamma [d] of queries and
         of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has. Attribute
         scaling, of frequencies: none, or factor, low factor, high factor, positions before (Llama 3.1). With an
-        i32 slot `at` [1] behind x, rows stand so many places later; those beyond lengths raise ValueError.
+        i32 slot `at` [1] behind x, rows stand that many places later; those beyond lengths raise ValueError.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from hepti_mqtt.program import WeightRef
 class HeadedAttention(Op):
     """What reads queries from one tensor, keys and values from another; columns: where q, k and v begin there.
 
-    group: so many heads of queries share one of keys and values (Ainslie et al., 2023); they stay together. scale: of
+    group: how many heads of queries share one of keys and values (Ainslie et al., 2023); they stay together. scale: of
     the scores, 0 for 1 / sqrt(d).
     """
 

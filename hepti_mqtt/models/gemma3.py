@@ -41,7 +41,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         True: config.rope_theta(1_000_000.0, kind=FULL),
         False: config.rope_theta(10_000.0, "rope_local_base_freq", SLIDING),
     }
-    # The window has so many rows in all, the token's own among them.
+    # The window counts the token's own row.
     near = window // 2 if both else window - 1
     block = BlockSpec(
         biases=("qkv", "attention_out") if config.flag("attention_bias", False) else (),

@@ -92,7 +92,7 @@ class TokenBatch:
         return replace(self, want=want)
 
     def decode_step(self, rows: int, begins: bool = False) -> TokenBatch:  # noqa: ARG002
-        """Return the run of so many tokens in the same session; the first one is like the others."""
+        """Return the run of a number of tokens in the same session; the first one is like the others."""
         return replace(self, lengths=(rows,))
 
     def concatenate(self, others: Sequence[TokenBatch]) -> TokenBatch:

@@ -67,7 +67,7 @@ class SpeechRun:
         return replace(self, want=want)
 
     def decode_step(self, rows: int, begins: bool = False) -> SpeechRun:
-        """Return the run of so many tokens in the same session."""
+        """Return the run of a number of tokens in the same session."""
         return replace(self, tokens=rows, encodes=begins)
 
     def concatenate(self, others: Sequence[SpeechRun]) -> SpeechRun:
@@ -112,7 +112,7 @@ class SpeechInput:
         return SpeechRun(tokens, self.window(size - tokens), self.positions)
 
     def window(self, rows: int) -> int:
-        """Return in how many rows a recording of so many is read: steps, so that few Programs serve all recordings.
+        """Return in how many rows a recording is read: in steps, so that few Programs serve all recordings.
 
         At least 10 s: of a shorter window texts go wrong.
         """
@@ -120,7 +120,7 @@ class SpeechInput:
         return max(min(wanted, self.longest), self.positions)
 
     def run(self, tokens: int, rows: int, want: Want = "task") -> SpeechRun:
-        """Return the first run of a recording of so many rows."""
+        """Return the first run of a recording of some rows."""
         return SpeechRun(tokens, rows, self.positions, want=want)
 
     def shape_of(self, plain: PlainShape) -> SpeechRun:
@@ -145,7 +145,7 @@ def fixed_point(frames: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int32]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The spec of a model: an encoder of frames, and a decoder of its text behind it.
+# The spec of a model: an encoder of frames, and a decoder of its text.
 
 
 def answered(tokens: int, encodes: bool) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ def conv1d(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: in
 
 
 def fused(source: TensorSource, first: int, rows: int) -> TensorSource:
-    """Return the source as a part of a stored tensor of so many rows, or elements, from `first` on."""
+    """Return the source as a part of a stored tensor, from row or element `first` on."""
     return replace(source, first=first, stored_shape=(rows, *source.stored_shape[1:]))
 
 

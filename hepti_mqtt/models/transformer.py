@@ -38,7 +38,7 @@ class BlockSpec:
     """What of a model's layers is not as in BERT.
 
     biases: the matrices that have one: `MATRICES`, and what a family calls those of its head. norm_bias, rms,
-    gamma_offset: see `lowering.Norm`. bare: so many layers begin without a norm before attention. added_norms: what a
+    gamma_offset: see `lowering.Norm`. bare: how many layers begin without a norm before attention. added_norms: what a
     block adds is normed (Gemma 3). gated: the MLP's hidden columns are activation(gate) * up. kv_heads, head_dim: 0 for
     as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for
     1 / sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance, which all layers

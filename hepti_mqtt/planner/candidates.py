@@ -601,7 +601,7 @@ class Slowest(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a plan on so many devices took beyond their part of the work, and by what way."""
+    """What a plan on a number of devices took beyond their part of the work, and by what way."""
 
     devices: int
     more_s: float

@@ -82,7 +82,7 @@ def price_draft(question: Question, draft: Draft) -> Candidate:
 
 
 Move = tuple[Plan, tuple[float, ...]]  # a plan, and the share weights that it came from
-ROOMY: Final = 1.3  # where devices have so many times the memory that a plan needs, others like it fit nearly always
+ROOMY: Final = 1.3  # where devices have this many times the memory that a plan needs, others like it fit nearly always
 
 
 def climb(

@@ -545,14 +545,14 @@ def _initial_plans(question: Question) -> Iterator[Draft]:
 
 
 def _variants(question: Question, method: Method, devices: int) -> list[Options]:
-    """Return the variants of a method to try on so many devices."""
+    """Return the variants of a method to try on a number of devices."""
     if question.options:
         return [o for o in method.variants_for(devices) if dict(question.options) == dict(o)]
     return list(method.variants_for(devices, _graph(question)))
 
 
 def _variant_names(strategy: str, devices: int) -> set[str]:
-    """Return the names of all variants of a method that there are on so many devices."""
+    """Return the names of all variants of a method that there are on a number of devices."""
     return {"/".join([strategy, *o.values()]) for o in STRATEGIES[strategy].variants_for(devices)}
 
 

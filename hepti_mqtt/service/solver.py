@@ -179,7 +179,7 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
 
 
 def _recall(command: Solve, question: Question, recalled: Recalled) -> Solved:
-    """Return the plan that served before, or why it cannot be had; a record of it may say anything."""
+    """Return the plan that served before, or why it is not available; a record of it may say anything."""
     try:
         return Solved(command.model, command.ticket, decide_recalled(question, recalled), recalled=True)
     except Exception as error:

@@ -85,7 +85,7 @@ class Change(NamedTuple):
 class History:
     """What happened on a site: everything that a verdict and a picture need.
 
-    searches: times of `Solve`, with how many seconds each took. log: (time, kind, words) of what the planner told;
+    searches: times of `Solve`, with how many seconds each took. log: (time, kind, words) of what the planner logged;
     story: the steps of plans in its record.
     """
 

@@ -39,7 +39,7 @@ SCRIPT: Final = (
     (1200, 1380, "all at 0.62", "all back"),
 )
 SPRINT: Final = 3.0  # times as fast is a sprinter while it has nothing to do
-WAITED: Final = 10  # a recorded request that took so many times as long as usual waited for weights
+WAITED: Final = 10  # a recorded request that took this many times as long as usual waited for weights
 SLOW_LINK: Final = 100e6 / 8  # bytes per second of the link that falls, or a quarter of one that is no faster
 
 
@@ -59,7 +59,7 @@ class Truth:
     probe beside exchanges finds half the rate. run_tail [steps]: log factor of a whole run; part_tail: of a device's
     compute time in it. phases: (start in seconds, name), the first one to warm up. methods: real over predicted time of
     a plan's method. at_rest: of devices, how many times as fast they are while no run uses them. recorded: (seconds,
-    device, heartbeat) to be told instead of what meters say.
+    device, heartbeat) to be sent instead of what meters say.
     """
 
     kind: str

@@ -141,7 +141,7 @@ def _best_plan(history: History, start: int, stop: int) -> Plan:
 
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:
-    """Return so many of some steps, evenly."""
+    """Return some of the steps, evenly."""
     return [steps[int(at)] for at in np.linspace(0, len(steps) - 1, min(count, len(steps)))]
 
 

@@ -133,7 +133,7 @@ class Installed(Site):
 
 
 class FaultySite:
-    """Broker, planner and agents; every fault is mended at once, or after as long as it lasts.
+    """Broker, planner and agents; every fault is repaired at once, or after as long as it lasts.
 
     away_s: until a planner or an agent that was killed is started again.
     """

@@ -353,7 +353,7 @@ class Fleet:
         return boot if member.quarantined_until_s is None else None
 
     def loss_probability(self, seconds: float, now: float) -> float:
-        """Return the probability that one device is lost within so many seconds, by the losses that were seen."""
+        """Return the probability that one device is lost within some seconds, by the losses that were seen."""
         self._watched_from_s = min(self._watched_from_s, now)
         watched_s = (now - self._watched_from_s) * len(self.members)
         return 1 - exp(-seconds * (self._losses + 1) / (watched_s + LOSS_S))

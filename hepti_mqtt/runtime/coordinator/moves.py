@@ -211,7 +211,7 @@ class Moves:
         )
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
-        """Return whether a device should load so many bytes of weights ahead of the loss of the one that serves."""
+        """Return whether a device should load some bytes of weights ahead of the loss of the one that serves."""
         work, link = self._groups.background, self._fleet.estimates.link(device)
         load_s = nbytes / min(link.down_bytes_per_s, work.load_bytes_per_s(served=True))
         lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)

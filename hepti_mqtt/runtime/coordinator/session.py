@@ -382,11 +382,11 @@ class CoordinatorSession:
         return [*out, Solve(group.name, ticket, question, None, recalled=recalled)]
 
     def _take_recalled(self, group: PlanGroup, search: Search, event: Solved, now: float) -> list[CoordinatorCommand]:
-        """Prepare the plan that served before, or search as ever where it cannot be had."""
+        """Prepare the plan that served before, or search as usual where it is not available."""
         plans, found = group.plans, event.decision
         if found is None or not set(found.chosen.plan.devices) <= self.fleet.usable().keys():
             plans.step(search, "outdated", now, str(event.error or "a device has left"))
-            plans.request_search(now, now, "the plan that served before cannot be had")
+            plans.request_search(now, now, "the plan that served before is not available")
             return []
         group.error = None
         plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
