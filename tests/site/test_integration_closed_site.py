@@ -67,6 +67,7 @@ RUNS = [
     ("a", "infer tiny --tokens 9 --timeout 20", 6),
     *((user, "plan tiny --explain", 0) for user in ("planner", "a", "alice", "hall")),
     *((user, "devices --wait 5", 0) for user in ("planner", "a", "alice", "hall")),
+    *((user, "top", 0) for user in ("planner", "alice", "hall")),
     *((user, "doctor", 0) for user in ("planner", "c", "alice", "hall")),
     *((user, "health planner", 0) for user in ("planner", "a", "alice", "hall")),
     ("a", "planner --model tiny=MODEL", 6),
@@ -79,7 +80,7 @@ RUNS = [
 
 
 def test_no_command_is_left_out() -> None:
-    ran = {command.split()[0] for _, command, _ in RUNS} | {"demo", "gateway", "wyoming"}
+    ran = {command.split()[0] for _, command, _ in RUNS} | {"demo", "gateway", "dashboard", "wyoming"}
     assert set(_ENTRY_POINTS) - NOT_AT_A_BROKER <= ran
 
 
