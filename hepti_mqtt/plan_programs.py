@@ -168,7 +168,7 @@ def _passed_slots(
 ) -> tuple[tuple[ExchangeKey, Slot], ...]:
     """Return the slots in a Program that has gone through the passes.
 
-    Passes number slots anew, so each is marked by a Send, which must change nothing else.
+    Passes renumber slots, so each is marked by a Send, which must change nothing else.
     """
     marks = tuple(Send(slot, (program.device,), key[0], key[1], exact=True) for key, slot in taken)
     marked, passed = run_passes(replace(program, ops=program.ops + marks), plan), run_passes(program, plan)

@@ -246,7 +246,7 @@ class RunMachine(Generic[R]):
         return None
 
     def hold(self, run: R, node: int) -> bool:
-        """Let a run end before the ops of a tensor and those behind it; False, and nothing has changed, if one has run.
+        """Let a run end before the ops of a tensor and those after it; False, and nothing has changed, if one has run.
 
         What the ops before have filled for those behind stays.
         """

@@ -317,7 +317,7 @@ class GraphBuilder:
     ) -> str:
         """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before.
 
-        at: i32 [1], the place of the first row in a sequence of at most so many as `lengths` says.
+        at: i32 [1], the place of the first row in a sequence of at most `lengths` rows.
         """
         inputs = (qkv, at) if at else (qkv,)
         return self._add(

@@ -186,7 +186,7 @@ class _Handover(ForwardWalk):
     def take_own(self, before: Lowered, start: int, nodes: list[int]) -> tuple[tuple[ExchangeKey, Slot], ...]:
         """Receive from the device itself what its Program before has computed; return by which exchanges.
 
-        start: the first tensor behind the border. What nothing reads behind it may be gone by then.
+        start: the first tensor after the border. What nothing reads after it may be gone by then.
         """
         taken: list[tuple[ExchangeKey, Slot]] = []
         program = before.full_program(self.name) if nodes else None

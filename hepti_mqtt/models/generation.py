@@ -66,7 +66,7 @@ class TokenRules:
     """Which token follows: the likeliest that is allowed.
 
     end: of a text. never: tokens that are left out everywhere; first_never: besides as the first of the text. choices:
-    the first token is one of these; forced: those behind it; neither is a part of the text. scored: probabilities are
+    the first token is one of these; forced: those after it; neither is a part of the text. scored: probabilities are
     wanted. silent: the token whose probability behind the prompt's first token is that nobody speaks, -1 without one.
     """
 

@@ -279,9 +279,8 @@ class Rollout:
         group.failed_preparations = 0
         plan = record.plan
         self._fleet.estimates.begin_plan(plan.devices)
-        if others := group.plans_to_load(
-            MAX_LOADS_PRICED
-        ):  # now that this one's weights are there, they may be there too
+        # Now that the weights of this plan are there, other plans may need none.
+        if others := group.plans_to_load(MAX_LOADS_PRICED):
             group.plans.request_search(now, now, "its weights may serve other plans too", plans=others)
         out = self._reactivate_older(group, plan)
         number = self.ids.next_transaction()

@@ -122,7 +122,7 @@ def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without
     assert say("a", boot=2, now=3.0) == [held, untaken], "a new one has forgotten them"
     ((_, answer),) = session.handle_message(*reply("q2"), 3.0)
     assert isinstance(answer, Answer)
-    assert session.handle_message(*reply("q2"), 3.0) == [], "shown once, whoever else answers"
+    assert session.handle_message(*reply("q2"), 3.0) == [], "shown once, whatever else answers"
     session.handle_message(T.planner_status("a"), encode_status(Status("offline", 2)), 3.0)
     assert not session.planner_online
     assert session.record("m") is None

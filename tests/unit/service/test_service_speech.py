@@ -99,7 +99,7 @@ def test_what_is_no_sound_is_refused(file: bytes, word: str) -> None:
 
 
 def test_frames_are_those_of_the_reference() -> None:
-    """Golden numbers of transformers' WhisperFeatureExtractor (5.24.0) for this signal and the silence behind it."""
+    """Golden numbers of transformers' WhisperFeatureExtractor (5.24.0) for this signal and the silence after it."""
     time = np.arange(16_000) / 16_000
     signal = (0.5 * np.sin(2 * np.pi * (300 + 2000 * time) * time)).astype(np.float32)
     frames = log_mel(np.pad(signal, (0, 16_000)), 80)
