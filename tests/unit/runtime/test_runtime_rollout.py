@@ -314,6 +314,18 @@ def test_a_plan_in_a_hurry_is_one_that_need_not_load_if_that_serves_sooner() -> 
     assert (whole.hurried, whole.plans) == (False, ()), "the whole search follows"
 
 
+def test_what_other_plans_load_is_worked_out_once_more_when_a_plan_has_brought_weights() -> None:
+    def decider(question: Question) -> Decision:
+        row = everyone(question)
+        other = alone(question).chosen
+        other = replace(other, load_bytes=dict.fromkeys(other.plan.devices, 1 << 20))
+        return replace(row, ranking=(row.chosen, other))
+
+    site = settled("a", "b", decider=decider)
+    site.pass_by(3)
+    assert [[plan.strategy for plan in solve.plans] for solve in site.solves if solve.plans] == [["single"]]
+
+
 def test_it_is_done_once_for_a_plan_and_again_when_that_device_has_started_anew() -> None:
     made, _, other = serving("a", "b")
     calm(made, 9.0)
