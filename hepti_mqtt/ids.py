@@ -39,6 +39,28 @@ def valid_name(text: str) -> str:
     return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:64]
 
 
+PART_MARK: Final = "."  # not in the name of anything that people name
+
+
+def part_name(model: str, part: str) -> str:
+    """Return the name of a further model that is served under the name of `model`."""
+    return f"{model}{PART_MARK}{part}"
+
+
+def is_part(model: str) -> bool:
+    """Return whether a model is a further one under another's name."""
+    return PART_MARK in model
+
+
+def check_model(name: str) -> str:
+    """Return the name of a model, or of a further one under its name; raise `BadNameError` for any other."""
+    if isinstance(name, str) and name.count(PART_MARK) == 1:
+        for part in name.split(PART_MARK):
+            check_name("model", part)
+        return name
+    return check_name("model", name)
+
+
 def check_name(kind: str, name: str) -> str:
     """Return `name` if it may stand in a topic; raise `BadNameError` otherwise.
 

@@ -22,7 +22,7 @@ Task = Literal[
     "transcription",
 ]
 Pooling = Literal["mean", "sqrt_mean", "weighted_mean", "max", "cls", "last", "mask", "none"]
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden"]
 

@@ -19,12 +19,12 @@ from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batc
 from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
 from hepti_mqtt.checkpoint.torch_file import TorchFile
 from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
-from hepti_mqtt.ids import check_name, valid_name
-from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, without_missing_pooler
+from hepti_mqtt.ids import check_model, valid_name
+from hepti_mqtt.models import TensorSource, models_of, spec_from_config, tensor_sources, without_missing_pooler
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
-from hepti_mqtt.models.shapes import TextInput
+from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
@@ -59,7 +59,8 @@ class _Tile(NamedTuple):
 class Checkpoint:
     """An open model directory; close it, or use it in a `with` statement.
 
-    config: config.json. extras: the directory's other JSON files by relative name. spec: what it computes.
+    config: config.json, of this model alone where a directory holds several. extras: the directory's other JSON files
+    by relative name. spec: what it computes.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class Checkpoint:
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
     @classmethod
-    def open(cls, path: str | Path, model: str | None = None) -> Checkpoint:
+    def open(cls, path: str | Path, model: str | None = None, part: str | None = None) -> Checkpoint:
         """Open the directory `path`, or an ONNX file; `model` is its name on the site, by default made from the path's.
+
+        part: which one of the models in the directory (`model_parts`), by default the first.
 
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
@@ -93,7 +96,7 @@ class Checkpoint:
         onnx = onnx_file.find_onnx(path)
         if onnx is None and not path.is_dir():
             raise ModelError(f"{path} is not a directory; give the Hugging Face directory that holds config.json")
-        name = check_name("model", model if model is not None else model_name(path))
+        name = check_model(model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
         refuse_pointers([root / "tokenizer.json"])
         extras = {
@@ -118,6 +121,7 @@ class Checkpoint:
             return cls(path, name, file.config, extras, [file])
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
+        config = _config_of(config, part)
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
         spec = _plausible_spec(path, config, extras)
         if opening is None:
@@ -206,8 +210,8 @@ class Checkpoint:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Return whether there is a tokenizer, good or bad."""
-        return has_tokenizer(self.path)
+        """Return whether there is a tokenizer, good or bad, and the model has a use for it."""
+        return has_tokenizer(self.path) and not isinstance(self.spec.input_spec, ImageInput)
 
     @cached_property
     def texts(self) -> TextTokenizer:
@@ -290,6 +294,20 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
     return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
+
+
+def model_parts(path: str | Path) -> tuple[str, ...]:
+    """Return the names of the models in a directory, as `Checkpoint.open` takes them; one without a name for most.
+
+    Raises ModelError for a config.json that cannot be read.
+    """
+    described = model_directory(Path(path)) / "config.json"
+    return tuple(models_of(read_json(described))) if described.is_file() else ("",)
+
+
+def _config_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:
+    found = models_of(config)
+    return next(iter(found.values())) if part is None else found[part]
 
 
 def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:

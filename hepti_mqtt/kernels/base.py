@@ -37,6 +37,7 @@ REFERENCE_ACTIVATIONS: Final[Mapping[str | None, Callable[[Array], Array]]] = {
     "relu6": lambda x: np.where(x < 0, 0.0, np.where(x > 6, 6.0, x)),
     "leaky_relu": lambda x: np.where(x < 0, 0.1 * x, x),
     "silu": lambda x: x * 0.5 * (1.0 + np.tanh(0.5 * x)),
+    "quick_gelu": lambda x: x * 0.5 * (1.0 + np.tanh(0.851 * x)),
 }
 
 

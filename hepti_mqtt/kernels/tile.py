@@ -371,13 +371,14 @@ panel_of_rows: Final = lowered(emit_tile("rows", TILE), _plain_panel)
 panel_of_columns: Final = lowered(emit_tile("columns", TILE), _plain_panel_of_columns)
 
 
-ACTIVATIONS: Final = (None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu", "silu")
-NONE, GELU, GELU_TANH, RELU, TANH, RELU6, LEAKY_RELU, SILU = range(8)
+ACTIVATIONS: Final = (None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu", "silu", "quick_gelu")
+NONE, GELU, GELU_TANH, RELU, TANH, RELU6, LEAKY_RELU, SILU, QUICK_GELU = range(9)
 
 _LINE: Final = 16  # floats of a cache line
 
 _gelu, _gelu_tanh, _relu, _tanh = elementary.gelu, elementary.gelu_tanh, elementary.relu, elementary.tanh
 _relu6, _leaky_relu, _silu = elementary.relu6, elementary.leaky_relu, elementary.silu
+_quick_gelu = elementary.quick_gelu
 
 
 def activation_of(check: Check, name: str | None) -> int:
@@ -410,6 +411,9 @@ def activate(tile: Any, activation: int) -> None:
     elif activation == SILU:
         for i in range(tile.size):
             tile[i] = _silu(tile[i])
+    elif activation == QUICK_GELU:
+        for i in range(tile.size):
+            tile[i] = _quick_gelu(tile[i])
 
 
 @helper

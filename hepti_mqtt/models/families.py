@@ -18,6 +18,7 @@ from hepti_mqtt.lowering import Graph, GraphBuilder
 from hepti_mqtt.models import (
     albert,
     bert,
+    clip,
     decoupled,
     distilbert,
     electra,
@@ -39,6 +40,7 @@ from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput, fixed_point
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
+from hepti_mqtt.models.towers import Matching, Towers
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
@@ -52,6 +54,7 @@ class Family(Protocol):
 
     It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
     by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
+    `TOWERS` are architectures of checkpoints that hold several models, each of one of its `ARCHITECTURES`.
     `READS` are the keys of config.json that it checks itself, of those that are refused for all others. `KNOWN_CODE`
     begins the names of code that checkpoints bring and that the family computes. And, by model_type, the classes of
     transformers that make ids and pixels, `TOKENIZER_CLASSES` and `PICTURE_CLASSES`, where the model's files name none.
@@ -96,11 +99,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma3": gemma3,
     "gpt2": gpt2,
     "llama": llama,
+    "clip": clip,
     "decoupled": decoupled,
     "whisper": whisper,
     "cnn": cnn,
 }
 _FAMILY_OF: Final[Mapping[str, Family]] = {a: family for family in FAMILIES.values() for a in family.ARCHITECTURES}
+_TOWERS: Final[Mapping[str, Towers]] = {
+    architecture: towers for f in FAMILIES.values() for architecture, towers in getattr(f, "TOWERS", {}).items()
+}
 _TYPES: Final = {kind.config["model_type"]: family for family in FAMILIES.values() for kind in family.KINDS.values()}
 _ENCODERS: Final = [name for name, family in FAMILIES.items() if _spec_class(family) is ModelSpec]
 
@@ -213,6 +220,30 @@ def layer_count(spec: Spec) -> int:
     return graph(spec, largest_shape(spec)).layer_count()
 
 
+def models_of(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the config.json of each model of a checkpoint, by its name there; most hold one, without a name.
+
+    Raises ModelError.
+    """
+    towers = _towers(config)
+    if towers is None:
+        return {"": config}
+    whole = JsonConfig("config.json", config)
+    whole.check_keys(_CODE_KEYS)
+    return towers.configs(whole)
+
+
+def matching(config: Mapping[str, Any]) -> Matching | None:
+    """Return how texts and pictures are compared, of a checkpoint that holds a model for each; None for others."""
+    towers = _towers(config)
+    return None if towers is None else towers.matching
+
+
+def _towers(config: Mapping[str, Any]) -> Towers | None:
+    named = config.get("architectures")
+    return _TOWERS.get(str(named[0])) if isinstance(named, list) and named else None
+
+
 def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:
     """Return the spec of a Hugging Face directory.
 
@@ -226,10 +257,10 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
         raise checked.bad_value("architectures", "a list with one name", architectures)
     architecture = architectures[0]
     if not isinstance(architecture, str) or architecture not in _FAMILY_OF:
-        near = ", ".join(get_close_matches(str(architecture), _FAMILY_OF, n=3, cutoff=0.5))
+        near = ", ".join(get_close_matches(str(architecture), [*_FAMILY_OF, *_TOWERS], n=3, cutoff=0.5))
         raise UnsupportedModelError(
             f"config.json: architecture {architecture!r} is not supported; {f'nearest: {near}; ' if near else ''}"
-            f"all {len(_FAMILY_OF)} are listed in docs/guide/models.md"
+            f"all {len(_FAMILY_OF) + len(_TOWERS)} are listed in docs/guide/models.md"
         )
     model_type = config.get("model_type")
     if model_type is not None and not _is_of_type(architecture, str(model_type)):

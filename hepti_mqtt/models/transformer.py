@@ -18,7 +18,9 @@ class TextStem:
 
     types: 0 where there is no table of token types; with several, an id has its type x vocab added. width: columns of
     the tables where a dense layer takes them to h, 0 where they have h themselves. scale: of the word's row. positions:
-    for which there are rows of a table, or so many as a text may have.
+    for which there are rows of a table, or so many as a text may have. end: the token behind whose first place a text
+    is cut, as its vector is read there; `vocab` for the highest of a text's. padding: the token with which a text is
+    filled to the longest.
     """
 
     vocab: int
@@ -27,6 +29,8 @@ class TextStem:
     position_offset: int = 0
     width: int = 0
     scale: float = 1.0
+    end: int | None = None
+    padding: int | None = None
 
 
 T = TypeVar("T")
@@ -126,7 +130,9 @@ class ModelSpec:
         if self.text is not None and self.head.task == "generation":
             return DecoderInput(self.text.vocab, self.max_tokens)
         if self.text is not None:
-            return TextInput(self.text.vocab, self.max_tokens, self.head.pooling == "mask", max(self.text.types, 1))
+            stem, masks = self.text, self.head.pooling == "mask"
+            types = max(stem.types, 1)
+            return TextInput(stem.vocab, self.max_tokens, masks, types, stem.end, stem.padding)
         assert self.image is not None
         image = self.image
         return ImageInput(image.size, image.channels, image.patches + 1, image.shortest)

@@ -54,7 +54,7 @@ def encoder_spec(
 ) -> ModelSpec:
     """Return the spec of an encoder of patches that norms before each block; raises ModelError."""
     hidden = config.positive("hidden_size")
-    image = _image_stem(config, extras)
+    image = image_stem(config, extras, PICTURE_CLASSES.get(str(config.get("model_type", ""))))
     if task == "image_classification":
         labels = config.labels()
         head = TaskHead(task, "cls", outputs=len(labels), labels=labels)
@@ -78,15 +78,18 @@ def encoder_spec(
     )
 
 
-def _image_stem(config: JsonConfig, extras: Mapping[str, Any]) -> ImageStem:
-    """Return the stem; the preprocessor's scale goes into mean and std: the kernel computes (pixel/255 - mean)/std."""
+def image_stem(config: JsonConfig, extras: Mapping[str, Any], usual: str | None) -> ImageStem:
+    """Return the stem; the preprocessor's scale goes into mean and std: the kernel computes (pixel/255 - mean)/std.
+
+    usual: the class of transformers that makes pixels where the files name none.
+    """
     size, patch = config.square("image_size"), config.square("patch_size")
     channels = config.positive("num_channels", 3)
     if channels != 3:
         raise UnsupportedModelError(f"config.json: num_channels {channels} is not supported; supported: 3 (RGB)")
     if size % patch:
         raise ModelError(f"config.json: patch_size {patch} does not divide image_size {size}")
-    pre = pictures.Preprocessor(PICTURE_CLASSES.get(str(config.get("model_type", ""))), extras)
+    pre = pictures.Preprocessor(usual, extras)
     mean, std = pre.pixel_scale()
     return ImageStem(size, patch, channels, mean, std, pre.crop(size).shortest)
 
@@ -130,7 +133,7 @@ def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[
     patches = net.opaque(
         "patches", (pixels,), STEM, "patchify", (rows, width), patch=image.patch, mean=image.mean, std=image.std
     )
-    x = net.linear("projected", patches, STEM, {"stem.patch": h})  # [B n, h]
+    x = net.linear("projected", patches, STEM, {"stem.patch": h}, bias="stem.patch.bias" in refs)  # [B n, h]
     weights = (refs["stem.cls"], refs["stem.position"])
     return net.opaque("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.errors import HeptiError, WireError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.ids import check_model
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 
 TileDtype = Literal["f32", "f16"]
@@ -118,7 +118,7 @@ class Manifest:
             raise _wrong(f"its version or tile size is not {VERSION}, {TILE}: use the same Hepti on all devices")
         model, tensors = fields[2:]
         try:
-            check_name("model", model)
+            check_model(model)
         except HeptiError as error:
             raise _wrong(str(error)) from error
         if not isinstance(tensors, list):

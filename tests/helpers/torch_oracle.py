@@ -30,14 +30,16 @@ def outputs(path, architecture, inputs, shape, pooling=None):
         return of_speech(model, inputs, shape)
     hidden, output = [], []
     for i, (start, length) in enumerate(zip(shape.starts, shape.lengths, strict=True)):
-        if architecture.startswith("ViT"):
-            given = {"pixel_values": torch.from_numpy((inputs[i : i + 1] / 255 - 0.5) / 0.5)}
+        if model.main_input_name == "pixel_values":
+            given = {"pixel_values": torch.from_numpy(scaled(path, inputs[i : i + 1]))}
         elif shape.session_rows:  # the cached rows, none, and then the ids
             given = {"input_ids": torch.from_numpy(inputs[1:].astype(np.int64))[None]}
         else:
             given = {"input_ids": torch.from_numpy(inputs[start : start + length].astype(np.int64))[None]}
         with torch.no_grad():
             rows = model.base_model(**given).last_hidden_state[0]
+            if "CLIPVision" in architecture:  # whose states are those before the last norm
+                rows = model.base_model.post_layernorm(rows)
             result = model(**given)
         if shape.session_rows:
             hidden.append(rows.numpy())
@@ -106,6 +108,8 @@ def _task(result, rows, masks, pooling):
         return torch.nn.functional.normalize(mean, dim=1).numpy()
     if "start_logits" in result:
         return torch.stack([result.start_logits[0], result.end_logits[0]], dim=1).numpy()
+    if (vectors := result.get("text_embeds", result.get("image_embeds"))) is not None:
+        return vectors.numpy()
     if "logits" not in result:
         # A family without a pooler gives the first row as it is.
         return (

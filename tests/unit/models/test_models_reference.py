@@ -63,6 +63,7 @@ def float64(tensors):
     [
         ("relu", lambda v: max(v, 0.0)),
         ("silu", lambda v: v / (1 + math.exp(-v))),
+        ("quick_gelu", lambda v: v / (1 + math.exp(-1.702 * v))),
         ("gelu", lambda v: v * (1 + math.erf(v / math.sqrt(2))) / 2),
         ("gelu_tanh", lambda v: v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) / 2),
     ],
@@ -180,6 +181,7 @@ def linear(op, x, weight, bias=0.0):
         "gelu_tanh": lambda v: 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3))),
         "relu": lambda v: np.maximum(v, 0),
         "silu": lambda v: v / (1 + np.exp(-v)),
+        "quick_gelu": lambda v: v / (1 + np.exp(-1.702 * v)),
     }
     return activate[op.attrs["activation"]](x @ weight + bias)
 
