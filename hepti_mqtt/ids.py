@@ -11,6 +11,7 @@ PLANNER: Final = "planner"
 ALL_DEVICES: Final = "all"
 RESERVED_NAMES: Final = frozenset({PLANNER, ALL_DEVICES})
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+LONGEST_NAME: Final = 64
 
 
 class Start(NamedTuple):
@@ -43,18 +44,18 @@ PART_MARK: Final = "."  # not in the name of anything that people name
 
 
 def part_name(model: str, part: str) -> str:
-    """Return the name of a further model that is served under the name of `model`."""
-    return f"{model}{PART_MARK}{part}"
+    """Return the name of a further model that is served under the name of `model`; raise `BadNameError`."""
+    return check_model(f"{model}{PART_MARK}{part}")
 
 
-def is_part(model: str) -> bool:
-    """Return whether a model is a further one under another's name."""
-    return PART_MARK in model
+def asked_name(model: str) -> str:
+    """Return the name under which people ask for a model: its own, or that of the model that it is a part of."""
+    return model.partition(PART_MARK)[0]
 
 
 def check_model(name: str) -> str:
     """Return the name of a model, or of a further one under its name; raise `BadNameError` for any other."""
-    if isinstance(name, str) and name.count(PART_MARK) == 1:
+    if isinstance(name, str) and name.count(PART_MARK) == 1 and len(name) <= LONGEST_NAME:
         for part in name.split(PART_MARK):
             check_name("model", part)
         return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -19,13 +20,21 @@ from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batc
 from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
 from hepti_mqtt.checkpoint.torch_file import TorchFile
 from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
-from hepti_mqtt.ids import check_model, valid_name
-from hepti_mqtt.models import TensorSource, models_of, spec_from_config, tensor_sources, without_missing_pooler
+from hepti_mqtt.ids import check_name, part_name, valid_name
+from hepti_mqtt.models import (
+    TensorSource,
+    matching,
+    models_of,
+    spec_from_config,
+    tensor_sources,
+    without_missing_pooler,
+)
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
+from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
 from hepti_mqtt.protocol.plausible import check_spec
@@ -59,6 +68,7 @@ class _Tile(NamedTuple):
 class Checkpoint:
     """An open model directory; close it, or use it in a `with` statement.
 
+    model: the name by which people ask for it. name: its own on the site, another one where that has several models.
     config: config.json, of this model alone where a directory holds several. extras: the directory's other JSON files
     by relative name. spec: what it computes.
     """
@@ -70,12 +80,16 @@ class Checkpoint:
         config: Mapping[str, Any],
         extras: Mapping[str, Any],
         files: Sequence[WeightsReader],
+        scores: Matching | None = None,
+        name: str = "",
     ) -> None:
         self.path = path
         self.model = model
+        self.name = name or model
         self.config = config
         self.extras = extras
         self._files = files
+        self._scores = scores
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
@@ -96,7 +110,7 @@ class Checkpoint:
         onnx = onnx_file.find_onnx(path)
         if onnx is None and not path.is_dir():
             raise ModelError(f"{path} is not a directory; give the Hugging Face directory that holds config.json")
-        name = check_model(model if model is not None else model_name(path))
+        name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
         refuse_pointers([root / "tokenizer.json"])
         extras = {
@@ -121,7 +135,10 @@ class Checkpoint:
             return cls(path, name, file.config, extras, [file])
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
-        config = _config_of(config, part)
+        scores = matching(config)
+        parts = models_of(config)
+        part = next(iter(parts)) if part is None else part
+        config, own = parts[part], name if part == next(iter(parts)) else part_name(name, part)
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
         spec = _plausible_spec(path, config, extras)
         if opening is None:
@@ -129,7 +146,7 @@ class Checkpoint:
         files = [*opening()]
         try:
             files += [_opened_folder(path, projection.path) for projection in spec.head.projections]
-            return cls(path, name, config, extras, files)
+            return cls(path, name, config, extras, files, scores, own)
         except BaseException:
             close_all(files)
             raise
@@ -154,9 +171,9 @@ class Checkpoint:
     def manifest(self) -> Manifest:
         """Return the tiles of all tensors; hashes every weight unless the user's cache knows these files."""
         sources, kept = tuple(self._tensors), self._manifest_cache
-        manifest = storage.load_cached_manifest(kept, self.model)
+        manifest = storage.load_cached_manifest(kept, self.name)
         if manifest is None:
-            manifest = Manifest(self.model, tuple(self._entry(source) for source in sources))
+            manifest = Manifest(self.name, tuple(self._entry(source) for source in sources))
             storage.store_cached_manifest(kept, manifest)
         return manifest
 
@@ -207,6 +224,20 @@ class Checkpoint:
             band = (source, rows[0], self._tensors[source].read(*rows, _stored_matrix(source)[1]))
             self._band = band
         return band[2][:, columns[0] : columns[1]].tobytes()
+
+    @cached_property
+    def similarity(self) -> Similarity | None:
+        """Return how vectors of texts and pictures are compared, where the directory has models for both.
+
+        Raises ModelError where the numbers are missing.
+        """
+        return None if self._scores is None else self._scores.similarity(self._number)
+
+    def _number(self, name: str) -> float:
+        found = self._stored.get(name)
+        if found is None or not found.is_float or prod(found.shape) != 1:
+            raise ModelError(f"{self.path} lacks the number {name}, by which texts and pictures are compared; copy it")
+        return float(found.read(0, 1, 1)[0, 0])
 
     @property
     def has_tokenizer(self) -> bool:
@@ -303,11 +334,6 @@ def model_parts(path: str | Path) -> tuple[str, ...]:
     """
     described = model_directory(Path(path)) / "config.json"
     return tuple(models_of(read_json(described))) if described.is_file() else ("",)
-
-
-def _config_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:
-    found = models_of(config)
-    return next(iter(found.values())) if part is None else found[part]
 
 
 def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:

@@ -169,6 +169,7 @@ def _data(path: Path, extras: Mapping[str, Any], known: TokenizerClass | None, u
         )
         raise ModelError(f"{path / FILE} is missing, so texts cannot be read or written; {way}")
     model = _model_of_files([path / name for name in known.files], unknown)
+    model |= {key: values[0] for key, values in known.parameters.items() if values[0] is not None}
     added = JsonConfig(ADDED, extras.get(ADDED, {})).data
     entries = [
         {"id": i, "content": token, **dict.fromkeys(_FLAGS, False), "normalized": True} for token, i in added.items()

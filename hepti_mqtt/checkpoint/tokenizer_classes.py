@@ -32,6 +32,9 @@ _BPE: Final = {
 _QWEN2_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CLIP_OLD_WORDS: Final = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+_CLIP_WORDS: Final = rf"<\|startoftext\|>|<\|endoftext\|>|{_CLIP_OLD_WORDS}"
+_CLIP_TOKENS: Final = dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>") | {"bos": "<|startoftext|>"}
 _GEMMA_TOKENS: Final = {"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
 _MARK: Final = "\u2581"  # what stands for a space
 _SPACES: Final = {"type": "WhitespaceSplit"}
@@ -179,6 +182,24 @@ def _qwen2_words(options: JsonConfig, found: Part) -> Part:
     return {"type": "Sequence", "pretokenizers": [split, {**_BYTES, "add_prefix_space": False, "use_regex": False}]}
 
 
+def _lower_nfc(_options: JsonConfig, found: Part) -> Part:
+    spaces = {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}
+    steps = {"type": "Sequence", "normalizers": [{"type": "NFC"}, spaces, {"type": "Lowercase"}]}
+    if found not in (None, steps):
+        raise differs("normalizer", "NFC, single spaces, lower case")
+    return steps
+
+
+def _clip_words(_options: JsonConfig, found: Part) -> Part:
+    kept: dict[str, Any] = {"type": "Split", "behavior": "Removed", "invert": True}
+    now, before = ({**kept, "pattern": {"Regex": words}} for words in (_CLIP_WORDS, _CLIP_OLD_WORDS))
+    steps = found["pretokenizers"] if found is not None and found["type"] == "Sequence" else []
+    fits = len(steps) == 2 and steps[0] in (now, before) and steps[1]["type"] == "ByteLevel"
+    if found is not None and not (fits and not steps[1]["add_prefix_space"] and steps[1]["use_regex"]):
+        raise differs("pre_tokenizer", "one that keeps what its regular expression finds, then splits into bytes")
+    return {"type": "Sequence", "pretokenizers": [now, {**_BYTES, "add_prefix_space": False}]}
+
+
 def _marked_spaces(_options: JsonConfig, found: Part) -> Part:
     marks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
     if found not in (None, marks):
@@ -228,6 +249,16 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
     "GPT2Tokenizer": _GPT2,
     "Qwen2Tokenizer": _GPT2._replace(
         tokens=dict.fromkeys(("eos", "pad"), "<|endoftext|>"), normalizer=_nfc, pre_tokenizer=_qwen2_words
+    ),
+    "CLIPTokenizer": _GPT2._replace(
+        tokens=_CLIP_TOKENS,
+        parameters={**_BPE, "end_of_word_suffix": ("</w>",)},
+        normalizer=_lower_nfc,
+        pre_tokenizer=_clip_words,
+        around=("bos", "eos"),
+        always=True,
+        typed=False,
+        doubled=True,
     ),
     "GemmaTokenizer": TokenizerClass(
         "BPE",

@@ -5,8 +5,9 @@ A tower's config.json is made of the checkpoint's; its weights are in the same f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import exp
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.models.config import JsonConfig
@@ -16,15 +17,27 @@ IMAGE: Final = "image"
 _SECTIONS: Final = {TEXT: "text_config", IMAGE: "vision_config"}
 
 
-class Matching(NamedTuple):
-    """How well a text fits a picture: the cosine of their vectors times e**scale, plus a bias, both stored numbers.
+class Similarity(NamedTuple):
+    """How well a text fits a picture: the cosine of their vectors times `factor`, plus `bias`.
 
     apart: each text has a score of its own, by a sigmoid; else the scores of all texts add up to 1.
     """
 
+    factor: float
+    bias: float
+    apart: bool
+
+
+class Matching(NamedTuple):
+    """What a checkpoint calls the numbers of a `Similarity`: the logarithm of its factor, and its bias, if any."""
+
     scale: str
     bias: str = ""
     apart: bool = False
+
+    def similarity(self, number: Callable[[str], float]) -> Similarity:
+        """Return the similarity, from the stored numbers by name."""
+        return Similarity(exp(number(self.scale)), number(self.bias) if self.bias else 0.0, self.apart)
 
 
 @dataclass(frozen=True)
