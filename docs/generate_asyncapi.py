@@ -79,7 +79,14 @@ CHANNELS: Final[Mapping[str, Channel]] = {
         ("Answer", "Error"),
         "Answers to bare texts; the last wins.",
     ),
-    "event": Channel(T.event("p-kind"), "any", 1, False, ("Event",), "Nothing of Hepti reads it."),
+    "event": Channel(
+        T.event("p-kind"),
+        "any",
+        1,
+        False,
+        ("Event",),
+        "What happens; `answers`: what became of the last requests, once a second.",
+    ),
     **{
         f"home_{kind}": Channel(T.home(kind, "p-name"), "planner", 1, True, ("Home",), "For Home Assistant.")
         for kind in get_args(get_type_hints(Topics.home)["kind"])
