@@ -28,6 +28,7 @@ RESOLVE_MS: Final = 1500
 GIVE: Final = "give --broker mqtt://HOST:1883 or a login file, or set HEPTI_BROKER"
 CLOSE_S: Final = 2.0
 SHOWN: Final = 8
+EVERYWHERE: Final = ("0.0.0.0", "::")
 _NO_PORT: Final = 0  # a planner listens nowhere
 
 
@@ -139,6 +140,20 @@ def announced(
         return
     told = {"site": site, "broker": _text_of(broker), "role": who}
     with registered(SITES, f"Hepti {site} {who}", port, told, interfaces) as works:
+        yield works
+
+
+@contextlib.contextmanager
+def announced_broker(address: str, port: int) -> Iterator[bool]:
+    """Announce a broker without TLS while the block runs; yield whether that works: not on this machine's loopback.
+
+    address: on which it listens, 0.0.0.0 or :: for all.
+    """
+    if is_loopback(address):
+        yield False
+        return
+    interfaces = None if address in EVERYWHERE else (address,)
+    with registered(BROKERS, "Hepti broker", port, {}, interfaces) as works:
         yield works
 
 

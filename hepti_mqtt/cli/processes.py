@@ -68,6 +68,7 @@ def planner(args: argparse.Namespace) -> int:
 
 def broker(args: argparse.Namespace) -> int:
     """Run a broker on this machine and print its URL."""
+    from hepti_mqtt.discovery import announced_broker
     from hepti_mqtt.embedded_broker import start_broker
     from hepti_mqtt.transport import is_loopback, open_line
 
@@ -95,5 +96,8 @@ def broker(args: argparse.Namespace) -> int:
             output.err.print(_KEEPS_NOTHING, markup=False)
         if args.closed is None and not is_loopback(running.address):
             output.err.print(open_line(f"{running.address}:{running.port}"), markup=False)
-        running.serve(stop)
+        with contextlib.ExitStack() as stack:
+            if args.closed is None:  # a closed one takes TLS, which `_mqtt._tcp` cannot say: its planner announces it
+                stack.enter_context(announced_broker(running.address, running.port))
+            running.serve(stop)
     return 0

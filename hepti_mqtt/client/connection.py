@@ -35,6 +35,7 @@ from hepti_mqtt.errors import (
 )
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import TOKEN
+from hepti_mqtt.protocol.topics import ANSWERS
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused, State, Subscribed
 
 GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
@@ -116,6 +117,7 @@ class Connection:
         self._unseen: RefusedError | None = None  # of devices alone: requests go on
         self._subscribed: set[int] = set()
         self._watching: int | None = None
+        self._answers_watch: int | None = None
         # Two programs of one user must not disconnect each other.
         own = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
         self._transport = PahoTransport(url, own, on_message=self._heard, on_state=self._state, name="hepti-client")
@@ -295,6 +297,17 @@ class Connection:
         with self._changed:
             return self._session.unused()
 
+    def answers(self) -> list[dict[str, Any]]:
+        """Return the last answers of the site, oldest first, since this was first asked: everybody's, and errors.
+
+        Each has time (unix seconds), model, outcome (ok, or an error's code), latency_ms in the planner, and
+        predicted_ms and plan, None for an error.
+        """
+        with self._changed:
+            if self._answers_watch is None:
+                self._answers_watch = self._transport.subscribe([(self._session.topics.event(ANSWERS), 0)])
+            return list(self._session.answers)
+
     def odd_clocks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return in words which clocks of the site differ from most others; found: by `devices`, just now."""
         now_s = time.time()
@@ -381,7 +394,7 @@ class Connection:
                 refused = self._session.drop_refused(state.topics)
             elif state.token == self._watching:
                 self._unseen = refusal_error(self.client_id, "subscribe to", state)
-            else:
+            elif state.token != self._answers_watch:
                 self._refused = refusal_error(self.client_id, "subscribe to", state)
             self._notify()
         for token in refused:

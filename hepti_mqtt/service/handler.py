@@ -49,12 +49,17 @@ MAX_CACHED_BYTES: Final = 64 << 20
 
 
 class Reply(NamedTuple):
-    """What to publish to a user; the id in `key` is the client's own, or a generated one. outcome: ok, or a code."""
+    """What to publish to a user; the id in `key` is the client's own, or a generated one.
+
+    outcome: ok, or a code. plan: under which it was computed; predicted_ms: by that plan, None for an error.
+    """
 
     topic: str
     payload: bytes
     key: RequestKey
     outcome: str = "ok"
+    plan: str = ""
+    predicted_ms: float | None = None
 
     def as_repeated(self) -> Reply:
         """Return the reply with the note that there may have been one before."""
@@ -341,7 +346,7 @@ class RequestHandler:
         text = "null" if result is None else answers.to_json(result)
         payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(told, allow_nan=False)[1:]}'.encode()
         self._cache_answer(context.asked, payload)
-        return Reply(context.topic, payload, context.asked.key)
+        return Reply(context.topic, payload, context.asked.key, "ok", str(plan.version), told["predicted_ms"])
 
     def encode_refusal(self, command: RefuseRequest) -> Reply | None:
         """Return the JSON of an error, which is not cached: the same request may be sent again; None if one went out.

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import BadNameError, OverloadedError, RequestError
+from hepti_mqtt.errors import BadNameError, ModelError, OverloadedError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import preprocessor, single_sequence
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
@@ -27,6 +27,7 @@ from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
+from hepti_mqtt.service.messages import read_messages, read_tools
 from hepti_mqtt.service.questions import (
     Entities,
     Extraction,
@@ -100,9 +101,10 @@ RANKING_FORM: Final = ("query", "documents")
 LABEL_FORMS: Final = (("text", "candidate_labels"), ("texts", "candidate_labels"))
 MATCHED_FORMS: Final = (("image", "candidate_labels"), ("images", "candidate_labels"))
 ANSWER_FORM: Final = ("question", "context")
+MESSAGES_FORM: Final = ("messages",)
 _FORMS: Final = (
     ("text",), ("texts",), ("ids",), *PAIR_FORMS, RANKING_FORM, *LABEL_FORMS, ANSWER_FORM, *IMAGE_FORMS,
-    *AUDIO_FORMS,
+    *AUDIO_FORMS, MESSAGES_FORM,
 )  # fmt: skip
 _INPUTS: Final = tuple(dict.fromkeys(key for form in _FORMS for key in form))
 # Options that only some inputs have, and tasks.
@@ -110,7 +112,7 @@ _INPUTS_OF: Final = {
     "token_types": ("ids",), "return_documents": ("documents",), "multi_label": ("candidate_labels",),
     "hypothesis_template": ("candidate_labels",), "no_answer": ("context",), "max_answer_tokens": ("context", "ids"),
     "prompt": ("text", "texts"), "aggregation": ("text", "texts", "ids"),
-    **dict.fromkeys(("language", "task", "window"), ("audio",)),
+    **dict.fromkeys(("language", "task", "window"), ("audio",)), "tools": ("messages",),
 }  # fmt: skip
 _TASKS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "aggregation": ("token_classification",), "dimensions": ("embedding",), "prompt": ("embedding",),
@@ -230,7 +232,7 @@ def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
     if isinstance(reads, SpeechInput):
         return AUDIO_FORMS
     if isinstance(reads, DecoderInput):
-        return (("text",), ("ids",))
+        return (("text",), ("ids",), MESSAGES_FORM)
     assert isinstance(reads, TextInput)
     texts: tuple[Form, ...] = (("text",), ("texts",))
     if head.task == "question_answering":
@@ -335,7 +337,10 @@ def _decoded(
     if truncate and new < limit:
         reads = replace(reads, longest=limit - new)  # leave room for the new tokens
     reader = TextReader(checkpoint, reads, truncate)
-    tokens = reader.ids(key, request[key]) if key == "ids" else reader.text(key, request[key])
+    if key == "messages":
+        tokens = _conversation(checkpoint, request)
+    else:
+        tokens = reader.ids(key, request[key]) if key == "ids" else reader.text(key, request[key])
     ids = np.array(tokens.ids, np.int32)
     if len(ids) + new > limit:
         if "max_new_tokens" in request or len(ids) >= limit:
@@ -346,6 +351,26 @@ def _decoded(
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
     return ModelInput(shape, inputs, False, top_k, computes, new, rules=TokenRules(checkpoint.end_tokens))
+
+
+def _conversation(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Tokens:
+    messages, tools = read_messages(request["messages"]), read_tools(request.get("tools"))
+    if not checkpoint.has_tokenizer or (chat := checkpoint.chat) is None:
+        raise RequestError(
+            f"model {checkpoint.model} has no chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json), so it reads no messages; send text"
+        )
+    ids = chat.ids(messages, tools)
+    if not ids:
+        raise RequestError("messages give no tokens; send some words")
+    reads = checkpoint.spec.input_spec
+    assert isinstance(reads, DecoderInput)
+    if max(ids) >= reads.vocab:
+        raise ModelError(
+            f"{checkpoint.path}: its tokenizer gives id {max(ids)}, and config.json's vocab_size is {reads.vocab}; "
+            "both must be of the same model"
+        )
+    return Tokens(ids)
 
 
 def _is_several(form: Form, request: Mapping[str, Any]) -> bool:

@@ -45,6 +45,9 @@ class Client:
     def unused(self) -> dict[str, str]:
         return {}
 
+    def answers(self) -> list[dict[str, Any]]:
+        return []
+
     def plan(self, model: str, timeout: float = 5.0) -> dict[str, Any]:
         raise NetworkError("no planner")
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from hepti_mqtt import discovery
 from hepti_mqtt.cli.main import main
-from hepti_mqtt.discovery import BROKERS, SITES, SPEECH, Found, announced, choose, look, read_announcement, registered
+from hepti_mqtt.discovery import (
+    BROKERS,
+    SITES,
+    SPEECH,
+    Found,
+    announced,
+    announced_broker,
+    choose,
+    look,
+    read_announcement,
+    registered,
+)
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.transport import BrokerUrl
 
@@ -66,6 +79,21 @@ def test_a_site_is_found_while_it_is_announced() -> None:
         else:
             pytest.fail(f"found {found}")
     assert not any("secret" in str(one) for one in found)
+
+
+def test_a_broker_is_found_by_the_address_on_which_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    @contextlib.contextmanager
+    def registers(*told: object) -> Iterator[bool]:
+        seen.append(told)
+        yield True
+
+    monkeypatch.setattr("hepti_mqtt.discovery.registered", registers)
+    for address in ("0.0.0.0", "192.0.2.7", "127.0.0.1"):
+        with announced_broker(address, 1883):
+            pass
+    assert seen == [(BROKERS, "Hepti broker", 1883, {}, at) for at in (None, ("192.0.2.7",))]
 
 
 def test_speech_is_announced_where_home_assistant_looks() -> None:
