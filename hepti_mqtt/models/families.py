@@ -19,6 +19,7 @@ from hepti_mqtt.models import (
     albert,
     bert,
     decoupled,
+    deit,
     distilbert,
     electra,
     gemma3,
@@ -86,6 +87,7 @@ def _spec_class(family: Family) -> type[Spec]:
 FAMILIES: Final[Mapping[str, Family]] = {
     "bert": bert,
     "vit": vit,
+    "deit": deit,
     "distilbert": distilbert,
     "albert": albert,
     "electra": electra,
