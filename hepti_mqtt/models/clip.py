@@ -74,7 +74,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     part, projection = ARCHITECTURES[architecture]
     config = JsonConfig(config.file, {**(_TEXT if part == TEXT else _IMAGE), **config.data})
     outputs = config.positive("projection_dim") if projection else 0
-    made = tower_spec("clip", architecture, part, config, extras, PICTURE_CLASSES["clip"])
+    made = tower_spec("clip", architecture, part, config, extras, PICTURE_CLASSES)
     head = TaskHead("embedding", "last" if part == TEXT else "cls", outputs=outputs)
     if made.text is None:
         return replace(made, head=head)
@@ -86,17 +86,17 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 
 
 def tower_spec(
-    family: str, architecture: str, part: str, config: JsonConfig, extras: Mapping[str, Any], pictures: str
+    family: str, architecture: str, part: str, config: JsonConfig, extras: Mapping[str, Any], classes: Mapping[str, str]
 ) -> ModelSpec:
-    """Return what towers have alike, with a class token in pictures; raises ModelError, UnsupportedModelError."""
+    """Return what towers have alike; classes: of transformers that make pixels, by model_type. Raises ModelError, UnsupportedModelError."""
     hidden = config.positive("hidden_size")
     if part == TEXT:
         positions = config.positive("max_position_embeddings")
         longest = sentences.max_tokens(positions, extras)
         stem, image = TextStem(config.positive("vocab_size"), positions, types=0), None
     else:
-        stem, image = None, vit.image_stem(config, extras, pictures)
-        longest = image.patches + 1
+        stem, image = None, vit.image_stem(config, extras, classes)
+        longest = image.rows
     return ModelSpec(
         family=family,
         architecture=architecture,

@@ -54,7 +54,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> De
         made = text.encoder_spec("decoupled", architecture, config, extras, head, types=types)
     else:
         config.require_one_of("qkv_bias", True, True)
-        made = vit.encoder_spec("decoupled", architecture, task, config, extras)
+        image = vit.image_stem(config, extras, vit.PICTURE_CLASSES)
+        made = vit.encoder_spec("decoupled", architecture, config, image, vit.task_head(task, config))
     groups, parts = config.positive("num_groups"), config.positive("num_parts")
     if made.layers % groups or made.layers == groups:
         raise ModelError(

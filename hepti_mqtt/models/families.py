@@ -20,6 +20,7 @@ from hepti_mqtt.models import (
     bert,
     clip,
     decoupled,
+    deit,
     distilbert,
     electra,
     gemma3,
@@ -89,6 +90,7 @@ def _spec_class(family: Family) -> type[Spec]:
 FAMILIES: Final[Mapping[str, Family]] = {
     "bert": bert,
     "vit": vit,
+    "deit": deit,
     "distilbert": distilbert,
     "albert": albert,
     "electra": electra,

@@ -74,7 +74,8 @@ class BlockSpec:
 class ImageStem:
     """Patch embeddings of square images; pixels arrive as uint8 [B, channels, size, size].
 
-    shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square.
+    shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square. square: the longer
+    side is made so long, too. registers: rows between the class token and the patches.
     """
 
     size: int
@@ -83,11 +84,23 @@ class ImageStem:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     shortest: int = 0
+    square: bool = False
+    registers: int = 0
 
     @property
     def patches(self) -> int:
         """Return the number of patches of one image."""
         return (self.size // self.patch) ** 2
+
+    @property
+    def prefix(self) -> int:
+        """Return the rows before the patches."""
+        return 1 + self.registers
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of one image."""
+        return self.prefix + self.patches
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +148,7 @@ class ModelSpec:
             return TextInput(stem.vocab, self.max_tokens, masks, types, stem.end, stem.padding)
         assert self.image is not None
         image = self.image
-        return ImageInput(image.size, image.channels, image.patches + 1, image.shortest)
+        return ImageInput(image.size, image.channels, image.rows, image.shortest, image.square)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
         """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, or [B, h] embeddings."""

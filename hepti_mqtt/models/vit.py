@@ -19,7 +19,7 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, make_kind
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight
-from hepti_mqtt.models.transformer import ImageStem, Layer, ModelSpec, pre_norm
+from hepti_mqtt.models.transformer import MATRICES, BlockSpec, ImageStem, ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task, TaskHead
 
@@ -45,43 +45,54 @@ LAYER: Final = {
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a vision transformer; raises ModelError, UnsupportedModelError."""
-    config.require_one_of("qkv_bias", True, True)
-    return encoder_spec("vit", architecture, ARCHITECTURES[architecture], config, extras)
+    image = image_stem(config, extras, PICTURE_CLASSES)
+    return encoder_spec("vit", architecture, config, image, task_head(ARCHITECTURES[architecture], config))
+
+
+def task_head(task: Task, config: JsonConfig) -> TaskHead:
+    """Return the head of a task on the class token; raises ModelError, UnsupportedModelError."""
+    if task == "image_classification":
+        labels = config.labels()
+        return TaskHead(task, "cls", outputs=len(labels), labels=labels)
+    hidden = config.positive("hidden_size")
+    config.require_one_of("pooler_act", "tanh", "tanh")
+    config.require_one_of("pooler_output_size", hidden, hidden)
+    return TaskHead(task, "cls", pooler=True)
 
 
 def encoder_spec(
-    family: str, architecture: str, task: Task, config: JsonConfig, extras: Mapping[str, Any]
+    family: str, architecture: str, config: JsonConfig, image: ImageStem, head: TaskHead, mlp: int = 0
 ) -> ModelSpec:
-    """Return the spec of an encoder of patches that norms before each block; raises ModelError."""
+    """Return the spec of an encoder of patches that norms before each block; raises ModelError, UnsupportedModelError.
+
+    mlp: its MLP's width, by default as the file says.
+    """
     hidden = config.positive("hidden_size")
-    image = image_stem(config, extras, PICTURE_CLASSES.get(str(config.get("model_type", ""))))
-    if task == "image_classification":
-        labels = config.labels()
-        head = TaskHead(task, "cls", outputs=len(labels), labels=labels)
-    else:
-        config.require_one_of("pooler_act", "tanh", "tanh")
-        config.require_one_of("pooler_output_size", hidden, hidden)
-        head = TaskHead(task, "cls", pooler=True)
+    heads = config.heads(hidden)
+    config.require_one_of("head_dim", hidden // heads, hidden // heads)
     return ModelSpec(
         family=family,
         architecture=architecture,
         layers=config.positive("num_hidden_layers"),
         hidden=hidden,
-        heads=config.heads(hidden),
-        mlp=config.positive("intermediate_size"),
+        heads=heads,
+        mlp=mlp or config.positive("intermediate_size"),
         norm_first=True,
         activation=config.activation(),
         norm_eps=config.number("layer_norm_eps", 1e-12),
-        max_tokens=image.patches + 1,
+        max_tokens=image.rows,
         head=head,
         image=image,
+        block=BlockSpec(biases=MATRICES if config.flag("qkv_bias", True) else MATRICES[1:]),
     )
 
 
-def image_stem(config: JsonConfig, extras: Mapping[str, Any], usual: str | None) -> ImageStem:
+def image_stem(
+    config: JsonConfig, extras: Mapping[str, Any], classes: Mapping[str, str], registers: int = 0
+) -> ImageStem:
     """Return the stem; the preprocessor's scale goes into mean and std: the kernel computes (pixel/255 - mean)/std.
 
-    usual: the class of transformers that makes pixels where the files name none.
+    classes: of transformers that make pixels, by model_type. registers: rows between class token and patches.
     """
     size, patch = config.square("image_size"), config.square("patch_size")
     channels = config.positive("num_channels", 3)
@@ -89,28 +100,37 @@ def image_stem(config: JsonConfig, extras: Mapping[str, Any], usual: str | None)
         raise UnsupportedModelError(f"config.json: num_channels {channels} is not supported; supported: 3 (RGB)")
     if size % patch:
         raise ModelError(f"config.json: patch_size {patch} does not divide image_size {size}")
-    pre = pictures.Preprocessor(usual, extras)
+    pre = pictures.Preprocessor(classes.get(str(config.get("model_type", ""))), extras)
     mean, std = pre.pixel_scale()
-    return ImageStem(size, patch, channels, mean, std, pre.crop(size).shortest)
+    seen = pre.crop(size)
+    return ImageStem(size, patch, channels, mean, std, seen.shortest, seen.square, registers)
 
 
-def stem_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
-    """Yield the tensors of the stem."""
+def stem_of(spec: ModelSpec) -> ImageStem:
+    """Return the stem of a model that reads pictures."""
     assert spec.image is not None
-    h, channels, p, n = spec.hidden, spec.image.channels, spec.image.patch, spec.image.patches
+    return spec.image
+
+
+def stem_tensors(spec: ModelSpec, base: tuple[str, ...] = BASE_NAMES, registers: str = "") -> Iterator[TensorSource]:
+    """Yield the tensors of the stem; registers: what a checkpoint calls the rows behind the class token."""
+    image, h = stem_of(spec), spec.hidden
+    channels, p = image.channels, image.patch
     patch = "embeddings.patch_embeddings.projection"
-    yield weight("stem.patch.weight", prefixed(BASE_NAMES, f"{patch}.weight"), channels * p * p, h, (h, channels, p, p))
-    yield vector("stem.patch.bias", prefixed(BASE_NAMES, f"{patch}.bias"), h)
-    yield vector("stem.cls", prefixed(BASE_NAMES, "embeddings.cls_token"), h, (1, 1, h))
-    yield table("stem.position", prefixed(BASE_NAMES, "embeddings.position_embeddings"), n + 1, h, (1,))
+    yield weight("stem.patch.weight", prefixed(base, f"{patch}.weight"), channels * p * p, h, (h, channels, p, p))
+    yield vector("stem.patch.bias", prefixed(base, f"{patch}.bias"), h)
+    yield vector("stem.cls", prefixed(base, "embeddings.cls_token"), h, (1, 1, h))
+    if image.registers:
+        yield table("stem.registers", prefixed(base, f"embeddings.{registers}"), image.registers, h, (1,))
+    yield table("stem.position", prefixed(base, "embeddings.position_embeddings"), image.rows, h, (1,))
 
 
-def task_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+def task_tensors(spec: ModelSpec, base: tuple[str, ...] = BASE_NAMES) -> Iterator[TensorSource]:
     """Yield the tensors behind the layers."""
     h = spec.hidden
-    yield from norm("final_norm", BASE_NAMES, "layernorm", h)
+    yield from norm("final_norm", base, "layernorm", h)
     if spec.head.pooler:
-        yield from dense("head.pooler", BASE_NAMES, "pooler.dense", h, h)
+        yield from dense("head.pooler", base, "pooler.dense", h, h)
     if spec.head.outputs:
         yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
 
@@ -125,33 +145,27 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> str:
     """Add the stem of a batch of images: pixels u8 [B, C, S, S] -> [m, h]."""
-    image = spec.image
-    assert image is not None
-    images, h = len(shape.lengths), spec.hidden
+    image, images, h = stem_of(spec), len(shape.lengths), spec.hidden
     pixels = net.input("pixels", (images, image.channels, image.size, image.size), "u8")
     rows, width = images * image.patches, image.channels * image.patch**2
     patches = net.opaque(
         "patches", (pixels,), STEM, "patchify", (rows, width), patch=image.patch, mean=image.mean, std=image.std
     )
     x = net.linear("projected", patches, STEM, {"stem.patch": h}, bias="stem.patch.bias" in refs)  # [B n, h]
-    weights = (refs["stem.cls"], refs["stem.position"])
+    weights = [refs[name] for name in ("stem.cls", "stem.registers", "stem.position") if name in refs]
     return net.opaque("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
 
 
 def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
     x = embed(net, spec, shape, refs)  # [m, h]
-    n = Layer.of(spec, shape)
-    for i in net.layers(spec.layers):
-        x = pre_norm(net, f"{i}.", f"layers.{i}.", x, n)
-    net.begin_block()
+    x = add_layers(net, spec, shape, x, refs)  # [m, h]
     heads.add_head(net, spec, shape, x, refs)
 
 
 def reference_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array) -> plain.Array:
     """Return the embeddings of pixels [B, C, S, S]: [m, h]."""
-    image = spec.image
-    assert image is not None
+    image = stem_of(spec)
     dtype = tensors["stem.cls"].dtype
     mean, std = (np.array(v, dtype)[:, None, None] for v in (image.mean, image.std))
     values = (pixels.astype(dtype) / 255 - mean) / std  # [B, C, S, S]
@@ -159,8 +173,11 @@ def reference_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array
     blocks = values.reshape(-1, image.channels, side, p, side, p).transpose(0, 2, 4, 1, 3, 5)
     patches = blocks.reshape(len(values), image.patches, -1)  # [B, n, C p p]
     x = plain.linear(tensors, "stem.patch", patches)  # [B, n, h]
-    cls = np.broadcast_to(tensors["stem.cls"], (len(values), 1, spec.hidden))
-    x = np.concatenate([cls, x], axis=1) + tensors["stem.position"]  # [B, n + 1, h]
+    prefix = np.vstack([tensors[name] for name in ("stem.cls", "stem.registers") if name in tensors])  # [k, h]
+    x = np.concatenate([np.broadcast_to(prefix, (len(x), *prefix.shape)), x], axis=1)  # [B, k + n, h]
+    position = tensors["stem.position"]
+    x[:, : len(position) - image.patches] += position[: len(position) - image.patches]
+    x[:, image.prefix :] += position[len(position) - image.patches :]
     return x.reshape(-1, spec.hidden)
 
 
@@ -169,9 +186,7 @@ def reference(
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], the task's output) for pixels [B, C, S, S], in plain NumPy."""
     x = reference_embed(spec, tensors, pixels)  # [m, h]
-    for i in range(spec.layers):
-        x = plain.pre_norm(tensors, f"layers.{i}.", x, Layer.of(spec, shape))  # [m, h]
-    return heads.reference_head(spec, tensors, x, shape)
+    return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)
 
 
 _VIT: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_channels": 3, "qkv_bias": True}
@@ -188,9 +203,14 @@ TINY: Final = {
 
 
 def image_kind(
-    architecture: str, *sizes: Mapping[str, Any], model_type: str = "vit", labels: int = 0, **more: Any
+    architecture: str,
+    *sizes: Mapping[str, Any],
+    model_type: str = "vit",
+    labels: int = 0,
+    pixels: Mapping[str, Any] = {},
+    **more: Any,
 ) -> Kind:
-    """Return a kind that reads pictures; see `kind`."""
+    """Return a kind that reads pictures; see `kind`. pixels: keys of the preprocessor's file."""
     made = make_kind(architecture, model_type, *sizes, _VIT, labels=labels, **more)
     side = made.config["image_size"]
     preprocessor = {
@@ -204,7 +224,7 @@ def image_kind(
         "rescale_factor": 1 / 255,
         "size": {"height": side, "width": side},
     }
-    return replace(made, extras={"preprocessor_config.json": preprocessor})
+    return replace(made, extras={pictures.FILE: preprocessor | pixels})
 
 
 KINDS: Final = {
