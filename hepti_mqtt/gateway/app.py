@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, RemoteError
-from hepti_mqtt.gateway.bodies import Body, read_form, read_json
+from hepti_mqtt.gateway.bodies import Body, is_a_form, read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
 from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
 from hepti_mqtt.gateway.routes import FORMS, ROUTES, Handler
@@ -93,10 +93,12 @@ def _beside(site: Site, locked: bool) -> dict[str, Any]:
 
 def _json(site: Site, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        read = read_form if request.url.path in FORMS else read_json
-        body = await read(request) if request.method == "POST" else Body({})
+        of_form = FORMS.get(request.url.path)
+        # One path may read both, for programs of different origin.
+        is_form = of_form is not None and (of_form is handler or is_a_form(request))
+        body = await (read_form if is_form else read_json)(request) if request.method == "POST" else Body({})
         async with _cancelled_by_hangup(request):
-            found = await handler(site, body)
+            found = await (of_form if of_form is not None and is_form else handler)(site, body)
             return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
 
     return answer

@@ -49,12 +49,21 @@ class Body:
             raise RequestError(f"the gateway does not know the keys {names}; leave them out")
 
 
-async def read_form(request: Request) -> Body:
-    """Return the fields of a form: texts, and files as their bytes; raises as `read_json` does."""
+def _content_type(request: Request) -> Message:
     head = Message()
     head["content-type"] = request.headers.get("content-type", "")
-    boundary = head.get_boundary()
-    if head.get_content_type() != "multipart/form-data" or not boundary:
+    return head
+
+
+def is_a_form(request: Request) -> bool:
+    """Return whether the body is a form with files."""
+    return _content_type(request).get_content_type() == "multipart/form-data"
+
+
+async def read_form(request: Request) -> Body:
+    """Return the fields of a form: texts, and files as their bytes; raises as `read_json` does."""
+    boundary = _content_type(request).get_boundary()
+    if not is_a_form(request) or not boundary:
         raise MediaTypeError("the body is no form; send the file as multipart/form-data")
     # Between the boundaries all bytes are the field's own.
     _, *parts = (b"\r\n" + await _read(request)).split(b"\r\n--" + boundary.encode("latin-1", "replace"))
@@ -127,4 +136,4 @@ def texts_of(value: Any, key: str = "input") -> list[str]:
     return value
 
 
-__all__ = ["Body", "ClientDisconnect", "read_form", "read_json", "texts_of"]
+__all__ = ["Body", "ClientDisconnect", "is_a_form", "read_form", "read_json", "texts_of"]

@@ -21,6 +21,7 @@ _STATUS: Final[Mapping[str, int]] = {
     "id_in_use": 409,
     "too_large": 413,
     "media_type": 415,
+    "unprocessable": 422,
     "overloaded": 429,
     "no_plan": 503,
     "network": 503,
@@ -52,6 +53,12 @@ class MediaTypeError(RequestError):
     """The body is not of the type that the route reads."""
 
     code = "media_type"
+
+
+class UnprocessableError(RequestError):
+    """A form that can be read, and does not say what is asked."""
+
+    code = "unprocessable"
 
 
 def status_of(error: HeptiError) -> int:

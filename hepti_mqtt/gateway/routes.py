@@ -8,17 +8,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway import immich, llama_cpp
 from hepti_mqtt.gateway.bodies import Body, texts_of
-from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.gateway.site import Site, Vectors, unit
 
 TRANSCRIPT_FORMATS: Final = ("json", "text", "verbose_json")
 UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
 
-Vectors = NDArray[np.float32]
 Handler = Callable[[Site, Body], Awaitable[Any]]
 
 
@@ -184,7 +183,7 @@ async def tei_embed(site: Site, body: Body) -> Any:
     found = await site.embed(await site.model_named(None), texts, truncate, dimensions=size, prompt=prompt)
     lengths = np.linalg.norm(found.vectors, axis=1, keepdims=True)
     if normalize:
-        return (found.vectors / np.maximum(lengths, np.finfo(np.float32).tiny)).tolist()
+        return unit(found.vectors).tolist()
     if np.all(np.abs(lengths - 1) < UNIT):
         raise RequestError("normalize false: this model normalises its embeddings itself; leave normalize out")
     return found.vectors.tolist()
@@ -280,7 +279,12 @@ async def ollama_version(_site: Site, _body: Body) -> Any:
     return {"version": __version__}
 
 
-FORMS: Final = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})  # whose bodies are no JSON
+# What answers forms, whose bodies are no JSON.
+FORMS: Final[Mapping[str, Handler]] = {
+    "/v1/audio/transcriptions": transcriptions,
+    "/v1/audio/translations": translations,
+    "/predict": immich.predict,
+}
 # method, path -> what answers it
 ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("GET", "/v1/models"): list_models,
@@ -288,6 +292,8 @@ ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("POST", "/v1/classify"): classify,
     ("POST", "/v1/rerank"): rerank,
     ("POST", "/infer"): infer,
+    ("POST", "/embeddings"): llama_cpp.embeddings,
+    ("GET", "/props"): llama_cpp.props,
     ("POST", "/v1/audio/transcriptions"): transcriptions,
     ("POST", "/v1/audio/translations"): translations,
     ("POST", "/embed"): tei_embed,

@@ -88,7 +88,10 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 def tower_spec(
     family: str, architecture: str, part: str, config: JsonConfig, extras: Mapping[str, Any], classes: Mapping[str, str]
 ) -> ModelSpec:
-    """Return what towers have alike; classes: of transformers that make pixels, by model_type. Raises ModelError, UnsupportedModelError."""
+    """Return what towers have alike; raises ModelError, UnsupportedModelError.
+
+    classes: of transformers that make pixels, by model_type.
+    """
     hidden = config.positive("hidden_size")
     if part == TEXT:
         positions = config.positive("max_position_embeddings")
