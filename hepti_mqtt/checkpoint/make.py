@@ -120,19 +120,26 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
         for name, data in files.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        for spec in (spec for spec in specs if isinstance(spec.input_spec, TextInput)):
-            roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
-            write_tokenizer(out / "tokenizer.json", spec.input_spec.vocab, roberta)
-            options = _tokenizer_options(str(config.get("model_type")), roberta)
-            (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
-        for spec in (spec for spec in specs if isinstance(spec.input_spec, SpeechInput)):
-            write_speech_tokenizer(out / "tokenizer.json", spec.input_spec.vocab)
+        for spec in specs:
+            _write_words(out, spec, str(config.get("model_type")))
         compared = matching(config)
         numbers = [] if compared is None else filter(None, (compared.scale, compared.bias))
         _write_weights(out / "model.safetensors", specs, numbers, seed, spread)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error}; choose a place with room and permission") from error
     return out
+
+
+def _write_words(out: Path, spec: Spec, model_type: str) -> None:
+    """Write the tokenizer of a model that reads or writes text."""
+    reads = spec.input_spec
+    if isinstance(reads, TextInput):
+        roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
+        write_tokenizer(out / "tokenizer.json", reads.vocab, roberta)
+        options = _tokenizer_options(model_type, roberta)
+        (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
+    if isinstance(reads, SpeechInput):
+        write_speech_tokenizer(out / "tokenizer.json", reads.vocab)
 
 
 def spec_of_kind(kind: str, layers: int | None = None) -> Spec:

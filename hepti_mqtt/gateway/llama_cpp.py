@@ -6,8 +6,6 @@ import base64
 import binascii
 from typing import Any, Final
 
-import numpy as np
-
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway.bodies import Body
 from hepti_mqtt.gateway.site import Site, unit
@@ -33,8 +31,8 @@ async def embeddings(site: Site, body: Body) -> Any:
     pictures = [value for value in read if isinstance(value, bytes)]
     rows = iter(unit((await site.embed(model, texts)).vectors) if texts else ())
     seen = iter(unit((await site.embed_pictures(model, pictures)).vectors) if pictures else ())
-    ordered = [next(rows if isinstance(value, str) else seen) for value in read]
-    return [{"index": i, "embedding": [np.asarray(row).tolist()]} for i, row in enumerate(ordered)]
+    ordered = [next(rows if isinstance(value, str) else seen).tolist() for value in read]
+    return [{"index": i, "embedding": [row]} for i, row in enumerate(ordered)]
 
 
 def _item(item: Any) -> str | bytes:
@@ -45,7 +43,7 @@ def _item(item: Any) -> str | bytes:
         raise RequestError("'content' holds something that is neither a text nor an object with a prompt_string")
     if unknown := sorted(map(str, item.keys() - {"prompt_string", "multimodal_data"})):
         raise RequestError(f"'content' has the keys {', '.join(unknown)}, which are not known; leave them out")
-    data, prompt = item.get("multimodal_data"), item["prompt_string"]
+    data, prompt = item.get("multimodal_data"), str(item["prompt_string"])
     if not data:
         return prompt
     if not isinstance(data, list) or len(data) != 1 or prompt.strip() != MARKER:
