@@ -5,7 +5,7 @@ n patches of p x p pixels in C channels per image, S the image's side, B images 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,7 +18,16 @@ from hepti_mqtt.models import heads, pictures, plain, text
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY_SPREAD, Kind, make_kind
 from hepti_mqtt.models.shapes import PackedBatch
-from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight
+from hepti_mqtt.models.tensors import (
+    Resized,
+    TensorSource,
+    dense,
+    norm,
+    prefixed,
+    table,
+    vector,
+    weight,
+)
 from hepti_mqtt.models.transformer import MATRICES, BlockSpec, ImageStem, ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task, TaskHead
@@ -61,11 +70,17 @@ def task_head(task: Task, config: JsonConfig) -> TaskHead:
 
 
 def encoder_spec(
-    family: str, architecture: str, config: JsonConfig, image: ImageStem, head: TaskHead, mlp: int = 0
+    family: str,
+    architecture: str,
+    config: JsonConfig,
+    image: ImageStem,
+    head: TaskHead,
+    mlp: int = 0,
+    eps: float = 1e-12,
 ) -> ModelSpec:
     """Return the spec of an encoder of patches that norms before each block; raises ModelError, UnsupportedModelError.
 
-    mlp: its MLP's width, by default as the file says.
+    mlp: its MLP's width, by default as the file says. eps: of norms where the file says nothing.
     """
     hidden = config.positive("hidden_size")
     heads = config.heads(hidden)
@@ -79,7 +94,7 @@ def encoder_spec(
         mlp=mlp or config.positive("intermediate_size"),
         norm_first=True,
         activation=config.activation(),
-        norm_eps=config.number("layer_norm_eps", 1e-12),
+        norm_eps=config.number("layer_norm_eps", eps),
         max_tokens=image.rows,
         head=head,
         image=image,
@@ -88,11 +103,16 @@ def encoder_spec(
 
 
 def image_stem(
-    config: JsonConfig, extras: Mapping[str, Any], classes: Mapping[str, str], registers: int = 0
+    config: JsonConfig,
+    extras: Mapping[str, Any],
+    classes: Mapping[str, str],
+    registers: int = 0,
+    any_size: bool = False,
 ) -> ImageStem:
     """Return the stem; the preprocessor's scale goes into mean and std: the kernel computes (pixel/255 - mean)/std.
 
-    classes: of transformers that make pixels, by model_type. registers: rows between class token and patches.
+    classes: of transformers that make pixels, by model_type. registers: rows between class token and patches. any_size:
+    pictures may have another size than those that positions were trained for.
     """
     size, patch = config.square("image_size"), config.square("patch_size")
     channels = config.positive("num_channels", 3)
@@ -102,8 +122,13 @@ def image_stem(
         raise ModelError(f"config.json: patch_size {patch} does not divide image_size {size}")
     pre = pictures.Preprocessor(classes.get(str(config.get("model_type", ""))), extras)
     mean, std = pre.pixel_scale()
-    seen = pre.crop(size)
-    return ImageStem(size, patch, channels, mean, std, seen.shortest, seen.square, registers)
+    seen = pre.crop(None if any_size else size)
+    if seen.size % patch:
+        raise UnsupportedModelError(
+            f"{pre.config.file}: pictures become {seen.size} x {seen.size}, which is no multiple of patch_size {patch}"
+        )
+    grid = size // patch if size != seen.size else 0
+    return ImageStem(seen.size, patch, channels, mean, std, seen.shortest, seen.square, registers, grid)
 
 
 def stem_of(spec: ModelSpec) -> ImageStem:
@@ -112,8 +137,14 @@ def stem_of(spec: ModelSpec) -> ImageStem:
     return spec.image
 
 
-def stem_tensors(spec: ModelSpec, base: tuple[str, ...] = BASE_NAMES, registers: str = "") -> Iterator[TensorSource]:
-    """Yield the tensors of the stem; registers: what a checkpoint calls the rows behind the class token."""
+def stem_tensors(
+    spec: ModelSpec, base: tuple[str, ...] = BASE_NAMES, registers: str = "", placed: int = 0, smooth: bool = False
+) -> Iterator[TensorSource]:
+    """Yield the tensors of the stem.
+
+    registers: what a checkpoint calls the rows behind the class token. placed: rows before the patches that have
+    positions, by default all. smooth: of positions for other pictures, see `Resized`.
+    """
     image, h = stem_of(spec), spec.hidden
     channels, p = image.channels, image.patch
     patch = "embeddings.patch_embeddings.projection"
@@ -122,7 +153,18 @@ def stem_tensors(spec: ModelSpec, base: tuple[str, ...] = BASE_NAMES, registers:
     yield vector("stem.cls", prefixed(base, "embeddings.cls_token"), h, (1, 1, h))
     if image.registers:
         yield table("stem.registers", prefixed(base, f"embeddings.{registers}"), image.registers, h, (1,))
-    yield table("stem.position", prefixed(base, "embeddings.position_embeddings"), image.rows, h, (1,))
+    placed = placed or image.prefix
+    position = table("stem.position", prefixed(base, "embeddings.position_embeddings"), placed + image.patches, h, (1,))
+    if image.grid:
+        resized = Resized(placed, image.grid, image.side, smooth)
+        position = replace(position, stored_shape=(1, placed + image.grid**2, h), resized=resized)
+    yield position
+
+
+def scaled(sources: Iterable[TensorSource], factors: Mapping[str, tuple[str, ...]]) -> Iterator[TensorSource]:
+    """Yield the tensors with factors in them (LayerScale); factors: names of one in a checkpoint, by part of a layer."""
+    for source in sources:
+        yield replace(source, factor=factors.get(source.name.split(".")[-2], ()))
 
 
 def task_tensors(spec: ModelSpec, base: tuple[str, ...] = BASE_NAMES) -> Iterator[TensorSource]:
@@ -169,7 +211,7 @@ def reference_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array
     dtype = tensors["stem.cls"].dtype
     mean, std = (np.array(v, dtype)[:, None, None] for v in (image.mean, image.std))
     values = (pixels.astype(dtype) / 255 - mean) / std  # [B, C, S, S]
-    p, side = image.patch, image.size // image.patch
+    p, side = image.patch, image.side
     blocks = values.reshape(-1, image.channels, side, p, side, p).transpose(0, 2, 4, 1, 3, 5)
     patches = blocks.reshape(len(values), image.patches, -1)  # [B, n, C p p]
     x = plain.linear(tensors, "stem.patch", patches)  # [B, n, h]
