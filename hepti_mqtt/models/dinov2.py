@@ -10,14 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from hepti_mqtt.lowering import GraphBuilder
-from hepti_mqtt.models import plain, text, vit
+from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE
-from hepti_mqtt.models.shapes import PackedBatch
+from hepti_mqtt.models.kinds import BASE, Kind
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task, TaskHead
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
@@ -46,15 +43,15 @@ def _has_registers(architecture: str) -> bool:
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a DINOv2; raises ModelError, UnsupportedModelError."""
     registers = config.positive("num_register_tokens", 4) if _has_registers(architecture) else 0
-    image = vit.image_stem(config, extras, PICTURE_CLASSES, registers, any_size=True)
+    image = patches.image_stem(config, extras, PICTURE_CLASSES, registers, any_size=True)
     mlp = int(config.positive("hidden_size") * config.positive("mlp_ratio", 4))
     head = TaskHead("embedding", "cls")
     if ARCHITECTURES[architecture] == "image_classification":
         labels = config.labels()
         head = TaskHead("image_classification", "cls_patches", outputs=len(labels), labels=labels)
     if not config.flag("use_swiglu_ffn", False):
-        return vit.encoder_spec("dinov2", architecture, config, image, head, mlp, 1e-6)
-    made = vit.encoder_spec("dinov2", architecture, config, image, head, (int(mlp * 2 / 3) + 7) // 8 * 8, 1e-6)
+        return patches.encoder_spec("dinov2", architecture, config, image, head, mlp, 1e-6)
+    made = patches.encoder_spec("dinov2", architecture, config, image, head, (int(mlp * 2 / 3) + 7) // 8 * 8, 1e-6)
     return replace(made, activation="silu", block=replace(made.block, gated=True))
 
 
@@ -62,43 +59,34 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a DINOv2, from the stem to the head."""
     registers, h = _has_registers(spec.architecture), spec.hidden
     base = ("dinov2_with_registers." if registers else "dinov2.", "")
-    yield from vit.stem_tensors(spec, base, "register_tokens", placed=1, smooth=registers)
+    yield from patches.stem_tensors(spec, base, "register_tokens", placed=1, smooth=registers)
     for i in range(spec.layers):
         stored = f"encoder.layer.{i}."
         parts = text.layer_tensors(spec, f"layers.{i}.", base, stored, _GATED if spec.block.gated else _PLAIN)
         scales = {"attention_out": "layer_scale1", "mlp_down": "layer_scale2"}
-        yield from vit.scaled(parts, {k: prefixed(base, f"{stored}{v}.lambda1") for k, v in scales.items()})
+        yield from patches.scaled(parts, {k: prefixed(base, f"{stored}{v}.lambda1") for k, v in scales.items()})
     yield from norm("final_norm", base, "layernorm", h)
     if spec.head.outputs:
         yield from dense("head.classifier", ("",), "classifier", 2 * h, spec.head.outputs)
 
 
-def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
-    vit.graph(net, spec, shape, refs)
-
-
-def reference(
-    spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array, shape: PackedBatch
-) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], the task's output) for pixels [B, C, S, S], in plain NumPy."""
-    return vit.reference(spec, tensors, pixels, shape)
-
+graph = patches.graph
+reference = patches.reference
 
 _REAL: Final = {"image_size": 518, "patch_size": 14, "layer_norm_eps": 1e-6, "mlp_ratio": 4}
 _PIXELS: Final = {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "resample": 3}
 _CROP: Final = {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}
-_SMALL: Final = {"size": {"shortest_edge": 24}, "crop_size": {"height": 20, "width": 20}}
-_TINY: Final = vit.TINY | {"image_size": 30, "mlp_ratio": 2, "layer_norm_eps": 1e-6}
+_SMALL: Final[dict[str, Any]] = {"size": {"shortest_edge": 24}, "crop_size": {"height": 20, "width": 20}}
+_TINY: Final = patches.TINY | {"image_size": 30, "mlp_ratio": 2, "layer_norm_eps": 1e-6}
 
 
-def _tiny(architecture: str, pixels: Mapping[str, Any] = _SMALL, **more: Any) -> Any:
+def _tiny(architecture: str, pixels: dict[str, Any] = _SMALL, **more: Any) -> Kind:
     kind = "dinov2_with_registers" if _has_registers(architecture) else "dinov2"
-    return vit.image_kind(architecture, _TINY, model_type=kind, pixels=_PIXELS | pixels, **more)
+    return patches.image_kind(architecture, kind, _TINY, pixels=_PIXELS | pixels, **more)
 
 
 KINDS: Final = {
-    "dinov2-base": vit.image_kind("Dinov2Model", BASE, _REAL, model_type="dinov2", pixels=_PIXELS | _CROP),
+    "dinov2-base": patches.image_kind("Dinov2Model", "dinov2", BASE, _REAL, pixels=_PIXELS | _CROP),
     "tiny-dinov2": _tiny("Dinov2Model", {"size": {"shortest_edge": 36}, "crop_size": {"height": 35, "width": 35}}),
     "tiny-dinov2-classifier": _tiny("Dinov2ForImageClassification", labels=7),
     "tiny-dinov2-registers": _tiny("Dinov2WithRegistersModel", num_register_tokens=3),
