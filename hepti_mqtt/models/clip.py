@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
-from hepti_mqtt.models import causal, heads, plain, sentences, text, vit
+from hepti_mqtt.models import causal, heads, patches, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import TINY_SPREAD, Kind, make_kind
 from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
@@ -98,7 +98,7 @@ def tower_spec(
         longest = sentences.max_tokens(positions, extras)
         stem, image = TextStem(config.positive("vocab_size"), positions, types=0), None
     else:
-        stem, image = None, vit.image_stem(config, extras, classes)
+        stem, image = None, patches.image_stem(config, extras, classes)
         longest = image.rows
     return ModelSpec(
         family=family,
@@ -155,7 +155,7 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: Any, refs: Mapping[str, Wei
     if isinstance(shape, TokenBatch):
         causal.graph(net, spec, shape, refs)
         return
-    x = vit.embed(net, spec, shape, refs)  # [B (n + 1), h]
+    x = patches.embed(net, spec, shape, refs)  # [B (n + 1), h]
     weights = (refs["stem.norm.weight"], refs["stem.norm.bias"])
     x = net.opaque("normed", (x,), STEM, "layer_norm", net.shape_of(x), weights, **spec.norm.attrs)
     heads.add_head(net, spec, shape, add_layers(net, spec, shape, x, refs), refs)
@@ -168,7 +168,7 @@ def reference(
     if isinstance(shape, TokenBatch):
         return causal.reference(spec, tensors, inputs, shape)
     assert isinstance(shape, ImageBatch)
-    x = plain.norm(tensors, "stem.norm", vit.reference_embed(spec, tensors, inputs), spec.norm)
+    x = plain.norm(tensors, "stem.norm", patches.reference_embed(spec, tensors, inputs), spec.norm)
     return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)
 
 

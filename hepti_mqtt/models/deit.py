@@ -14,9 +14,9 @@ import numpy as np
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.ops import Reshape
 from hepti_mqtt.lowering.roles import TASK
-from hepti_mqtt.models import heads, plain, text, vit
+from hepti_mqtt.models import heads, patches, plain, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE
+from hepti_mqtt.models.kinds import BASE, Kind
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
@@ -36,18 +36,18 @@ _TOKENS: Final = ("cls", "distillation")
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a DeiT; raises ModelError, UnsupportedModelError."""
-    image = vit.image_stem(config, extras, PICTURE_CLASSES, registers=1)
-    head = vit.task_head(ARCHITECTURES[architecture], config)
-    return vit.encoder_spec("deit", architecture, config, image, head)
+    image = patches.image_stem(config, extras, PICTURE_CLASSES, registers=1)
+    head = patches.task_head(ARCHITECTURES[architecture], config)
+    return patches.encoder_spec("deit", architecture, config, image, head)
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a DeiT, from the stem to the head."""
-    yield from vit.stem_tensors(spec, _BASE_NAMES, "distillation_token")
+    yield from patches.stem_tensors(spec, _BASE_NAMES, "distillation_token")
     for i in range(spec.layers):
-        yield from text.layer_tensors(spec, f"layers.{i}.", _BASE_NAMES, f"encoder.layer.{i}.", vit.LAYER)
+        yield from text.layer_tensors(spec, f"layers.{i}.", _BASE_NAMES, f"encoder.layer.{i}.", patches.LAYER)
     if spec.architecture != TEACHER:
-        yield from vit.task_tensors(spec, _BASE_NAMES)
+        yield from patches.task_tensors(spec, _BASE_NAMES)
         return
     yield from norm("final_norm", _BASE_NAMES, "layernorm", spec.hidden)
     for token in _TOKENS:
@@ -56,7 +56,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of a batch of images: pixels u8 [B, C, S, S] -> the task's output."""
-    x = vit.embed(net, spec, shape, refs)  # [m, h]
+    x = patches.embed(net, spec, shape, refs)  # [m, h]
     x = add_layers(net, spec, shape, x, refs)  # [m, h]
     if spec.architecture != TEACHER or shape.want == "hidden":
         heads.add_head(net, spec, shape, x, refs)
@@ -77,7 +77,7 @@ def reference(
     spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array, shape: PackedBatch
 ) -> tuple[plain.Array, plain.Array]:
     """Return (final hidden states [m, h], the task's output) for pixels [B, C, S, S], in plain NumPy."""
-    x = plain.layers(tensors, spec, vit.reference_embed(spec, tensors, pixels), shape)  # [m, h]
+    x = plain.layers(tensors, spec, patches.reference_embed(spec, tensors, pixels), shape)  # [m, h]
     if spec.architecture != TEACHER or shape.want == "hidden":
         return heads.reference_head(spec, tensors, x, shape)
     hidden = plain.norm(tensors, "final_norm", x, spec.norm)
@@ -87,15 +87,18 @@ def reference(
 
 
 _PIXELS: Final = {"image_processor_type": "DeiTImageProcessor", "do_center_crop": True, "resample": 3}
-_TINY: Final = {
-    "model_type": "deit",
-    "pixels": _PIXELS | {"size": {"height": 24, "width": 24}, "crop_size": {"height": 20, "width": 20}},
-}
+_SMALL: Final = {"size": {"height": 24, "width": 24}, "crop_size": {"height": 20, "width": 20}}
+
+
+def _tiny(architecture: str, labels: int = 0) -> Kind:
+    return patches.image_kind(architecture, "deit", patches.TINY, labels=labels, pixels=_PIXELS | _SMALL)
+
+
 KINDS: Final = {
-    "deit-base": vit.image_kind(
-        TEACHER, BASE, vit.REAL, labels=1000, model_type="deit", pixels=_PIXELS | {"size": 256, "crop_size": 224}
+    "deit-base": patches.image_kind(
+        TEACHER, "deit", BASE, patches.REAL, labels=1000, pixels=_PIXELS | {"size": 256, "crop_size": 224}
     ),
-    "tiny-deit": vit.image_kind("DeiTModel", vit.TINY, **_TINY),
-    "tiny-deit-classifier": vit.image_kind("DeiTForImageClassification", vit.TINY, labels=7, **_TINY),
-    "tiny-deit-teacher": vit.image_kind(TEACHER, vit.TINY, labels=7, **_TINY),
+    "tiny-deit": _tiny("DeiTModel"),
+    "tiny-deit-classifier": _tiny("DeiTForImageClassification", labels=7),
+    "tiny-deit-teacher": _tiny(TEACHER, labels=7),
 }

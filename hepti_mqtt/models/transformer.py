@@ -75,7 +75,8 @@ class ImageStem:
     """Patch embeddings of square images; pixels arrive as uint8 [B, channels, size, size].
 
     shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square. square: the longer
-    side is made so long, too. registers: rows between the class token and the patches.
+    side is made so long, too. registers: rows between the class token and the patches. grid: patches of a side that the
+    stored positions are for, where pictures have others.
     """
 
     size: int
@@ -86,11 +87,17 @@ class ImageStem:
     shortest: int = 0
     square: bool = False
     registers: int = 0
+    grid: int = 0
+
+    @property
+    def side(self) -> int:
+        """Return the patches of a side."""
+        return self.size // self.patch
 
     @property
     def patches(self) -> int:
         """Return the number of patches of one image."""
-        return (self.size // self.patch) ** 2
+        return self.side**2
 
     @property
     def prefix(self) -> int:
@@ -190,6 +197,15 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
     if pooling == "last":
         return tuple(start + length - 1 for start, length in zip(shape.starts, shape.lengths, strict=True))
     return shape.mask_rows
+
+
+def patch_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the packed rows of all patches, and how many of each picture."""
+    assert spec.image is not None
+    first = spec.image.prefix
+    items = list(zip(shape.starts, shape.lengths, strict=True))
+    rows = tuple(row for start, length in items for row in range(start + first, start + length))
+    return rows, tuple(length - first for length in shape.lengths)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

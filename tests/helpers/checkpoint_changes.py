@@ -40,7 +40,8 @@ UNIGRAM = (
 TEXT = (*WORDPIECE, *BYTES, *UNIGRAM)
 IMAGE = (
     *("tiny-vit", "tiny-vit-classifier", "tiny-hf-resnet", "tiny-hf-mobilenet"),
-    *("tiny-deit", "tiny-deit-classifier", "tiny-deit-teacher"),
+    *("tiny-deit", "tiny-deit-classifier", "tiny-deit-teacher", "tiny-dinov2", "tiny-dinov2-classifier"),
+    *("tiny-dinov2-registers", "tiny-dinov2-registers-classifier"),
 )
 # Of these config.json alone is changed: their tokenizers are of the classes above, or count as they are.
 CONFIGURED = (
