@@ -21,6 +21,7 @@ from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, Remote
 from hepti_mqtt.ids import asked_name
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import ImageInput, TextInput
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import TAKEN_BY
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
@@ -313,21 +314,7 @@ class RequestHandler:
             overhead_s + sum(f.seconds * s.expectation[which] for f, s in pairs) for which in range(3)
         )
         told = {
-            "plan": {
-                "id": str(plan.version),
-                "epoch": list(plan.version),
-                "strategy": plan.strategy,
-                "options": dict(plan.options),
-                "wire": plan.wire,
-                "wire_error": plan.wire_error,
-                "weights": plan.weight_dtype,
-                "weight_error": plan.weight_error,
-                "route": plan.route,
-                "devices": shares(forecasts),
-                "reason": plan.reason,
-                "predicted_ms": plan.predicted_s * 1e3,
-                "predicted_tokens": plan.predicted_tokens,
-            },
+            "plan": _plan_told(plan, shares(forecasts)),
             "tokens": sum(_context(one.request).model_input.shape.size for one in together),
             "runs": len(command.stats) if request.wants_result else 0,
             "batched_with": sum(s.requests - 1 for s in command.stats),
@@ -375,6 +362,25 @@ class RequestHandler:
             while len(self._answered) > MAX_CACHED_ANSWERS or self._answered_bytes > MAX_CACHED_BYTES:
                 _, old = self._answered.popitem(last=False)
                 self._answered_bytes -= len(old.payload)
+
+
+def _plan_told(plan: Plan, devices: Mapping[str, float]) -> dict[str, Any]:
+    """Return what an answer says of its plan; devices: with their shares."""
+    return {
+        "id": str(plan.version),
+        "epoch": list(plan.version),
+        "strategy": plan.strategy,
+        "options": dict(plan.options),
+        "wire": plan.wire,
+        "wire_error": plan.wire_error,
+        "weights": plan.weight_dtype,
+        "weight_error": plan.weight_error,
+        "route": plan.route,
+        "devices": dict(devices),
+        "reason": plan.reason,
+        "predicted_ms": plan.predicted_s * 1e3,
+        "predicted_tokens": plan.predicted_tokens,
+    }
 
 
 def _read_by(served: Sequence[OpenModel], body: Mapping[str, Any]) -> list[tuple[OpenModel, requests.ModelInput]]:
