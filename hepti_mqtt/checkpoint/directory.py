@@ -303,6 +303,16 @@ class Checkpoint:
         return tuple(sorted(self.speech.languages)) or ("en",) if speaks else ()
 
     @property
+    def padding_id(self) -> int:
+        """Return the id of the padding token; raises ModelError if the tokenizer names none."""
+        if not self.has_tokenizer or self.texts.padding is None:
+            raise ModelError(
+                f"{self.path}: texts are filled up with the padding token, and no tokenizer names it; copy "
+                "tokenizer.json and tokenizer_config.json, or send ids that are filled up"
+            )
+        return self.texts.padding
+
+    @property
     def mask_id(self) -> int:
         """Return the id of the mask token; raises ModelError if the tokenizer has none."""
         if self.texts.mask is None:

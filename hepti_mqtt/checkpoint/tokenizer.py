@@ -42,8 +42,8 @@ _NOTHING: Final = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
 class TextTokenizer:
     """A tokenizer without padding and truncation, and what else is known of its tokens.
 
-    side: which end of a long text is cut off. mask, separator: ids, None where there is none. controls: ids that
-    only the model's own template may bring. typed: whether tokens have the types of the template; None: versions of
+    side: which end of a long text is cut off. mask, separator, padding: ids, None where there is none. controls: ids
+    that only the model's own template may bring. typed: whether tokens have the types of the template; None: versions of
     transformers differ. pair_refusal: why it makes no ids of a pair of texts, empty if it does.
     """
 
@@ -51,6 +51,7 @@ class TextTokenizer:
     side: Literal["left", "right"]
     mask: int | None
     separator: int | None
+    padding: int | None
     controls: frozenset[int]
     typed: bool | None = None
     pair_refusal: str = ""
@@ -114,6 +115,7 @@ def open_tokenizer(
         left,
         ids.get("mask"),
         ids.get("sep"),
+        ids.get("pad"),
         frozenset(i for i in special | usual if i is not None and i not in free),
         (known.typed if known is not None else None) if inputs is None else "token_type_ids" in inputs,
         _pair_refusal(tokenizer, known, tokens),

@@ -13,8 +13,9 @@ frames             i32 [n] -> f32 of n numbers in any shape: each times the attr
 add_table          x [r, c] -> x + table[first row + i, first column + j]; weight table plain; attribute
                    first (row and column).
 prepend_positions  patches [B n, h] -> [B (k + n), h]: for each image the rows of a prefix [k, h], then its patches.
-                   Weights: parts of the prefix, tables or single rows, and last position [j + n, h], which is added to
-                   the first j rows of the prefix and to the patches; attribute images (B).
+                   Weights: parts of the prefix, if any, tables or single rows, and last position [j + n, h], which is
+                   added to the first j rows of the prefix and to the patches; attribute images (B).
+repeat_row         x [m, *] -> [m, h], whose rows are all the weight row [h]; x says only how many.
 
 An id outside the vocabulary, or of a type that is not there, raises ValueError before anything is read.
 """
@@ -229,8 +230,8 @@ def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Seq
     check.dtypes()
     check.rank(2)
     images, h = op.attrs["images"], check.writes[0].shape[1]
-    check.that(len(weights) >= 2, f"needs a prefix and positions, got {len(weights)} weights")
-    prefix = np.concatenate([check.table(weight, h) for weight in weights[:-1]])
+    check.that(len(weights) >= 1, "needs positions, got no weights")
+    prefix = np.concatenate([np.empty((0, h), np.float32), *(check.table(weight, h) for weight in weights[:-1])])
     position = check.table(weights[-1], h)
     if not images:
         return nothing
@@ -249,7 +250,7 @@ def _reference_prepend_positions(
 ) -> list[Array]:
     *parts, position = (np.atleast_2d(weight).astype(np.float64) for weight in weights)
     images, h = op.attrs["images"], position.shape[1]
-    prefix = np.concatenate(parts)
+    prefix = np.concatenate([np.empty((0, h)), *parts])
     placed = len(position) - len(reads[0]) // images
     prefix[:placed] += position[:placed]
     patches = reads[0].astype(np.float64).reshape(images, -1, h) + position[placed:]
@@ -305,6 +306,25 @@ def _reference_add_table(
     return [reads[0].astype(np.float64) + weights[0][row : row + r, column : column + c]]
 
 
+def _bind_repeat_row(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.rank(2)
+    check.weights(weights, 1)
+    m, h = check.writes[0].shape
+    row = check.plain(weights[0], (h,))
+    check.that(check.reads[0].shape[0] == m, f"{m} rows of {check.reads[0].shape[0]}")
+    return lambda _reads, writes: np.copyto(writes[0], row)
+
+
+def _reference_repeat_row(
+    op: Compute, slots: Sequence[SlotSpec], _reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    return [np.broadcast_to(np.ravel(weights[0]), slots[op.writes[0]].shape)]
+
+
+REPEAT_ROW: Final = Kernel("repeat_row", _bind_repeat_row, _reference_repeat_row, rowwise)
 FRAMES: Final = Kernel("frames", _bind_frames, _reference_frames, rowwise)
 ADD_TABLE: Final = Kernel("add_table", _bind_add_table, _reference_add_table, rowwise)
 PATCHIFY: Final = Kernel("patchify", _bind_patchify, _reference_patchify, rowwise)

@@ -49,8 +49,9 @@ _IMAGE: Final = _SIZES | {
 TOWERS: Final = {
     "CLIPModel": Towers(
         {TEXT: ("CLIPTextModelWithProjection", _TEXT), IMAGE: ("CLIPVisionModelWithProjection", _IMAGE)},
-        ("projection_dim",),
         Matching("logit_scale"),
+        ("projection_dim",),
+        overruled=True,
     )
 }
 TOKENIZER_CLASSES: Final = {"clip_text_model": "CLIPTokenizer", "clip": "CLIPTokenizer"}
@@ -131,7 +132,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 
 def stem_tensors(spec: ModelSpec, base: tuple[str, ...], prefix: int = 1) -> Iterator[TensorSource]:
-    """Yield the embeddings of tokens, or of patches behind `prefix` rows, and their positions."""
+    """Yield the embeddings of tokens, or of patches behind `prefix` rows that have positions, and their positions."""
     h = spec.hidden
     if spec.text is not None:
         yield table("stem.word", prefixed(base, "embeddings.token_embedding.weight"), spec.text.vocab, h)

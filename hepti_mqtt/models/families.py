@@ -31,6 +31,7 @@ from hepti_mqtt.models import (
     mpnet,
     nomic_bert,
     qwen3,
+    siglip,
     vit,
     whisper,
 )
@@ -104,6 +105,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt2": gpt2,
     "llama": llama,
     "clip": clip,
+    "siglip": siglip,
     "decoupled": decoupled,
     "whisper": whisper,
     "cnn": cnn,

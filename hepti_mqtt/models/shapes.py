@@ -208,7 +208,7 @@ class TextInput:
     """A request brings token ids i32 [m]: of a vocabulary, at most `longest` in a sequence.
 
     masks: the task answers for mask tokens, so that a request has at least one. types: of tokens, 1 where all are
-    alike; a token of another type than the first travels as id + type x vocabulary. end, padding: see `TextStem`.
+    alike; a token of another type than the first travels as id + type x vocabulary. end, padded: see `TextStem`.
     """
 
     vocab: int
@@ -216,7 +216,7 @@ class TextInput:
     masks: bool = False
     types: int = 1
     end: int | None = None
-    padding: int | None = None
+    padded: bool = False
 
     @property
     def upper_bound(self) -> int:
@@ -225,8 +225,7 @@ class TextInput:
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
         """Return a request of one sequence: of so many tokens where the model takes them, else the longest."""
-        whole = tokens is None or self.padding is not None
-        length = self.longest if whole else min(tokens or 0, self.longest)
+        length = self.longest if tokens is None or self.padded else min(tokens, self.longest)
         return TokenBatch((length,), mask_rows=(0,) if self.masks else ())
 
     def batch(self, lengths: tuple[int, ...], want: Want = "task", mask_rows: tuple[int, ...] = ()) -> TokenBatch:

@@ -44,12 +44,13 @@ class Matching(NamedTuple):
 class Towers:
     """The models of a checkpoint, in order: each by its name, with its architecture and what a missing key means.
 
-    shared: keys of the whole file that each of them reads.
+    shared: keys of the whole file that each of them reads. overruled: a second section of the file, `..._dict`, counts.
     """
 
     models: Mapping[str, tuple[str, Mapping[str, Any]]]
-    shared: tuple[str, ...]
     matching: Matching
+    shared: tuple[str, ...] = ()
+    overruled: bool = False
 
     def configs(self, whole: JsonConfig) -> dict[str, dict[str, Any]]:
         """Return the config.json of each model; raises ModelError."""
@@ -60,7 +61,7 @@ class Towers:
         section = _SECTIONS[name]
         found = {**usual, **_section(whole, section)}
         # As transformers reads them: a second section is complete, and overrules the first.
-        if over := _section(whole, f"{section}_dict"):
+        if self.overruled and (over := _section(whole, f"{section}_dict")):
             found |= {**usual, **over}
         found |= {key: whole.get(key, usual[key]) for key in self.shared if key in usual}
         return found | {"architectures": [architecture], "model_type": usual["model_type"]}

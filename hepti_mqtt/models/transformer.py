@@ -19,8 +19,8 @@ class TextStem:
     types: 0 where there is no table of token types; with several, an id has its type x vocab added. width: columns of
     the tables where a dense layer takes them to h, 0 where they have h themselves. scale: of the word's row. positions:
     for which there are rows of a table, or so many as a text may have. end: the token behind whose first place a text
-    is cut, as its vector is read there; `vocab` for the highest of a text's. padding: the token with which a text is
-    filled to the longest.
+    is cut, as its vector is read there; `vocab` for the highest of a text's. padded: a text is filled to the longest
+    with the tokenizer's padding token, which the model reads.
     """
 
     vocab: int
@@ -30,7 +30,7 @@ class TextStem:
     width: int = 0
     scale: float = 1.0
     end: int | None = None
-    padding: int | None = None
+    padded: bool = False
 
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class ImageStem:
 
     shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square. square: the longer
     side is made so long, too. registers: rows between the class token and the patches. grid: patches of a side that the
-    stored positions are for, where pictures have others.
+    stored positions are for, where pictures have others. classed: there is a class token.
     """
 
     size: int
@@ -88,6 +88,7 @@ class ImageStem:
     square: bool = False
     registers: int = 0
     grid: int = 0
+    classed: bool = True
 
     @property
     def side(self) -> int:
@@ -102,7 +103,7 @@ class ImageStem:
     @property
     def prefix(self) -> int:
         """Return the rows before the patches."""
-        return 1 + self.registers
+        return self.classed + self.registers
 
     @property
     def rows(self) -> int:
@@ -152,7 +153,7 @@ class ModelSpec:
         if self.text is not None:
             stem, masks = self.text, self.head.pooling == "mask"
             types = max(stem.types, 1)
-            return TextInput(stem.vocab, self.max_tokens, masks, types, stem.end, stem.padding)
+            return TextInput(stem.vocab, self.max_tokens, masks, types, stem.end, stem.padded)
         assert self.image is not None
         image = self.image
         return ImageInput(image.size, image.channels, image.rows, image.shortest, image.square)

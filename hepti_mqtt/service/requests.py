@@ -243,7 +243,7 @@ def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
         entails = LABEL_FORMS if entailment(head.labels)[0] >= 0 else ()
         return (*texts, ("ids",), *ranks, *entails)
     if head.task == "embedding":
-        one_text = MODULES in checkpoint.extras or (reads.end, reads.padding) != (None, None)
+        one_text = MODULES in checkpoint.extras or reads.end is not None or reads.padded
         pairs = () if one_text else PAIR_FORMS
         return (*texts, ("ids",), *pairs, RANKING_FORM)
     return (*texts, ("ids",), *(PAIR_FORMS if head.task == "masked_token" else ()))

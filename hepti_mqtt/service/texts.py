@@ -149,7 +149,7 @@ class TextReader:
 
     def _as_read(self, name: str, ids: Sequence[int]) -> Sequence[int]:
         """Return a text's ids as the model reads them: up to the token at which its vector is read, or filled up."""
-        end, padding, model = self._reads.end, self._reads.padding, self._checkpoint.model
+        end, model = self._reads.end, self._checkpoint.model
         if end is not None:
             last = max(ids) if end == self._reads.vocab else end
             if last not in ids:
@@ -158,7 +158,8 @@ class TextReader:
                     "send a text"
                 )
             ids = ids[: ids.index(last) + 1]
-        return ids if padding is None else [*ids, *[padding] * (self._reads.longest - len(ids))]
+        short = self._reads.longest - len(ids)
+        return [*ids, *[self._checkpoint.padding_id] * short] if self._reads.padded and short else ids
 
     def _check_own(self, name: str, ids: Sequence[int], types: Any) -> None:
         """Raise RequestError for ids of which a model makes something else than was meant."""

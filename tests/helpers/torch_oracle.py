@@ -112,12 +112,8 @@ def _task(result, rows, masks, pooling):
         return vectors.numpy()
     if "logits" not in result:
         # A family without a pooler gives the first row as it is.
-        return (
-            rows[-1:].numpy()
-            if pooling == "last"
-            else rows[:1].numpy()
-            if result.get("pooler_output") is None
-            else result.pooler_output.numpy()
-        )
+        if result.get("pooler_output") is not None:
+            return result.pooler_output.numpy()
+        return (rows[-1:] if pooling == "last" else rows[:1]).numpy()
     logits = result.logits
     return (logits[0, masks] if logits.ndim == 3 else logits).numpy()
