@@ -123,7 +123,7 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
         for spec in specs:
             _write_words(out, spec, str(config.get("model_type")))
         compared = matching(config)
-        numbers = [] if compared is None else filter(None, (compared.scale, compared.bias))
+        numbers = {} if compared is None else {n: compared.shape for n in (compared.scale, compared.bias) if n}
         _write_weights(out / "model.safetensors", specs, numbers, seed, spread)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error}; choose a place with room and permission") from error
@@ -171,9 +171,11 @@ class _TensorInit(NamedTuple):
     positive: bool = False
 
 
-def _tensor_inits(specs: Iterable[Spec], numbers: Iterable[str], spread: float | None) -> dict[str, _TensorInit]:
-    """Return what to write by stored name; tensors that are tied have one. numbers: names of those without a shape."""
-    found = {name: _TensorInit((), 0.1, one=True) for name in numbers}
+def _tensor_inits(
+    specs: Iterable[Spec], numbers: Mapping[str, tuple[int, ...]], spread: float | None
+) -> dict[str, _TensorInit]:
+    """Return what to write by stored name; tensors that are tied have one. numbers: names and shapes of single ones."""
+    found = {name: _TensorInit(shape, 0.1, one=True) for name, shape in numbers.items()}
     for source in (source for spec in specs for source in tensor_sources(spec) if source.stored):
         shape = source.stored_shape
         he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
@@ -186,7 +188,9 @@ def _tensor_inits(specs: Iterable[Spec], numbers: Iterable[str], spread: float |
     return found
 
 
-def _write_weights(path: Path, specs: Iterable[Spec], numbers: Iterable[str], seed: int, spread: float | None) -> None:
+def _write_weights(
+    path: Path, specs: Iterable[Spec], numbers: Mapping[str, tuple[int, ...]], seed: int, spread: float | None
+) -> None:
     """Write model.safetensors, tensor by tensor, under a name of its own until it is whole."""
     stored = _tensor_inits(specs, numbers, spread)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

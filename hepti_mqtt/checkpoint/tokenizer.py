@@ -43,8 +43,8 @@ class TextTokenizer:
     """A tokenizer without padding and truncation, and what else is known of its tokens.
 
     side: which end of a long text is cut off. mask, separator, padding: ids, None where there is none. controls: ids
-    that only the model's own template may bring. typed: whether tokens have the types of the template; None: versions of
-    transformers differ. pair_refusal: why it makes no ids of a pair of texts, empty if it does.
+    that only the model's own template may bring. typed: whether tokens have the types of the template; None: versions
+    of transformers differ. pair_refusal: why it makes no ids of a pair of texts, empty if it does.
     """
 
     tokenizer: Tokenizer

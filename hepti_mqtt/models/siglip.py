@@ -40,7 +40,7 @@ _IMAGE: Final = _SIZES | {
 TOWERS: Final = {
     "SiglipModel": Towers(
         {TEXT: ("SiglipTextModel", _TEXT), IMAGE: ("SiglipVisionModel", _IMAGE)},
-        matching=Matching("logit_scale", "logit_bias", apart=True),
+        matching=Matching("logit_scale", "logit_bias", apart=True, shape=(1,)),
     )
 }
 TOKENIZER_CLASSES: Final = {"siglip_text_model": "SiglipTokenizer", "siglip": "SiglipTokenizer"}

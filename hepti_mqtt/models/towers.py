@@ -29,11 +29,15 @@ class Similarity(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """What a checkpoint calls the numbers of a `Similarity`: the logarithm of its factor, and its bias, if any."""
+    """What a checkpoint calls the numbers of a `Similarity`: the logarithm of its factor, and its bias, if any.
+
+    shape: as they are stored.
+    """
 
     scale: str
     bias: str = ""
     apart: bool = False
+    shape: tuple[int, ...] = ()
 
     def similarity(self, number: Callable[[str], float]) -> Similarity:
         """Return the similarity, from the stored numbers by name."""
