@@ -58,7 +58,7 @@ def expected(model: Path) -> tuple[str, list[int], np.ndarray]:
             shape = spec.input_spec.run(len(prompt) + len(ids), spec.rows)
             inputs = np.concatenate([[0], prompt, ids, frames]).astype(np.int32)
             states, logits = models.reference(spec, tensors, inputs, shape)
-            ids.append(prepared.rules.choose(logits, len(ids))[0])
+            ids.append(prepared.rules.choose(logits, ids)[0])
         return checkpoint.tokenizer.decode(ids, skip_special_tokens=True).strip(), ids, states
 
 
