@@ -108,11 +108,13 @@ _INPUTS: Final = tuple(dict.fromkeys(key for form in _FORMS for key in form))
 _INPUTS_OF: Final = {
     "token_types": ("ids",), "return_documents": ("documents",), "multi_label": ("candidate_labels",),
     "hypothesis_template": ("candidate_labels",), "no_answer": ("context",), "max_answer_tokens": ("context", "ids"),
-    "prompt": ("text", "texts"), "aggregation": ("text", "texts", "ids"),
-    **dict.fromkeys(("language", "task", "window"), ("audio",)), "tools": ("messages",),
+    "prompt": ("text", "texts", "audio"), "aggregation": ("text", "texts", "ids"),
+    **dict.fromkeys(("language", "task", "window", "timestamps", "temperature", "seed"), ("audio",)),
+    "tools": ("messages",),
 }  # fmt: skip
 _TASKS_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "aggregation": ("token_classification",), "dimensions": ("embedding",), "prompt": ("embedding",),
+    "aggregation": ("token_classification",), "dimensions": ("embedding",),
+    "prompt": ("embedding", "transcription"),
     "max_answer_tokens": ("question_answering",), "max_new_tokens": ("generation", "transcription"),
     "raw_scores": ("classification",),
 }  # fmt: skip
@@ -563,10 +565,10 @@ def _speech(
         raise RequestError(f"{' and '.join(wrong)}: not for speech; leave it out")
     heard = read_speech(checkpoint, reads, request)
     room = reads.positions - len(heard.prompt) - heard.rules.before_text
-    most = _integer(request, "max_new_tokens", reads.positions // 2, room)
-    shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want)
+    most = _integer(request, "max_new_tokens", min(reads.positions // 2, room), room)
+    shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want, heard.start)
     inputs = np.concatenate([np.array([0, *heard.prompt], np.int32), heard.frames])
-    new = most + heard.rules.before_text if want == "task" else 0
+    new = most if want == "task" else 0
     return ModelInput(shape, inputs, False, DEFAULT_TOP_K, computes, new, rules=heard.rules, seconds=heard.seconds)
 
 
