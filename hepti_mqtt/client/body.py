@@ -108,6 +108,13 @@ class RequestKeys(TypedDict, total=False):
     empty: str | None
     want: str | None
     top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    stop: str | Sequence[str] | None
     prompt: str | Sequence[str | int] | None
     dimensions: int | None
     raw_scores: bool | None
