@@ -133,6 +133,15 @@ class Site:
         answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
         return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
+    async def hidden(
+        self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any
+    ) -> list[NDArray[np.float32]]:
+        """Return the final hidden states [tokens, h] of each text; raises as `embed` does."""
+        cut = self.truncate if truncate is None else truncate
+        bodies = [{"text": text} for text in texts]
+        answers = await self._ask_all(model, bodies, truncate=cut or None, want="hidden", **options)
+        return [a.hidden for a in answers]
+
     async def rank(
         self, model: str, query: str, documents: Sequence[str], truncate: bool | None = None, **options: Any
     ) -> Ranked:
