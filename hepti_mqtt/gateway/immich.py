@@ -11,8 +11,9 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway.bodies import Body
+from hepti_mqtt.gateway import schemas as s
 from hepti_mqtt.gateway.errors import UnprocessableError
+from hepti_mqtt.gateway.operations import FORM, JSON, Operation
 from hepti_mqtt.gateway.site import Site, Vectors, unit
 from hepti_mqtt.ids import valid_name
 
@@ -21,11 +22,10 @@ _TYPES: Final = {"visual": "image", "textual": "text"}
 _DIGITS: Final = 9  # which distinguish any two f32
 
 
-async def predict(site: Site, body: Body) -> Any:
-    """POST /predict of Immich: a form with `entries` and an `image` or a `text`; vectors have length 1."""
-    entries, image, text = body.take("entries", str), body.take("image", bytes), body.take("text", str)
-    body.end()
-    name, reads = _asked(entries)
+async def predict_form(site: Site, asked: dict[str, Any]) -> Any:
+    """Vectors of a photo or a searched text, of length 1, as Immich's machine learning gives them."""
+    image, text = asked["image"], asked["text"]
+    name, reads = _asked(asked["entries"])
     if image is None and text is None:
         raise RequestError("the form has neither an image nor a text")
     if (image is None) == (reads == "image"):
@@ -76,3 +76,15 @@ def _size(picture: bytes) -> tuple[int, int]:
 def _written(vectors: Vectors) -> str:
     """Return a vector as Immich hands it on to its database: a list in a string."""
     return f"[{','.join(np.format_float_positional(x, _DIGITS, fractional=False, trim='0') for x in unit(vectors)[0])}]"
+
+
+_FORM: Final = s.form(
+    {}, {"entries": s.TEXT, "image": {"type": "file", "description": "a picture's file"}, "text": s.TEXT}
+)
+_ANSWER: Final = {
+    "title": "ImmichPrediction",
+    "type": "object",
+    "properties": {TASK: s.TEXT, "imageHeight": s.INTEGER, "imageWidth": s.INTEGER},
+    "required": [TASK],
+}
+OPERATIONS: Final = (Operation("POST", "/predict", predict_form, {JSON: _ANSWER}, _FORM, FORM),)

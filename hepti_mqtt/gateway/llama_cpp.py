@@ -7,26 +7,23 @@ import binascii
 from typing import Any, Final
 
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway.bodies import Body
+from hepti_mqtt.gateway import schemas as s
+from hepti_mqtt.gateway.operations import JSON, MODEL, VECTOR, Operation
 from hepti_mqtt.gateway.site import Site, unit
 
 MARKER: Final = "<__media__>"  # where a picture stands in a prompt
 
 
-async def props(_site: Site, _body: Body) -> Any:
-    """GET /props: what stands for a picture."""
+async def props(_site: Site, _asked: dict[str, Any]) -> Any:
+    """What stands for a picture in a prompt."""
     return {"media_marker": MARKER}
 
 
-async def embeddings(site: Site, body: Body) -> Any:
-    """POST /embeddings: texts, and pictures as multimodal_data in base64; vectors have length 1."""
-    name, content = body.take("model", str), body.take("content", (str, list, dict))
-    body.end()
-    items = content if isinstance(content, list) else [content]
-    if not items or content is None:
-        raise RequestError("'content' is missing or empty; send texts, or objects with a prompt_string")
-    read = [_item(item) for item in items]
-    model = await site.model_named(name)
+async def multimodal_embeddings(site: Site, asked: dict[str, Any]) -> Any:
+    """Vectors of texts, and of pictures as multimodal_data in base64, of length 1."""
+    content = asked["content"]
+    read = [_item(item) for item in (content if isinstance(content, list) else [content])]
+    model = await site.model_named(asked["model"])
     texts = [value for value in read if isinstance(value, str)]
     pictures = [value for value in read if isinstance(value, bytes)]
     rows = iter(unit((await site.embed(model, texts)).vectors) if texts else ())
@@ -39,16 +36,27 @@ def _item(item: Any) -> str | bytes:
     """Return a text, or a picture; raises RequestError."""
     if isinstance(item, str):
         return item
-    if not isinstance(item, dict) or not isinstance(item.get("prompt_string"), str):
-        raise RequestError("'content' holds something that is neither a text nor an object with a prompt_string")
-    if unknown := sorted(map(str, item.keys() - {"prompt_string", "multimodal_data"})):
-        raise RequestError(f"'content' has the keys {', '.join(unknown)}, which are not known; leave them out")
-    data, prompt = item.get("multimodal_data"), str(item["prompt_string"])
+    data, prompt = item["multimodal_data"], str(item["prompt_string"])
     if not data:
         return prompt
-    if not isinstance(data, list) or len(data) != 1 or prompt.strip() != MARKER:
+    if len(data) != 1 or prompt.strip() != MARKER:
         raise RequestError(f"a picture stands alone: one in multimodal_data, and {MARKER} as the prompt_string")
     try:
         return base64.b64decode(data[0], validate=True)
-    except (TypeError, ValueError, binascii.Error) as error:
+    except (ValueError, binascii.Error) as error:
         raise RequestError(f"multimodal_data is not base64 ({error})") from None
+
+
+_ITEM: Final = {"anyOf": [s.TEXT, s.body({"prompt_string": s.TEXT}, {"multimodal_data": s.array(s.TEXT)})]}
+_ITEMS: Final = s.array(_ITEM, "a list of texts, or of objects with a prompt_string and perhaps multimodal_data", 1)
+_VECTOR: Final = s.answer("LlamaCppVector", index=s.INTEGER, embedding=s.array(VECTOR))
+OPERATIONS: Final = (
+    Operation("GET", "/props", props, {JSON: s.answer("LlamaCppProps", media_marker=s.TEXT)}),
+    Operation(
+        "POST",
+        "/embeddings",
+        multimodal_embeddings,
+        {JSON: s.array(_VECTOR)},
+        s.body({"content": {"anyOf": [_ITEMS, *_ITEM["anyOf"]]}}, {"model": MODEL}),
+    ),
+)

@@ -267,6 +267,8 @@ class RequestHandler:
             "text": answers.token_text(self._models[request.key.model].checkpoint, command.tokens),
             "final": False,
         }
+        if command.attempt:  # the text begins again
+            told["attempt"] = command.attempt
         return Reply(_context(request).topic, json.dumps(told).encode(), _context(request).asked.key)
 
     def encode_taken(self, request: Request, group: str) -> Reply | None:
