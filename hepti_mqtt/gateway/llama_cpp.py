@@ -26,9 +26,9 @@ async def multimodal_embeddings(site: Site, asked: dict[str, Any]) -> Any:
     model = await site.model_named(asked["model"])
     texts = [value for value in read if isinstance(value, str)]
     pictures = [value for value in read if isinstance(value, bytes)]
-    rows = iter(unit((await site.embed(model, texts)).vectors) if texts else ())
-    seen = iter(unit((await site.embed_pictures(model, pictures)).vectors) if pictures else ())
-    ordered = [next(rows if isinstance(value, str) else seen).tolist() for value in read]
+    rows = unit((await site.embed(model, texts)).vectors).tolist() if texts else []
+    seen = unit((await site.embed_pictures(model, pictures)).vectors).tolist() if pictures else []
+    ordered = [(rows if isinstance(value, str) else seen).pop(0) for value in read]
     return [{"index": i, "embedding": [row]} for i, row in enumerate(ordered)]
 
 

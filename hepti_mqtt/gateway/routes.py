@@ -6,8 +6,6 @@ import base64
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import numpy as np
-
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway import schemas as s
 from hepti_mqtt.gateway.operations import (
