@@ -346,7 +346,8 @@ class GraphBuilder:
     ) -> str:
         """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors.
 
-        bias: a table [buckets, heads] of what distances up to `farthest`, or steps on a grid, add to scores. Others as `ops.Attention` has.
+        bias: a table [buckets, heads] of what distances up to `farthest`, or steps on a grid, add to scores. Others as
+        `ops.Attention` has.
         """
         space = (self.shape_of(q)[0], width, self.shape_of(kv)[0])
         tensors, buckets = ((bias.tensor,), bias.rows[1]) if bias is not None else ((), 0)

@@ -15,7 +15,7 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import BASE, Kind
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, zeros
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
-from hepti_mqtt.spec import Task, TaskHead
+from hepti_mqtt.spec import Pooling, Task, TaskHead
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "BeitModel": "embedding",
@@ -32,7 +32,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     image = patches.image_stem(config, extras, PICTURE_CLASSES)
     image = replace(image, positions=config.flag("use_absolute_position_embeddings", False))
     config.number("layer_scale_init_value", 0.1)  # without scales there are no tensors of them
-    pooling = "patches" if config.flag("use_mean_pooling", True) else "cls"
+    pooling: Pooling = "patches" if config.flag("use_mean_pooling", True) else "cls"
     head = TaskHead("embedding", pooling)
     if ARCHITECTURES[architecture] == "image_classification":
         labels = config.labels()

@@ -40,11 +40,11 @@ class BlockSpec:
     biases: the matrices that have one: `MATRICES`, and what a family calls those of its head. norm_bias, rms,
     gamma_offset: see `lowering.Norm`. bare: how many layers begin without a norm before attention. added_norms: what a
     block adds is normed (Gemma 3). gated: the MLP's hidden columns are activation(gate) * up. kv_heads, head_dim: 0 for
-    as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for
-    1 / sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance; side: of one by steps
-    on a grid of patches instead; shared_bias: all layers have the same. thetas, windows: of each layer the base of its rotary positions, and the most rows between query and key, -1
-    for all, from the first one again where there are more layers; none where no layer has them. rope_scaling: see
-    `lowering.Rotate`.
+    as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for 1 /
+    sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance; side: of one by steps on
+    a grid of patches instead; shared_bias: all layers have the same. thetas, windows: of each layer the base of its
+    rotary positions, and the most rows between query and key, -1 for all, from the first one again where there are more
+    layers; none where no layer has them. rope_scaling: see `lowering.Rotate`.
     """
 
     biases: tuple[str, ...] = MATRICES
