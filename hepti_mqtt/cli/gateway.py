@@ -56,6 +56,7 @@ def gateway(args: argparse.Namespace) -> int:
     _allow_connections()
     listener = listen(args.bind, args.port)
     with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
+        hepti.answers()  # from now on they are remembered for the dashboard
         site = Site(hepti, args.timeout, args.model, truncate=args.truncate)
         server: uvicorn.Server
         config = uvicorn.Config(

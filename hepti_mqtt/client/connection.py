@@ -35,6 +35,7 @@ from hepti_mqtt.errors import (
 )
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import TOKEN
+from hepti_mqtt.protocol.topics import ANSWERS
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused, State, Subscribed
 
 GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
@@ -76,20 +77,26 @@ class AnswerStream(Future[Answer]):
 
     def __init__(self, put: Callable[[Mapping[str, Any] | None], None]) -> None:
         super().__init__()
-        self.put, self._shown = put, 0
+        self.put, self._shown, self._attempt = put, list[int](), 0
         self.add_done_callback(lambda _: put(None))
 
     def take(self, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the token of a part unless it was shown, or an earlier one is missing."""
-        if part.get("index") != self._shown:
+        """Return the token of a part unless it was shown, or an earlier one is missing.
+
+        Where a text is tried again, its tokens begin with index 0 again.
+        """
+        if isinstance(attempt := part.get("attempt", 0), int) and attempt > self._attempt:
+            self._shown, self._attempt = [], attempt
+        if attempt != self._attempt or part.get("index") != len(self._shown):
             return []
-        self._shown += 1
+        self._shown.append(part["token"])
         return [{key: part[key] for key in TOKEN}]
 
     def rest(self) -> list[dict[str, Any]]:
-        """Return the tokens whose messages were lost; raises the planner's error."""
-        tokens = enumerate(self.result().result["ids"])
-        return [{"index": index, "token": token, "text": ""} for index, token in tokens if index >= self._shown]
+        """Return the tokens whose messages were lost, all of them if others were shown; raises the planner's error."""
+        tokens = self.result().result["ids"]
+        first = len(self._shown) if tokens[: len(self._shown)] == self._shown else 0
+        return [{"index": index, "token": tokens[index], "text": ""} for index in range(first, len(tokens))]
 
 
 def settle(token: object, outcome: Answer | HeptiError) -> None:
@@ -116,6 +123,7 @@ class Connection:
         self._unseen: RefusedError | None = None  # of devices alone: requests go on
         self._subscribed: set[int] = set()
         self._watching: int | None = None
+        self._answers_watch: int | None = None
         # Two programs of one user must not disconnect each other.
         own = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
         self._transport = PahoTransport(url, own, on_message=self._heard, on_state=self._state, name="hepti-client")
@@ -295,6 +303,17 @@ class Connection:
         with self._changed:
             return self._session.unused()
 
+    def answers(self) -> list[dict[str, Any]]:
+        """Return the last answers of the site, oldest first, since this was first asked: everybody's, and errors.
+
+        Each has time (unix seconds), model, outcome (ok, or an error's code), latency_ms in the planner, and
+        predicted_ms and plan, None for an error.
+        """
+        with self._changed:
+            if self._answers_watch is None:
+                self._answers_watch = self._transport.subscribe([(self._session.topics.event(ANSWERS), 0)])
+            return list(self._session.answers)
+
     def odd_clocks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return in words which clocks of the site differ from most others; found: by `devices`, just now."""
         now_s = time.time()
@@ -381,7 +400,7 @@ class Connection:
                 refused = self._session.drop_refused(state.topics)
             elif state.token == self._watching:
                 self._unseen = refusal_error(self.client_id, "subscribe to", state)
-            else:
+            elif state.token != self._answers_watch:
                 self._refused = refusal_error(self.client_id, "subscribe to", state)
             self._notify()
         for token in refused:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import base64
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.errors import HeptiError, IdInUseError, PlanError, RemoteError, RequestError, WireError
+from hepti_mqtt.errors import BadNameError, HeptiError, IdInUseError, PlanError, RemoteError, RequestError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import TAKEN_BY, TOKEN, missing_answer_key, missing_record_key, version_mismatch
-from hepti_mqtt.protocol.topics import ParsedTopic, Topics
+from hepti_mqtt.protocol.topics import ANSWERS, ParsedTopic, Topics
 
 Floats = NDArray[np.float32]
 
@@ -214,6 +215,7 @@ class _PendingRequest:
 
 DEVICES: Final = 1024  # remembered at most: names cost a peer nothing to invent
 PLANNERS: Final = 1024
+SERVED: Final = 240  # answers of the site that are remembered
 
 
 @dataclass(slots=True)
@@ -248,6 +250,7 @@ class ClientSession:
     """The state of one client; counters: dropped messages by reason.
 
     planners: by group, "" for the site's own. records: by model and group; unreadable_records: the missing key of each.
+    answers: the last ones of the site, everybody's.
     """
 
     site: str
@@ -256,6 +259,7 @@ class ClientSession:
     records: dict[ModelOfGroup, dict[str, Any]] = field(default_factory=dict)
     unreadable_records: dict[ModelOfGroup, str] = field(default_factory=dict)
     devices: dict[str, DeviceView] = field(default_factory=dict)
+    answers: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=SERVED))
     counters: Counter[str] = field(default_factory=Counter)
     _pending: dict[tuple[str, str], _PendingRequest] = field(default_factory=dict)
 
@@ -360,7 +364,7 @@ class ClientSession:
         """Take a message; return ended requests, parts of answers, and requests to publish again."""
         try:
             return self._heard(self.topics.parse(topic), payload, now)
-        except (WireError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (WireError, BadNameError, ValueError, TypeError, KeyError, RecursionError) as error:
             self.counters[f"malformed {type(error).__name__}"] += 1
             return []
 
@@ -376,6 +380,8 @@ class ClientSession:
             self._planned(ModelOfGroup(topic.model, topic.group), payload)
         elif topic.kind in ("status", "caps", "heartbeat"):
             self._device(topic, payload)
+        elif topic.kind == "event" and topic.event == ANSWERS:
+            self.answers.extend(_read_answers(payload))
         return []
 
     def _may_have_lost(self, group: str, status: messages.Status | None) -> bool:
@@ -469,6 +475,27 @@ class ClientSession:
         except (WireError, ValueError, TypeError) as error:
             self.counters["unread caps"] += 1
             device.caps, device.caps_error = None, str(error)
+
+
+def _read_answers(payload: bytes) -> list[dict[str, Any]]:
+    """Return the answers of an event; raises as a malformed message does."""
+
+    def number(value: Any) -> float:
+        if not (isinstance(value, int | float) and isfinite(value)):
+            raise WireError(f"{value!r} is not a number")
+        return float(value)
+
+    return [
+        {
+            "time": number(one["time"]),
+            "model": check_name("model", one["model"]),
+            "outcome": check_name("event", one["outcome"]),
+            "latency_ms": number(one["latency_ms"]),
+            "predicted_ms": None if one["predicted_ms"] is None else number(one["predicted_ms"]),
+            "plan": None if one["plan"] is None else str(one["plan"])[:40],
+        }
+        for one in json.loads(payload)["answers"][-SERVED:]
+    ]
 
 
 ODD_CLOCK_S: Final = 60.0  # a clock that differs by more is named

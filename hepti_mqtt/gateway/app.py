@@ -85,7 +85,7 @@ def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool
 
 def _beside(site: Site, locked: bool) -> dict[str, Any]:
     """Return what the gateway itself knows for the dashboard; locked: whether a request needs a key."""
-    told = site.journal.to_dict(time.time())
+    told = site.journal.to_dict(site.client.answers(), time.time())
     if locked:  # a message may quote its request
         told["errors"] = [{**error, "message": ""} for error in told["errors"]]
     return {"site": site.client.site, "locked": locked, "version": __version__, **told}

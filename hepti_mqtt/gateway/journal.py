@@ -1,38 +1,43 @@
-"""What became of the gateway's requests: the last answers, and the errors of the last hour."""
+"""What became of requests: the site's last answers, and the errors of the last hour."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import HeptiError
 
-ANSWERS: Final = 240
 ERRORS: Final = 100
 HOUR_S: Final = 3600.0
+SAME_S: Final = 5.0  # between an error here and the planner's word of it
 
 
 class Journal:
-    """Bounded; times are unix seconds. waiting: requests sent and not answered."""
+    """What the gateway knows of its own requests, bounded; waiting: requests sent and not answered."""
 
     def __init__(self) -> None:
         self.waiting = 0
-        self._answers: deque[dict[str, Any]] = deque(maxlen=ANSWERS)
         self._errors: deque[dict[str, Any]] = deque(maxlen=ERRORS)
 
-    def add_answer(self, answer: Answer, now_s: float) -> None:
-        """Remember how long an answer took, and what was predicted."""
-        told = answer.raw
-        entry = {"time": now_s, "model": told.get("model"), "latency_ms": answer.latency_ms}
-        entry |= {"predicted_ms": told.get("predicted_ms"), "plan": (told.get("plan") or {}).get("id")}
-        self._answers.append(entry)
-
     def add_error(self, model: str, error: HeptiError, now_s: float) -> None:
-        """Remember an error."""
+        """Remember an error; now_s: unix seconds."""
         self._errors.append({"time": now_s, "model": model, "code": error.code, "message": str(error)[:500]})
 
-    def to_dict(self, now_s: float) -> dict[str, Any]:
-        """Return what is remembered, oldest first, without errors that are older than an hour."""
-        recent = [error for error in self._errors if now_s - error["time"] < HOUR_S]
-        return {"waiting": self.waiting, "answers": list(self._answers), "errors": recent}
+    def to_dict(self, served: Sequence[Mapping[str, Any]], now_s: float) -> dict[str, Any]:
+        """Return the answers of the site and the errors of the last hour, oldest first.
+
+        served: what the planner says of everybody's requests, without messages: those of this gateway have theirs.
+        """
+        own = [dict(error) for error in self._errors]
+        for one in served:
+            if one["outcome"] != "ok" and not any(_is_same(error, one) for error in own):
+                own.append({"time": one["time"], "model": one["model"], "code": one["outcome"], "message": ""})
+        recent = sorted((error for error in own if now_s - error["time"] < HOUR_S), key=lambda error: error["time"])
+        answers = [one for one in served if one["outcome"] == "ok"]
+        return {"waiting": self.waiting, "answers": answers, "errors": recent[-ERRORS:]}
+
+
+def _is_same(error: Mapping[str, Any], one: Mapping[str, Any]) -> bool:
+    near = abs(error["time"] - one["time"]) < SAME_S
+    return bool(error["message"]) and near and (error["model"], error["code"]) == (one["model"], one["outcome"])

@@ -45,6 +45,7 @@ Kind = Literal[
 
 TOPIC_ROOT: Final = "hepti/v1"
 SHARE: Final = "hepti"  # the name of the shared subscription of a site's groups
+ANSWERS: Final = "answers"  # the kind of event that tells what became of the last requests
 MAX_LAYER: Final = 32_767
 MAX_TOPIC_BYTES: Final = 512
 MAX_PACKET_BYTES: Final = 268_435_460  # 5 bytes of fixed header and the largest remaining length of MQTT

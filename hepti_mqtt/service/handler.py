@@ -47,12 +47,17 @@ MAX_CACHED_BYTES: Final = 64 << 20
 
 
 class Reply(NamedTuple):
-    """What to publish to a user; the id in `key` is the client's own, or a generated one. outcome: ok, or a code."""
+    """What to publish to a user; the id in `key` is the client's own, or a generated one.
+
+    outcome: ok, or a code. plan: under which it was computed; predicted_ms: by that plan, None for an error.
+    """
 
     topic: str
     payload: bytes
     key: RequestKey
     outcome: str = "ok"
+    plan: str = ""
+    predicted_ms: float | None = None
 
     def as_repeated(self) -> Reply:
         """Return the reply with the note that there may have been one before."""
@@ -218,6 +223,8 @@ class RequestHandler:
             "text": answers.token_text(self._models[request.key.model].checkpoint, command.tokens),
             "final": False,
         }
+        if command.attempt:  # the text begins again
+            told["attempt"] = command.attempt
         return Reply(_context(request).topic, json.dumps(told).encode(), request.key)
 
     def encode_taken(self, request: Request, group: str) -> Reply | None:
@@ -288,7 +295,7 @@ class RequestHandler:
         text = "null" if result is None else answers.to_json(result)
         payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(told, allow_nan=False)[1:]}'.encode()
         self._cache_answer(request, payload)
-        return Reply(context.topic, payload, request.key)
+        return Reply(context.topic, payload, request.key, "ok", str(plan.version), told["predicted_ms"])
 
     def encode_refusal(self, command: RefuseRequest) -> Reply:
         """Return the JSON of an error, which is not cached: the same request may be sent again."""

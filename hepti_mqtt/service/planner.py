@@ -30,7 +30,7 @@ from hepti_mqtt.ids import Start, check_name
 from hepti_mqtt.protocol.keys import KEY_BYTES
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.starts import NameHolder
-from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.protocol.topics import ANSWERS, Topics
 from hepti_mqtt.runtime.coordinator import interface, session
 from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
@@ -47,6 +47,7 @@ from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.home_assistant import HomeAssistant
 from hepti_mqtt.service.record import encode_record, read_recalled
+from hepti_mqtt.service.served import Served
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, run_into
@@ -224,6 +225,7 @@ class _Planner:
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
             lambda error: self.inbox.post(partial(self._fail, error)),
         )
+        self.served = Served()
         self.home = self._home_assistant(config.home_assistant)
         self.metrics = self._metrics()
 
@@ -346,6 +348,7 @@ class _Planner:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
         self.channel.send(reply, self.channel.journal.take_waiting(command.request))
         age_s, model = self.handler.age_s(command.request, time.monotonic()), reply.key.model
+        self.served.record(reply, 1e3 * age_s, time.time())
         if self.home is not None:
             self.home.record_reply(model, 1e3 * age_s, reply.payload)
         if self.metrics is not None:
@@ -408,6 +411,8 @@ class _Planner:
             if isinstance(item, interface.Tick):
                 tick_at = time.monotonic() + TICK_S
                 self.channel.resend_due(time.monotonic())
+                if (served := self.served.take()) is not None:
+                    self._publish(self.topics.event(ANSWERS), served, 0)
                 if self.home is not None:
                     self.home.tick()
                 if self.metrics is not None:

@@ -151,7 +151,7 @@ function drawLinks() {
 
 function drawLatency(model) {
   const answers = site.answers.filter((answer) => answer.model === model?.name);
-  if (!answers.length) { show("latency", wait("No request has come through this gateway yet.")); show("latency-table", wait("Nothing yet.")); return; }
+  if (!answers.length) { show("latency", wait("No request has been answered since this page's gateway started.")); show("latency-table", wait("Nothing yet.")); return; }
   const first = answers[0].time, span = Math.max(site.time - first, 30);
   const values = answers.flatMap((a) => [a.latency_ms, a.predicted_ms]).filter(known);
   const top = Math.max(...values) * 1.15, left = 52, width = Math.max($("latency").clientWidth - left - 8, 160), height = 170;

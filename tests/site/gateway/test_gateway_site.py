@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import socket
+import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +18,7 @@ from site_processes import PATIENCE_S, Site, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.errors import RequestError
 
 
 def free_port() -> int:
@@ -84,6 +86,22 @@ def test_openais_client_hears_what_is_served_and_what_is_wrong(port: int) -> Non
         assert unknown.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model="tiny", input="a picture model reads no text")
+
+
+def test_the_dashboard_shows_requests_of_every_client(site: Site, port: int) -> None:
+    with Hepti.connect(site.url, site.name) as hepti:
+        hepti.wait_ready("ranker", PATIENCE_S)
+        plan = hepti.infer("ranker", query="a room", documents=["a door"], timeout_s=PATIENCE_S).plan["id"]
+        with pytest.raises(RequestError):
+            hepti.infer("ranker", query="a room", documents=[], timeout_s=PATIENCE_S)
+
+    def shown() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=PATIENCE_S) as events:
+            told = json.loads(events.readline().removeprefix(b"data: "))
+        answered = any(one["model"] == "ranker" and one["plan"] == plan for one in told["answers"])
+        return answered and any(error["code"] == "bad_request" for error in told["errors"])
+
+    poll(shown, "an answer and an error of another client")
 
 
 def test_a_second_gateway_on_the_port_says_that_it_is_taken(site: Site, port: int) -> None:

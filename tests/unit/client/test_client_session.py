@@ -288,7 +288,25 @@ def test_invented_devices_are_not_remembered_without_end(session, monkeypatch):
     assert not session.devices
 
 
-TOPICS = [T.response("m", "me", "q1"), T.planner_status(), T.plan("m"), T.status("a"), T.caps("a"), T.heartbeat("a")]
+@pytest.mark.parametrize(
+    "spoilt", [{}, {"latency_ms": float("nan")}, {"model": "No Name"}, {"outcome": 3}, {"predicted_ms": "soon"}]
+)
+def test_the_sites_answers_are_remembered_and_what_is_no_answer_is_not(session, spoilt):
+    good = {"time": 1e9, "model": "m", "outcome": "ok", "latency_ms": 5.0, "predicted_ms": None, "plan": "1.2"}
+    for answers in ([good], [good, good | spoilt]):
+        session.handle_message(T.event("answers"), json.dumps({"answers": answers}).encode(), 0.0)
+    assert list(session.answers) == [good] * (1 if spoilt else 3)
+
+
+TOPICS = [
+    T.event("answers"),
+    T.response("m", "me", "q1"),
+    T.planner_status(),
+    T.plan("m"),
+    T.status("a"),
+    T.caps("a"),
+    T.heartbeat("a"),
+]
 
 
 @given(st.lists(st.tuples(st.sampled_from([*TOPICS, "x/y"]), st.binary(max_size=60)), max_size=8))

@@ -283,7 +283,7 @@ def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, fo
 def test_the_same_request_again_gets_the_same_answer(desk, checkpoints):
     job = ask(desk, {"text": "hello", "id": "q1"})
     first = desk.encode_answer(finish(job, checkpoints["bert"]), now=101.0)
-    assert ask(desk, {"text": "hello", "id": "q1"}, now=200.0) == first
+    assert ask(desk, {"text": "hello", "id": "q1"}, now=200.0) == first._replace(plan="", predicted_ms=None)
     assert isinstance(ask(desk, {"text": "hello", "id": "q1"}, client="other"), Request), "ids belong to a client"
 
 
