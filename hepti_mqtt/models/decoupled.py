@@ -96,7 +96,7 @@ def _layers(spec: DecoupledSpec) -> Iterator[tuple[str, int]]:
 
 def graph(net: GraphBuilder, spec: DecoupledSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one batch: ids i32 [m], or pixels u8 [B, C, S, S] -> the task's output."""
-    x = (text if spec.image is None else vit).embed(net, spec, shape, refs)  # [m, h]
+    x = (text if spec.image is None else patches).embed(net, spec, shape, refs)  # [m, h]
     layer = pre_norm if spec.norm_first else post_norm
     n, w, depth = Layer.of(spec, shape), spec.hidden // spec.parts, spec.layers // spec.groups
     for first in range(0, spec.layers, depth):

@@ -17,6 +17,7 @@ from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
 from hepti_mqtt.models import (
     albert,
+    beit,
     bert,
     clip,
     decoupled,
@@ -94,6 +95,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "vit": vit,
     "deit": deit,
     "dinov2": dinov2,
+    "beit": beit,
     "distilbert": distilbert,
     "albert": albert,
     "electra": electra,

@@ -142,7 +142,9 @@ def stem_tensors(
         yield table("stem.registers", prefixed(base, f"embeddings.{registers}"), image.registers, h, (1,))
     placed = placed or image.prefix
     position = table("stem.position", prefixed(base, "embeddings.position_embeddings"), placed + image.patches, h, (1,))
-    if image.grid:
+    if not image.positions:
+        position = replace(position, stored=(), stored_shape=position.shape)
+    elif image.grid:
         resized = Resized(placed, image.grid, image.side, smooth)
         position = replace(position, stored_shape=(1, placed + image.grid**2, h), resized=resized)
     yield position

@@ -44,11 +44,11 @@ class BlockSpec:
     biases: the matrices that have one: `MATRICES`, and what a family calls those of its head. norm_bias, rms,
     gamma_offset: see `lowering.Norm`. bare: how many layers begin without a norm before attention. added_norms: what a
     block adds is normed (Gemma 3). gated: the MLP's hidden columns are activation(gate) * up. kv_heads, head_dim: 0 for
-    as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for
-    1 / sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance, which all layers
-    share. thetas, windows: of each layer the base of its rotary positions, and the most rows between query and key, -1
-    for all, from the first one again where there are more layers; none where no layer has them. rope_scaling: see
-    `lowering.Rotate`.
+    as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for 1 /
+    sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance; side: of one by steps on
+    a grid of patches instead; shared_bias: all layers have the same. thetas, windows: of each layer the base of its
+    rotary positions, and the most rows between query and key, -1 for all, from the first one again where there are more
+    layers; none where no layer has them. rope_scaling: see `lowering.Rotate`.
     """
 
     biases: tuple[str, ...] = MATRICES
@@ -65,6 +65,8 @@ class BlockSpec:
     causal: bool = False
     buckets: int = 0
     farthest: int = 0
+    side: int = 0
+    shared_bias: bool = True
     thetas: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
     rope_scaling: tuple[float, ...] = ()
@@ -76,7 +78,7 @@ class ImageStem:
 
     shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square. square: the longer
     side is made so long, too. registers: rows between the class token and the patches. grid: patches of a side that the
-    stored positions are for, where pictures have others. classed: there is a class token.
+    stored positions are for, where pictures have others. positions: rows have any. classed: there is a class token.
     """
 
     size: int
@@ -88,6 +90,7 @@ class ImageStem:
     square: bool = False
     registers: int = 0
     grid: int = 0
+    positions: bool = True
     classed: bool = True
 
     @property
@@ -265,7 +268,8 @@ def add_layers(
     for i in net.layers(spec.layers):
         if not spec.norm_first:
             net.begin_block()
-        n = Layer.of(spec, shape, i, refs.get("relative_bias"))._replace(cache=shape.session_rows, at=at)
+        bias = refs.get("relative_bias" if spec.block.shared_bias else f"layers.{i}.relative_bias")
+        n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at)
         x = layer(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
     net.begin_block()
     return x
@@ -335,7 +339,7 @@ def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: in
     return net.attention(
         f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),
         lengths=n.lengths, causal=block.causal, window=n.window, group=n.group, scale=block.scale, bias=n.bias,
-        farthest=block.farthest,
+        farthest=block.farthest, side=block.side,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ TEXT = (*WORDPIECE, *BYTES, *UNIGRAM)
 IMAGE = (
     *("tiny-vit", "tiny-vit-classifier", "tiny-hf-resnet", "tiny-hf-mobilenet"),
     *("tiny-deit", "tiny-deit-classifier", "tiny-deit-teacher", "tiny-dinov2", "tiny-dinov2-classifier"),
-    *("tiny-dinov2-registers", "tiny-dinov2-registers-classifier"),
+    *("tiny-dinov2-registers", "tiny-dinov2-registers-classifier", "tiny-beit", "tiny-beit-classifier"),
 )
 # Of these config.json alone is changed: their tokenizers are of the classes above, or count as they are.
 CONFIGURED = (
