@@ -121,6 +121,7 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in names}
     options |= {"documents": args.document, "candidate_labels": args.label, "pairs": args.pair}
     options["task"] = "translate" if args.translate else None
+    options["timestamps"] = args.timestamps or None
     most = {key: value for key, value in options.items() if value is not None}
     extra = {"truncate": True, **most} if args.truncate else most
     if args.pair or args.query is not None or args.question is not None:
