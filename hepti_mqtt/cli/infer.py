@@ -145,14 +145,16 @@ def stream(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any]) -> A
     """Send the request of a decoder and print its tokens as they come; return the whole answer."""
     limits = {"deadline_ms": args.deadline_ms, "timeout_s": args.timeout}
     tokens = hepti.generate(args.model, **body, **pin_arguments(args), report=True, **limits)
+    texts = 0  # a text that is tried again begins again
     while True:
         try:
             token = next(tokens)
         except StopIteration as end:
-            output.print_text("\n")
             answer: Answer = end.value
+            output.print_text("\n" if texts < 2 else f"\n{answer.generated}\n")
             return answer
-        output.print_text(token["text"])
+        texts += token["index"] == 0
+        output.print_text(f"\n{token['text']}" if token["index"] == 0 and texts > 1 else token["text"])
 
 
 def send_repeatedly(
