@@ -104,6 +104,53 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """What changes the probabilities of tokens, in this order; as it is here, nothing does. Source: transformers.
+
+    repetition: by which logits above 0 of tokens that were there are divided, and those below multiplied; of `prompt`,
+    too. presence, frequency: are taken from logits of the text's own tokens, once and for each time. bias: is added to
+    tokens' logits. Of the scaled logits the first `top_k` count (0: all), of those the likeliest that have `top_p`
+    together, and of those what has at least `min_p` of the likeliest one's probability.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    prompt: tuple[int, ...] = ()
+
+    def shift(self, row: npt.NDArray[Any], before: Sequence[int]) -> None:
+        """Change the logits [V] of what may follow the tokens of a text so far."""
+        if self.repetition != 1:
+            seen = np.unique([*self.prompt, *before]).astype(np.intp)
+            row[seen] = np.where(row[seen] < 0, row[seen] * self.repetition, row[seen] / self.repetition)
+        if before and (self.presence or self.frequency):
+            seen, counts = np.unique(np.asarray(before, np.intp), return_counts=True)
+            row[seen] -= self.presence + self.frequency * counts
+        for token, added in self.bias:
+            row[token] += added
+
+    def narrow(self, row: npt.NDArray[np.float64]) -> None:
+        """Set to -inf what is left out of the scaled logits [V]; one token at least stays."""
+        if 0 < self.top_k < len(row):
+            row[row < np.partition(row, -self.top_k)[-self.top_k]] = -np.inf
+        if self.top_p < 1:
+            order = np.argsort(row)
+            weights = np.exp(row[order] - row[order[-1]])
+            below = np.cumsum(weights) <= (1 - self.top_p) * weights.sum()
+            below[-1] = False
+            row[order[below]] = -np.inf
+        if self.min_p:
+            row[row < row.max() + np.log(self.min_p)] = -np.inf
+
+
+AS_THEY_ARE: Final = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenRules:
     """Which token follows: the likeliest that is allowed, or one drawn by its probability.
 
@@ -112,7 +159,8 @@ class TokenRules:
     behind the prompt's first token is that nobody speaks, -1 without one.
     choices: before the text, one of these ends the prompt; then `forced` follow, and `opening` comes before all.
     temperatures: of the first text and of those that are tried after it, as long as the judge asks for another; 0 takes
-    the likeliest token. seed: of the draws.
+    the likeliest token. seed: of the draws. sampling: what changes the probabilities. stops: whether a text ends behind
+    its tokens so far.
     """
 
     end: tuple[int, ...] = ()
@@ -127,6 +175,12 @@ class TokenRules:
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
     judge: Judge | None = None
+    sampling: Sampling = AS_THEY_ARE
+    stops: Callable[[Sequence[int]], bool] | None = None
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether a text ends behind its tokens so far."""
+        return bool(tokens) and (tokens[-1] in self.end or (self.stops is not None and self.stops(tokens)))
 
     @property
     def before_text(self) -> int:
@@ -140,9 +194,10 @@ class TokenRules:
         """
         row = logits[-1]
         left_out = [*self.never, *(() if before else self.first_never)]
-        if left_out or self.moments is not None:
+        if left_out or self.moments is not None or self.sampling is not AS_THEY_ARE:
             row = row.copy()
             row[left_out] = -np.inf
+            self.sampling.shift(row, before)
             if self.moments is not None:
                 self.moments.allow(row, before)
         token = int(row.argmax()) if temperature == 0 else self._draw(row, len(before), temperature)
@@ -155,6 +210,7 @@ class TokenRules:
     def _draw(self, row: npt.NDArray[Any], place: int, temperature: float) -> int:
         """Return a token drawn by seed, temperature and place, whatever else was drawn."""
         scaled = row.astype(np.float64) / temperature
+        self.sampling.narrow(scaled)
         sums = np.cumsum(np.exp(scaled - scaled.max()))
         draws = np.random.Generator(np.random.Philox(key=[self.seed, round(temperature * 1000)], counter=place))
         return int(np.searchsorted(sums, draws.random() * sums[-1], "right"))

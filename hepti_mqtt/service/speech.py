@@ -19,6 +19,7 @@ from hepti_mqtt.models.mel import HOP, RATE, log_mel
 from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput, fixed_point
 from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service import sound
+from hepti_mqtt.service.sampling import read_seed
 from hepti_mqtt.service.texts import is_int
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ SILENCE_S: Final = 0.5  # behind the last word, as in what the models have learn
 # By these the reference takes a text for none, or for one to try again.
 NO_SPEECH, LOW_SCORE, REPEATS = 0.6, -1.0, 2.4
 TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-MAX_SEED: Final = 2**32 - 1
 
 
 class Heard(NamedTuple):
@@ -67,7 +67,7 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
     rules = replace(
         rules,
         temperatures=_temperatures(request.get("temperature", TEMPERATURES)),
-        seed=_seed(request.get("seed", 0)),
+        seed=read_seed(request.get("seed", 0)),
         judge=partial(judge, checkpoint),
     )
     frames = fixed_point(log_mel(whole, reads.bands))
@@ -102,12 +102,6 @@ def _temperatures(value: Any) -> tuple[float, ...]:
             f"temperature must be a number from 0 to 1, or a list of up to {len(TEMPERATURES)} that are tried in turn"
         )
     return tuple(float(t) for t in found)
-
-
-def _seed(value: Any) -> int:
-    if not is_int(value) or not 0 <= value <= MAX_SEED:
-        raise RequestError(f"seed must be an integer from 0 to {MAX_SEED}")
-    return int(value)
 
 
 def window_rows(reads: SpeechInput, seconds: float, window: Any = None) -> int:

@@ -142,7 +142,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """Return whether the last token is there."""
-        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] in self.rules.end)
+        return len(self.tokens) >= self.max_new_tokens or self.rules.ends(self.tokens)
 
     @property
     def temperature(self) -> float:
