@@ -90,7 +90,7 @@ def base_table(division: Division) -> Table:
         lines[roles.WORDS] = head
     else:  # each device's own, which meet on the root device
         own = split_along([span(*part) for part in words], 1)
-        lines[roles.WORDS] = lambda op: [*own(op), Piece(division.root, op.full_region, relay=True)]
+        lines[roles.WORDS] = lambda op: [*(own(op) or ()), Piece(division.root, op.full_region, relay=True)]
     return Table(optional_rules=lines)
 
 

@@ -69,9 +69,9 @@ def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[Device
     resources = lanes or [DeviceResources()] * len(weights)
     speeds = [lane.row_flops_per_s or weight for lane, weight in zip(resources, weights, strict=True)]
     divided = WORDS.ranges(graph, speeds)
-    _, words, width = graph.first_with_role(roles.WORDS).space
-    alone_s = 2.0 * words * width / speeds[root]
-    if lanes:
+    if lanes and speeds[root] > 0:
+        _, words, width = graph.first_with_role(roles.WORDS).space
+        alone_s = 2.0 * words * width / speeds[root]
         own = divided[root][1] - divided[root][0]
         rate, delay_s = min(lane.bytes_per_s for lane in lanes), max(lane.latency_s for lane in lanes)
         sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * (words - own) / rate
