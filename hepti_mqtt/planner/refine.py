@@ -311,12 +311,13 @@ def _balanced(question: Question, divide: Callable[..., Plan], best: Candidate) 
 
 
 def step_by_step(question: Question, c: Candidate) -> Candidate:
-    """Give one device after the other more or less, by smaller and smaller steps, as long as that helps."""
+    """Give busy devices less and others more, one after the other by smaller and smaller steps, where that helps."""
 
     def stepped(i: int, step: float, best: Candidate) -> Iterator[Move]:
-        for factor in (step, 1 / step):
-            weights = tuple(w * factor if j == i else w for j, w in enumerate(best.shares))
-            yield with_shares(question, best.plan, weights), weights
+        busy = [best.price.use[device].compute_s for device in best.plan.devices]
+        factor = 1 / step if busy[i] * len(busy) > sum(busy) else step  # the other way hardly ever helps
+        weights = tuple(w * factor if j == i else w for j, w in enumerate(best.shares))
+        yield with_shares(question, best.plan, weights), weights
 
     for step in STEPS if STRATEGIES[c.plan.strategy].coarse else ():
         for i in range(len(c.plan.devices)):
