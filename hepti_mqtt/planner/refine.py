@@ -355,13 +355,14 @@ def _unit_moves(kind: str, c: Candidate) -> Iterator[Move]:
 def _moved(ranges: Sequence[Range], busy: Sequence[float]) -> Iterator[tuple[Range, ...]]:
     """Yield ranges with a unit, or a few, moved from one device to a less busy one.
 
-    Devices that differ most come first; nobody who had some is left without. busy: seconds of each device, in all.
+    From those busier than the mean to others, the most different first; nobody who had some is left without. busy:
+    seconds of each device, in all.
     """
     counts = [stop - start for start, stop in ranges]
-    by = -(-sum(counts) // MOVES)
+    by, mean = -(-sum(counts) // MOVES), sum(busy) / len(busy)
     pairs = sorted(permutations(range(len(counts)), 2), key=lambda pair: busy[pair[1]] - busy[pair[0]])
     for source, target in pairs:
-        if counts[source] > by and busy[source] > busy[target]:
+        if counts[source] > by and busy[source] > mean >= busy[target]:
             moved = [n + by * ((i == target) - (i == source)) for i, n in enumerate(counts)]
             yield tuple(pairwise(accumulate(moved, initial=0)))
 
