@@ -165,10 +165,9 @@ def _tensor_inits(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
         he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
         own = _TensorInit(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))
         found.setdefault(source.primary_name, own)
-        for name, part in source.folded_shapes.items():
-            assert source.norm is not None
-            positive = name == source.norm.variance
-            one = positive or name == source.norm.weight
+        for name, part in source.folded_shapes().items():
+            positive = source.norm is not None and name == source.norm.variance
+            one = positive or name in source.factor or (source.norm is not None and name == source.norm.weight)
             found.setdefault(name, _TensorInit(part, 1.0 if positive else 0.1, one, positive))
     return found
 
