@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import FAMILIES, Kind, matching, models_of, spec_from_config, tensor_sources, tokenizer_class
 from hepti_mqtt.models.shapes import TextInput
-from hepti_mqtt.models.speech import PLAIN, SILENT, START, TASKS, SpeechInput
+from hepti_mqtt.models.speech import SpeechInput, last_tokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Spec
 
@@ -60,10 +60,9 @@ def write_tokenizer(path: Path, vocab: int, roberta: bool = False) -> None:
     tokenizer.save(str(path))
 
 
-def write_speech_tokenizer(path: Path, vocab: int) -> None:
+def write_speech_tokenizer(path: Path, vocab: int, rows: int) -> None:
     """Write tokenizer.json with exactly `vocab` tokens: words, then those that steer the text of speech."""
-    steering = ("<|endoftext|>", START, "<|en|>", "<|de|>", *(f"<|{task}|>" for task in reversed(TASKS)))
-    special = (*steering, SILENT[0], PLAIN)
+    special = last_tokens(vocab, rows)
     words = chain(dict.fromkeys(word for word in _WORDS.split()), (f"word{i}" for i in count()))
     tokens = [*islice(words, vocab - len(special)), *special]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
@@ -139,7 +138,7 @@ def _write_words(out: Path, spec: Spec, model_type: str) -> None:
         options = _tokenizer_options(model_type, roberta)
         (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
     if isinstance(reads, SpeechInput):
-        write_speech_tokenizer(out / "tokenizer.json", reads.vocab)
+        write_speech_tokenizer(out / "tokenizer.json", reads.vocab, reads.longest)
 
 
 def spec_of_kind(kind: str, layers: int | None = None) -> Spec:

@@ -18,7 +18,7 @@ import numpy as np
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import RequestPins
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
-from hepti_mqtt.ids import asked_name
+from hepti_mqtt.ids import asked_name, check_name
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.plan import Plan
@@ -166,14 +166,18 @@ class RequestHandler:
         self._answered_bytes = 0
         self._read_s: dict[str, deque[float]] = {}  # by model: from arrival to first dispatch, of the last requests
 
-    def read_request(self, raw: RawRequest, now: float, make_id: MakeId = _new_id) -> Request | Reply:
+    def read_request(self, raw: RawRequest, now: float, make_id: MakeId = _new_id) -> Request | Reply | RequestKey:
         """Return the parsed request, or its answer if there is one: an error, or the answer given before.
+
+        The key of a request is returned where that is taken back.
 
         now: on the session's clock; deadlines count from it. make_id: gives the id of a request without one.
         """
         own_id: str | None = None
         try:
             data = {"text": bare_text(raw.payload)} if raw.bare else parse(raw.payload)
+            if data.keys() == {"cancel"}:
+                return RequestKey(raw.model, raw.client, check_name("request", data["cancel"]))
             own_id = request_id(data)
             key = RequestKey(raw.model, raw.client, own_id or make_id(raw))
             return self._build_request(key, data, now, self._topics_of(raw), raw.bare)
@@ -219,6 +223,10 @@ class RequestHandler:
         """Return the requests that a client's request is answered by, of which this is the first."""
         joint = _context(request).joint
         return (request,) if joint is None else joint.requests
+
+    def keys_of(self, key: RequestKey) -> list[RequestKey]:
+        """Return the keys of the requests that a client's request may be answered by."""
+        return [replace(key, model=model.name) for model in self._asked.get(key.model, ())] or [key]
 
     @staticmethod
     def asked(request: Request) -> Asked:
