@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway.bodies import Body, texts_of
-from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.gateway.site import Site, Spoken
 
-TRANSCRIPT_FORMATS: Final = ("json", "text", "verbose_json")
 UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
 
 Vectors = NDArray[np.float32]
@@ -83,7 +82,7 @@ async def classify(site: Site, body: Body) -> Any:
 
 
 async def transcriptions(site: Site, body: Body) -> Any:
-    """POST /v1/audio/transcriptions: a form with a file; response_format: json, text or verbose_json."""
+    """POST /v1/audio/transcriptions: a form with a file; response_format: json, text, verbose_json, srt or vtt."""
     return await _transcribe(site, body, "transcribe")
 
 
@@ -95,40 +94,68 @@ async def translations(site: Site, body: Body) -> Any:
 async def _transcribe(site: Site, body: Body, task: str) -> Any:
     file, name = body.take("file", bytes), body.take("model", str)
     language, form = body.take("language", str), body.take("response_format", str, "json")
-    for key, harmless in (("prompt", ("",)), ("temperature", ("", "0", "0.0")), ("stream", ("", "false", "False"))):
-        if (value := body.take(key, str, "")) not in harmless:
-            raise RequestError(
-                f"{key} {value[:40]!r}: the likeliest text is written, from the sound alone; leave it out"
-            )
+    prompt, temperature = body.take("prompt", str), body.take("temperature", str) or "0"
+    finer = [one for one in body.take("timestamp_granularities[]", list, []) if one != "segment"]
+    if (stream := body.take("stream", str, "")) not in ("", "false", "False"):
+        raise RequestError(f"stream {stream[:40]!r}: the text comes as a whole; leave it out")
     body.drop("user")
     body.end()
     if file is None:
         raise RequestError("the form has no field 'file' with a recording")
     if form not in TRANSCRIPT_FORMATS:
         raise RequestError(f"response_format {form[:40]!r}; known are {', '.join(TRANSCRIPT_FORMATS)}")
-    found = await site.transcribe(await site.model_named(name), file, task=task, language=language or None)
-    if form == "text":
-        return f"{found.text}\n"
-    if form == "json":
-        return {"text": found.text}
+    if finer:
+        raise RequestError(f"timestamp_granularities {finer[0][:40]!r}: segments are timed, words are not")
+    try:
+        drawn = float(temperature)
+    except ValueError:
+        raise RequestError(f"temperature {temperature[:40]!r} is no number") from None
+    options = {"task": task, "language": language or None, "prompt": prompt or None, "temperature": drawn or None}
+    timed = form not in ("json", "text")
+    found = await site.transcribe(await site.model_named(name), file, timed=timed, **options)
+    return TRANSCRIPT_FORMATS[form](found, task)
+
+
+def _verbose(found: Spoken, task: str) -> dict[str, Any]:
     segments = [
         {
             "id": number,
-            "seek": round(100 * start),
-            "start": start,
-            "end": start + piece["seconds"],
+            "seek": round(100 * piece["seek"]),
+            "start": piece["start"],
+            "end": piece["end"],
             "text": piece["text"],
             "tokens": piece["ids"],
-            "temperature": 0.0,
+            "temperature": piece["temperature"],
             "avg_logprob": piece["score"],
             "compression_ratio": piece["compression"],
             "no_speech_prob": piece["no_speech"],
         }
-        for number, (start, piece) in enumerate(found.pieces)
-        if piece["text"]
+        for number, piece in enumerate(found.segments)
     ]
     about = {"task": task, "language": found.language, "duration": found.seconds}
     return {**about, "text": found.text, "segments": segments}
+
+
+def _subtitles(found: Spoken, comma: str) -> list[str]:
+    """Return the parts of a file of subtitles: from when to when, and the text."""
+
+    def clock(seconds: float) -> str:
+        whole, ms = divmod(round(seconds * 1000), 1000)
+        return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{comma}{ms:03}"
+
+    return [
+        f"{clock(one['start'])} --> {clock(one['end'])}\n{one['text'].strip().replace('-->', '->')}\n"
+        for one in found.segments
+    ]
+
+
+TRANSCRIPT_FORMATS: Final[Mapping[str, Callable[[Spoken, str], Any]]] = {
+    "json": lambda found, _: {"text": found.text},
+    "text": lambda found, _: f"{found.text}\n",
+    "verbose_json": _verbose,
+    "srt": lambda found, _: "\n".join(f"{i}\n{part}" for i, part in enumerate(_subtitles(found, ","), 1)),
+    "vtt": lambda found, _: "\n".join(["WEBVTT\n", *_subtitles(found, ".")]),
+}
 
 
 def refuse_address(picture: str) -> None:
