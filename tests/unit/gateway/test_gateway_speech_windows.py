@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway.bodies import Body
-from hepti_mqtt.gateway.routes import transcriptions
+from hepti_mqtt.gateway.routes import OPERATIONS, transcriptions
+from hepti_mqtt.gateway.schemas import checked
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.service.sound import pcm_of, samples_of, wav_of
 
@@ -54,9 +54,7 @@ class Planner:
 
 
 def site(planner: Planner) -> Site:
-    made = Site(planner, 60.0)  # type: ignore[arg-type]
-    made.journal.add_answer = lambda *_: None  # type: ignore[method-assign]
-    return made
+    return Site(planner, 60.0)  # type: ignore[arg-type]
 
 
 def recording(seconds: int) -> bytes:
@@ -88,7 +86,9 @@ def test_a_short_recording_is_one_request_without_times() -> None:
 
 
 def ask(**fields: Any) -> Any:
-    return asyncio.run(transcriptions(site(Planner()), Body({"file": recording(2), **fields})))
+    (body,) = (one.body for one in OPERATIONS if one.path == "/v1/audio/transcriptions")
+    assert body is not None
+    return asyncio.run(transcriptions(site(Planner()), checked({"file": recording(2), **fields}, body)))
 
 
 def test_every_form_of_an_answer() -> None:
