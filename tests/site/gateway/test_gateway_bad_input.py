@@ -8,10 +8,12 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from site_processes import PATIENCE_S, Site, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
 
 FORM = "application/x-www-form-urlencoded"
 PAGE = "https://example.org/a.png"
@@ -42,7 +44,7 @@ def port(site: Site) -> int:
 
 def ask(
     port: int, body: Any = ASKED, path: str = "/v1/embeddings", headers: dict[str, str] = KEY, method: str = "POST"
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body), headers)
@@ -86,6 +88,15 @@ def test_a_body_of_100_mb_is_refused_while_it_comes(port: int, length: str) -> N
             client.sendall(frame)
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 413")
     assert ask(port)[0] == 200
+
+
+def test_all_states_are_those_that_mqtt_gives(site: Site, port: int) -> None:
+    texts = ["a warm room", "a door"]
+    with Hepti.connect(site.url, site.name) as hepti:
+        wanted = [hepti.infer("tiny", text=text, want="hidden", timeout_s=PATIENCE_S).hidden for text in texts]
+    status, found = ask(port, {"inputs": texts}, "/embed_all")
+    assert status == 200
+    assert all(np.array_equal(np.array(a, np.float32), b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_a_second_gateway_on_the_port_ends_and_the_first_goes_on(site: Site, port: int) -> None:
