@@ -61,9 +61,11 @@ async def read_form(request: Request, take: Callable[[int], None]) -> dict[str, 
         header, _, content = part.partition(b"\r\n\r\n")
         about = message_from_bytes(header.lstrip(b"\r\n"))
         name, file = (about.get_param(key, header="content-disposition") for key in ("name", "filename"))
-        if not isinstance(name, str) or name in values:
+        is_list = isinstance(name, str) and name.endswith("[]")
+        if not isinstance(name, str) or (name in values and not is_list):
             raise RequestError(f"a field of the form has no name, or one that another has: {str(name)[:40]!r}")
-        values[name] = content if file is not None else content.decode("utf-8", "replace")
+        value = content if file is not None else content.decode("utf-8", "replace")
+        values[name] = [*values.get(name, ()), value] if is_list else value
     return values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from hepti_mqtt.gateway.operations import (
     Operation,
     texts_of,
 )
-from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.gateway.site import Site, Spoken
 
 Vectors = NDArray[np.float32]
 Asked = dict[str, Any]
@@ -85,30 +86,58 @@ async def translations(site: Site, asked: Asked) -> Any:
 
 
 async def _transcribe(site: Site, asked: Asked, task: str) -> Any:
-    model, language = await site.model_named(asked["model"]), asked["language"] or None
-    found = await site.transcribe(model, asked["file"], task=task, language=language)
-    if asked["response_format"] == "text":
-        return f"{found.text}\n"
-    if asked["response_format"] == "json":
-        return {"text": found.text}
+    options = {key: asked[key] or None for key in ("language", "prompt")}
+    try:
+        drawn = float(asked["temperature"] or 0)
+    except ValueError:
+        raise RequestError(f"'temperature' is {asked['temperature'][:40]!r}, which is no number") from None
+    form = asked["response_format"]
+    timed = form not in ("json", "text")
+    model = await site.model_named(asked["model"])
+    found = await site.transcribe(model, asked["file"], timed=timed, task=task, temperature=drawn or None, **options)
+    return TRANSCRIPT_FORMATS[form](found, task)
+
+
+def _verbose(found: Spoken, task: str) -> dict[str, Any]:
     segments = [
         {
             "id": number,
-            "seek": round(100 * start),
-            "start": start,
-            "end": start + piece["seconds"],
+            "seek": round(100 * piece["seek"]),
+            "start": piece["start"],
+            "end": piece["end"],
             "text": piece["text"],
             "tokens": piece["ids"],
-            "temperature": 0.0,
+            "temperature": piece["temperature"],
             "avg_logprob": piece["score"],
             "compression_ratio": piece["compression"],
             "no_speech_prob": piece["no_speech"],
         }
-        for number, (start, piece) in enumerate(found.pieces)
-        if piece["text"]
+        for number, piece in enumerate(found.segments)
     ]
     about = {"task": task, "language": found.language, "duration": found.seconds}
     return {**about, "text": found.text, "segments": segments}
+
+
+def _subtitles(found: Spoken, comma: str) -> list[str]:
+    """Return the parts of a file of subtitles: from when to when, and the text."""
+
+    def clock(seconds: float) -> str:
+        whole, ms = divmod(round(seconds * 1000), 1000)
+        return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{comma}{ms:03}"
+
+    return [
+        f"{clock(one['start'])} --> {clock(one['end'])}\n{one['text'].strip().replace('-->', '->')}\n"
+        for one in found.segments
+    ]
+
+
+TRANSCRIPT_FORMATS: Final[Mapping[str, Callable[[Spoken, str], Any]]] = {
+    "json": lambda found, _: {"text": found.text},
+    "text": lambda found, _: f"{found.text}\n",
+    "verbose_json": _verbose,
+    "srt": lambda found, _: "\n".join(f"{i}\n{part}" for i, part in enumerate(_subtitles(found, ","), 1)),
+    "vtt": lambda found, _: "\n".join(["WEBVTT\n", *_subtitles(found, ".")]),
+}
 
 
 def refuse_address(picture: str) -> None:
@@ -186,9 +215,12 @@ _RECORDING: Final = s.form(
     {
         "model": MODEL,
         "language": s.TEXT,
-        "response_format": {"type": "string", "enum": ["json", "text", "verbose_json"], "default": "json"},
-        "prompt": _only("nothing: the text is written from the sound alone"),
-        "temperature": _only("0: the likeliest text is written", "0", "0.0"),
+        "response_format": {"type": "string", "enum": [*TRANSCRIPT_FORMATS], "default": "json"},
+        "prompt": {**s.TEXT, "description": "what was said before"},
+        "temperature": {**s.TEXT, "description": "a number from 0 to 1; without it, higher ones are tried in doubt"},
+        "timestamp_granularities[]": s.array(
+            {"type": "string", "enum": ["segment"]}, "segments are timed, words are not"
+        ),
         "stream": _only("false: the text comes as a whole", "false", "False"),
         "user": s.TEXT,
     },

@@ -21,7 +21,8 @@ def number(text: str) -> int:
 
 SPOKEN = {
     "text": "Light on.", "language": "en", "seconds": 1.5, "no_speech": 0.1, "score": -0.2, "compression": 0.9,
-    "doubtful": False, "ids": [7, 8],
+    "doubtful": False, "ids": [7, 8], "temperature": 0.0,
+    "segments": [{"start": 0.0, "end": 1.5, "text": "Light on.", "ids": [7, 8]}],
 }  # fmt: skip
 
 

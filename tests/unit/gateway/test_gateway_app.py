@@ -22,7 +22,6 @@ from hepti_mqtt.gateway.app import OPERATIONS, create_app
 from hepti_mqtt.gateway.operations import JSON
 from hepti_mqtt.gateway.schemas import checked
 from hepti_mqtt.gateway.site import TEXTS, Site
-from hepti_mqtt.service import sound
 
 ANSWERS = {one.path: one.answers for one in OPERATIONS}
 
@@ -229,7 +228,7 @@ def test_a_recording_arrives_whole_and_its_text_comes_back(route: str) -> None:
     text = http.post(f"/v1/audio/{route}", data={**fields, "response_format": "text", "language": "en"}, files=file)
     assert text.text == "Light on.\n"
     assert client.asked[-1]["language"] == "en"
-    more = {"response_format": "verbose_json", "temperature": "0", "prompt": ""}
+    more = {"response_format": "verbose_json", "temperature": "0", "prompt": "", "timestamp_granularities[]": "segment"}
     whole = http.post(f"/v1/audio/{route}", data={**fields, **more}, files=file).json()
     assert (whole["task"], whole["duration"], whole["segments"][0]["text"]) == (task, 1.5, "Light on.")
 
@@ -238,9 +237,8 @@ def test_a_recording_arrives_whole_and_its_text_comes_back(route: str) -> None:
     ("fields", "files", "status"),
     [
         ({"model": "m"}, {"other": ("a", b"x")}, 400),
-        ({"model": "m", "response_format": "srt"}, {"file": ("a", b"x")}, 400),
-        ({"model": "m", "prompt": "Hepti"}, {"file": ("a", b"x")}, 400),
-        ({"model": "m", "temperature": "0.4"}, {"file": ("a", b"x")}, 400),
+        ({"model": "m", "response_format": "docx"}, {"file": ("a", b"x")}, 400),
+        ({"model": "m", "temperature": "hot"}, {"file": ("a", b"x")}, 400),
         ({"model": "m", "stream": "true"}, {"file": ("a", b"x")}, 400),
         ({"model": "m", "timestamp_granularities[]": "word"}, {"file": ("a", b"x")}, 400),
         ({"model": "nobody"}, {"file": ("a", b"x")}, 404),
@@ -266,21 +264,6 @@ def test_a_form_that_is_not_understood_is_refused(fields, files, status) -> None
 def test_what_is_no_form_is_refused(kind: str, body: bytes, status: int) -> None:
     answer = served(Client()).post("/v1/audio/transcriptions", content=body, headers={"Content-Type": kind})
     assert answer.status_code == status
-
-
-def test_a_long_recording_is_cut_in_its_pauses() -> None:
-    client, second = Client(), 16_000
-    loud = np.random.default_rng(5).uniform(-0.5, 0.5, 70 * second).astype(np.float32)
-    for pause in (27, 52):
-        loud[pause * second : pause * second + second // 2] = 0
-    fields, file = {"model": "m", "response_format": "verbose_json"}, {"file": ("a.wav", sound.wav_of(loud))}
-    whole = served(client).post("/v1/audio/transcriptions", data=fields, files=file).json()
-    assert whole["text"] == "Light on. Light on. Light on."
-    starts = [segment["start"] for segment in whole["segments"]]
-    assert starts == pytest.approx([0, 27.25, 52.25], abs=0.3)
-    assert [asked["language"] for asked in client.asked] == [None, "en", "en"], "of all pieces that of the first"
-    pieces = [sound.samples_of("piece", sound.pcm_of("piece", asked["audio"]), 30.0) for asked in client.asked]
-    np.testing.assert_allclose(np.concatenate(pieces), loud, atol=1e-4)
 
 
 def seen_by(client: Client, *keys: str) -> dict[str, Any]:
