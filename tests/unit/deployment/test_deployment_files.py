@@ -117,7 +117,7 @@ def test_what_a_container_keeps_stands_in_its_volumes():
     kernels = re.search(r"^ENV NUMBA_CACHE_DIR=(/var/cache/hepti)/", image, re.MULTILINE)
     assert kernels is not None
     for name, service in COMPOSE["services"].items():
-        if name == "broker":
+        if name in ("broker", "gateway"):  # which has nothing to keep
             continue
         mounts = dict(reversed(volume.split(":")[:2]) for volume in service["volumes"] if ":" in volume)
         assert "/home/hepti" in {*mounts, *service["volumes"]}
