@@ -99,7 +99,11 @@ def listen(address: str, port: int) -> socket.socket:
     """Return a listening socket; raises NetworkError if the port is taken."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=CONNECTIONS)
+        listener = socket.create_server((address, port), family=family, backlog=CONNECTIONS)
     except OSError as error:
         why = error.strerror or error
         raise NetworkError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None
+    # Head and body are two writes, between which the client's delayed acknowledgement would cost 40 ms. Accepted
+    # sockets inherit this; asyncio sets it only where the listener was made with the protocol's number.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from hepti_mqtt.cli.gateway import listen
 from hepti_mqtt.gateway.connections import LEAST_BYTES_PER_S, STALLED_S, Connection
 
 STEP_S = 5.0
@@ -91,3 +93,10 @@ def test_who_is_behind_is_sent_away(case: str) -> None:
     found = asyncio.run(seconds_until_abort(app, sent, unread))
     assert (found is None) == (expected is None)
     assert found is None or abs(found - (expected or 0)) <= 2 * STEP_S
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement_of_its_head() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
