@@ -25,7 +25,7 @@ from hepti_mqtt.gateway.bodies import Room, read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
 from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
 from hepti_mqtt.gateway.operations import FORM, JSON, PLAIN, Operation, document
-from hepti_mqtt.gateway.schemas import OBJECT, TEXT, checked
+from hepti_mqtt.gateway.schemas import ANY, OBJECT, TEXT, checked
 from hepti_mqtt.gateway.site import Site
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool
     operations = (
         *OPERATIONS,
         Operation("GET", "/metrics", show_metrics, {PLAIN: TEXT}),
-        Operation("GET", "/events", dashboard.watch, {"text/event-stream": TEXT}, is_open=True),
+        Operation("GET", "/events", dashboard.watch, {"text/event-stream": ANY}, is_open=True),
         Operation("GET", "/openapi.json", openapi, {JSON: OBJECT}, is_open=True),
     )
     described = document(operations, bool(known))
