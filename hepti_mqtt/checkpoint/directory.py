@@ -364,7 +364,7 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
             found[source] = zeros_reader(source.stored_shape)
             continue
         name = next((name for name in source.stored if name in stored), source.primary_name)
-        for part, shape in {name: source.stored_shape, **source.folded_shapes}.items():
+        for part, shape in {name: source.stored_shape, **source.folded_shapes(stored)}.items():
             if part not in stored:
                 missing[part] = None
             elif stored[part].shape != shape:

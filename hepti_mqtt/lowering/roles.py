@@ -16,6 +16,7 @@ INPUT: Final = "input"  # what the request brings
 STEM: Final = "stem"  # before the layers
 FRAMES: Final = "frames"  # a stem in rows that are computed where the layers need them
 TASK: Final = "task"  # behind the layers
+WORDS: Final = "words"  # the logits of every word
 
 BEFORE_ATTENTION: Final = "before_attention"
 PROJECTION: Final = "projection"  # queries, keys and values without rotary positions

@@ -17,8 +17,11 @@ from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
 from hepti_mqtt.models import (
     albert,
+    beit,
     bert,
     decoupled,
+    deit,
+    dinov2,
     distilbert,
     electra,
     gemma3,
@@ -86,6 +89,9 @@ def _spec_class(family: Family) -> type[Spec]:
 FAMILIES: Final[Mapping[str, Family]] = {
     "bert": bert,
     "vit": vit,
+    "deit": deit,
+    "dinov2": dinov2,
+    "beit": beit,
     "distilbert": distilbert,
     "albert": albert,
     "electra": electra,

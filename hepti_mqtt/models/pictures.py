@@ -38,20 +38,24 @@ KEYS: Final = KeyTable(
 
 
 class Crop(NamedTuple):
-    """What a model sees of a picture: the middle S x S after its shorter side was made `shortest`, 0: all of it."""
+    """What a model sees of a picture: the middle S x S after its shorter side was made `shortest`, 0: all of it.
+
+    square: both sides are made so long.
+    """
 
     size: int
     shortest: int
+    square: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Class:
     """What a class of transformers does where its file says nothing; None: it differs between versions."""
 
-    size: int | dict[str, int]
+    size: int | dict[str, int] | None
     resample: int | None
     square: bool = False  # what an integer as size means
-    crop: int = 0  # 0: no cropping
+    crop: int | None = 0  # 0: no cropping
     by_part: bool = False  # crops a part of the picture, not a size
 
 
@@ -59,6 +63,7 @@ _SHORTEST: Final = {"shortest_edge": 224}
 _CLASSES: Final[Mapping[str, _Class]] = {
     "ViT": _Class(224, _BILINEAR, square=True),
     "DeiT": _Class(256, _BICUBIC, square=True, crop=224),
+    "Beit": _Class(None, _BICUBIC, square=True, crop=None),
     "Siglip": _Class({"height": 224, "width": 224}, _BICUBIC),
     "CLIP": _Class(_SHORTEST, _BICUBIC, crop=224),
     "Bit": _Class(_SHORTEST, _BICUBIC, crop=224),
@@ -157,8 +162,10 @@ class Preprocessor:
         pre, known = self.config, self._class
         if "crop_pct" in pre.data:
             raise UnsupportedModelError(f"{pre.file}: crop_pct is for ConvNextImageProcessor alone; name that type")
-        side, square = self._side(pre.get("size", known.size) if known else pre.require("size"))
-        if not pre.flag("do_center_crop", known is not None and known.crop > 0):
+        side, square = self._side(pre.get("size", known.size) if known and known.size else pre.require("size"))
+        if known is not None and known.crop is None:
+            pre.require("do_center_crop")
+        if not pre.flag("do_center_crop", known is not None and bool(known.crop)):
             if not square:
                 raise UnsupportedModelError(
                     f"{pre.file}: size {pre.get('size', None)!r} without do_center_crop is not supported: pictures "
@@ -166,11 +173,11 @@ class Preprocessor:
                 )
             return Crop(side, 0)
         cut, whole = self._side(pre.get("crop_size", known.crop or 224) if known else pre.require("crop_size"), True)
-        if not whole or ((cut != side) if square else cut > side):
+        if not whole or cut > side:
             raise UnsupportedModelError(
                 f"{pre.file}: a crop_size of {cut} is not supported with a size of {pre.get('size', side)!r}"
             )
-        return Crop(cut, 0 if square else side)
+        return Crop(cut, side, square=True) if square and cut < side else Crop(cut, 0 if square else side)
 
     def _side(self, value: Any, square: bool | None = None) -> tuple[int, bool]:
         """Return a side in pixels, and whether both sides get it, or the shorter one alone.

@@ -30,8 +30,8 @@ def outputs(path, architecture, inputs, shape, pooling=None):
         return of_speech(model, inputs, shape)
     hidden, output = [], []
     for i, (start, length) in enumerate(zip(shape.starts, shape.lengths, strict=True)):
-        if architecture.startswith("ViT"):
-            given = {"pixel_values": torch.from_numpy((inputs[i : i + 1] / 255 - 0.5) / 0.5)}
+        if model.main_input_name == "pixel_values":
+            given = {"pixel_values": torch.from_numpy(scaled(path, inputs[i : i + 1]))}
         elif shape.session_rows:  # the cached rows, none, and then the ids
             given = {"input_ids": torch.from_numpy(inputs[1:].astype(np.int64))[None]}
         else:

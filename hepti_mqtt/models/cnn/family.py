@@ -133,7 +133,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Cn
     head = TaskHead("image_classification", "cls", outputs=len(labels), labels=labels)
     if not labels:
         head = TaskHead("feature_map", "cls")
-    made = CnnSpec("cnn", architecture, frame.size, frame.shortest, mean, std, nodes, head)
+    made = CnnSpec("cnn", architecture, frame.size, frame.shortest, mean, std, nodes, head, frame.square)
     if labels and made.shapes[nodes[-1].name] != (1, len(labels)):
         found = list(made.shapes[nodes[-1].name])
         raise ModelError(f"config.json: the last node gives {found}, and there are {len(labels)} labels in id2label")

@@ -264,8 +264,8 @@ def extend_shapes(nodes: Iterable[Node], known: Mapping[str, Dims]) -> dict[str,
 class CnnSpec:
     """One picture a run, S x S after the preprocessor; the last node is the answer.
 
-    shortest: S x S is the middle of a picture whose shorter side was made so long; 0: it is all of it. mean, std: of
-    pixels from 0 to 1, per channel.
+    shortest: S x S is the middle of a picture whose shorter side was made so long; 0: it is all of it. square: the
+    longer side, too. mean, std: of pixels from 0 to 1, per channel.
     """
 
     family: str
@@ -276,6 +276,7 @@ class CnnSpec:
     std: tuple[float, ...]
     nodes: tuple[Node, ...]
     head: TaskHead
+    square: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -287,7 +288,7 @@ class CnnSpec:
     @property
     def input_spec(self) -> ImageInput:
         """Return what a request brings: pictures."""
-        return ImageInput(self.size, 3, shortest=self.shortest)
+        return ImageInput(self.size, 3, shortest=self.shortest, square=self.square)
 
     @cached_property
     def shapes(self) -> Mapping[str, Dims]:
@@ -337,7 +338,8 @@ class CnnSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
-        plain = {name: getattr(self, name) for name in ("family", "architecture", "size", "shortest", "mean", "std")}
+        names = ("family", "architecture", "size", "shortest", "square", "mean", "std")
+        plain = {name: getattr(self, name) for name in names}
         return {**plain, "nodes": [node.to_dict() for node in self.nodes], "head": self.head.to_dict()}
 
     @classmethod

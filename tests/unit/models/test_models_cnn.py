@@ -106,6 +106,7 @@ def test_layers_are_parted_where_one_map_alone_is_read():
         ({"size": {"shortest_edge": 61}, "feature_extractor_type": "ConvNextFeatureExtractor"}, 61, 69),
         ({"size": 61, "image_processor_type": "ConvNextImageProcessorFast", "crop_pct": 0.8}, 61, 76),
         ({"size": {"height": 61, "width": 61}}, 61, 0),
+        ({"size": {"height": 70, "width": 70}, "do_center_crop": True, "crop_size": 61}, 61, 70),
     ],
 )
 def test_what_of_a_picture_is_seen_is_what_the_preprocessor_says(pre, size, shortest):
