@@ -24,6 +24,7 @@ from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedE
 from hepti_mqtt.ids import check_name, part_name, valid_name
 from hepti_mqtt.models import (
     TensorSource,
+    files_in_our_words,
     matching,
     models_of,
     spec_from_config,
@@ -88,8 +89,7 @@ class Checkpoint:
         self.path = path
         self.model = model
         self.name = name or model
-        self.config = config
-        self.extras = extras
+        self.config, self.extras = config, extras = files_in_our_words(config, extras)
         self._files = files
         self._scores = scores
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
@@ -142,7 +142,7 @@ class Checkpoint:
         part = next(iter(parts)) if part is None else part
         config, own = parts[part], name if part == next(iter(parts)) else part_name(name, part)
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
-        spec = _plausible_spec(path, config, extras)
+        spec = _plausible_spec(path, *files_in_our_words(config, extras))
         if opening is None:
             raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
         files = [*opening()]

@@ -124,7 +124,11 @@ class _FoldedRows:
             )
         if source.norm is None:
             return np.ascontiguousarray(rows)
-        factor = self._vector(source.norm.weight) / np.sqrt(self._vector(source.norm.variance) + source.norm.eps)
+        factor = self._vector(source.norm.weight)
+        if source.norm.variance:
+            factor = factor / np.sqrt(self._vector(source.norm.variance) + source.norm.eps)
+        if not source.norm.mean and len(source.shape) == 1:
+            return np.ascontiguousarray(rows * factor, np.float32)
         if len(source.shape) == 2:
             return np.ascontiguousarray(rows * factor[start:stop, None], np.float32)
         before = self._vector(source.convolution_bias) if source.convolution_bias else 0.0

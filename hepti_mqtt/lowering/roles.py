@@ -41,6 +41,7 @@ CACHE: Final = "cache"  # keys and values of earlier tokens, which sessions keep
 
 MAP: Final = "map"  # a feature map of a convolutional net
 MAP_SUM: Final = "map_sum"  # before its activation
+SQUEEZE: Final = "squeeze"  # rows from a mean over a map, by which maps are scaled
 FLAT: Final = "flat"  # a feature map as one row
 DENSE: Final = "dense"  # a fully connected layer
 

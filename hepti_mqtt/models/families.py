@@ -62,6 +62,7 @@ class Family(Protocol):
     `READS` are the keys of config.json that it checks itself, of those that are refused for all others. `KNOWN_CODE`
     begins the names of code that checkpoints bring and that the family computes. And, by model_type, the classes of
     transformers that make ids and pixels, `TOKENIZER_CLASSES` and `PICTURE_CLASSES`, where the model's files name none.
+    `translated` returns the files that another library wrote in the words of Hugging Face's.
     """
 
     @property
@@ -250,6 +251,19 @@ def matching(config: Mapping[str, Any]) -> Matching | None:
 def _towers(config: Mapping[str, Any]) -> Towers | None:
     named = config.get("architectures")
     return _TOWERS.get(str(named[0])) if isinstance(named, list) and named else None
+
+
+def files_in_our_words(
+    config: Mapping[str, Any], extras: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return config.json and the other files of a directory as Hugging Face's libraries would have written them.
+
+    Raises ModelError, UnsupportedModelError for what another library says and is not computed here.
+    """
+    for family in FAMILIES.values():
+        if translated := getattr(family, "translated", None):
+            config, extras = translated(config, extras)
+    return config, extras
 
 
 def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:

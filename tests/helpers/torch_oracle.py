@@ -71,7 +71,7 @@ def known(config):
 
 def _net(path, architecture):
     """Return a convolutional net, None if it is none."""
-    if architecture in ("ResNetForImageClassification", "MobileNetV2ForImageClassification"):
+    if architecture.removesuffix("ForImageClassification") in ("ResNet", "MobileNetV2", "ConvNext", "EfficientNet"):
         return getattr(transformers, architecture).from_pretrained(path).double().eval()
     if json.loads((path / "config.json").read_text())["model_type"] != "torchvision":
         return None
