@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import ctranslate2_file, onnx_file, storage
+from hepti_mqtt.checkpoint import ctranslate2_file, gguf_file, onnx_file, storage
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm, zeros_reader
@@ -69,12 +69,14 @@ class Checkpoint:
         config: Mapping[str, Any],
         extras: Mapping[str, Any],
         files: Sequence[WeightsReader],
+        tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         self.model = model
         self.config = config
         self.extras = extras
         self._files = files
+        self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
@@ -84,14 +86,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path, model: str | None = None) -> Checkpoint:
-        """Open the directory `path`, or an ONNX file; `model` is its name on the site, by default made from the path's.
+        """Open the directory `path`, or a GGUF or ONNX file.
+
+        model: its name on the site, by default made from the path's.
 
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
         """
         path = model_directory(Path(path))
-        onnx = onnx_file.find_onnx(path)
-        if onnx is None and not path.is_dir():
+        onnx, gguf = onnx_file.find_onnx(path), gguf_file.find_gguf(path)
+        if onnx is None and gguf is None and not path.is_dir():
             raise ModelError(f"{path} is not a directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
@@ -105,6 +109,9 @@ class Checkpoint:
             beside = root / "config.json"
             opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
             return cls(path, name, opened.config, extras, [opened])
+        if gguf is not None:
+            file = gguf_file.GgufFile(gguf)
+            return cls(path, name, file.config, gguf_file.gguf_extras(file, extras), [file], file.tokenizer)
         if (path / _ADAPTER).is_file():
             raise UnsupportedModelError(
                 f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
@@ -114,8 +121,8 @@ class Checkpoint:
         opening = _opening(path)
         config = read_json(described) if described.is_file() or opening is not None else {}
         if opening is None and (converted := ctranslate2_file.find(path)) is not None:
-            file = ctranslate2_file.CTranslate2File(converted, config)
-            return cls(path, name, file.config, extras, [file])
+            made = ctranslate2_file.CTranslate2File(converted, config)
+            return cls(path, name, made.config, extras, [made])
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
@@ -207,7 +214,7 @@ class Checkpoint:
     @property
     def has_tokenizer(self) -> bool:
         """Return whether there is a tokenizer, good or bad."""
-        return has_tokenizer(self.path)
+        return self._tokenizer is not None or has_tokenizer(self.path)
 
     @cached_property
     def texts(self) -> TextTokenizer:
@@ -220,6 +227,7 @@ class Checkpoint:
             masks=task == "masked_token",
             lower=self.text_rules.lower == "normalizer",
             generates=task == "generation",
+            within=self._tokenizer,
         )
 
     def _check_padding(self) -> None:
@@ -289,7 +297,7 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
-    return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
+    return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx").removesuffix(".gguf")) or "model"
 
 
 def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:
