@@ -22,10 +22,10 @@ from device_agent.budget import Budget, give_way
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
-from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes, part
+from hepti_mqtt.kernels import BlockBuffer, Weight, WeightBuffer, allocate, loading_bytes, part
 from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
+from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TileLocation, tile_array, tile_blocks, tile_hash
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
 from hepti_mqtt.runtime.worker.residents import Place
 
@@ -218,7 +218,7 @@ class LoadJob:
     load: Load
     early_manifest: bytes | None = None
     manifest: Manifest | None = None
-    buffers: dict[WeightRef, WeightBuffer] = field(default_factory=dict)
+    buffers: dict[WeightRef, WeightBuffer | BlockBuffer] = field(default_factory=dict)
     tiles_left: dict[WeightRef, int] = field(default_factory=dict)
     destinations: dict[bytes, list[tuple[WeightRef, TileLocation]]] = field(default_factory=dict)
     pinned: set[bytes] = field(default_factory=set)
@@ -266,7 +266,11 @@ class LoadJob:
 
     def write_tile(self, ref: WeightRef, place: TileLocation, data: bytes | memoryview) -> None:
         """Put a tile into a weight that it is part of."""
-        self.buffers[ref].put(tile_array(place, data), place.row0, place.column0)
+        buffer = self.buffers[ref]
+        if isinstance(buffer, BlockBuffer):
+            buffer.put(tile_blocks(place, data), place.row0, place.column0)
+        else:
+            buffer.put(tile_array(place, data), place.row0, place.column0)
         self.tiles_left[ref] -= 1
         if not self.tiles_left[ref]:
             self.weights[ref] = self.buffers.pop(ref).finish()

@@ -7,10 +7,15 @@ GGUF (ggml-common.h, ggml-quants.c): q4_0, q4_1 and q8_0 have 32 values, q4_k an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+# Those that kernels multiply by as they are; others become f32 where they are loaded.
+BlockStorage = Literal["q4_0", "q4_1", "q8_0"]
+BLOCK_STORAGES: Final[tuple[BlockStorage, ...]] = get_args(BlockStorage)
+BLOCK: Final = 32  # values of a block of any of them
 
 Octets = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -33,6 +38,22 @@ class Storage(NamedTuple):
         if self.block == 1:
             return raw.view({"f16": "<f2", "f32": "<f4"}[self.name])
         return self.decode(raw.reshape(-1, self.block_bytes)).reshape(len(raw), -1)
+
+
+class StoredRows(NamedTuple):
+    """Rows of a matrix as a file has them: u8 [n, bytes], in blocks along k. A kernel reads it as [k, n]."""
+
+    storage: Storage
+    raw: Octets
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (k, n)."""
+        return self.raw.shape[1] // self.storage.block_bytes * self.storage.block, len(self.raw)
+
+    def values(self) -> Floats:
+        """Return what it stands for, f32 [k, n]."""
+        return self.storage.rows(self.raw).T
 
 
 def _half(raw: Octets, at: int) -> Floats:

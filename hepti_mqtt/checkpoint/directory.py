@@ -20,16 +20,17 @@ from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_t
 from hepti_mqtt.checkpoint.torch_file import TorchFile
 from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
 from hepti_mqtt.ids import check_name, valid_name
-from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, without_missing_pooler
+from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, with_storages, without_missing_pooler
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
+from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileLocation, tile_hash
 from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
+from hepti_mqtt.storage import STORAGES, Storage
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
 _EXTRAS: Final = (
@@ -80,6 +81,8 @@ class Checkpoint:
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
+        in_blocks = {source.name: tensor.dtype for source, tensor in self._tensors.items() if tensor.raw is not None}
+        self.spec = with_storages(self.spec, in_blocks)
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
             self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
@@ -200,16 +203,23 @@ class Checkpoint:
             for row in range(0, rows, TILE)
             for column in range(0, columns, width)
         )
-        dtype: TileDtype = "f16" if self._tensors[source].dtype == "F16" else "f32"
-        return TensorEntry(source.name, source.shape, dtype, source.transposed, hashes)
+        return TensorEntry(source.name, source.shape, self._storage(source).name, source.transposed, hashes)
+
+    def _storage(self, source: TensorSource) -> Storage:
+        """Return how tiles of a tensor are stored."""
+        tensor = self._tensors[source]
+        return STORAGES["f16" if tensor.dtype == "F16" else tensor.dtype if tensor.raw is not None else "f32"]
 
     def _tile_bytes(self, source: TensorSource, rows: tuple[int, int], columns: tuple[int, int]) -> bytes:
         """Return one tile's bytes; the last band of rows is kept, as its tiles are asked for one after the other."""
         band = self._band
         if band is None or band[:2] != (source, rows[0]):
-            band = (source, rows[0], self._tensors[source].read(*rows, _stored_matrix(source)[1]))
+            tensor = self._tensors[source]
+            band = (source, rows[0], (tensor.raw or tensor.read)(*rows, _stored_matrix(source)[1]))
             self._band = band
-        return band[2][:, columns[0] : columns[1]].tobytes()
+        storage = self._storage(source)
+        first, last = (storage.row_bytes(column) if storage.block > 1 else column for column in columns)
+        return band[2][:, first:last].tobytes()
 
     @property
     def has_tokenizer(self) -> bool:

@@ -234,7 +234,7 @@ class GgufFile(RowsFile):
             return storage.rows(raw(start, stop, columns))
 
         dtype = {"f32": "F32", "f16": "F16"}.get(storage.name, storage.name)
-        return TensorReader(tensor.shape, dtype, read, raw)
+        return TensorReader(tensor.shape, dtype, read, raw if storage.block > 1 else None)
 
     def _raw(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
         tensor = self._found[name]

@@ -337,8 +337,8 @@ _PREFIX = "layers."
 
 
 def narrow_weight(ref: WeightRef, storage: WeightDtype) -> WeightRef:
-    """Return a weight as it is kept in `storage`: matrices of the layers alone are narrow."""
-    if ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
+    """Return a weight as it is kept in `storage`: matrices of the layers alone are narrow, unless a file has blocks."""
+    if ref.weight_dtype == "f32" and ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
         return ref._replace(weight_dtype=storage)
     return ref
 

@@ -25,6 +25,7 @@ from hepti_mqtt.planner.search import decide
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, ExchangeKey, Program, Send, Slot, WeightRef
 from hepti_mqtt.schedule import ProgramRun, RunMachine, make_template
 from hepti_mqtt.spec import RequestShape, Spec, Want
+from hepti_mqtt.storage import BLOCK_STORAGES
 
 SAMPLE_TOKENS: Final = 32
 LEAST_INPUTS: Final = 3
@@ -159,7 +160,7 @@ class _Weights:
         tensor = self._tensors[ref.tensor]
         columns = slice(*ref.columns)
         array = np.array(tensor[columns] if tensor.ndim == 1 else tensor[slice(*ref.rows), columns], np.float64)
-        if ref.weight_dtype != "f32":
+        if ref.weight_dtype != "f32" and ref.weight_dtype not in BLOCK_STORAGES:  # the tensors are those of the blocks
             with np.errstate(over="ignore", invalid="ignore"):
                 array = narrowed(array, ref.weight_dtype)
         self._kept[ref] = array
