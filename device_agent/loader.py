@@ -25,7 +25,7 @@ from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
 from hepti_mqtt.kernels import BlockBuffer, Weight, WeightBuffer, allocate, loading_bytes, part
 from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TileLocation, tile_array, tile_blocks, tile_hash
+from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
 from hepti_mqtt.runtime.worker.residents import Place
 
@@ -266,11 +266,7 @@ class LoadJob:
 
     def write_tile(self, ref: WeightRef, place: TileLocation, data: bytes | memoryview) -> None:
         """Put a tile into a weight that it is part of."""
-        buffer = self.buffers[ref]
-        if isinstance(buffer, BlockBuffer):
-            buffer.put(tile_blocks(place, data), place.row0, place.column0)
-        else:
-            buffer.put(tile_array(place, data), place.row0, place.column0)
+        self.buffers[ref].put(tile_array(place, data), place.row0, place.column0)
         self.tiles_left[ref] -= 1
         if not self.tiles_left[ref]:
             self.weights[ref] = self.buffers.pop(ref).finish()

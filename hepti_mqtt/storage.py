@@ -53,7 +53,7 @@ class StoredRows(NamedTuple):
 
     def values(self) -> Floats:
         """Return what it stands for, f32 [k, n]."""
-        return self.storage.rows(self.raw).T
+        return np.asarray(self.storage.rows(self.raw).T, np.float32)
 
 
 def _half(raw: Octets, at: int) -> Floats:
@@ -85,7 +85,7 @@ def _q4_k(raw: Octets) -> Floats:
     scales = np.concatenate([low & 63, top & 15 | low >> 6 << 4], axis=1).astype(np.float32) * _half(raw, 0)
     minima = np.concatenate([high & 63, top >> 4 | high >> 6 << 4], axis=1).astype(np.float32) * _half(raw, 2)
     parts = np.concatenate([codes & 15, codes >> 4], axis=2).reshape(-1, 8, 32).astype(np.float32)
-    return (parts * scales[..., None] - minima[..., None]).reshape(-1, 256)
+    return np.asarray(parts * scales[..., None] - minima[..., None], np.float32).reshape(-1, 256)
 
 
 def _q6_k(raw: Octets) -> Floats:
@@ -95,7 +95,7 @@ def _q6_k(raw: Octets) -> Floats:
     lower = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(-1, 2, 4, 32)
     codes = (lower | upper << 4).astype(np.float32) - np.float32(32)
     scales = raw[:, 192:208].view(np.int8) * _half(raw, 208)
-    return (codes.reshape(-1, 16, 16) * scales[..., None]).reshape(-1, 256)
+    return np.asarray(codes.reshape(-1, 16, 16) * scales[..., None], np.float32).reshape(-1, 256)
 
 
 def _single(dtype: str) -> Callable[[Octets], Floats]:

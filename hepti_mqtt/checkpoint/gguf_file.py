@@ -250,7 +250,7 @@ def _original_rows(start: int, stop: int, head: int) -> npt.NDArray[np.intp]:
     """Return where rows of the original stand in the file: there the two of a rotated pair are neighbours."""
     row = np.arange(start, stop)
     half, pair = np.divmod(row % head, head // 2)
-    return row - row % head + 2 * pair + half
+    return np.asarray(row - row % head + 2 * pair + half, np.intp)
 
 
 def _text(take: Cursor) -> str:

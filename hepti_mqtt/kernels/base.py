@@ -81,11 +81,8 @@ class Kernel:
         is given (see `checked`), and must not run on two threads at once. Raises ValueError if the op does not fit
         together.
         """
-        (
-            compile_all
-            if self.later or any(isinstance(w, NarrowMatrix | BlockMatrix) for w in weights)
-            else compile_first
-        )()
+        is_later = self.later or any(isinstance(w, NarrowMatrix | BlockMatrix) for w in weights)
+        (compile_all if is_later else compile_first)()
         try:
             return self.bind_function(op, slots, weights, pool)
         except KeyError as error:

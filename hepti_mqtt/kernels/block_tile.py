@@ -1,4 +1,4 @@
-"""Register tiles over panels of blocks, as LLVM vector IR: some rows of x times one panel, for each storage and kind of x.
+"""Register tiles over panels of blocks, as LLVM vector IR: some rows of x times one panel, by storage and kind of x.
 
 x is f32, or s8 codes with a scale for each 32 of them. Per block and vector of columns the products of codes are added
 (in f32, or exactly in i32), then y += (scale of the weights * scale of x) * sum, and of q4_1 minimum * sum of x. What
@@ -9,7 +9,7 @@ its tile. A tile has no prefetch: CPUs find the one stream of a panel by themsel
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +25,7 @@ from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, STORAGES, Storage
 
 # Rows of the largest tile: its sums, those of a block, the weights and one x must fit the registers.
 ROWS: Final = {"avx512": 6, "avx2": 3, "neon": 4, "sse": 2, "generic": 2}[isa()]
-KINDS: Final = {name: kind for kind, name in enumerate(BLOCK_STORAGES)}
+KINDS: Final[Mapping[str, int]] = {name: kind for kind, name in enumerate(BLOCK_STORAGES)}
 WORDS: Final = 4  # of a row of x for each block: scale, sum times scale, -8 * sum of codes, unused
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))

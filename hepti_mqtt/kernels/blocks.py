@@ -14,7 +14,7 @@ scales of 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,18 +144,19 @@ class BlockBuffer:
         self._array: Octets = aligned_zeros(shape, "u1")
         self._arrived = Arrived(ref)
 
-    def put(self, tile: StoredRows, row0: int, column0: int) -> int:
+    def put(self, tile: StoredRows | NDArray[Any], row0: int, column0: int) -> int:
         """Copy what of a tile lies in the range of the weight; return how many elements are new.
 
         tile: its first element is (row0, column0) of the tensor. Raises ValueError if it is stored in another way, or
         if it overlaps an earlier tile without being the same.
         """
-        if tile.storage.name != self._storage.name:
-            raise ValueError(f"a tile of {self.ref.tensor} must be in {self._storage.name}, not in {tile.storage.name}")
-        found = self._arrived.inside(tile.shape, row0, column0)
-        if found is None:
+        if not isinstance(tile, StoredRows) or tile.storage != self._storage:
+            found = tile.storage.name if isinstance(tile, StoredRows) else f"{tile.dtype}"
+            raise ValueError(f"a tile of {self.ref.tensor} must be in {self._storage.name}, not in {found}")
+        inside = self._arrived.inside(tile.shape, row0, column0)
+        if inside is None:
             return 0
-        (top, bottom, left, right), new = found
+        (top, bottom, left, right), new = inside
         if new:
             raw = tile.raw.reshape(tile.shape[1], -1, self._storage.block_bytes)
             part = raw[left - column0 : right - column0, (top - row0) // BLOCK : (bottom - row0) // BLOCK]

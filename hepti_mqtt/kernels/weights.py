@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 from numba import float32, int8, uint16
@@ -25,7 +25,7 @@ from hepti_mqtt.kernels.jit import INT, compile_all, compile_first, fills, helpe
 from hepti_mqtt.kernels.pages import aligned_zeros
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage
+from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRows
 
 NR: Final = TILE.width
 
@@ -101,7 +101,9 @@ def twin(weight: Weight) -> Weight:
     if isinstance(weight, np.ndarray):
         return weight.copy()
     panels = _aligned(weight.panels)
-    if not isinstance(weight, NarrowMatrix):
+    if isinstance(weight, PackedMatrix):
+        return replace(weight, panels=panels)
+    if isinstance(weight, BlockMatrix):
         return replace(weight, panels=panels)
     return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
 
@@ -167,12 +169,14 @@ class WeightBuffer:
                 self._sums = np.zeros((count, blocks(rows), width), np.float32)
         self._arrived = Arrived(ref)
 
-    def put(self, tile: NDArray[Any], row0: int, column0: int) -> int:
+    def put(self, tile: NDArray[Any] | StoredRows, row0: int, column0: int) -> int:
         """Copy what of a tile lies in the range of the weight; return how many elements are new.
 
-        tile: f32 or f16 [k', n'], any strides, whose first element is (row0, column0) of the tensor. Raises ValueError
-        if it is neither, or if it overlaps an earlier tile without being the same.
+        tile: f32 or f16 [k', n'], any strides, or rows in blocks, whose first element is (row0, column0) of the tensor.
+        Raises ValueError if it is neither, or if it overlaps an earlier tile without being the same.
         """
+        if isinstance(tile, StoredRows):
+            tile = tile.values()
         if tile.ndim != 2 or tile.dtype not in (np.float32, np.float16):
             raise ValueError(f"a tile of {self.ref.tensor} must be f32 or f16 [rows, columns], got {_describe(tile)}")
         found = self._arrived.inside(tile.shape, row0, column0)
@@ -193,7 +197,7 @@ class WeightBuffer:
         if self.ref.weight_dtype == "f32":
             return PackedMatrix(self._array, rows, columns)
         panels = self._array if self._array.ndim == 4 else self._array[..., None]
-        return NarrowMatrix(self.ref.weight_dtype, panels, self._scales, self._sums, rows, columns)
+        return NarrowMatrix(cast(WeightDtype, self.ref.weight_dtype), panels, self._scales, self._sums, rows, columns)
 
     def _copy(self, part: NDArray[Any], row: int, column: int) -> None:
         """Store new elements at (row, column) of the range."""
@@ -309,7 +313,9 @@ def part(weight: Weight, matrix: WeightRef, ref: WeightRef) -> Weight:
         return weight[first:last]
     width = PANELS[matrix.weight_dtype].width
     own = slice(first // width, -(-last // width))
-    if not isinstance(weight, NarrowMatrix):
+    if isinstance(weight, PackedMatrix):
+        return replace(weight, panels=weight.panels[own], columns=last - first)
+    if isinstance(weight, BlockMatrix):
         return replace(weight, panels=weight.panels[own], columns=last - first)
     scales, sums = weight.scales[own], weight.sums[own]
     return replace(weight, panels=weight.panels[own], scales=scales, sums=sums, columns=last - first)

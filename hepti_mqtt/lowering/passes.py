@@ -27,6 +27,7 @@ from hepti_mqtt.program import (
     slots_read,
     slots_written,
 )
+from hepti_mqtt.storage import BLOCK_STORAGES
 
 _KERNEL: Final = "assemble"
 _Place = tuple[Range, ...]
@@ -338,7 +339,7 @@ _PREFIX = "layers."
 
 def narrow_weight(ref: WeightRef, storage: WeightDtype) -> WeightRef:
     """Return a weight as it is kept in `storage`: matrices of the layers alone are narrow, unless a file has blocks."""
-    if ref.weight_dtype == "f32" and ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
+    if ref.weight_dtype not in BLOCK_STORAGES and ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
         return ref._replace(weight_dtype=storage)
     return ref
 

@@ -311,7 +311,9 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
 
     Those stay in them that kernels multiply by: all matrices of one product, and what devices divide between blocks.
     """
-    kept = {name: storage for name, storage in stored.items() if storage in BLOCK_STORAGES}
+    kept: dict[str, BlockStorage] = {
+        name: storage for name, found in stored.items() for storage in BLOCK_STORAGES if storage == found
+    }
     if not kept or not isinstance(spec, ModelSpec):
         return spec
     group = spec.head_dim * (spec.heads // spec.kv_heads)
@@ -321,9 +323,9 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
         if part in _ATTENDED:
             together = [f"{layer}.{other}.weight" for other in _ATTENDED]
         uneven = part == "attention_out" and group % BLOCK
-        if source.layout != "packed" or uneven or any(name not in kept for name in together):
+        if not source.transposed or source.layout != "packed" or uneven or any(name not in kept for name in together):
             kept.pop(source.name, None)
-    layers: dict[str, set[str | None]] = {}
+    layers: dict[str, set[BlockStorage | None]] = {}
     for source in tensor_sources(spec):
         layers.setdefault(any_layer(source.name), set()).add(kept.get(source.name))
     alike = {name: found.pop() for name, found in layers.items() if len(found) == 1}

@@ -1,8 +1,9 @@
 """A model's weights as content-addressed tiles that do not depend on any plan.
 
 Each tensor is cut as the checkpoint stores it ([out, in] for matmul weights) into tiles of at most 256 x 256 elements,
-a vector into pieces of at most 65536. Blocks of a quantised tensor (`storage`) stay as the file has them. A tile's name is the SHA-256 of its contiguous little-endian bytes. Devices ask
-for tiles by name, check them, and keep them; every strategy's weights are views of the same tiles.
+a vector into pieces of at most 65536. Blocks of a quantised tensor (`storage`) stay as the file has them. A tile's
+name is the SHA-256 of its contiguous little-endian bytes. Devices ask for tiles by name, check them, and keep them;
+every strategy's weights are views of the same tiles.
 """
 
 from __future__ import annotations
@@ -165,18 +166,16 @@ def check_tile(digest: bytes, data: bytes | memoryview) -> None:
         )
 
 
-def tile_array(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[Any]:
-    """Return a tile's values in canonical [in, out] orientation, [1, n] for a vector: a view, or f32 of blocks.
+def tile_array(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[Any] | StoredRows:
+    """Return a view of a tile's bytes in canonical [in, out] orientation, [1, n] for a vector, or its rows in blocks.
 
     `place.row0` and `place.column0` are the coordinates of its first element. Raises WireError for a wrong size.
     """
-    stored = STORAGES[place.dtype].rows(_raw(place, data))
+    storage, raw = STORAGES[place.dtype], _raw(place, data)
+    if storage.block > 1 and place.transposed:
+        return StoredRows(storage, raw)
+    stored = storage.rows(raw)
     return stored.T if place.transposed else stored
-
-
-def tile_blocks(place: TileLocation, data: bytes | memoryview) -> StoredRows:
-    """Return a tile's rows as they are stored; raises as `tile_array` does."""
-    return StoredRows(STORAGES[place.dtype], _raw(place, data))
 
 
 def _raw(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[np.uint8]:

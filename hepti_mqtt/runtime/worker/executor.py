@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.kernels import KERNELS, BlockBuffer, Weight, Workers, allocate
+from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, ExchangeKey, Program, Recv, Send, Slot, SlotSpec, WeightRef
 from hepti_mqtt.schedule import DropReason, ProgramRun, RunMachine, RunTemplate, make_template
 from hepti_mqtt.storage import StoredRows
@@ -361,8 +361,6 @@ def pack(tensors: Mapping[str, NDArray[Any] | StoredRows], refs: Iterable[Weight
     for ref in refs:
         buffer = allocate(ref)
         tensor = tensors[ref.tensor]
-        if isinstance(tensor, StoredRows) and not isinstance(buffer, BlockBuffer):
-            tensor = tensor.values()
         buffer.put(tensor.reshape(1, -1) if isinstance(tensor, np.ndarray) and tensor.ndim == 1 else tensor, 0, 0)
         held[ref] = buffer.finish()
     return held

@@ -56,9 +56,7 @@ def test_what_is_not_whole_blocks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(
-    ("m", "k", "widths"), [(1, 64, (70, 32)), (2, 1536, (33,)), (5, 96, (64, 1)), (13, 576, (96,))]
-)
+@pytest.mark.parametrize(("m", "k", "widths"), [(1, 64, (70, 32)), (2, 1536, (33,)), (13, 576, (96, 1))])
 def test_products_are_those_of_the_values(m: int, k: int, widths: tuple[int, ...], threads: int) -> None:
     """Of several storages in one product, with and without bias, activation and residual."""
     for first in range(len(BLOCK_STORAGES)):
