@@ -26,11 +26,16 @@ from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, STORAGES, Storage
 # Rows of the largest tile: its sums, those of a block, the weights and one x must fit the registers.
 ROWS: Final = {"avx512": 6, "avx2": 3, "neon": 4, "sse": 2, "generic": 2}[isa()]
 KINDS: Final[Mapping[str, int]] = {name: kind for kind, name in enumerate(BLOCK_STORAGES)}
-WORDS: Final = 4  # of a row of x for each block: scale, sum times scale, -8 * sum of codes, unused
+WORDS: Final = 4  # of a row of x for each block: scale, scale * sum, and in i32 -8 * sum and -128 * sum of its codes
+_UNSIGNED_PAIRS: Final = "llvm.x86.avx2.pmadd.ub.sw"
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ARGUMENTS: Final = 10
 _OFFSET: Final = 8  # of the codes of q4_0
+# How products of bytes are added: by an instruction that takes the weights as u8 or as s8, by pairs in 16 bits, or wide.
+_DOT: Final = DOT.intrinsic if DOT.lanes == LANES else ""
+_UNSIGNED: Final = bool(_DOT) and not DOT.signed
+_PAIRS: Final = not _DOT and isa() == "avx2"
 
 
 class BlockTileWriter(VectorWriter):
@@ -46,7 +51,7 @@ class BlockTileWriter(VectorWriter):
         self.storage, self.rows, self.wide = storage, rows, wide
         self.whole, self.floats = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
         self.octets = ir.VectorType(_I8, 4 * LANES)
-        if not wide:
+        if not wide and _DOT:
             self._enable(DOT.enables)
 
     def write(self) -> ir.Function:
@@ -135,8 +140,55 @@ class BlockTileWriter(VectorWriter):
         return [b.fadd(*row) for row in sums]
 
     def _products(self, groups: Sequence[tuple[int, Any]], of_x: list[Any], of_words: list[Any]) -> list[Any]:
-        """Return sums of products of codes, exactly, i32."""
-        raise NotImplementedError
+        """Return sums of products of codes, exactly, i32; they begin with what the weights' offset takes away."""
+        b, bytewise = self.builder, self.storage.name == "q8_0"
+        place = {"q4_0": 2, "q8_0": 3 if _UNSIGNED else 0}.get(self.storage.name, 0)
+        zero = ir.Constant(self.whole, None)
+        sums = [self._word(words, place, self.whole) if place else zero for words in of_words]
+        pairs: list[Any] = [None] * len(sums)
+        for g, codes in groups:
+            weights = b.xor(codes, self._all(self.whole, 0x80808080)) if bytewise and _UNSIGNED else codes
+            for i, at in enumerate(of_x):
+                x = self._splat(self._load(b.add(at, self._int(4 * g)), _I32), self.whole)
+                if _DOT:
+                    sums[i] = self._call(_DOT, sums[i], b.bitcast(weights, self.octets), b.bitcast(x, self.octets))
+                elif not _PAIRS:
+                    sums[i] = self._wide(sums[i], weights, x)
+                elif bytewise:  # two products of 127 * 128 fit 16 bits, four do not
+                    sums[i] = b.add(sums[i], self._widened(self._signed_pairs(weights, x)))
+                else:  # sixteen of 15 * 127 do
+                    found = self._call(_UNSIGNED_PAIRS, None, b.bitcast(weights, self.octets), b.bitcast(x, self.octets))
+                    pairs[i] = found if pairs[i] is None else b.add(pairs[i], found)
+        return [total if p is None else b.add(total, self._widened(p)) for total, p in zip(sums, pairs, strict=True)]
+
+    def _call(self, name: str, total: Any, weights: Any, x: Any) -> Any:
+        """Return what an instruction makes of bytes: it adds to i32 totals, or without any gives sums of pairs, i16."""
+        given = [weights, x] if total is None else [total, weights, x]
+        result = ir.VectorType(_I16, 2 * LANES) if total is None else self.whole
+        return self.builder.call(self._declared(name, result, [value.type for value in given]), given)
+
+    def _signed_pairs(self, weights: Any, x: Any) -> Any:
+        """Return sums of pairs of products of s8: |w| times x with the sign of w."""
+        b = self.builder
+        weights, x = b.bitcast(weights, self.octets), b.bitcast(x, self.octets)
+        sign = self._declared("llvm.x86.avx2.psign.b", self.octets, [self.octets] * 2)
+        magnitude = self._declared(f"llvm.abs.v{4 * LANES}i8", self.octets, [self.octets, ir.IntType(1)])
+        size = b.call(magnitude, [weights, ir.Constant(ir.IntType(1), 0)])
+        return self._call(_UNSIGNED_PAIRS, None, size, b.call(sign, [x, weights]))
+
+    def _widened(self, pairs: Any) -> Any:
+        """Return sums of two i16 each, i32."""
+        add = self._declared("llvm.x86.avx2.pmadd.wd", self.whole, [pairs.type] * 2)
+        return self.builder.call(add, [pairs, self._all(pairs.type, 1)])
+
+    def _wide(self, total: Any, weights: Any, x: Any) -> Any:
+        b = self.builder
+        for q in range(4):
+            one, other = (
+                b.ashr(b.shl(v, self._all(self.whole, 24 - 8 * q)), self._all(self.whole, 24)) for v in (weights, x)
+            )
+            total = b.add(total, b.mul(one, other))
+        return total
 
 
 def _written(module: ir.Module, name: str, rows: int, variant: int) -> ir.Function:
@@ -144,7 +196,7 @@ def _written(module: ir.Module, name: str, rows: int, variant: int) -> ir.Functi
     return BlockTileWriter(module, name, storage, rows, bool(variant % 2)).write()
 
 
-_SIZES: Final = [(rows, 2 * kind + 1) for kind in KINDS.values() for rows in range(1, ROWS + 1)]
+_SIZES: Final = [(rows, variant) for variant in range(2 * len(KINDS)) for rows in range(1, ROWS + 1)]
 
 
 def _emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:

@@ -2,7 +2,8 @@
 
 Reads x, or x and residual [m, n]; writes out [m, n]. Weights: W_1 ... W_p packed [k, n_i], then with a bias b_1 ...
 b_p
-plain [n_i]. Attributes: bias and residual (bool), activation (one of `ACTIVATIONS`).
+plain [n_i]. Attributes: bias and residual (bool), activation (one of `ACTIVATIONS`), and x ("i8") where matrices in
+blocks are multiplied by rows that are rounded (`block_product`).
 
 A tile is finished (activation, residual) while it is in the first-level cache, so that memory is written once; a tile
 that needs neither goes from the registers to its place. Every output is one sum over k in ascending order: its bits
@@ -165,6 +166,10 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     check.shape(check.writes[0], (m, n))
     if has_residual:
         check.shape(check.reads[1], (m, n))
+    in_blocks = [w for w in matrices if isinstance(w, BlockMatrix)]
+    if in_blocks and m and n:
+        rounded = op.attrs.get("x") == "i8"
+        return block_product.bind((m, k), in_blocks, biases, has_residual, activation, rounded, pool)
     return bind_product((m, k), matrices, biases, has_residual, activation, pool)
 
 
@@ -187,9 +192,6 @@ def bind_product(
     if narrow_ones:
         bind = gemv.bind_quantised if m <= gemv.MOST_ROWS_QUANTISED[narrow_ones[0].storage] else quantised.bind
         return bind(shape, narrow_ones, biases, has_residual, activation, pool)
-    in_blocks = [w for w in matrices if isinstance(w, BlockMatrix)]
-    if in_blocks:
-        return block_product.bind(shape, in_blocks, biases, has_residual, activation, pool)
     packed = [w for w in matrices if isinstance(w, PackedMatrix)]
     table, bias = panels_of(packed, biases)
     if m <= gemv.MOST_ROWS:
@@ -210,6 +212,8 @@ def _reference(
 ) -> list[Array]:
     count = len(weights) // 2 if op.attrs["bias"] else len(weights)
     x = reads[0].astype(np.float64)
+    if op.attrs.get("x") == "i8":
+        x = block_product.reference_rounded(x)
     biases = weights[count:] if op.attrs["bias"] else [np.zeros(w.shape[1]) for w in weights[:count]]
     parts = [x @ w.astype(np.float64, copy=False) + b for w, b in zip(weights[:count], biases, strict=True)]
     out = REFERENCE_ACTIVATIONS[op.attrs["activation"]](np.concatenate(parts, axis=1))

@@ -345,13 +345,15 @@ def narrow_weight(ref: WeightRef, storage: WeightDtype) -> WeightRef:
 
 
 def narrow_weights(program: Program, storage: WeightDtype) -> Program:
-    """Return `program` with every packed matrix of its layers kept in `storage`."""
-    return replace(
-        program,
-        ops=tuple(
-            op._replace(weights=tuple(narrow_weight(ref, storage) for ref in op.weights))
-            if isinstance(op, Compute)
-            else op
-            for op in program.ops
-        ),
-    )
+    """Return `program` with every packed matrix of its layers kept in `storage`.
+
+    Those in blocks stay; under w8a8 they are multiplied by activations in int8.
+    """
+    return replace(program, ops=tuple(_narrowed(op, storage) if isinstance(op, Compute) else op for op in program.ops))
+
+
+def _narrowed(op: Compute, storage: WeightDtype) -> Compute:
+    in_blocks = op.kernel == "linear" and any(ref.weight_dtype in BLOCK_STORAGES for ref in op.weights)
+    attrs = {**op.attrs, "x": "i8"} if in_blocks and storage == "w8a8" else op.attrs
+    fused = tuple(_narrowed(part, storage) for part in op.fused)
+    return op._replace(weights=tuple(narrow_weight(ref, storage) for ref in op.weights), attrs=attrs, fused=fused)

@@ -207,7 +207,7 @@ def reference(spec: Spec, tensors: Mapping[str, Array], inputs: Array, shape: Re
 def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
     """Return how the weights of a model may be kept."""
     if isinstance(spec, ModelSpec) and spec.storages:
-        return ("f32",)  # nothing is quantised again
+        return ("f32", "w8a8")  # nothing is quantised again: this is how activations are
     found: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "STORAGES", get_args(WeightDtype))
     return found
 

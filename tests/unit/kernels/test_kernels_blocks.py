@@ -63,9 +63,9 @@ def test_products_are_those_of_the_values(m: int, k: int, widths: tuple[int, ...
         parts = [stored(BLOCK_STORAGES[(first + i) % 3], k, n) for i, n in enumerate(widths)]
         x, n = RNG.standard_normal((m, k)).astype(np.float32), sum(widths)
         biases = [RNG.standard_normal(w).astype(np.float32) for w in widths]
-        for residual, activation in ((False, None), (True, "silu")):
+        for residual, activation, how in ((False, None, "f32"), (True, "silu", "f32"), (False, None, "i8")):
             slots = [SlotSpec((m, k)), SlotSpec((m, n)), SlotSpec((m, n))]
-            attrs = {"bias": residual, "residual": residual, "activation": activation}
+            attrs = {"bias": residual, "residual": residual, "activation": activation, "x": how}
             op = Compute("linear", (0, 1) if residual else (0,), (2,), attrs=attrs)
             reads = [x, RNG.standard_normal((m, n)).astype(np.float32)][: 1 + residual]
             out = np.full((m, n), np.nan, np.float32)
@@ -88,8 +88,10 @@ def test_what_is_not_finite_stays_so() -> None:
     x = RNG.standard_normal((3, 64)).astype(np.float32)
     x[1, 40], x[2, 3] = np.nan, np.inf
     out = np.empty((3, 40), np.float32)
-    op = Compute("linear", (0,), (1,), attrs={"bias": False, "residual": False, "activation": None})
     weight = packed(stored("q4_1", 64, 40))
-    KERNELS["linear"].checked(op, [SlotSpec((3, 64)), SlotSpec((3, 40))], [weight], Workers(1))([x], [out])
-    assert np.isfinite(out[0]).all()
-    assert not np.isfinite(out[1:]).any()
+    for how in ("f32", "i8"):
+        attrs = {"bias": False, "residual": False, "activation": None, "x": how}
+        op = Compute("linear", (0,), (1,), attrs=attrs)
+        KERNELS["linear"].checked(op, [SlotSpec((3, 64)), SlotSpec((3, 40))], [weight], Workers(1))([x], [out])
+        assert np.isfinite(out[0]).all()
+        assert not np.isfinite(out[1:]).any()
