@@ -196,7 +196,14 @@ def _map(required: Sequence[str], **known: Any) -> dict[str, Any]:
 def _request() -> dict[str, Any]:
     types = {**get_type_hints(RequestKeys), "id": str, "reply_to": str}
     encoded = {"type": "string", "contentEncoding": "base64"}
-    known = {"audio": encoded, "image": encoded, "images": {"type": "array", "items": encoded}}
+    objects = {"type": "array", "items": {"type": "object"}}
+    known = {
+        "messages": objects,
+        "tools": objects,
+        "audio": encoded,
+        "image": encoded,
+        "images": {"type": "array", "items": encoded},
+    }
     properties = {key: known.get(key) or _schema(_present(types[key])) for key in sorted(REQUEST_KEYS)}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import ctranslate2_file, gguf_file, onnx_file, storage
+from hepti_mqtt.checkpoint.chat import ChatTemplate, open_template
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm, zeros_reader
@@ -42,6 +43,7 @@ _EXTRAS: Final = (
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer_config.json",
+    "chat_template.json",
     "generation_config.json",
     "*/config.json",
 )
@@ -253,6 +255,11 @@ class Checkpoint:
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer without padding and truncation; raises ModelError if there is none, or a bad one."""
         return self.texts.tokenizer
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        """Return how messages become ids, None for a model without a chat template; raises as `open_template` does."""
+        return open_template(self.path, self.extras, self.tokenizer)
 
     @cached_property
     def text_rules(self) -> TextRules:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import BadNameError, OverloadedError, RequestError
+from hepti_mqtt.errors import BadNameError, ModelError, OverloadedError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import preprocessor, single_sequence
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
@@ -27,6 +27,8 @@ from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
+from hepti_mqtt.service import sampling
+from hepti_mqtt.service.messages import read_messages, read_tools
 from hepti_mqtt.service.questions import (
     Entities,
     Extraction,
@@ -97,22 +99,27 @@ PAIR_FORMS: Final = (("text", "text_pair"), ("pairs",))
 RANKING_FORM: Final = ("query", "documents")
 LABEL_FORMS: Final = (("text", "candidate_labels"), ("texts", "candidate_labels"))
 ANSWER_FORM: Final = ("question", "context")
+MESSAGES_FORM: Final = ("messages",)
 _FORMS: Final = (
     ("text",), ("texts",), ("ids",), *PAIR_FORMS, RANKING_FORM, *LABEL_FORMS, ANSWER_FORM, *IMAGE_FORMS,
-    *AUDIO_FORMS,
+    *AUDIO_FORMS, MESSAGES_FORM,
 )  # fmt: skip
 _INPUTS: Final = tuple(dict.fromkeys(key for form in _FORMS for key in form))
 # Options that only some inputs have, and tasks.
 _INPUTS_OF: Final = {
     "token_types": ("ids",), "return_documents": ("documents",), "multi_label": ("candidate_labels",),
     "hypothesis_template": ("candidate_labels",), "no_answer": ("context",), "max_answer_tokens": ("context", "ids"),
-    "prompt": ("text", "texts"), "aggregation": ("text", "texts", "ids"),
-    **dict.fromkeys(("language", "task", "window"), ("audio",)),
+    "prompt": ("text", "texts", "audio"), "aggregation": ("text", "texts", "ids"),
+    **dict.fromkeys(("language", "task", "window", "timestamps"), ("audio",)),
+    "tools": ("messages",), **dict.fromkeys(sampling.OPTIONS, ("text", "ids", "messages")),
+    "temperature": ("audio", "text", "ids", "messages"), "seed": ("audio", "text", "ids", "messages"),
 }  # fmt: skip
 _TASKS_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "aggregation": ("token_classification",), "dimensions": ("embedding",), "prompt": ("embedding",),
+    "aggregation": ("token_classification",), "dimensions": ("embedding",),
+    "prompt": ("embedding", "transcription"),
     "max_answer_tokens": ("question_answering",), "max_new_tokens": ("generation", "transcription"),
-    "raw_scores": ("classification",),
+    "raw_scores": ("classification",), **dict.fromkeys(sampling.OPTIONS, ("generation",)),
+    **dict.fromkeys(("temperature", "seed"), ("generation", "transcription")),
 }  # fmt: skip
 _OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", *_INPUTS_OF, *_TASKS_OF})
 # Read by the envelope below.
@@ -128,8 +135,8 @@ class ModelInput:
 
     inputs: token ids int32 [m], for a decoder with a leading zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
     user sent a list and gets a list of results. wants_result: False for want "plan", which needs no devices.
-    new_tokens: number of tokens to generate, rules: for them. seconds: of a recording. empty: indices of empty texts,
-    which are not computed and give zeros.
+    new_tokens: number of tokens to generate, rules: for them. stop: texts at which they end. seconds: of a recording.
+    empty: indices of empty texts, which are not computed and give zeros.
     dimensions: of an embedding, 0 for all. raw_scores: logits instead of scores. question: what the output is asked,
     None for one answer of the model's task for each input.
     """
@@ -145,6 +152,7 @@ class ModelInput:
     raw_scores: bool = False
     question: Question | None = None
     rules: TokenRules = LIKELIEST
+    stop: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
@@ -219,7 +227,7 @@ def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
     if isinstance(reads, SpeechInput):
         return AUDIO_FORMS
     if isinstance(reads, DecoderInput):
-        return (("text",), ("ids",))
+        return (("text",), ("ids",), MESSAGES_FORM)
     texts: tuple[Form, ...] = (("text",), ("texts",))
     if head.task == "question_answering":
         return (ANSWER_FORM, ("ids",))
@@ -320,7 +328,10 @@ def _decoded(
     if truncate and new < limit:
         reads = replace(reads, longest=limit - new)  # leave room for the new tokens
     reader = TextReader(checkpoint, reads, truncate)
-    tokens = reader.ids(key, request[key]) if key == "ids" else reader.text(key, request[key])
+    if key == "messages":
+        tokens = _conversation(checkpoint, request)
+    else:
+        tokens = reader.ids(key, request[key]) if key == "ids" else reader.text(key, request[key])
     ids = np.array(tokens.ids, np.int32)
     if len(ids) + new > limit:
         if "max_new_tokens" in request or len(ids) >= limit:
@@ -330,7 +341,30 @@ def _decoded(
             )
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
-    return ModelInput(shape, inputs, False, top_k, computes, new, rules=TokenRules(checkpoint.end_tokens))
+    rules, stop = sampling.read_sampling(
+        checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab, request.get("top_k") or 0
+    )
+    return ModelInput(shape, inputs, False, top_k, computes, new, rules=rules, stop=stop)
+
+
+def _conversation(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Tokens:
+    messages, tools = read_messages(request["messages"]), read_tools(request.get("tools"))
+    if not checkpoint.has_tokenizer or (chat := checkpoint.chat) is None:
+        raise RequestError(
+            f"model {checkpoint.model} has no chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json), so it reads no messages; send text"
+        )
+    ids = chat.ids(messages, tools)
+    if not ids:
+        raise RequestError("messages give no tokens; send some words")
+    reads = checkpoint.spec.input_spec
+    assert isinstance(reads, DecoderInput)
+    if max(ids) >= reads.vocab:
+        raise ModelError(
+            f"{checkpoint.path}: its tokenizer gives id {max(ids)}, and config.json's vocab_size is {reads.vocab}; "
+            "both must be of the same model"
+        )
+    return Tokens(ids)
 
 
 def _is_several(form: Form, request: Mapping[str, Any]) -> bool:
@@ -538,10 +572,10 @@ def _speech(
         raise RequestError(f"{' and '.join(wrong)}: not for speech; leave it out")
     heard = read_speech(checkpoint, reads, request)
     room = reads.positions - len(heard.prompt) - heard.rules.before_text
-    most = _integer(request, "max_new_tokens", reads.positions // 2, room)
-    shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want)
+    most = _integer(request, "max_new_tokens", min(reads.positions // 2, room), room)
+    shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want, heard.start)
     inputs = np.concatenate([np.array([0, *heard.prompt], np.int32), heard.frames])
-    new = most + heard.rules.before_text if want == "task" else 0
+    new = most if want == "task" else 0
     return ModelInput(shape, inputs, False, DEFAULT_TOP_K, computes, new, rules=heard.rules, seconds=heard.seconds)
 
 

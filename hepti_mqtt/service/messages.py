@@ -1,0 +1,92 @@
+"""A conversation as programs send it: a list of messages, and tools, checked before a template sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hepti_mqtt.errors import RequestError
+from hepti_mqtt.service.texts import CharacterBudget, describe, quoted
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES: Final = 1000
+MAX_TOOLS: Final = 128
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """Return messages with plain texts; raises RequestError naming what is wrong."""
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"messages must be a list with at least one message, not {describe(value)}")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError(f"messages has {len(value)} elements; send at most {MAX_MESSAGES}")
+    characters = CharacterBudget()
+    return [_message(f"messages[{place}]", one, characters) for place, one in enumerate(value)]
+
+
+def _message(name: str, value: Any, characters: CharacterBudget) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f'{name} must be an object such as {{"role": "user", "content": "..."}}')
+    role = value.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{name}.role must be one of {', '.join(ROLES)}, not {quoted(role)}")
+    calls = value.get("tool_calls")
+    told = {key: one for key, one in value.items() if key not in ("content", "tool_calls") and one is not None}
+    told["role"] = "system" if role == "developer" else role
+    told["content"] = _text(f"{name}.content", value.get("content"), missing_ok=bool(calls))
+    characters.take(len(told["content"]))
+    if calls:
+        told["tool_calls"] = _calls(f"{name}.tool_calls", calls)
+    return told
+
+
+def _text(name: str, value: Any, *, missing_ok: bool) -> str:
+    """Return a content's text; several parts are joined."""
+    if value is None and missing_ok:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RequestError(f"{name} must be a text, or a list of parts, not {describe(value)}")
+    for part in value:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"{name} has a part of type {quoted(kind)}; this model reads texts alone")
+    return "\n".join(part["text"] for part in value)
+
+
+def _calls(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return calls of tools with their arguments as objects, which programs send as JSON in a text."""
+    if not isinstance(value, list):
+        raise RequestError(f"{name} must be a list, not {describe(value)}")
+    calls = []
+    for place, call in enumerate(value):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{name}[{place}] must have a function with a name")
+        given = function.get("arguments", {})
+        try:
+            arguments = json.loads(given) if isinstance(given, str) else given
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, Mapping):
+            raise RequestError(f"{name}[{place}].function.arguments must be a JSON object")
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
+
+
+def read_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Return the tools of a request, None without any; raises RequestError for one that is none."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise RequestError(f"tools must be a list of at most {MAX_TOOLS} functions, not {describe(value)}")
+    for place, tool in enumerate(value):
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f'tools[{place}] must be an object such as {{"type": "function", "function": {{"name": "..."}}}}'
+            )
+        if not isinstance(function.get("parameters", {}), Mapping):
+            raise RequestError(f"tools[{place}].function.parameters must be a JSON schema, which is an object")
+    return value or None
