@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -32,6 +32,7 @@ _MOST_VALUES: Final = 1 << 22  # of an array
 _MOST_RANK: Final = 4
 _NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
+_CONFIG: Final = "tokenizer_config.json"
 _KINDS: Final[Mapping[int, str]] = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 8: "q8_0", 12: "q4_k", 14: "q6_k"}
 _OTHERS: Final[Mapping[int, str]] = {
     6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
@@ -316,6 +317,10 @@ _LAYER: Final[Mapping[str, str]] = {
 
 
 def gguf_extras(file: GgufFile, beside: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the other JSON files of a directory with those that a GGUF file has in it."""
-    own: Sequence[tuple[str, Any]] = [("tokenizer_config.json", file.tokenizer_config)] if file.tokenizer else []
-    return {**dict(own), **{name: data for name, data in beside.items() if name == "generation_config.json"}}
+    """Return the other JSON files of a model: those that a GGUF file has in it, and what a user limits beside it."""
+    found = {name: data for name, data in beside.items() if name == "generation_config.json"}
+    if file.tokenizer is None:
+        return found
+    limits = beside.get(_CONFIG, {})
+    limit = {key: limits[key] for key in ("model_max_length",) if isinstance(limits, Mapping) and key in limits}
+    return {_CONFIG: {**file.tokenizer_config, **limit}, **found}

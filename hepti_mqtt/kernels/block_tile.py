@@ -157,7 +157,9 @@ class BlockTileWriter(VectorWriter):
                 elif bytewise:  # two products of 127 * 128 fit 16 bits, four do not
                     sums[i] = b.add(sums[i], self._widened(self._signed_pairs(weights, x)))
                 else:  # sixteen of 15 * 127 do
-                    found = self._call(_UNSIGNED_PAIRS, None, b.bitcast(weights, self.octets), b.bitcast(x, self.octets))
+                    found = self._call(
+                        _UNSIGNED_PAIRS, None, b.bitcast(weights, self.octets), b.bitcast(x, self.octets)
+                    )
                     pairs[i] = found if pairs[i] is None else b.add(pairs[i], found)
         return [total if p is None else b.add(total, self._widened(p)) for total, p in zip(sums, pairs, strict=True)]
 
