@@ -1,9 +1,9 @@
 """Kernel `linear` over matrices in blocks; reads, weights, bias, activation and residual are those of `linear`.
 
 x is f32, or (attribute x: "i8") each 32 values of a row are rounded to 254 steps between minus and plus the largest
-one, as llama.cpp does; one that is not finite makes its row NaN. Codes are multiplied as they are stored; an output is the sum of its blocks in ascending order of k, each the sum of its
-products times the block's scale. Each output depends on its row of x and its column alone: not on other rows, its tile
-or the threads.
+one, as llama.cpp does; one that is not finite makes its row NaN. Codes are multiplied as they are stored; an output is
+the sum of its blocks in ascending order of k, each the sum of its products times the block's scale. Each output depends
+on its row of x and its column alone: not on other rows, its tile or the threads.
 """
 
 from __future__ import annotations

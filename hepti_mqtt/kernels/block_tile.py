@@ -32,7 +32,7 @@ _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ARGUMENTS: Final = 10
 _OFFSET: Final = 8  # of the codes of q4_0
-# How products of bytes are added: by an instruction that takes the weights as u8 or as s8, by pairs in 16 bits, or wide.
+# How products of bytes are added: by an instruction, for weights as u8 or s8, by pairs in 16 bits, or wide.
 _DOT: Final = DOT.intrinsic if DOT.lanes == LANES else ""
 _UNSIGNED: Final = bool(_DOT) and not DOT.signed
 _PAIRS: Final = not _DOT and isa() == "avx2"
