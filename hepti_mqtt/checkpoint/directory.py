@@ -31,7 +31,7 @@ from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileLocation, tile_hash
 from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.storage import STORAGES, Storage
+from hepti_mqtt.storage import STORAGES, Storage, StoredRows
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
 _EXTRAS: Final = (
@@ -157,6 +157,10 @@ class Checkpoint:
     def tensors(self) -> Mapping[str, npt.NDArray[np.float32]]:
         """Return all tensors by canonical name: f32, [in, out]; each is read when asked for, and not kept."""
         return _Tensors(self._tensors)
+
+    def weights(self) -> Mapping[str, npt.NDArray[np.float32] | StoredRows]:
+        """Return all tensors as devices get them: as `tensors` does, but matrices in the blocks of the file."""
+        return _Weights(self._tensors)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -310,6 +314,16 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 
     def __len__(self) -> int:
         return len(self._by_name)
+
+
+class _Weights(_Tensors):
+    """The same, but for matrices in blocks."""
+
+    def __getitem__(self, name: str) -> Any:
+        source, tensor = self._by_name[name]
+        if tensor.raw is None or not source.transposed:
+            return super().__getitem__(name)
+        return StoredRows(STORAGES[tensor.dtype], tensor.raw(0, *_stored_matrix(source)))
 
 
 def model_name(path: Path) -> str:

@@ -173,9 +173,13 @@ class Connection:
         record = self._session.record(model)
         return record is not None and record["active"] is not None
 
-    def _stream(
+    def stream(
         self, model: str, request: Mapping[str, Any], put: Callable[[Mapping[str, Any] | None], None]
     ) -> AnswerStream:
+        """Ask a decoder; parts of its answer go to `put` as they come, from the network's thread, and None at the end.
+
+        Raises RequestError for a request that generates no tokens, NetworkError.
+        """
         if request.get("want") not in (None, "task"):
             raise RequestError(f"want {request['want']!r} generates no tokens; leave it out, or send it with infer")
         stream = AnswerStream(put)

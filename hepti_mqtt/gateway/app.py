@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, RemoteError
-from hepti_mqtt.gateway import ollama, routes, tei
+from hepti_mqtt.gateway import chat, ollama, routes, tei
 from hepti_mqtt.gateway.bodies import read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
 from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
@@ -41,6 +41,7 @@ async def ping(_site: Site, _asked: dict[str, Any]) -> Any:
 # Those for load balancers, which have no key, are open, and so is the dashboard, which shows no request's content.
 OPERATIONS: Final = (
     *routes.OPERATIONS,
+    *chat.OPERATIONS,
     *tei.OPERATIONS,
     *ollama.OPERATIONS,
     Operation("GET", "/ping", ping, {PLAIN: TEXT}, is_open=True),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.client import Answer
+from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.errors import DeadlineError, HeptiError, RequestError, UnknownModelError
 from hepti_mqtt.gateway.journal import Journal
 from hepti_mqtt.models.mel import RATE
@@ -36,6 +38,11 @@ class Client(Protocol):
 
     def submit(self, model: str, **request: Any) -> Future[Answer]:
         """Send a request; cancelling its future ends the wait."""
+
+    def stream(
+        self, model: str, request: Mapping[str, Any], put: Callable[[Mapping[str, Any] | None], None]
+    ) -> AnswerStream:
+        """Ask a decoder; parts of its answer go to `put`, and None at the end."""
 
     def models(self, timeout: float = ...) -> list[str]:
         """Return the names of the models that the planner serves."""
@@ -198,6 +205,57 @@ class Site:
         """Return the answer to one request as MQTT gives it; raises as `embed` does."""
         return (await self._ask_all(model, [body]))[0]
 
+    async def stream(self, model: str, body: dict[str, Any]) -> AsyncGenerator[str | Answer, None]:
+        """Return the texts of a decoder's tokens as they come, and behind them the whole answer.
+
+        Raises what the planner says before the first token, here, and the rest from the generator.
+        """
+        loop, parts = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any] | None]()
+
+        def put(part: Mapping[str, Any] | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+
+        stream = self.client.stream(model, body, put)
+
+        async def read() -> AsyncGenerator[str | Answer, None]:
+            self.journal.waiting += 1
+            part = first
+            try:
+                while part is not None:
+                    for token in stream.take(part):
+                        yield token["text"]
+                    part = await asyncio.wait_for(parts.get(), self._timeout_s)
+                yield stream.result()
+            except HeptiError as error:
+                self.journal.add_error(model, error, time.time())
+                raise
+            except TimeoutError:
+                raise self._late(model) from None
+            finally:
+                self.journal.waiting -= 1
+                stream.cancel()
+
+        try:
+            first = await asyncio.wait_for(parts.get(), self._timeout_s)
+            if first is None:
+                stream.result()
+        except HeptiError as error:
+            self.journal.add_error(model, error, time.time())
+            raise
+        except TimeoutError:
+            stream.cancel()
+            raise self._late(model) from None
+        except BaseException:
+            stream.cancel()
+            raise
+        return read()
+
+    def _late(self, model: str) -> DeadlineError:
+        late = DeadlineError(f"no answer within {self._timeout_s:g} s; see `hepti plan {model}`")
+        self.journal.add_error(model, late, time.time())
+        return late
+
     async def _ask_all(self, model: str, bodies: Sequence[dict[str, Any]], **options: Any) -> list[Answer]:
         slots = asyncio.Semaphore(AT_ONCE)
         deadline_ms = self._timeout_s * 1e3
@@ -211,9 +269,7 @@ class Site:
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
                 tasks = [group.create_task(ask(body)) for body in bodies]
         except TimeoutError:
-            late = DeadlineError(f"no answer within {self._timeout_s:g} s; see `hepti plan {model}`")
-            self.journal.add_error(model, late, time.time())
-            raise late from None
+            raise self._late(model) from None
         except BaseExceptionGroup as several:
             if isinstance(first := several.exceptions[0], HeptiError):
                 self.journal.add_error(model, first, time.time())

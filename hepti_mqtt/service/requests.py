@@ -322,7 +322,8 @@ def _decoded(
     """Return a decoder's input: one prompt, and the number of tokens to generate."""
     if _is_several((key,), request):
         raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
-    most = _integer(request, "max_new_tokens", DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS)
+    usual = MAX_NEW_TOKENS if key == "messages" else DEFAULT_NEW_TOKENS  # an answer ends by itself
+    most = _integer(request, "max_new_tokens", usual, MAX_NEW_TOKENS)
     limit, new = reads.longest, most if want == "task" else 0
     truncate = request.get("truncate") is True
     if truncate and new < limit:
