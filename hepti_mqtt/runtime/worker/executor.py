@@ -367,7 +367,10 @@ def pack(tensors: Mapping[str, NDArray[Any] | StoredRows], refs: Iterable[Weight
 
 
 def run_local(
-    program: Program, tensors: Mapping[str, NDArray[Any]], inputs: NDArray[Any], workers: Workers | None = None
+    program: Program,
+    tensors: Mapping[str, NDArray[Any] | StoredRows],
+    inputs: NDArray[Any],
+    workers: Workers | None = None,
 ) -> NDArray[Any]:
     """Return what a Program without peers sends to the planner.
 
