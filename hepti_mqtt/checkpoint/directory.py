@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import ctranslate2_file, onnx_file, storage
+from hepti_mqtt.checkpoint import ctranslate2_file, gguf_file, onnx_file, storage
 from hepti_mqtt.checkpoint.chat import ChatTemplate, open_template
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
@@ -29,6 +29,7 @@ from hepti_mqtt.models import (
     models_of,
     spec_from_config,
     tensor_sources,
+    with_storages,
     without_missing_pooler,
 )
 from hepti_mqtt.models.config import JsonConfig
@@ -38,9 +39,10 @@ from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
 from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
+from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileLocation, tile_hash
 from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
+from hepti_mqtt.storage import STORAGES, Storage, StoredRows
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
 _EXTRAS: Final = (
@@ -85,6 +87,7 @@ class Checkpoint:
         files: Sequence[WeightsReader],
         scores: Matching | None = None,
         name: str = "",
+        tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         self.model = model
@@ -92,16 +95,21 @@ class Checkpoint:
         self.config, self.extras = config, extras = files_in_our_words(config, extras)
         self._files = files
         self._scores = scores
+        self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
+        in_blocks = {source.name: tensor.dtype for source, tensor in self._tensors.items() if tensor.raw is not None}
+        self.spec = with_storages(self.spec, in_blocks)
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
             self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
     @classmethod
     def open(cls, path: str | Path, model: str | None = None, part: str | None = None) -> Checkpoint:
-        """Open the directory `path`, or an ONNX file; `model` is its name on the site, by default made from the path's.
+        """Open the directory `path`, or a GGUF or ONNX file.
+
+        model: its name on the site, by default made from the path's.
 
         part: which one of the models in the directory (`model_parts`), by default the first.
 
@@ -109,8 +117,8 @@ class Checkpoint:
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
         """
         path = model_directory(Path(path))
-        onnx = onnx_file.find_onnx(path)
-        if onnx is None and not path.is_dir():
+        onnx, gguf = onnx_file.find_onnx(path), gguf_file.find_gguf(path)
+        if onnx is None and gguf is None and not path.is_dir():
             raise ModelError(f"{path} is not a directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
@@ -124,6 +132,9 @@ class Checkpoint:
             beside = root / "config.json"
             opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
             return cls(path, name, opened.config, extras, [opened])
+        if gguf is not None:
+            file = gguf_file.GgufFile(gguf)
+            return cls(path, name, file.config, gguf_file.gguf_extras(file, extras), [file], tokenizer=file.tokenizer)
         if (path / _ADAPTER).is_file():
             raise UnsupportedModelError(
                 f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
@@ -133,8 +144,8 @@ class Checkpoint:
         opening = _opening(path)
         config = read_json(described) if described.is_file() or opening is not None else {}
         if opening is None and (converted := ctranslate2_file.find(path)) is not None:
-            file = ctranslate2_file.CTranslate2File(converted, config)
-            return cls(path, name, file.config, extras, [file])
+            made = ctranslate2_file.CTranslate2File(converted, config)
+            return cls(path, name, made.config, extras, [made])
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         scores = matching(config)
@@ -168,6 +179,10 @@ class Checkpoint:
     def tensors(self) -> Mapping[str, npt.NDArray[np.float32]]:
         """Return all tensors by canonical name: f32, [in, out]; each is read when asked for, and not kept."""
         return _Tensors(self._tensors)
+
+    def weights(self) -> Mapping[str, npt.NDArray[np.float32] | StoredRows]:
+        """Return all tensors as devices get them: as `tensors` does, but matrices in the blocks of the file."""
+        return _Weights(self._tensors)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -216,16 +231,23 @@ class Checkpoint:
             for row in range(0, rows, TILE)
             for column in range(0, columns, width)
         )
-        dtype: TileDtype = "f16" if self._tensors[source].dtype == "F16" else "f32"
-        return TensorEntry(source.name, source.shape, dtype, source.transposed, hashes)
+        return TensorEntry(source.name, source.shape, self._storage(source).name, source.transposed, hashes)
+
+    def _storage(self, source: TensorSource) -> Storage:
+        """Return how tiles of a tensor are stored."""
+        tensor = self._tensors[source]
+        return STORAGES["f16" if tensor.dtype == "F16" else tensor.dtype if tensor.raw is not None else "f32"]
 
     def _tile_bytes(self, source: TensorSource, rows: tuple[int, int], columns: tuple[int, int]) -> bytes:
         """Return one tile's bytes; the last band of rows is kept, as its tiles are asked for one after the other."""
         band = self._band
         if band is None or band[:2] != (source, rows[0]):
-            band = (source, rows[0], self._tensors[source].read(*rows, _stored_matrix(source)[1]))
+            tensor = self._tensors[source]
+            band = (source, rows[0], (tensor.raw or tensor.read)(*rows, _stored_matrix(source)[1]))
             self._band = band
-        return band[2][:, columns[0] : columns[1]].tobytes()
+        storage = self._storage(source)
+        first, last = (storage.row_bytes(column) if storage.block > 1 else column for column in columns)
+        return band[2][:, first:last].tobytes()
 
     @cached_property
     def similarity(self) -> Similarity | None:
@@ -244,7 +266,8 @@ class Checkpoint:
     @property
     def has_tokenizer(self) -> bool:
         """Return whether there is a tokenizer, good or bad, and the model has a use for it."""
-        return has_tokenizer(self.path) and not isinstance(self.spec.input_spec, ImageInput)
+        has_one = self._tokenizer is not None or has_tokenizer(self.path)
+        return has_one and not isinstance(self.spec.input_spec, ImageInput)
 
     @cached_property
     def texts(self) -> TextTokenizer:
@@ -257,6 +280,7 @@ class Checkpoint:
             masks=task == "masked_token",
             lower=self.text_rules.lower == "normalizer",
             generates=task == "generation",
+            within=self._tokenizer,
         )
 
     def _check_padding(self) -> None:
@@ -339,9 +363,19 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
         return len(self._by_name)
 
 
+class _Weights(_Tensors):
+    """The same, but for matrices in blocks."""
+
+    def __getitem__(self, name: str) -> Any:
+        source, tensor = self._by_name[name]
+        if tensor.raw is None or not source.transposed:
+            return super().__getitem__(name)
+        return StoredRows(STORAGES[tensor.dtype], tensor.raw(0, *_stored_matrix(source)))
+
+
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
-    return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
+    return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx").removesuffix(".gguf")) or "model"
 
 
 def model_parts(path: str | Path) -> tuple[str, ...]:

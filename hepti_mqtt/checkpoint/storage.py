@@ -22,8 +22,10 @@ import platformdirs
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.models import TensorSource
 from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
+from hepti_mqtt.storage import STORAGES
 
-FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64"})  # names of dtypes as in safetensors
+# Names of dtypes as in safetensors, and of `storage`.
+FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64", *STORAGES})
 
 
 class FileStamp(NamedTuple):
@@ -43,12 +45,14 @@ Rows = Callable[[int, int, int], npt.NDArray[Any]]
 class TensorReader:
     """A tensor in a file.
 
-    read(start, stop, columns): returns rows start..stop as [rows, columns], f16 as stored, other dtypes as f32.
+    read(start, stop, columns): returns rows start..stop as [rows, columns], f16 as stored, other dtypes as f32. raw:
+    returns them as stored, u8 [rows, bytes], where dtype is a storage in blocks.
     """
 
     shape: tuple[int, ...]
     dtype: str
     read: Rows
+    raw: Rows | None = None
 
     @property
     def is_float(self) -> bool:

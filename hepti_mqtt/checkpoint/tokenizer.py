@@ -63,18 +63,26 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def open_tokenizer(
-    path: Path, config: Mapping[str, Any], extras: Mapping[str, Any], *, masks: bool, lower: bool, generates: bool
+    path: Path,
+    config: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    *,
+    masks: bool,
+    lower: bool,
+    generates: bool,
+    within: Mapping[str, Any] | None = None,
 ) -> TextTokenizer:
     """Return the tokenizer of a directory.
 
-    masks: texts may have the mask token. lower: lower case comes first. Raises ModelError if there is none or a bad
-    one, UnsupportedModelError for one that versions of transformers read in different ways.
+    masks: texts may have the mask token. lower: lower case comes first. within: tokenizer.json where the file of the
+    weights has it. Raises ModelError if there is none or a bad one, UnsupportedModelError for one that versions of
+    transformers read in different ways.
     """
     options = JsonConfig(CONFIG, _options(extras))
     options.check_keys(_KEYS)
     known = _class(options, config)
     tokens = {role: _named(options, role, known) for role in _ROLES}
-    data = _data(path, extras, known, tokens["unk"])
+    data = _data(path, extras, known, tokens["unk"]) if within is None else dict(within)
     try:
         parts = _canonical(data)
     except Exception as error:  # the library raises plain Exception for whatever is wrong with the file

@@ -29,7 +29,7 @@ _BPE: Final = {
     "continuing_subword_prefix": _EMPTY, "end_of_word_suffix": _EMPTY, "fuse_unk": (None, False),
     "byte_fallback": (None, False), "ignore_merges": (None, False),
 }  # fmt: skip
-_QWEN2_WORDS: Final = (
+QWEN2_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CLIP_OLD_WORDS: Final = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
@@ -174,7 +174,7 @@ def _nfc(_options: JsonConfig, found: Part) -> Part:
 def _qwen2_words(options: JsonConfig, found: Part) -> Part:
     if options.get("add_prefix_space", False):
         raise differs("pre_tokenizer", "one without a space in front")
-    split = {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
     steps = found["pretokenizers"] if found is not None and found["type"] == "Sequence" else []
     fits = len(steps) == 2 and steps[0] == split and steps[1]["type"] == "ByteLevel" and not steps[1]["use_regex"]
     if found is not None and not (fits and not steps[1]["add_prefix_space"]):

@@ -77,7 +77,7 @@ def _verify_one(args: argparse.Namespace, part: str) -> None:
         inputs = models.random_inputs(spec, shape, np.random.default_rng(0))
         expected, _ = models.reference(spec, tensors, inputs, shape)
         alone = make_plan(spec, Plan("model", PlanVersion(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
-        got = run_local(device_program(spec, alone, shape, "here"), tensors, inputs)
+        got = run_local(device_program(spec, alone, shape, "here"), checkpoint.weights(), inputs)
     error = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))
     if not error < 2e-4:
         raise ModelError(

@@ -1,6 +1,7 @@
 """Kernels that make rows of a request's inputs: embeddings of tokens, patches of pictures.
 
-embed_tokens       ids i32 [m] -> norm of scale * word[id % V] + position[offset + place in its sequence] +
+embed_tokens       (word may be a packed matrix in blocks, of which rows are then columns)
+                   ids i32 [m] -> norm of scale * word[id % V] + position[offset + place in its sequence] +
                    type[id // V], [m, h], of V words. Attribute parts names the weights in their order: word, and
                    perhaps position, type, gamma (without it there is no norm), beta. Others: lengths, position_offset,
                    scale, those of `base.norm_of`.
@@ -43,6 +44,7 @@ from hepti_mqtt.kernels.base import (
     rowwise,
     starts_of,
 )
+from hepti_mqtt.kernels.blocks import BlockMatrix
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import normalise_row
 from hepti_mqtt.kernels.threads import Workers
@@ -75,7 +77,7 @@ def _positions(op: Compute) -> NDArray[np.int64]:
 
 
 def _parts(op: Compute, weights: Sequence[Any]) -> dict[str, Any]:
-    """Return the weights of embeddings by their names."""
+    """Return the weights of embeddings by their names; a packed word is the matrix of which rows are columns."""
     names = op.attrs["parts"]
     if len(weights) != len(names):
         raise ValueError(f"{op.kernel}: needs {len(names)} weights, {', '.join(names)}, got {len(weights)}")
@@ -90,7 +92,10 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
     none = np.zeros((1, h), np.float32)
+    blocks = parts.pop("word") if isinstance(parts["word"], BlockMatrix) else None
+    vocab = blocks.columns if blocks is not None else 0
     word, position, types = (check.table(parts.get(name, none), h) for name in ("word", "position", "type"))
+    check.that(blocks is None or (blocks.rows == h and "type" not in parts), "a table in blocks has words alone")
     check.that(len(types) > 0, "the table of token types is empty")
     norm = [parts[name] for name in ("gamma", "beta") if name in parts]
     nowhere = np.zeros(0, np.float32)
@@ -101,12 +106,17 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         return nothing
     last, offset = int(positions.max()), int(positions.min())
     check.that(offset >= 0 and last < len(position), f"position {last} is beyond the {len(position)} of the model")
-    scale = np.float32(op.attrs.get("scale", 1.0))
+    scale, every = np.float32(op.attrs.get("scale", 1.0)), np.arange(m, dtype=np.int32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         ids = reads[0]
-        _check_ids(ids, len(word), len(types))
-        _embed_tokens(ids, writes[0], word, position, types, positions, scale, *how)
+        if blocks is None:
+            _check_ids(ids, len(word), len(types))
+            _embed_tokens(ids, writes[0], word, position, types, positions, scale, *how)
+            return
+        _check_ids(ids, vocab)
+        words = blocks.columns_at(ids)
+        _embed_tokens(every, writes[0], words, position, types, positions, scale, *how)
 
     return run
 
@@ -143,6 +153,8 @@ def _reference_embed_tokens(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
     parts = {name: np.atleast_2d(w).astype(np.float64, copy=False) for name, w in _parts(op, weights).items()}
+    if op.weights and op.weights[0].layout == "packed":
+        parts["word"] = parts["word"].T
     kinds, tokens = np.divmod(reads[0], len(parts["word"]))
     total = parts["word"][tokens] * op.attrs.get("scale", 1.0)
     if "position" in parts:

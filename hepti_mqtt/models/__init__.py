@@ -25,6 +25,7 @@ from hepti_mqtt.models.families import (
     tensor_sources,
     tokenizer_class,
     weight_dtypes,
+    with_storages,
     without_missing_pooler,
 )
 from hepti_mqtt.models.kinds import Kind
@@ -59,5 +60,6 @@ __all__ = [
     "tokenizer_class",
     "vector_ref",
     "weight_dtypes",
+    "with_storages",
     "without_missing_pooler",
 ]

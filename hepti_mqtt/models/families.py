@@ -19,6 +19,7 @@ from hepti_mqtt.models import (
     albert,
     beit,
     bert,
+    causal,
     clip,
     decoupled,
     deit,
@@ -45,10 +46,11 @@ from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput, fixed_point
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
 from hepti_mqtt.models.towers import Matching, Towers
-from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.models.transformer import ModelSpec, any_layer
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
+from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, BlockStorage
 
 Array = npt.NDArray[Any]
 
@@ -220,6 +222,8 @@ def reference(spec: Spec, tensors: Mapping[str, Array], inputs: Array, shape: Re
 
 def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
     """Return how the weights of a model may be kept."""
+    if isinstance(spec, ModelSpec) and spec.storages:
+        return ("f32", "w8a8")  # nothing is quantised again: this is how activations are
     found: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "STORAGES", get_args(WeightDtype))
     return found
 
@@ -338,7 +342,51 @@ def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
 
 @lru_cache(maxsize=64)
 def _whole_refs(spec: Spec) -> Mapping[str, WeightRef]:
-    return {source.name: whole_ref(source) for source in tensor_sources(spec)}
+    refs = {source.name: whole_ref(source) for source in tensor_sources(spec)}
+    blocks = _storages(spec)
+    refs |= {name: refs[name]._replace(weight_dtype=storage) for name, storage in blocks.items()}
+    if (head := refs.get(causal.HEAD)) is not None and spec.head.tied and causal.HEAD in blocks:
+        refs[causal.WORDS] = head  # one copy: rows of the table are columns of the matrix
+    return refs
+
+
+@lru_cache(maxsize=64)
+def _storages(spec: Spec) -> Mapping[str, BlockStorage]:
+    """Return the matrices that stay in the blocks of their file."""
+    if not isinstance(spec, ModelSpec) or not spec.storages:
+        return {}
+    found = {source.name: spec.storage_of(source.name) for source in tensor_sources(spec)}
+    return {name: storage for name, storage in found.items() if storage is not None}
+
+
+def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
+    """Return the spec of a model of which these matrices, by name, are stored in blocks.
+
+    Those stay in them that kernels multiply by: all matrices of one product, and what devices divide between blocks.
+    """
+    kept: dict[str, BlockStorage] = {
+        name: storage for name, found in stored.items() for storage in BLOCK_STORAGES if storage == found
+    }
+    if not kept or not isinstance(spec, ModelSpec):
+        return spec
+    group = spec.head_dim * (spec.heads // spec.kv_heads)
+    for source in tensor_sources(spec):
+        together = [source.name]
+        layer, _, part = source.name.removesuffix(".weight").rpartition(".")
+        if part in _ATTENDED:
+            together = [f"{layer}.{other}.weight" for other in _ATTENDED]
+        uneven = part == "attention_out" and group % BLOCK
+        if not source.transposed or source.layout != "packed" or uneven or any(name not in kept for name in together):
+            kept.pop(source.name, None)
+    layers: dict[str, set[BlockStorage | None]] = {}
+    for source in tensor_sources(spec):
+        layers.setdefault(any_layer(source.name), set()).add(kept.get(source.name))
+    alike = {name: found.pop() for name, found in layers.items() if len(found) == 1}
+    named = {name: storage for name, storage in kept.items() if any_layer(name) not in alike}
+    return replace(spec, storages=tuple(sorted((n, s) for n, s in {**alike, **named}.items() if s is not None)))
+
+
+_ATTENDED: Final = ("query", "key", "value")
 
 
 def full_ref(spec: Spec, name: str) -> WeightRef:
@@ -352,6 +400,6 @@ def full_ref(spec: Spec, name: str) -> WeightRef:
 @lru_cache(maxsize=32)
 def graph(spec: Spec, shape: RequestShape) -> Graph:
     """Return the graph of one request: its answer has the spec's `output_shape`."""
-    net = GraphBuilder()
+    net = GraphBuilder(_storages(spec))
     FAMILIES[spec.family].graph(net, spec, shape, _whole_refs(spec))
     return net.build()

@@ -10,6 +10,7 @@ from hepti_mqtt.lowering import GraphBuilder, Norm, roles
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Activation, InputSpec, RequestShape, TaskHead
+from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,10 @@ class ImageStem:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The spec of a transformer: text or images in, layers that are alike, a task head."""
+    """The spec of a transformer: text or images in, layers that are alike, a task head.
+
+    storages: (name, storage) of the matrices that stay in the blocks of their file; `*` in a name is any layer.
+    """
 
     family: str
     architecture: str
@@ -132,6 +136,13 @@ class ModelSpec:
     text: TextStem | None = None
     image: ImageStem | None = None
     block: BlockSpec = BlockSpec()
+    storages: tuple[tuple[str, BlockStorage], ...] = ()
+
+    def storage_of(self, name: str) -> BlockStorage | None:
+        """Return the storage of a tensor, None for one that is kept as numbers."""
+        found = dict(self.storages)
+        own = found.get(name)
+        return own if own is not None else found.get(any_layer(name))
 
     @property
     def head_dim(self) -> int:
@@ -185,10 +196,23 @@ class ModelSpec:
         plain: Mapping[str, Any] = fields.get("block", {})
         block: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
         fields["block"] = BlockSpec(**block)
+        fields["storages"] = tuple((str(name), _block_storage(of)) for name, of in fields.get("storages", ()))
         made = cls(**fields)
         if made.text is not None and made.max_tokens + made.text.position_offset > made.text.positions:
             raise ValueError(f"{made.max_tokens} tokens do not fit into a table of {made.text.positions} positions")
         return made
+
+
+def any_layer(name: str) -> str:
+    """Return the name of a tensor of a layer with `*` for the layer's number; another one as it is."""
+    first, _, rest = name.partition(".")
+    return f"layers.*.{rest.partition('.')[2]}" if first == "layers" else name
+
+
+def _block_storage(name: Any) -> BlockStorage:
+    if name not in BLOCK_STORAGES:
+        raise ValueError(f"matrices in {name!r}")
+    return name  # type: ignore[no-any-return]
 
 
 def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
