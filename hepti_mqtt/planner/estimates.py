@@ -205,6 +205,11 @@ class Quantity:
         """Return whether half of what a change takes has been seen."""
         return max(self._up, self._down) > LIMIT / 2
 
+    @property
+    def doubted_s(self) -> float:
+        """Return since when something speaks for a change, infinity if nothing does."""
+        return self._recent[0].at_s if self._recent else inf
+
     def observe(
         self,
         log_value: float,
@@ -368,6 +373,7 @@ PRIORS: Final[Mapping[What, Prior]] = {
 
 TYPICAL_FRAME_BYTES: Final = 1 << 16  # of a frame whose cost is estimated
 CONTRADICTED_S: Final = 10.0  # after a run the next ones may contradict a device's meter for so long
+UNCLEAR_S: Final = 2.5  # two heartbeats, or a run: a doubt that they have not settled waits for nothing
 SPEAKS_S: Final = 3.0  # an overdue run lets meters speak alone for so long
 BESIDE_LOADS: Final = 0.15  # weight of a meter while a device loads weights
 SHARED_LINK: Final = 0.2  # weight of a probe beside exchanges that says less: it shared the link
@@ -664,9 +670,10 @@ class SiteEstimates:
         unmet: dict[tuple[What, Key], float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
         return {**unmet, **met}
 
-    def is_unclear(self, names: Collection[str]) -> bool:
-        """Return whether the slowdown of one of these devices may be changing: the next run tells."""
-        return any((found := self._quantities.get(("slowdown", (name,)))) and found.is_in_doubt for name in names)
+    def is_unclear(self, names: Collection[str], now: float) -> bool:
+        """Return whether the slowdown of one of these devices may be changing: the next run, or heartbeats, tell."""
+        known = [x for name in names if (x := self._quantities.get(("slowdown", (name,))))]
+        return any(x.is_in_doubt and now - x.doubted_s < UNCLEAR_S for x in known)
 
     def in_doubt(self, names: Collection[str], since_s: float) -> bool:
         """Return whether something of these devices, or of links between them, has changed since, or may do so now."""
