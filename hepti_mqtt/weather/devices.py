@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt import __version__
@@ -17,6 +18,8 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Caps, Endpoint, PeerStats
 from hepti_mqtt.spec import Spec
 
+IDLE_S: Final = 5.0  # a meter without ops for so long says that the device is as measured ...
+SMALL_DEVIATION: Final = 1.5  # ... unless it was slower or faster by less
 PREPARE_S: Final = 0.6  # Programs, subscriptions and words of a plan whose weights are there
 
 
@@ -52,7 +55,7 @@ class SimulatedDevice:
     """One device. Loads run one after the other; weights stay until their memory is needed.
 
     plans: that are ready here. held: weight ranges with their bytes, last used last. loaded_bytes: in all. resident:
-    all weights are here, whatever a plan needs. timed: bytes and microseconds of exchanges, by peer.
+    all weights are here, whatever a plan needs. metered: what its meter saw last, and when. timed: bytes and microseconds of exchanges, by peer.
     """
 
     name: str
@@ -66,6 +69,14 @@ class SimulatedDevice:
     loaded_bytes: float = 0.0
     resident: bool = False
     timed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    metered: tuple[float, float] = (1.0, -inf)
+
+    def meter(self, slowdown: float, busy: bool, now: float) -> float:
+        """Return what its meter says, as `device_agent.heartbeat` has it: it only sees ops of runs."""
+        if busy:
+            self.metered = slowdown, now
+        said, at_s = self.metered
+        return said if now - at_s <= IDLE_S or 1 / SMALL_DEVIATION < said < SMALL_DEVIATION else 1.0
 
     @property
     def is_loading(self) -> bool:

@@ -271,6 +271,9 @@ class Moves:
             load_bytes=sum(candidate.load_bytes.values()),
             load_s=load_seconds(candidate.load_bytes, rates),
             beside=candidate.fits_beside,
+            unheard_s=self._fleet.estimates.unheard_s(set(candidate.plan.devices).difference(used), now)
+            if used
+            else 0.0,
         )
         if seen.before is None:
             return option
