@@ -297,7 +297,10 @@ def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
     off = max((abs(log(float(factor.mean()))) for factor in links), default=0.0)
     another = off if off > log(ANOTHER_LINK) else 0.0
     moved = abs(log(active.now_s / priced.candidate.price.seconds) - usual)
-    faster = max((usual - off for d, off in slower.items() if d not in plan.devices), default=0.0)
+    out = [d for d in slower if d not in plan.devices]
+    faster = max((usual - slower[d] for d in out), default=0.0)
+    carries = [log(now.links[d].up_bytes_per_s / priced.cluster.links[d].up_bytes_per_s) for d in out]
+    faster = max([faster, *carries])
     if max(moved, faster) > log(ANOTHER_SITE):
         another = max(another, moved, faster)
     return 1 - min(min(seen.even_s for _, seen in known) / active.mean_s, exp(-another))
