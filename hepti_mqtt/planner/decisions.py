@@ -20,8 +20,9 @@ from hepti_mqtt.cost.moves import bytes_to_load
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.candidates import Candidate, Decision
-from hepti_mqtt.planner.estimates import Floats, Remaining, StrategyKey, strategy_key
+from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question
+from hepti_mqtt.planner.quantities import Remaining
 from hepti_mqtt.spec import Spec
 
 SURE: Final = 0.95  # probability that a plan is better

@@ -55,7 +55,8 @@ class SimulatedDevice:
     """One device. Loads run one after the other; weights stay until their memory is needed.
 
     plans: that are ready here. held: weight ranges with their bytes, last used last. loaded_bytes: in all. resident:
-    all weights are here, whatever a plan needs. metered: what its meter saw last, and when. timed: bytes and microseconds of exchanges, by peer.
+    all weights are here, whatever a plan needs. timed: bytes and microseconds of exchanges, by peer. metered: what its
+    meter saw last, and when.
     """
 
     name: str

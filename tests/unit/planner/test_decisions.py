@@ -32,7 +32,8 @@ from hepti_mqtt.planner.decisions import (
     goes_on,
     pays_to_hold,
 )
-from hepti_mqtt.planner.estimates import MethodEstimates, Remaining, SiteEstimates, strategy_key
+from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
+from hepti_mqtt.planner.quantities import Remaining
 from hepti_mqtt.planner.refine import divided
 from hepti_mqtt.planner.search import _initial_plans
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Priced, factors_of, outlook, surfaces
