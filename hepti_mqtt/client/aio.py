@@ -79,7 +79,7 @@ class AsyncHepti(Connection):
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any] | None]()
         put = parts.put_nowait
         body = {**request, "max_new_tokens": max_new_tokens}
-        stream = self._stream(model, body, lambda part: _call_soon(loop, put, part))
+        stream = self.stream(model, body, lambda part: _call_soon(loop, put, part))
         try:
             while (part := await asyncio.wait_for(parts.get(), timeout_s)) is not None:
                 for token in stream.take(part):

@@ -74,8 +74,8 @@ class RequestKeys(TypedDict, total=False):
 
     Inputs: text, texts, ids (with token_types), text and text_pair, pairs, query and documents, question and context,
     text or texts with candidate_labels, messages (with tools), image, images (each a path, a file's bytes, a Pillow
-    image or base64), audio (a path, a file's bytes or base64) with language, task ("translate": into English) and
-    window (seconds).
+    image or base64), audio (a path, a file's bytes or base64) with language, task ("translate": into English), window
+    (seconds), timestamps, prompt, temperature and seed.
     want="hidden": final hidden states instead of the task's result; want="plan": computes nothing; the answer comes
     when the plan is active and has the predicted cost. strategy ("auto" to free it), options, devices, wire, accuracy,
     weights, route, objective pin the planner's choice for this request alone. report: the answer waits for the devices'
@@ -101,11 +101,21 @@ class RequestKeys(TypedDict, total=False):
     language: str | None
     task: str | None
     window: float | None
+    timestamps: bool | None
+    temperature: float | Sequence[float] | None
+    seed: int | None
     truncate: bool | None
     empty: str | None
     want: str | None
     top_k: int | None
-    prompt: str | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    stop: str | Sequence[str] | None
+    prompt: str | Sequence[str | int] | None
     dimensions: int | None
     raw_scores: bool | None
     return_documents: bool | None

@@ -81,7 +81,7 @@ class Hepti(Connection):
         messages were lost come with it. Raises as `infer` does.
         """
         parts: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        stream = self._stream(model, {**request, "max_new_tokens": max_new_tokens}, parts.put)
+        stream = self.stream(model, {**request, "max_new_tokens": max_new_tokens}, parts.put)
         try:
             while (part := parts.get(timeout=timeout_s)) is not None:
                 yield from stream.take(part)

@@ -77,20 +77,26 @@ class AnswerStream(Future[Answer]):
 
     def __init__(self, put: Callable[[Mapping[str, Any] | None], None]) -> None:
         super().__init__()
-        self.put, self._shown = put, 0
+        self.put, self._shown, self._attempt = put, list[int](), 0
         self.add_done_callback(lambda _: put(None))
 
     def take(self, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the token of a part unless it was shown, or an earlier one is missing."""
-        if part.get("index") != self._shown:
+        """Return the token of a part unless it was shown, or an earlier one is missing.
+
+        Where a text is tried again, its tokens begin with index 0 again.
+        """
+        if isinstance(attempt := part.get("attempt", 0), int) and attempt > self._attempt:
+            self._shown, self._attempt = [], attempt
+        if attempt != self._attempt or part.get("index") != len(self._shown):
             return []
-        self._shown += 1
+        self._shown.append(part["token"])
         return [{key: part[key] for key in TOKEN}]
 
     def rest(self) -> list[dict[str, Any]]:
-        """Return the tokens whose messages were lost; raises the planner's error."""
-        tokens = enumerate(self.result().result["ids"])
-        return [{"index": index, "token": token, "text": ""} for index, token in tokens if index >= self._shown]
+        """Return the tokens whose messages were lost, all of them if others were shown; raises the planner's error."""
+        tokens = self.result().result["ids"]
+        first = len(self._shown) if tokens[: len(self._shown)] == self._shown else 0
+        return [{"index": index, "token": tokens[index], "text": ""} for index in range(first, len(tokens))]
 
 
 def settle(token: object, outcome: Answer | HeptiError) -> None:
@@ -167,9 +173,13 @@ class Connection:
         record = self._session.record(model)
         return record is not None and record["active"] is not None
 
-    def _stream(
+    def stream(
         self, model: str, request: Mapping[str, Any], put: Callable[[Mapping[str, Any] | None], None]
     ) -> AnswerStream:
+        """Ask a decoder; parts of its answer go to `put` as they come, from the network's thread, and None at the end.
+
+        Raises RequestError for a request that generates no tokens, NetworkError.
+        """
         if request.get("want") not in (None, "task"):
             raise RequestError(f"want {request['want']!r} generates no tokens; leave it out, or send it with infer")
         stream = AnswerStream(put)

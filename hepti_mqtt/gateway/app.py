@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import time
@@ -12,22 +13,39 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, RemoteError
-from hepti_mqtt.gateway.bodies import Body, read_form, read_json
+from hepti_mqtt.gateway import chat, ollama, routes, tei
+from hepti_mqtt.gateway.bodies import read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
 from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
-from hepti_mqtt.gateway.routes import FORMS, ROUTES, Handler
+from hepti_mqtt.gateway.operations import FORM, JSON, PLAIN, Operation, document
+from hepti_mqtt.gateway.schemas import OBJECT, TEXT, checked
 from hepti_mqtt.gateway.site import Site
 
 _log = logging.getLogger(__name__)
-# For load balancers, which have no key, and for who looks at the dashboard, which shows no request's content.
-_OPEN: Final = frozenset({"/health", "/ping", "/events"})
 _HUNG_UP: Final = 499  # nobody reads it; it stands in the metrics
+_READ: Final = {JSON: read_json, FORM: read_form}
+
+
+async def ping(_site: Site, _asked: dict[str, Any]) -> Any:
+    """That the gateway runs."""
+    return "pong"
+
+
+# Those for load balancers, which have no key, are open, and so is the dashboard, which shows no request's content.
+OPERATIONS: Final = (
+    *routes.OPERATIONS,
+    *chat.OPERATIONS,
+    *tei.OPERATIONS,
+    *ollama.OPERATIONS,
+    Operation("GET", "/ping", ping, {PLAIN: TEXT}, is_open=True),
+)
 
 
 class Metrics:
@@ -51,36 +69,38 @@ def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool
     """
     metrics, known = Metrics(), [key.encode() for key in keys]
 
-    def guarded(
-        answer: Callable[[Request], Awaitable[Response]], route: str
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def guarded(one: Operation) -> Callable[[Request], Awaitable[Response]]:
+        wanted = () if one.is_open else known
+
         async def guard(request: Request) -> Response:
             begun = time.perf_counter()
             with metrics.running.track_inprogress():
-                response = await _answer(request, answer, known if route not in _OPEN else ())
-            metrics.requests.labels(route, response.status_code).inc()
-            metrics.seconds.labels(route).observe(time.perf_counter() - begun)
+                response = await _answer(site, one, request, wanted)
+            metrics.requests.labels(one.path, response.status_code).inc()
+            metrics.seconds.labels(one.path).observe(time.perf_counter() - begun)
             return response
 
         return guard
 
-    async def health(_request: Request) -> Response:
-        await site.models()
-        return PlainTextResponse("ok")
-
-    async def ping(_request: Request) -> Response:
-        return PlainTextResponse("pong")
-
-    async def show_metrics(_request: Request) -> Response:
+    async def show_metrics(_site: Site, _asked: dict[str, Any]) -> Response:
+        """The gateway's own figures, for Prometheus."""
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
-    routes = [
-        Route(path, guarded(_json(site, handler), path), methods=[method]) for (method, path), handler in ROUTES.items()
-    ]
+    async def openapi(_site: Site, _asked: dict[str, Any]) -> Any:
+        """This document."""
+        return described
+
     dashboard = Dashboard(View(site.client).look, lambda: _beside(site, bool(known)), stopping)
-    plain = {"/events": dashboard.watch, "/health": health, "/ping": ping, "/metrics": show_metrics}
-    routes += [Route(path, guarded(answer, path)) for path, answer in plain.items()]
-    return Starlette(routes=[*routes, *page_routes()], exception_handlers={404: _nothing_here, 405: _nothing_here})
+    operations = (
+        *OPERATIONS,
+        Operation("GET", "/metrics", show_metrics, {PLAIN: TEXT}),
+        Operation("GET", "/events", dashboard.watch, {"text/event-stream": TEXT}, is_open=True),
+        Operation("GET", "/openapi.json", openapi, {JSON: OBJECT}, is_open=True),
+    )
+    described = document(operations, bool(known))
+    found = [Route(one.path, guarded(one), methods=[one.method]) for one in operations]
+    refuse = functools.partial(_nothing_here, [f"{one.method} {one.path}" for one in operations])
+    return Starlette(routes=[*found, *page_routes()], exception_handlers={404: refuse, 405: refuse})
 
 
 def _beside(site: Site, locked: bool) -> dict[str, Any]:
@@ -89,17 +109,6 @@ def _beside(site: Site, locked: bool) -> dict[str, Any]:
     if locked:  # a message may quote its request
         told["errors"] = [{**error, "message": ""} for error in told["errors"]]
     return {"site": site.client.site, "locked": locked, "version": __version__, **told}
-
-
-def _json(site: Site, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        read = read_form if request.url.path in FORMS else read_json
-        body = await read(request) if request.method == "POST" else Body({})
-        async with _cancelled_by_hangup(request):
-            found = await handler(site, body)
-            return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
-
-    return answer
 
 
 @contextlib.asynccontextmanager
@@ -127,12 +136,17 @@ async def _cancelled_by_hangup(request: Request) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-async def _answer(
-    request: Request, answer: Callable[[Request], Awaitable[Response]], keys: Sequence[bytes]
-) -> Response:
+async def _answer(site: Site, one: Operation, request: Request, keys: Sequence[bytes]) -> Response:
     try:
         _check_key(request, keys)
-        return await answer(request)
+        asked: dict[str, Any] = {}
+        if one.body is not None:
+            asked = checked(await _READ[one.reads](request), one.body)
+        async with _cancelled_by_hangup(request):
+            found = await one.handler(site, asked)
+        if isinstance(found, Response):
+            return found
+        return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
     except HeptiError as error:
         return error_response(error)
     except ClientDisconnect:
@@ -151,8 +165,9 @@ def _check_key(request: Request, keys: Sequence[bytes]) -> None:
         raise UnauthorizedError("wrong or missing key; send Authorization: Bearer KEY with one of HEPTI_GATEWAY_KEYS")
 
 
-async def _nothing_here(request: Request, _error: Exception) -> Response:
-    known = sorted({f"{method} {path}" for method, path in ROUTES})
-    message = f"no route {request.method} {request.url.path}; known are {', '.join(known)}"
-    body: dict[str, Any] = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}
-    return JSONResponse({"error": body}, 404)
+async def _nothing_here(known: Sequence[str], request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"no route {request.method} {request.url.path}; known are {', '.join(sorted(known))}"
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    told = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return JSONResponse({"error": told}, error.status_code, error.headers)

@@ -168,8 +168,11 @@ class Dashboard:
                 self._seen = time.monotonic(), await asyncio.to_thread(self._look)
             return {"time": time.time(), **self._seen[1], **self._beside()}
 
-    async def watch(self, _request: Request) -> Response:
-        """GET /events: server-sent events, each the whole site; raises OverloadedError if too many watch."""
+    async def watch(self, _site: object, _asked: object) -> Response:
+        """Server-sent events, each the whole site.
+
+        Raises OverloadedError if too many watch.
+        """
         if self._watchers >= WATCHERS:
             raise OverloadedError(f"{WATCHERS} pages watch this gateway already; close one")
         headers = {**HEADERS, "X-Accel-Buffering": "no"}

@@ -27,7 +27,22 @@ _STATUS: Final[Mapping[str, int]] = {
     "packet_limit": 503,
     "deadline": 504,
 }
-_LATER: Final = frozenset({429, 503})
+LATER: Final = frozenset({429, 503})
+# What a client may be answered, besides 200.
+MEANINGS: Final[Mapping[int, str]] = {
+    400: "the request is wrong; the message names the key",
+    401: "no key, or a wrong one",
+    404: "the model is not served; the message lists those that are",
+    405: "the path has another method",
+    408: "the body came too slowly",
+    409: "a request of this id runs",
+    413: "the body is too long",
+    415: "the body is of another media type",
+    429: "the site is overloaded",
+    502: "the site failed",
+    503: "the site has no device, no planner or no broker now",
+    504: "no answer in time",
+}
 
 
 class UnauthorizedError(RequestError):
@@ -65,7 +80,7 @@ def error_response(error: HeptiError, param: str | None = None) -> JSONResponse:
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
     code = "model_not_found" if error.code == "unknown_model" else error.code
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in _LATER else {}
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in LATER else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     body = {"error": {"message": str(error), "type": kind, "param": param, "code": code}}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
@@ -13,16 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.client import Answer
+from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.errors import DeadlineError, HeptiError, RequestError, UnknownModelError
 from hepti_mqtt.gateway.journal import Journal
 from hepti_mqtt.models.mel import RATE
 from hepti_mqtt.service import sound
+from hepti_mqtt.service.sound import Floats
 
 TEXTS: Final = 64  # of one request
 FRESH_S: Final = 2.0  # retained records come one by one, so a look at the list takes a fifth of a second
 KNOWN_S: Final = 60.0  # a model that was served a minute ago: the planner itself says if it has gone
 PIECE_S: Final = 30.0  # of a recording in one request
 LONGEST_S: Final = 3600.0  # of a recording in all
+LEAST_S: Final = 0.02  # of the rest of a recording that is read
+KEPT_TEMPERATURE: Final = 0.5  # of a text that the next window is given, as in the reference
 AT_ONCE: Final = 4  # requests of one HTTP request on their way, so that a long list leaves room for others
 
 
@@ -33,6 +38,11 @@ class Client(Protocol):
 
     def submit(self, model: str, **request: Any) -> Future[Answer]:
         """Send a request; cancelling its future ends the wait."""
+
+    def stream(
+        self, model: str, request: Mapping[str, Any], put: Callable[[Mapping[str, Any] | None], None]
+    ) -> AnswerStream:
+        """Ask a decoder; parts of its answer go to `put`, and None at the end."""
 
     def models(self, timeout: float = ...) -> list[str]:
         """Return the names of the models that the planner serves."""
@@ -72,38 +82,21 @@ class Ranked(NamedTuple):
 
 
 class Spoken(NamedTuple):
-    """What is said in a recording: when each piece begins, and what its answer is."""
+    """What is said in a recording: the text, its language, the length in seconds, and the segments, in their order.
 
-    pieces: tuple[tuple[float, Mapping[str, Any]], ...]
+    segments: {"start", "end", "text", "ids"} with what the answer of their window says: `seek`, when it begins,
+    `temperature`, `score`, `compression`, `no_speech`.
+    """
 
-    @property
-    def text(self) -> str:
-        """Return the text of all pieces."""
-        return " ".join(filter(None, (found["text"] for _, found in self.pieces)))
-
-    @property
-    def language(self) -> str:
-        """Return the language."""
-        return str(self.pieces[0][1]["language"])
-
-    @property
-    def seconds(self) -> float:
-        """Return the length of the recording."""
-        start, last = self.pieces[-1]
-        return float(start + last["seconds"])
+    text: str
+    language: str
+    seconds: float
+    segments: tuple[Mapping[str, Any], ...] = ()
 
 
-def cut(recording: bytes) -> list[tuple[float, bytes]]:
-    """Return a recording as files of at most 30 s and when each begins; one that is short, or no WAV file, as it is."""
-    if recording[:4] != b"RIFF":
-        return [(0.0, recording)]
-    pcm = sound.pcm_of("file", recording)
-    width = sound.FORMATS[pcm.format][0]
-    if len(pcm.data) <= PIECE_S * pcm.rate * pcm.channels * width:
-        return [(0.0, recording)]
-    samples = sound.samples_of("file", pcm, LONGEST_S)
-    parts = sound.pieces(samples, PIECE_S)
-    return [(first / RATE, sound.wav_of(samples[first:stop])) for first, stop in parts]
+def samples_of(recording: bytes) -> Floats | None:
+    """Return a recording's samples at 16 kHz; None for what is no WAV file, which one request carries as it is."""
+    return sound.read_file("file", recording, LONGEST_S) if recording[:4] == b"RIFF" else None
 
 
 class Site:
@@ -147,6 +140,15 @@ class Site:
         answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
         return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
+    async def hidden(
+        self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any
+    ) -> list[NDArray[np.float32]]:
+        """Return the final hidden states [tokens, h] of each text; raises as `embed` does."""
+        cut = self.truncate if truncate is None else truncate
+        bodies = [{"text": text} for text in texts]
+        answers = await self._ask_all(model, bodies, truncate=cut or None, want="hidden", **options)
+        return [a.hidden for a in answers]
+
     async def rank(
         self, model: str, query: str, documents: Sequence[str], truncate: bool | None = None, **options: Any
     ) -> Ranked:
@@ -162,21 +164,97 @@ class Site:
         answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
         return Labelled([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
 
-    async def transcribe(self, model: str, recording: bytes, **options: Any) -> Spoken:
-        """Return what is said in a recording, piece by piece where it is a long one; raises as `embed` does.
+    async def transcribe(self, model: str, recording: bytes, *, timed: bool = False, **options: Any) -> Spoken:
+        """Return what is said in a recording, and with `timed` when; raises as `embed` does.
 
-        Where no language is named, that of the first piece is taken for all.
+        options: of the request. A recording that is longer than a window is always timed.
         """
-        (start, first), *rest = await asyncio.to_thread(cut, recording)
-        (answer,) = await self._ask_all(model, [{"audio": first}], **options)
-        language = options.get("language") or answer.result["language"]
-        others = await self._ask_all(model, [{"audio": piece} for _, piece in rest], **options | {"language": language})
-        starts = [start, *(begin for begin, _ in rest)]
-        return Spoken(tuple(zip(starts, (a.result for a in (answer, *others)), strict=True)))
+        samples = await asyncio.to_thread(samples_of, recording)
+        if samples is None or (len(samples) <= PIECE_S * RATE and not timed):
+            body = {"audio": recording, "timestamps": timed or None}
+            found = (await self._ask_all(model, [body], **options))[0].result
+            segments = tuple(_told(found, one, 0.0) for one in found.get("segments", ()))
+            return Spoken(found["text"], found["language"], found["seconds"], segments)
+        return await self._read_on(model, samples, **options)
+
+    async def _read_on(
+        self, model: str, samples: Floats, *, language: str | None = None, prompt: str | None = None, **options: Any
+    ) -> Spoken:
+        """Return what is said window by window, as the reference reads: each begins where the last segment ended.
+
+        Each window is given what was said before, unless that was drawn at a high temperature; where no language is
+        named, that of the first window is taken for all.
+        """
+        segments, at_s, said = list[Mapping[str, Any]](), 0.0, list[str | int]([prompt] if prompt else [])
+        while (first := round(at_s * RATE)) + LEAST_S * RATE < len(samples) or not first:
+            piece = await asyncio.to_thread(sound.wav_of, samples[first : first + round(PIECE_S * RATE)])
+            body = {"audio": piece, "timestamps": True, "language": language, "prompt": [*said] or None}
+            found = (await self._ask_all(model, [body], **options))[0].result
+            is_whole = not 0 < found["seek"] < found["seconds"]
+            heard = [one for one in found["segments"] if is_whole or one["start"] < found["seek"]]
+            segments += [_told(found, one, at_s) for one in heard]
+            said += [token for one in heard for token in one["ids"]]
+            if found["temperature"] > KEPT_TEMPERATURE:
+                said.clear()
+            language = language or found["language"]
+            at_s += found["seconds"] if is_whole else found["seek"]
+        text = "".join(one["text"] for one in segments).strip()
+        return Spoken(text, language or "", len(samples) / RATE, tuple(segments))
 
     async def infer(self, model: str, body: dict[str, Any]) -> Answer:
         """Return the answer to one request as MQTT gives it; raises as `embed` does."""
         return (await self._ask_all(model, [body]))[0]
+
+    async def stream(self, model: str, body: dict[str, Any]) -> AsyncGenerator[str | Answer, None]:
+        """Return the texts of a decoder's tokens as they come, and behind them the whole answer.
+
+        Raises what the planner says before the first token, here, and the rest from the generator.
+        """
+        loop, parts = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any] | None]()
+
+        def put(part: Mapping[str, Any] | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+
+        stream = self.client.stream(model, body, put)
+
+        async def read() -> AsyncGenerator[str | Answer, None]:
+            self.journal.waiting += 1
+            part = first
+            try:
+                while part is not None:
+                    for token in stream.take(part):
+                        yield token["text"]
+                    part = await asyncio.wait_for(parts.get(), self._timeout_s)
+                yield stream.result()
+            except HeptiError as error:
+                self.journal.add_error(model, error, time.time())
+                raise
+            except TimeoutError:
+                raise self._late(model) from None
+            finally:
+                self.journal.waiting -= 1
+                stream.cancel()
+
+        try:
+            first = await asyncio.wait_for(parts.get(), self._timeout_s)
+            if first is None:
+                stream.result()
+        except HeptiError as error:
+            self.journal.add_error(model, error, time.time())
+            raise
+        except TimeoutError:
+            stream.cancel()
+            raise self._late(model) from None
+        except BaseException:
+            stream.cancel()
+            raise
+        return read()
+
+    def _late(self, model: str) -> DeadlineError:
+        late = DeadlineError(f"no answer within {self._timeout_s:g} s; see `hepti plan {model}`")
+        self.journal.add_error(model, late, time.time())
+        return late
 
     async def _ask_all(self, model: str, bodies: Sequence[dict[str, Any]], **options: Any) -> list[Answer]:
         slots = asyncio.Semaphore(AT_ONCE)
@@ -191,9 +269,7 @@ class Site:
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
                 tasks = [group.create_task(ask(body)) for body in bodies]
         except TimeoutError:
-            late = DeadlineError(f"no answer within {self._timeout_s:g} s; see `hepti plan {model}`")
-            self.journal.add_error(model, late, time.time())
-            raise late from None
+            raise self._late(model) from None
         except BaseExceptionGroup as several:
             if isinstance(first := several.exceptions[0], HeptiError):
                 self.journal.add_error(model, first, time.time())
@@ -201,6 +277,12 @@ class Site:
         finally:
             self.journal.waiting -= len(bodies)
         return [task.result() for task in tasks]
+
+
+def _told(found: Mapping[str, Any], segment: Mapping[str, Any], at_s: float) -> Mapping[str, Any]:
+    """Return a segment of a window that begins at `at_s` in the recording."""
+    about = {key: found[key] for key in ("temperature", "score", "compression", "no_speech")}
+    return {**segment, **about, "start": at_s + segment["start"], "end": at_s + segment["end"], "seek": at_s}
 
 
 def _parts(inputs: Sequence[Any]) -> list[Sequence[Any]]:

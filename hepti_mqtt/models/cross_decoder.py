@@ -64,13 +64,15 @@ def graph(
         hidden = net.activation(f"{name}g", up, task, spec.activation)  # [m, f]
         x = net.sum(f"{name}x", z, net.linear(f"{name}down", hidden, task, {f"{here}mlp_down": h}), task)  # [m, h]
     net.begin_block()
-    x = net.rows("asked", x, task, answered(m, shape.encodes))
+    x = net.rows("asked", x, task, answered(shape))
     x = net.norm("decoder.norm", x, task, "decoder.norm", EPS)
     net.linear("logits", x, task, {"head.decoder": spec.head.outputs}, bias=False)  # [1 or 2, V]
 
 
-def reference(spec: SpeechSpec, t: plain.Tensors, ids: plain.Array, states: plain.Array) -> plain.Array:
-    """Return the logits of a first run from all ids [m] and the states [S, h], in plain NumPy."""
+def reference(
+    spec: SpeechSpec, t: plain.Tensors, ids: plain.Array, states: plain.Array, asked: tuple[int, ...]
+) -> plain.Array:
+    """Return the logits behind asked tokens of a first run from all ids [m] and the states [S, h], in plain NumPy."""
     m = len(ids)
     x = t["stem.word"][ids] + t["stem.position"][:m]  # [m, h]
     for i in range(spec.decoder_layers):
@@ -83,5 +85,5 @@ def reference(spec: SpeechSpec, t: plain.Tensors, ids: plain.Array, states: plai
         x = x + plain.linear(t, f"{here}cross_out", plain.attention_over(q, k, v, spec.heads))
         up = plain.linear(t, f"{here}mlp_up", plain.norm(t, f"{here}mlp_norm", x, EPS))
         x = x + plain.linear(t, f"{here}mlp_down", plain.activate(spec.activation, up))
-    x = plain.norm(t, "decoder.norm", x[list(answered(m, True))], EPS)
+    x = plain.norm(t, "decoder.norm", x[list(asked)], EPS)
     return np.asarray(x @ t["head.decoder.weight"])

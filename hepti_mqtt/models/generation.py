@@ -1,13 +1,13 @@
 """What a model's files say of the text that it generates: where it ends, and what else would change it.
 
-The most likely token follows here, so what only shapes a sampled text has no effect.
+Unless a request asks for other tokens, the most likely one follows, so what only shapes a sampled text has no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,47 +61,159 @@ _SPEECH_KEYS: Final = KeyTable(
 _OLD_KEYS: Final = KeyTable(frozenset(), only=_NEUTRAL, closed=False)  # where config.json has them
 
 
+class Verdict(NamedTuple):
+    """What a text is worth: whether another one should be tried, and how good it is beside others that were tried."""
+
+    again: bool
+    worth: tuple[float, ...]
+
+
+Judge = Callable[[Sequence[int], Sequence[float], float], Verdict]  # tokens, their scores, the probability of silence
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Tokens that say when something is said: from `first` on, one for each step of time; they come in pairs.
+
+    end: of a text; its words are below. plain: the token of texts without moments. latest: steps until the first one.
+    """
+
+    first: int
+    end: int
+    plain: int
+    latest: int
+
+    def allow(self, row: npt.NDArray[Any], before: Sequence[int]) -> None:
+        """Set to -inf what may not follow the tokens of a text so far; row: logits [V]."""
+        row[self.plain] = -np.inf
+        after_moment = bool(before) and before[-1] >= self.first
+        after_pair = after_moment and (len(before) < 2 or before[-2] >= self.first)
+        if after_pair:
+            row[self.first :] = -np.inf
+        elif after_moment:
+            row[: self.end] = -np.inf
+        if (said := next((token for token in reversed(before) if token >= self.first), None)) is not None:
+            row[self.first : said + (0 if after_moment and not after_pair else 1)] = -np.inf
+        if not before:
+            row[: self.first] = -np.inf
+            row[self.first + self.latest + 1 :] = -np.inf
+        words, moments = row[: self.first].max(), row[self.first :]
+        top = moments.max(initial=-np.inf)
+        if np.isfinite(top) and top + np.log(np.exp(moments - top, dtype=np.float64).sum()) > words:
+            row[: self.first] = -np.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What changes the probabilities of tokens, in this order; as it is here, nothing does. Source: transformers.
+
+    repetition: by which logits above 0 of tokens that were there are divided, and those below multiplied; of `prompt`,
+    too. presence, frequency: are taken from logits of the text's own tokens, once and for each time. bias: is added to
+    tokens' logits. Of the scaled logits the first `top_k` count (0: all), of those the likeliest that have `top_p`
+    together, and of those what has at least `min_p` of the likeliest one's probability.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    prompt: tuple[int, ...] = ()
+
+    def shift(self, row: npt.NDArray[Any], before: Sequence[int]) -> None:
+        """Change the logits [V] of what may follow the tokens of a text so far."""
+        if self.repetition != 1:
+            seen = np.unique([*self.prompt, *before]).astype(np.intp)
+            row[seen] = np.where(row[seen] < 0, row[seen] * self.repetition, row[seen] / self.repetition)
+        if before and (self.presence or self.frequency):
+            seen, counts = np.unique(np.asarray(before, np.intp), return_counts=True)
+            row[seen] -= self.presence + self.frequency * counts
+        for token, added in self.bias:
+            row[token] += added
+
+    def narrow(self, row: npt.NDArray[np.float64]) -> None:
+        """Set to -inf what is left out of the scaled logits [V]; one token at least stays."""
+        if 0 < self.top_k < len(row):
+            row[row < np.partition(row, -self.top_k)[-self.top_k]] = -np.inf
+        if self.top_p < 1:
+            order = np.argsort(row)
+            weights = np.exp(row[order] - row[order[-1]])
+            below = np.cumsum(weights) <= (1 - self.top_p) * weights.sum()
+            below[-1] = False
+            row[order[below]] = -np.inf
+        if self.min_p:
+            row[row < row.max() + np.log(self.min_p)] = -np.inf
+
+
+AS_THEY_ARE: Final = Sampling()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """Which token follows: the likeliest that is allowed.
+    """Which token follows: the likeliest that is allowed, or one drawn by its probability.
 
-    end: of a text. never: tokens that are left out everywhere; first_never: besides as the first of the text. choices:
-    the first token is one of these; forced: those after it; neither is a part of the text. scored: probabilities are
-    wanted. silent: the token whose probability behind the prompt's first token is that nobody speaks, -1 without one.
+    end: of a text. never: tokens that are left out everywhere; first_never: besides as the first of the text. moments:
+    the tokens of times, None for a text without. scored: probabilities are wanted. silent: the token whose probability
+    behind the prompt's first token is that nobody speaks, -1 without one.
+    choices: before the text, one of these ends the prompt; then `forced` follow, and `opening` comes before all.
+    temperatures: of the first text and of those that are tried after it, as long as the judge asks for another; 0 takes
+    the likeliest token. seed: of the draws. sampling: what changes the probabilities. stops: whether a text ends behind
+    its tokens so far.
     """
 
     end: tuple[int, ...] = ()
     never: tuple[int, ...] = ()
     first_never: tuple[int, ...] = ()
     choices: tuple[int, ...] = ()
+    opening: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()
     scored: bool = False
     silent: int = -1
+    moments: Moments | None = None
+    temperatures: tuple[float, ...] = (0.0,)
+    seed: int = 0
+    judge: Judge | None = None
+    sampling: Sampling = AS_THEY_ARE
+    stops: Callable[[Sequence[int]], bool] | None = None
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether a text ends behind its tokens so far."""
+        return bool(tokens) and (tokens[-1] in self.end or (self.stops is not None and self.stops(tokens)))
 
     @property
     def before_text(self) -> int:
-        """Return how many tokens come before the text."""
-        return len(self.forced) + 1 if self.choices else 0
+        """Return how many tokens are put before the text, beside the prompt."""
+        return len(self.opening) + len(self.forced) + 1 if self.choices else 0
 
-    def choose(self, logits: npt.NDArray[Any], place: int) -> tuple[int, float]:
-        """Return the token at a place and, if it is wanted, the logarithm of its probability among the allowed ones.
+    def choose(self, logits: npt.NDArray[Any], before: Sequence[int], temperature: float = 0.0) -> tuple[int, float]:
+        """Return the token behind those of a text so far and, if it is wanted, the logarithm of its probability.
 
-        logits: [r, V], of which the last row counts.
+        logits: [r, V], of which the last row counts. The probability is that among the allowed tokens.
         """
-        text = place - self.before_text
-        if -len(self.forced) <= text < 0:
-            return self.forced[text], 0.0
         row = logits[-1]
-        left_out = [*self.never, *(self.first_never if text == 0 else ())]
-        if text < 0:
-            allowed = np.full_like(row, -np.inf)
-            allowed[list(self.choices)] = row[list(self.choices)]
-            row = allowed
-        elif left_out:
+        left_out = [*self.never, *(() if before else self.first_never)]
+        if left_out or self.moments is not None or self.sampling is not AS_THEY_ARE:
             row = row.copy()
             row[left_out] = -np.inf
-        token = int(row.argmax())
+            self.sampling.shift(row, before)
+            if self.moments is not None:
+                self.moments.allow(row, before)
+        token = int(row.argmax()) if temperature == 0 else self._draw(row, len(before), temperature)
         return token, _log_probability(row, token) if self.scored else 0.0
+
+    def choose_prompt(self, logits: npt.NDArray[Any]) -> int:
+        """Return the likeliest of the choices that end the prompt."""
+        return self.choices[int(logits[-1][list(self.choices)].argmax())]
+
+    def _draw(self, row: npt.NDArray[Any], place: int, temperature: float) -> int:
+        """Return a token drawn by seed, temperature and place, whatever else was drawn."""
+        scaled = row.astype(np.float64) / temperature
+        self.sampling.narrow(scaled)
+        sums = np.cumsum(np.exp(scaled - scaled.max()))
+        draws = np.random.Generator(np.random.Philox(key=[self.seed, round(temperature * 1000)], counter=place))
+        return int(np.searchsorted(sums, draws.random() * sums[-1], "right"))
 
     def silence(self, logits: npt.NDArray[Any]) -> float | None:
         """Return the probability that nobody speaks by the logits [r, V] of the first run, None if it is not wanted."""

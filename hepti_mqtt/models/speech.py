@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.generation import TokenRules, speech_rules
+from hepti_mqtt.models.generation import Moments, TokenRules, speech_rules
 from hepti_mqtt.spec import Activation, PlainShape, RequestShape, TaskHead, Want
 
 STEP: Final = 2.0**-20  # of the fixed-point numbers that a request brings
@@ -28,7 +28,8 @@ PROMPT: Final = 4  # tokens of the usual prompt: start, language, task, no times
 class SpeechRun:
     """A run of a session: the first one encodes `rows` rows of sound before its tokens, the others have tokens alone.
 
-    tokens: m. rows: S, whose keys and values the session keeps. positions: C.
+    tokens: m. rows: S, whose keys and values the session keeps. positions: C. start: the token of the first run whose
+    logits say whether there is speech; what was said before comes before it.
     """
 
     tokens: int
@@ -36,6 +37,7 @@ class SpeechRun:
     positions: int
     encodes: bool = True
     want: Want = "task"
+    start: int = 0
 
     @property
     def size(self) -> int:
@@ -59,8 +61,8 @@ class SpeechRun:
 
     @property
     def mask_positions(self) -> tuple[tuple[int, int], ...]:
-        """Return nothing: no place of sound is asked for."""
-        return ()
+        """Return the token beside the last one that is asked for, unless it is the first."""
+        return ((0, self.start),) if self.start else ()
 
     def with_want(self, want: Want) -> SpeechRun:
         """Return the same run with another want."""
@@ -68,7 +70,7 @@ class SpeechRun:
 
     def decode_step(self, rows: int, begins: bool = False) -> SpeechRun:
         """Return the run of a number of tokens in the same session."""
-        return replace(self, tokens=rows, encodes=begins)
+        return replace(self, tokens=rows, encodes=begins, start=self.start if begins else 0)
 
     def concatenate(self, others: Sequence[SpeechRun]) -> SpeechRun:
         """Return itself; raises ValueError for several: a session is of one recording."""
@@ -84,7 +86,7 @@ class SpeechRun:
 
     def plain(self) -> PlainShape:
         """Return the shape as it travels: a run of more rows than the session's sound has encodes that too."""
-        return PlainShape(self.sizes, self.want, (), self.session_rows)
+        return PlainShape(self.sizes, self.want, tuple(row for _, row in self.mask_positions), self.session_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +121,18 @@ class SpeechInput:
         wanted = max(-(-rows // WINDOW_STEP) * WINDOW_STEP, LEAST_WINDOW)
         return max(min(wanted, self.longest), self.positions)
 
-    def run(self, tokens: int, rows: int, want: Want = "task") -> SpeechRun:
+    def run(self, tokens: int, rows: int, want: Want = "task", start: int = 0) -> SpeechRun:
         """Return the first run of a recording of some rows."""
-        return SpeechRun(tokens, rows, self.positions, want=want)
+        return SpeechRun(tokens, rows, self.positions, want=want, start=start)
 
     def shape_of(self, plain: PlainShape) -> SpeechRun:
         """Return the shape that travelled; raises ValueError for one that no recording has."""
         rows, size = plain.session_rows - self.positions, plain.size
         tokens = size - rows if size > rows else size
-        made = SpeechRun(tokens, rows, self.positions, size > rows, plain.want)
-        if not self.positions <= rows <= self.longest or not 1 <= tokens <= self.positions or made.plain() != plain:
+        start = plain.mask_rows[0] if size > rows and plain.mask_rows else 0
+        made = SpeechRun(tokens, rows, self.positions, size > rows, plain.want, start)
+        fits = self.positions <= rows <= self.longest and 0 <= start < tokens <= self.positions
+        if not fits or made.plain() != plain:
             raise ValueError(f"{size} rows of {plain.session_rows} are no sound of at most {self.longest} and its text")
         return made
 
@@ -148,9 +152,9 @@ def fixed_point(frames: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int32]:
 # The spec of a model: an encoder of frames, and a decoder of its text.
 
 
-def answered(tokens: int, encodes: bool) -> tuple[int, ...]:
-    """Return the tokens behind which a run gives logits: the last, and of the first run the first, for silence."""
-    return (0, tokens - 1) if encodes and tokens > 1 else (tokens - 1,)
+def answered(run: SpeechRun) -> tuple[int, ...]:
+    """Return the tokens behind which a run gives logits: the last, and of the first run `start`, for silence."""
+    return (run.start, run.tokens - 1) if run.encodes and run.start < run.tokens - 1 else (run.tokens - 1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +181,8 @@ class SpeechSpec:
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
         """Return [S, h] of the encoder's states, or logits of the last token, and before them of a text's first one."""
-        rows = shape.session_rows - self.positions
-        if shape.want == "hidden":
-            return rows, self.hidden
-        return len(answered(shape.new_rows, shape.size > rows)), self.head.outputs
+        assert isinstance(shape, SpeechRun)
+        return (shape.rows, self.hidden) if shape.want == "hidden" else (len(answered(shape)), self.head.outputs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON."""
@@ -201,7 +203,9 @@ class SpeechSpec:
 
 LANGUAGE: Final = re.compile(r"<\|([a-z]{2,3})\|>")
 START: Final = "<|startoftranscript|>"
-PLAIN: Final = "<|notimestamps|>"
+BEFORE: Final = "<|startofprev|>"
+PLAIN: Final = "<|notimestamps|>"  # the moments follow it
+LATEST: Final = 50  # steps of 20 ms, the time of a row, until the first moment of a text
 SILENT: Final = ("<|nospeech|>", "<|nocaptions|>")
 TASKS: Final = ("transcribe", "translate")
 _MULTILINGUAL: Final = 51_865  # words of the smallest model that knows languages
@@ -209,26 +213,39 @@ _MULTILINGUAL: Final = 51_865  # words of the smallest model that knows language
 
 @dataclass(frozen=True, slots=True)
 class SpeechTokens:
-    """The tokens that steer a text; languages: by their code, empty for a model of English alone."""
+    """The tokens that steer a text; languages: by their code, empty for a model of English alone.
+
+    before: the token in front of what was said before, -1 without one. moments: how many tokens of times there are.
+    """
 
     start: int
     end: int
     plain: int
     silent: int
+    before: int
+    moments: int
     languages: Mapping[str, int]
     tasks: Mapping[str, int]
     never: tuple[int, ...]
     first_never: tuple[int, ...]
 
-    def begin(self, language: str | None, task: str) -> tuple[tuple[int, ...], TokenRules]:
-        """Return the prompt of a text, and the rules for what follows; language None: the likeliest one."""
-        rules = TokenRules((self.end,), self.never, self.first_never, scored=True, silent=self.silent)
+    def begin(
+        self, language: str | None, task: str, *, timed: bool = False, said: tuple[int, ...] = ()
+    ) -> tuple[tuple[int, ...], TokenRules]:
+        """Return the prompt of a text, and the rules for what follows; language None: the likeliest one.
+
+        timed: with moments. said: what was said before.
+        """
+        moments = Moments(self.plain + 1, self.end, self.plain, LATEST) if timed else None
+        rules = TokenRules((self.end,), self.never, self.first_never, scored=True, silent=self.silent, moments=moments)
+        opening = (self.before, *said) if said else ()
+        ending = () if timed else (self.plain,)
         if not self.languages:
-            return (self.start, self.plain), rules
-        forced = (self.tasks[task], self.plain)
+            return (*opening, self.start, *ending), rules
+        forced = (self.tasks[task], *ending)
         if language is not None:
-            return (self.start, self.languages[language], *forced), rules
-        return (self.start,), replace(rules, choices=tuple(self.languages.values()), forced=forced)
+            return (*opening, self.start, self.languages[language], *forced), rules
+        return (self.start,), replace(rules, choices=tuple(self.languages.values()), opening=opening, forced=forced)
 
 
 def speech_tokens(
@@ -254,6 +271,8 @@ def speech_tokens(
         end=end,
         plain=named(PLAIN),
         silent=named(*SILENT),
+        before=ids.get(BEFORE, -1),
+        moments=vocab - named(PLAIN) - 1,
         languages=languages if several else {},
         tasks={task: named(f"<|{task}|>") for task in TASKS} if several else {},
         never=_left_out(rules, vocab, "suppress_tokens", "suppress_ids"),

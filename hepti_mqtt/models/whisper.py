@@ -20,7 +20,7 @@ from hepti_mqtt.models import cross_decoder, plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import TINY_SPREAD, Kind
 from hepti_mqtt.models.mel import check_preprocessor
-from hepti_mqtt.models.speech import STEP, SpeechRun, SpeechSpec
+from hepti_mqtt.models.speech import STEP, SpeechRun, SpeechSpec, answered
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight, zeros
 from hepti_mqtt.models.transformer import Layer, pre_norm
 from hepti_mqtt.program import WeightRef
@@ -185,7 +185,7 @@ def reference(
     states = plain.norm(t, "final_norm", x, cross_decoder.EPS)  # [S, h]
     if shape.want == "hidden":
         return states, states
-    return states, cross_decoder.reference(spec, t, inputs[1 : 1 + m], states)
+    return states, cross_decoder.reference(spec, t, inputs[1 : 1 + m], states, answered(shape))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

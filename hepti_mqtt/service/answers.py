@@ -16,6 +16,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput
+from hepti_mqtt.service.sampling import cut_at
 from hepti_mqtt.service.speech import transcript
 
 
@@ -40,7 +41,9 @@ def decode_output(
     if generation is not None and prepared.rules.scored:
         return transcript(checkpoint, prepared, generation)
     if prepared.new_tokens:
-        return {"ids": output.tolist(), "text": _decoded_text(checkpoint, output.tolist())}
+        ids, rules = output.tolist(), prepared.rules
+        text = cut_at(_decoded_text(checkpoint, ids), prepared.stop)
+        return {"ids": ids, "text": text, "finish": "stop" if rules.ends(ids) else "length"}
     if output.shape != spec.output_shape(shape):
         raise WireError(
             f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "

@@ -223,6 +223,8 @@ class RequestHandler:
             "text": answers.token_text(self._models[request.key.model].checkpoint, command.tokens),
             "final": False,
         }
+        if command.attempt:  # the text begins again
+            told["attempt"] = command.attempt
         return Reply(_context(request).topic, json.dumps(told).encode(), request.key)
 
     def encode_taken(self, request: Request, group: str) -> Reply | None:

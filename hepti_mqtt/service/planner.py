@@ -319,6 +319,8 @@ class _Planner:
             return
         if isinstance(request, Reply):
             self.channel.send(request, [raw])
+            if request.outcome != "ok":  # else it is an answer that was given before
+                self.served.record(request, 0.0, time.time())
             return
         journal.record_waiting(raw, request)
         if raw.site and (taken := self.handler.encode_taken(request, self.config.site)) is not None:
@@ -329,7 +331,9 @@ class _Planner:
         self.handler.request_forecast(request)  # after its dispatch, which needs the interpreter first
 
     def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
-        self.channel.send(self.handler.refuse_unread(raw, error, self.channel.journal.id_for), [raw])
+        reply = self.handler.refuse_unread(raw, error, self.channel.journal.id_for)
+        self.channel.send(reply, [raw])
+        self.served.record(reply, 0.0, time.time())
         if self.metrics is not None:
             self.metrics.record_answer(raw.model, error.code, 0.0)
 

@@ -27,6 +27,7 @@ from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
+from hepti_mqtt.service import sampling
 from hepti_mqtt.service.messages import read_messages, read_tools
 from hepti_mqtt.service.questions import (
     Entities,
@@ -108,13 +109,17 @@ _INPUTS: Final = tuple(dict.fromkeys(key for form in _FORMS for key in form))
 _INPUTS_OF: Final = {
     "token_types": ("ids",), "return_documents": ("documents",), "multi_label": ("candidate_labels",),
     "hypothesis_template": ("candidate_labels",), "no_answer": ("context",), "max_answer_tokens": ("context", "ids"),
-    "prompt": ("text", "texts"), "aggregation": ("text", "texts", "ids"),
-    **dict.fromkeys(("language", "task", "window"), ("audio",)), "tools": ("messages",),
+    "prompt": ("text", "texts", "audio"), "aggregation": ("text", "texts", "ids"),
+    **dict.fromkeys(("language", "task", "window", "timestamps"), ("audio",)),
+    "tools": ("messages",), **dict.fromkeys(sampling.OPTIONS, ("text", "ids", "messages")),
+    "temperature": ("audio", "text", "ids", "messages"), "seed": ("audio", "text", "ids", "messages"),
 }  # fmt: skip
 _TASKS_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "aggregation": ("token_classification",), "dimensions": ("embedding",), "prompt": ("embedding",),
+    "aggregation": ("token_classification",), "dimensions": ("embedding",),
+    "prompt": ("embedding", "transcription"),
     "max_answer_tokens": ("question_answering",), "max_new_tokens": ("generation", "transcription"),
-    "raw_scores": ("classification",),
+    "raw_scores": ("classification",), **dict.fromkeys(sampling.OPTIONS, ("generation",)),
+    **dict.fromkeys(("temperature", "seed"), ("generation", "transcription")),
 }  # fmt: skip
 _OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", *_INPUTS_OF, *_TASKS_OF})
 # Read by the envelope below.
@@ -130,8 +135,8 @@ class ModelInput:
 
     inputs: token ids int32 [m], for a decoder with a leading zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
     user sent a list and gets a list of results. wants_result: False for want "plan", which needs no devices.
-    new_tokens: number of tokens to generate, rules: for them. seconds: of a recording. empty: indices of empty texts,
-    which are not computed and give zeros.
+    new_tokens: number of tokens to generate, rules: for them. stop: texts at which they end. seconds: of a recording.
+    empty: indices of empty texts, which are not computed and give zeros.
     dimensions: of an embedding, 0 for all. raw_scores: logits instead of scores. question: what the output is asked,
     None for one answer of the model's task for each input.
     """
@@ -147,6 +152,7 @@ class ModelInput:
     raw_scores: bool = False
     question: Question | None = None
     rules: TokenRules = LIKELIEST
+    stop: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
@@ -316,7 +322,8 @@ def _decoded(
     """Return a decoder's input: one prompt, and the number of tokens to generate."""
     if _is_several((key,), request):
         raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
-    most = _integer(request, "max_new_tokens", DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS)
+    usual = MAX_NEW_TOKENS if key == "messages" else DEFAULT_NEW_TOKENS  # an answer ends by itself
+    most = _integer(request, "max_new_tokens", usual, MAX_NEW_TOKENS)
     limit, new = reads.longest, most if want == "task" else 0
     truncate = request.get("truncate") is True
     if truncate and new < limit:
@@ -335,7 +342,10 @@ def _decoded(
             )
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
-    return ModelInput(shape, inputs, False, top_k, computes, new, rules=TokenRules(checkpoint.end_tokens))
+    rules, stop = sampling.read_sampling(
+        checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab, request.get("top_k") or 0
+    )
+    return ModelInput(shape, inputs, False, top_k, computes, new, rules=rules, stop=stop)
 
 
 def _conversation(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Tokens:
@@ -563,10 +573,10 @@ def _speech(
         raise RequestError(f"{' and '.join(wrong)}: not for speech; leave it out")
     heard = read_speech(checkpoint, reads, request)
     room = reads.positions - len(heard.prompt) - heard.rules.before_text
-    most = _integer(request, "max_new_tokens", reads.positions // 2, room)
-    shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want)
+    most = _integer(request, "max_new_tokens", min(reads.positions // 2, room), room)
+    shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want, heard.start)
     inputs = np.concatenate([np.array([0, *heard.prompt], np.int32), heard.frames])
-    new = most + heard.rules.before_text if want == "task" else 0
+    new = most if want == "task" else 0
     return ModelInput(shape, inputs, False, DEFAULT_TOP_K, computes, new, rules=heard.rules, seconds=heard.seconds)
 
 

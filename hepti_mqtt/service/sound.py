@@ -13,7 +13,6 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -78,7 +77,12 @@ def read(name: str, value: Any, longest_s: float) -> Floats:
 
     name: for errors. longest_s: seconds that are read at most.
     """
-    return samples_of(name, pcm_of(name, _file(name, value)), longest_s)
+    return read_file(name, _file(name, value), longest_s)
+
+
+def read_file(name: str, file: bytes, longest_s: float) -> Floats:
+    """Return the samples of a file, mono at 16 kHz; raises as `read` does."""
+    return samples_of(name, pcm_of(name, file), longest_s)
 
 
 def _file(name: str, value: Any) -> bytes:
@@ -168,22 +172,6 @@ def samples_of(name: str, pcm: Pcm, longest_s: float) -> Floats:
         raise RequestError(f"{name} has samples that are not numbers (NaN or infinity); record it again")
     mono = values[:, 0] if pcm.channels == 1 else values.mean(axis=1, dtype=np.float32)
     return np.asarray(np.clip(resampled(mono, pcm.rate), -1, 1), np.float32)
-
-
-PAUSE_S: Final = 0.2  # of quiet in which a recording is cut
-SEARCHED_S: Final = 8.0  # before the last moment for a cut
-
-
-def pieces(samples: Floats, longest_s: float) -> list[tuple[int, int]]:
-    """Return first..stop of each piece of samples at 16 kHz: cut in the quietest pause before its longest end."""
-    longest, pause = round(longest_s * RATE), round(PAUSE_S * RATE)
-    cuts = [0]
-    while len(samples) - cuts[-1] > longest:
-        first = cuts[-1] + max(longest - round(SEARCHED_S * RATE), longest // 2)
-        power = np.cumsum(np.square(samples[first : cuts[-1] + longest], dtype=np.float64))
-        quiet = int((power[pause:] - power[:-pause]).argmin())
-        cuts.append(first + quiet + pause // 2)
-    return list(pairwise([*cuts, len(samples)]))
 
 
 def wav_of(samples: Floats) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -12,11 +14,13 @@ import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.models.generation import TokenRules
+from hepti_mqtt.models.generation import Moments, TokenRules, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
-from hepti_mqtt.models.speech import ROWS_PER_S, TASKS, SpeechInput, fixed_point
+from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput, fixed_point
 from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service import sound
+from hepti_mqtt.service.sampling import read_seed
+from hepti_mqtt.service.texts import is_int
 
 if TYPE_CHECKING:
     from hepti_mqtt.service.requests import ModelInput
@@ -24,15 +28,20 @@ if TYPE_CHECKING:
 SILENCE_S: Final = 0.5  # behind the last word, as in what the models have learnt
 # By these the reference takes a text for none, or for one to try again.
 NO_SPEECH, LOW_SCORE, REPEATS = 0.6, -1.0, 2.4
+TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 class Heard(NamedTuple):
-    """A recording: the prompt of its text, the rules for its tokens, its frames [n], and its length."""
+    """A recording: the prompt of its text, the rules for its tokens, its frames [n], and its length.
+
+    start: the token of the prompt where the text is begun, behind what was said before.
+    """
 
     prompt: tuple[int, ...]
     rules: TokenRules
     frames: npt.NDArray[np.int32]
     seconds: float
+    start: int
 
 
 def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any]) -> Heard:
@@ -46,13 +55,56 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
     if task not in TASKS or (task != TASKS[0] and not tokens.tasks):
         allowed = TASKS if tokens.tasks else TASKS[:1]
         raise RequestError(f"task must be one of {', '.join(allowed)} for model {checkpoint.model}")
-    longest_s = reads.longest / ROWS_PER_S
-    samples = sound.read("audio", request["audio"], longest_s)
+    timed = request.get("timestamps", False)
+    if not isinstance(timed, bool) or (timed and tokens.moments <= reads.longest):
+        raise RequestError("timestamps must be true or false" + f", and {checkpoint.model} has none" * (timed is True))
+    said = _said(checkpoint, reads, request.get("prompt"))
+    samples = sound.read("audio", request["audio"], reads.longest / ROWS_PER_S)
     rows = window_rows(reads, len(samples) / RATE, request.get("window"))
     whole = np.zeros(2 * rows * HOP, np.float32)
     whole[: len(samples)] = samples[: len(whole)]
-    prompt, rules = tokens.begin(language, task)
-    return Heard(prompt, rules, fixed_point(log_mel(whole, reads.bands)), len(samples) / RATE)
+    prompt, rules = tokens.begin(language, task, timed=timed, said=said)
+    rules = replace(
+        rules,
+        temperatures=_temperatures(request.get("temperature", TEMPERATURES)),
+        seed=read_seed(request.get("seed", 0)),
+        judge=partial(judge, checkpoint),
+    )
+    frames = fixed_point(log_mel(whole, reads.bands))
+    return Heard(prompt, rules, frames, len(samples) / RATE, prompt.index(tokens.start))
+
+
+def _said(checkpoint: Checkpoint, reads: SpeechInput, prompt: Any) -> tuple[int, ...]:
+    """Return the tokens of what was said before, as many of the last ones as the reference takes; [] is nothing."""
+    if prompt in (None, "", []):
+        return ()
+    tokens = checkpoint.speech
+    if tokens.before < 0:
+        raise RequestError(f"model {checkpoint.model} has no token {BEFORE} in tokenizer.json; leave prompt out")
+    ids, last = list[int](), tokens.plain + tokens.moments
+    for part in prompt if isinstance(prompt, list) else [prompt]:
+        if isinstance(part, str):
+            found = checkpoint.tokenizer.encode(f" {part.strip()}", add_special_tokens=False).ids
+            if any(i >= tokens.end for i in found):
+                raise RequestError("prompt holds tokens that steer the model, such as <|endoftext|>; send plain text")
+            ids += found
+        elif is_int(part) and (0 <= part < tokens.end or tokens.plain < part <= last):
+            ids.append(part)
+        else:
+            raise RequestError("prompt must be a text, or a list of texts and of ids of words and timestamps")
+    return tuple(ids[1 - reads.positions // 2 :])
+
+
+def _temperatures(value: Any) -> tuple[float, ...]:
+    found = [value] if isinstance(value, int | float) else value
+    fits = isinstance(found, list | tuple) and all(
+        isinstance(t, int | float) and not isinstance(t, bool) and 0 <= t <= 1 for t in found
+    )
+    if not fits or not 1 <= len(found) <= len(TEMPERATURES):
+        raise RequestError(
+            f"temperature must be a number from 0 to 1, or a list of up to {len(TEMPERATURES)} that are tried in turn"
+        )
+    return tuple(float(t) for t in found)
 
 
 def window_rows(reads: SpeechInput, seconds: float, window: Any = None) -> int:
@@ -70,31 +122,99 @@ def window_rows(reads: SpeechInput, seconds: float, window: Any = None) -> int:
     return reads.window(ceil((seconds + SILENCE_S) * ROWS_PER_S))
 
 
+def judge(checkpoint: Checkpoint, tokens: Sequence[int], scores: Sequence[float], silence: float) -> Verdict:
+    """Return whether the reference would try again: the text repeats itself or is unlikely, unless nobody speaks."""
+    score, compression = _mean(scores), compression_of(_words(checkpoint, tokens).strip())
+    again = (compression > REPEATS or score < LOW_SCORE) and not _is_silent(silence, score)
+    return Verdict(again, (float(compression <= REPEATS), score))
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / max(len(scores), 1)
+
+
+def _is_silent(silence: float, score: float) -> bool:
+    return silence > NO_SPEECH and score < LOW_SCORE
+
+
+def compression_of(text: str) -> float:
+    """Return how many times as long a text is as what is left of it compressed."""
+    data = text.encode()
+    return len(data) / len(zlib.compress(data)) if data else 0.0
+
+
+def _words(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
+    """Return the text of words, without times; it begins with a space where a word does."""
+    end = checkpoint.speech.end
+    return str(checkpoint.tokenizer.decode([token for token in tokens if token < end]))
+
+
 def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Generation) -> dict[str, Any]:
     """Return the answer: the text, and what is known of how sure it is.
 
     no_speech: the probability that nobody speaks; where it is high and the text unlikely, the text is empty. score: the
     mean logarithm of the probabilities of tokens. compression: of the text's bytes, high where it repeats itself.
-    doubtful: the reference would try again.
+    doubtful: all temperatures were tried, and none gave a better text. segments: where timestamps were asked for; seek:
+    where the last one ends that is whole.
     """
-    rules, tokens = generation.rules, checkpoint.speech
-    steering, written = generation.tokens[: rules.before_text], generation.tokens[rules.before_text :]
-    scores = generation.scores[rules.before_text :]
-    score = sum(scores) / max(len(scores), 1)
-    text = checkpoint.tokenizer.decode(written, skip_special_tokens=True).strip()
-    data = text.encode()
-    compression = len(data) / len(zlib.compress(data)) if data else 0.0
-    silence = generation.silence or 0.0
-    is_silent = silence > NO_SPEECH and score < LOW_SCORE
-    spoken = steering[:1] or [i for i in generation.prompt if i in tokens.languages.values()]
+    tokens, written = checkpoint.speech, generation.tokens
+    text, score, silence = _words(checkpoint, written).strip(), _mean(generation.scores), generation.silence or 0.0
+    is_silent = _is_silent(silence, score)
     codes = {i: code for code, i in tokens.languages.items()}
-    return {
+    spoken = [codes[i] for i in generation.prompt if i in codes]
+    answer = {
         "text": "" if is_silent else text,
-        "language": codes[spoken[0]] if spoken else "en",
+        "language": spoken[0] if spoken else "en",
         "seconds": prepared.seconds,
         "no_speech": silence,
         "score": score,
-        "compression": compression,
-        "doubtful": not is_silent and (score < LOW_SCORE or compression > REPEATS),
-        "ids": list(generation.tokens),
+        "compression": compression_of(text),
+        "temperature": generation.temperature,
+        "doubtful": generation.verdict is not None and generation.verdict.again,
+        "ids": list(written),
     }
+    if generation.rules.moments is None:
+        return answer
+    parts, seek = segments_of(written, generation.rules.moments, prepared.seconds)
+    segments = [
+        {"start": part.start, "end": part.end, "text": _words(checkpoint, part.ids), "ids": list(part.ids)}
+        for part in parts
+    ]
+    return answer | ({"seek": prepared.seconds, "segments": []} if is_silent else {"seek": seek, "segments": segments})
+
+
+class Segment(NamedTuple):
+    """A part of a text: from when to when it is said, in seconds, and its tokens."""
+
+    start: float
+    end: float
+    ids: tuple[int, ...]
+
+
+def segments_of(ids: Sequence[int], moments: Moments, seconds: float) -> tuple[list[Segment], float]:
+    """Return the segments of a text, and where the last one ends that is whole: there the next window begins.
+
+    A pair of moments ends one segment and begins the next. Words behind the last pair are a segment until the end of
+    the sound, and are read again in the next window.
+    """
+    tokens = [token for token in ids if token != moments.end]
+    is_moment = [token >= moments.first for token in tokens]
+    cuts = [i for i in range(1, len(tokens)) if is_moment[i - 1] and is_moment[i]]
+    ends_in_silence = is_moment[-2:] == [False, True]
+
+    def at(token: int) -> float:
+        return min((token - moments.first) / ROWS_PER_S, seconds)
+
+    if not cuts:
+        last = next((at(token) for token in reversed(tokens) if token > moments.first), seconds)
+        first = at(tokens[0]) if is_moment[:1] == [True] else 0.0
+        return ([Segment(min(first, last), last, tuple(tokens))] if not all(is_moment) else []), seconds
+    found, before = list[Segment](), 0
+    for cut in [*cuts, *([len(tokens)] if ends_in_silence else [])]:
+        part = tokens[before:cut]
+        found.append(Segment(at(part[0]), at(part[-1]), tuple(part)))
+        before = cut
+    seek = seconds if ends_in_silence else at(tokens[before - 1])
+    if rest := [token for token in tokens[before:] if token < moments.first]:
+        found.append(Segment(at(tokens[before]), seconds, tuple(rest)))
+    return [part for part in found if any(token < moments.first for token in part.ids)], seek

@@ -205,11 +205,12 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenReady:
-    """A generated token: its place among `tokens`, all tokens so far."""
+    """A generated token: its place among `tokens`, all tokens so far; attempt: the number of this text, from 0."""
 
     request: Request
     index: int
     tokens: tuple[int, ...]
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

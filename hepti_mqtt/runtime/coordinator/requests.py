@@ -18,7 +18,7 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models.generation import LIKELIEST, TokenRules
+from hepti_mqtt.models.generation import LIKELIEST, TokenRules, Verdict
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
@@ -90,6 +90,28 @@ class Pins:
         return ", ".join(word for word in words if word) or "auto"
 
 
+class GeneratedToken(NamedTuple):
+    """What followed from a run: a token of a text so far, or with place -1 the end of the prompt.
+
+    tokens: the text's own list, which grows. place: in it. attempt: the text's number.
+    """
+
+    tokens: list[int]
+    place: int
+    token: int
+    attempt: int
+    temperature: float
+
+
+class Attempt(NamedTuple):
+    """A text that was tried, and what it is worth."""
+
+    tokens: list[int]
+    scores: list[float]
+    temperature: float
+    verdict: Verdict
+
+
 @dataclass(slots=True)
 class Generation:
     """The generation of tokens: the prompt, the tokens so far, and the session that caches them.
@@ -97,7 +119,8 @@ class Generation:
     shape: of the prompt's run. rules: for the tokens. carried: i32 [n], what the first run of a session reads beside
     tokens. scores: logarithms of the probabilities of the tokens; silence: the probability that there is nothing to
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
-    published_tokens: tokens that the user has seen and that are computed again.
+    published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
+    of them is the answer. steps: what followed from each run.
     """
 
     prompt: tuple[int, ...]
@@ -112,11 +135,25 @@ class Generation:
     plan_version: PlanVersion | None = None
     cached_rows: int = 0
     published_tokens: tuple[int, ...] = ()
+    tried: list[Attempt] = field(default_factory=list)
+    steps: list[GeneratedToken] = field(default_factory=list)
+    asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
 
     @property
     def done(self) -> bool:
         """Return whether the last token is there."""
-        return len(self.tokens) >= self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] in self.rules.end)
+        return len(self.tokens) >= self.max_new_tokens or self.rules.ends(self.tokens)
+
+    @property
+    def temperature(self) -> float:
+        """Return the temperature of the text."""
+        found = next((one.temperature for one in self.tried if one.tokens is self.tokens), None)
+        return self.rules.temperatures[len(self.tried)] if found is None else found
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Return what the text is worth, None unless it is whole and judged."""
+        return next((one.verdict for one in self.tried if one.tokens is self.tokens), None)
 
     def start_session(self, plan_version: PlanVersion, session: int) -> None:
         """Start over under a plan version: the next run computes the prompt and all tokens so far."""
@@ -128,25 +165,70 @@ class Generation:
         inputs, begins = np.array([self.cached_rows, *ids], np.int32), not self.cached_rows
         if begins and self.carried.size:
             inputs = np.concatenate([inputs, self.carried])
-        return Batch(self.shape.decode_step(len(ids), begins), inputs), DecoderSession(
-            self.session, final=len(self.tokens) + 1 >= self.max_new_tokens
-        )
+        is_last = len(self.tokens) + 1 >= self.max_new_tokens and len(self.tried) + 1 >= len(self.rules.temperatures)
+        final = is_last and not self._lacks_choice
+        return Batch(self.shape.decode_step(len(ids), begins), inputs), DecoderSession(self.session, final)
 
-    def append_token(self, logits: Array) -> int:
-        """Take the logits [r, V] of the run that `next_batch` gave; return the token that follows."""
+    @property
+    def _lacks_choice(self) -> bool:
+        return bool(self.rules.choices) and not self.asked
+
+    def append_token(self, logits: Array) -> GeneratedToken:
+        """Take the logits [r, V] of the run that `next_batch` gave; return the token that follows.
+
+        A text that is whole may be followed by another one.
+        """
         if not self.cached_rows and self.silence is None:
             self.silence = self.rules.silence(logits)
         self.cached_rows = len(self.prompt) + len(self.tokens)
-        token, score = self.rules.choose(logits, len(self.tokens))
-        self.tokens.append(token)
-        self.scores.append(score)
-        return token
+        if self._lacks_choice:
+            step = GeneratedToken(self.tokens, -1, self.rules.choose_prompt(logits), 0, 0.0)
+            self._end_prompt(step.token)
+        else:
+            temperature = self.temperature
+            token, score = self.rules.choose(logits, self.tokens, temperature)
+            step = GeneratedToken(self.tokens, len(self.tokens), token, len(self.tried), temperature)
+            self.tokens.append(token)
+            self.scores.append(score)
+        self.steps.append(step)
+        if self.rules.judge is not None and self.done:
+            self._conclude(self.rules.judge(self.tokens, self.scores, self.silence or 0.0))
+        return step
 
-    def rewind(self, place: int) -> None:
-        """Take back the tokens from a place on; what is cached of them may be wrong, so a new session begins."""
-        self.published_tokens = max(self.published_tokens, tuple(self.tokens), key=len)
-        del self.tokens[place:], self.scores[place:]
+    def follows(self, step: GeneratedToken, logits: Array) -> bool:
+        """Return whether a step follows from the logits of its run."""
+        if step.place < 0:
+            return self.rules.choose_prompt(logits) == step.token
+        return self.rules.choose(logits, step.tokens[: step.place], step.temperature)[0] == step.token
+
+    def _end_prompt(self, token: int) -> None:
+        self.asked = self.prompt
+        self.prompt = (*self.rules.opening, *self.prompt, token, *self.rules.forced)
+        if self.rules.opening:  # then the rows that are cached stand at other places
+            self.plan_version = None
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """Begin another text if this one is not good enough, else take the best one."""
+        self.tried.append(Attempt(self.tokens, self.scores, self.temperature, verdict))
+        if verdict.again and len(self.tried) < len(self.rules.temperatures):
+            self.tokens, self.scores, self.published_tokens = [], [], ()
+            self.cached_rows = len(self.prompt) - 1  # what the prompt's last token gives is computed again
+        elif verdict.again:
+            best = max(self.tried, key=lambda one: one.verdict.worth)
+            self.tokens, self.scores = best.tokens, best.scores
+
+    def rewind(self, run: int) -> None:
+        """Take back what has followed since a run; what is cached may be wrong, so a new session begins."""
+        step = self.steps[run]
+        del self.steps[run:]
         self.plan_version = None
+        if step.place < 0:
+            self.prompt, self.asked = self.asked, ()
+        published = self.published_tokens if step.tokens is self.tokens else ()
+        self.published_tokens = max(published, tuple(step.tokens), key=len)
+        self.scores = self.tried[step.attempt].scores if step.attempt < len(self.tried) else self.scores
+        self.tokens = step.tokens
+        del self.tokens[max(step.place, 0) :], self.scores[max(step.place, 0) :], self.tried[step.attempt :]
 
 
 @dataclass(slots=True)
@@ -274,7 +356,7 @@ class Run:
     parts: of the output, by device, node and part, with their first row. expected_s: predicted duration;
     expected_end_s: predicted end, after earlier runs on its devices. probe_at_s: when its devices are probed; probed_s:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
-    output before all reports, and token_index of the token taken then. task_queue: of leased tasks. lost_devices:
+    output before all reports, and run_index of this run in the request then. task_queue: of leased tasks. lost_devices:
     devices without which it continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan;
     only_beside_loads: and had bytes to load all the time. beside_search, only_beside_search: the planner's machine
     searched, and did so all the time. frame_key: of its frames. progress: how far it is, as far as devices have said.
@@ -301,7 +383,7 @@ class Run:
     expected_end_s: float = 0.0
     broker_was_lost: bool = False
     early_stats: RunStats | None = None
-    token_index: int | None = None
+    run_index: int | None = None
     task_queue: TaskQueue | None = None
     lost_devices: set[str] = field(default_factory=set)
     beside_loads: bool = False
@@ -335,7 +417,7 @@ class Run:
     @property
     def is_computing(self) -> bool:
         """Return whether devices may still compute for it; False once its token was taken."""
-        return self.token_index is None
+        return self.run_index is None
 
     def needs(self, plan_version: PlanVersion) -> bool:
         """Return whether devices of a plan are needed for it; once it is seen to go on, none of the plan before."""

@@ -581,18 +581,16 @@ class Scheduler:
         if not reported:
             if not run.waiting_requests or not _usable(run.output()):
                 return []
-            run.early_stats, run.token_index = stats, len(generation.tokens)
+            run.early_stats, run.run_index = stats, len(generation.steps)
             return self._append_token(group, run, stats)
         if request.finished:
             return []
-        if run.token_index is None:
+        if run.run_index is None:
             return self._append_token(group, run, stats)
-        if (
-            generation.rules.choose(run.output(), run.token_index)[0] != generation.tokens[run.token_index]
-        ):  # by the reports a part was forged
+        if not generation.follows(generation.steps[run.run_index], run.output()):  # by the reports a part was forged
             error = RemoteError("parts of an answer are not those that devices have sent")
             return self._rewind(group, run, error, MAX_ATTEMPTS)
-        request.stats[run.token_index] = stats
+        request.stats[run.run_index] = stats
         return self._answer_generation(group, run)
 
     def _append_token(self, group: PlanGroup, run: Run, stats: RunStats) -> list[CoordinatorCommand]:
@@ -603,17 +601,19 @@ class Scheduler:
         if not _usable(logits):
             error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
             return self.fail_request(group, request, error)
-        place, published = len(generation.tokens), generation.published_tokens
-        token = generation.append_token(logits)
+        published = generation.published_tokens
+        step = generation.append_token(logits)
+        place, token = step.place, step.token
         request.stats.append(stats)
         out: list[CoordinatorCommand] = []
         if place >= len(published):
-            request.losses.clear()
-            out.append(TokenReady(request, place, tuple(generation.tokens)))
-        elif token != published[place]:
+            out.append(TokenReady(request, place, tuple(step.tokens), step.attempt))
+        elif place >= 0 and token != published[place]:
             text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat the "
             text += "request; a device may be faulty (see `hepti devices`)."
             return self.fail_request(group, request, RemoteError(text))
+        if not 0 <= place < len(published):
+            request.losses.clear()
         if not generation.done:
             group.queue.prepend([item])
         return out + self._answer_generation(group, run)
@@ -631,7 +631,7 @@ class Scheduler:
     def _rewind(self, group: PlanGroup, run: Run, error: HeptiError, tries: int) -> list[CoordinatorCommand]:
         """Take back the tokens since a run whose output may be forged, and compute them again; fail after `tries`."""
         item = run.items[0]
-        request, place = item.request, run.token_index
+        request, place = item.request, run.run_index
         assert request.generation is not None
         assert place is not None
         if request.finished:

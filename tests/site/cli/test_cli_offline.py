@@ -412,11 +412,8 @@ def test_simulate_by_the_route_and_the_load_that_are_asked_for(
 def test_what_cannot_be_simulated_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: str, code: int
 ) -> None:
-    many, memory, count = (
-        tmp_path / "many.yaml",
-        ", memory_mib: 1" if code == 4 else "",
-        13 if "d12" in arguments else 3,
-    )
+    many, memory = tmp_path / "many.yaml", ", memory_mib: 1" if code == 4 else ""
+    count = 13 if "d12" in arguments else 3
     many.write_text(
         f"defaults: {{gflops: 10{memory}}}\ndevices: {{{', '.join(f'd{i}: {{}}' for i in range(count))}}}\n"
     )

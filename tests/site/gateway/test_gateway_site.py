@@ -20,6 +20,8 @@ from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.errors import RequestError
 
+TEMPLATE = "{% for one in messages %}{{ one.role + ' ' + one.content + ' ' }}{% endfor %}the"
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
@@ -29,8 +31,9 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("gateway")
-    kinds = {"tiny": "tiny-convnet", "ranker": "tiny-bert-ranker"}
+    kinds = {"tiny": "tiny-convnet", "ranker": "tiny-bert-ranker", "talker": "tiny-llama"}
     served = {name: make_model(kind, directory / name, seed=3) for name, kind in kinds.items()}
+    (served["talker"] / "chat_template.jinja").write_text(TEMPLATE)
     yield from running_site(directory, served, {"a": "100MiB"})
 
 
@@ -80,12 +83,41 @@ def test_a_ranking_is_the_one_that_mqtt_gives(site: Site, port: int) -> None:
 
 def test_openais_client_hears_what_is_served_and_what_is_wrong(port: int) -> None:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        assert sorted(model.id for model in client.models.list()) == ["ranker", "tiny"]
+        assert sorted(model.id for model in client.models.list()) == ["ranker", "talker", "tiny"]
         with pytest.raises(openai.NotFoundError) as unknown:
             client.embeddings.create(model="other", input="x")
         assert unknown.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model="tiny", input="a picture model reads no text")
+
+
+def test_a_conversation_is_the_text_that_mqtt_gives_whole_and_as_it_comes(site: Site, port: int) -> None:
+    messages = [{"role": "user", "content": "the room"}]
+    with Hepti.connect(site.url, site.name) as hepti:
+        hepti.wait_ready("talker", PATIENCE_S)
+        ask = {"temperature": 0.9, "top_p": 0.95, "seed": 4, "max_new_tokens": 12, "timeout_s": PATIENCE_S}
+        told = hepti.infer("talker", messages=messages, **ask)
+        plain = hepti.infer("talker", text="user the room the", **ask).result["text"]
+    text = told.result["text"]
+    stop = text[len(text) // 2 :][:3]
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        options = {"model": "talker", "temperature": 0.9, "top_p": 0.95, "seed": 4, "max_tokens": 12}
+        whole = client.chat.completions.create(messages=messages, **options)
+        assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (text, told.result["finish"])
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (told.tokens, len(told.result["ids"]))
+        usage = {"stream_options": {"include_usage": True}}
+        parts = list(client.chat.completions.create(messages=messages, stream=True, **usage, **options))
+        assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == text
+        assert parts[-1].usage == whole.usage
+        cut = list(client.chat.completions.create(messages=messages, stream=True, stop=stop, **options))
+        assert "".join(p.choices[0].delta.content or "" for p in cut) == text[: text.index(stop)]
+        assert cut[-1].choices[0].finish_reason == "stop"
+        completed = client.completions.create(prompt="user the room the", **options)
+        assert completed.choices[0].text == plain
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(messages=messages, n=2, **options)
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(messages=[{"role": "king", "content": "x"}], stream=True, **options)
 
 
 def test_the_dashboard_shows_requests_of_every_client(site: Site, port: int) -> None:

@@ -39,8 +39,7 @@ class FakeSite:
         await self.barrier.wait()
         if self.error is not None:
             raise self.error
-        said = {"text": f"{len(recording)} bytes", "language": options["language"] or "en"}
-        return Spoken(((0.0, said),))
+        return Spoken(f"{len(recording)} bytes", options["language"] or "en", 1.0)
 
 
 def conversation(site: FakeSite, talk: Callable[[int], Awaitable[None]], **options: Any) -> None:

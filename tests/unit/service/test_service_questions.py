@@ -149,6 +149,24 @@ REFUSED = [
     ("minilm", {"text": "a", "text_pair": "b"}),
     ("vit", {"text": "a", "text_pair": "b"}),
     ("gpt2", {"pairs": [["a", "b"]]}),
+    ("gpt2", {"messages": [{"role": "user", "content": "a"}]}),
+    ("gpt2", {"text": "a", "tools": []}),
+    *(
+        ("gpt2", {"ids": [5], key: value})
+        for key, values in {
+            "temperature": (-1, 2.1, "hot", True, float("nan")),
+            "top_p": (0, 1.1),
+            "min_p": (-0.1,),
+            "repetition_penalty": (0, 11),
+            "presence_penalty": (3,),
+            "seed": (-1, 2**32, 0.5),
+            "logit_bias": ([1], {"a": 1}, {"999999": 1}, {"1": 101}),
+            "stop": (3, [""], ["x"] * 17, [3]),
+        }.items()
+        for value in values
+    ),
+    ("minilm", {"text": "a", "temperature": 1}),
+    ("minilm", {"text": "a", "stop": "x"}),
     ("bert-entities", {"query": "a", "documents": ["b"]}),
     ("bert-classifier", {"query": "a", "documents": ["b"]}),  # five labels, and no score
     ("bert-classifier", {"text": "a", "candidate_labels": ["b"]}),  # no entailment

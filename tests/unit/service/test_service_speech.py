@@ -13,14 +13,14 @@ import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import HeptiError, ModelError, RequestError
-from hepti_mqtt.models.generation import TokenRules
+from hepti_mqtt.models.generation import Moments, TokenRules
 from hepti_mqtt.models.mel import log_mel
 from hepti_mqtt.models.speech import STEP, SpeechInput
-from hepti_mqtt.runtime.coordinator.requests import Generation
+from hepti_mqtt.runtime.coordinator.requests import Attempt, Generation
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import ModelInput, read_input
-from hepti_mqtt.service.speech import window_rows
+from hepti_mqtt.service.speech import judge, segments_of, window_rows
 
 
 def tone(hz: float, seconds: float, rate: int = 16_000) -> np.ndarray:
@@ -132,8 +132,9 @@ def test_a_request_is_the_prompt_and_the_frames_of_its_window(checkpoint: Checkp
     frames = log_mel(whole, reads.bands)
     np.testing.assert_allclose(prepared.inputs[5:] * STEP, frames.reshape(-1), atol=1e-3)  # 16 bits a sample
     found = read_input(checkpoint, AUDIO)
-    assert found.inputs[:2].tolist() == [0, tokens.start], "the language is the first token that follows"
+    assert found.inputs[:2].tolist() == [0, tokens.start], "the language ends the prompt"
     assert found.rules.choices == tuple(tokens.languages.values())
+    assert found.rules.temperatures == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     assert found.rules.forced == (tokens.tasks["transcribe"], tokens.plain)
 
 
@@ -146,6 +147,13 @@ def test_a_request_is_the_prompt_and_the_frames_of_its_window(checkpoint: Checkp
         {"window": 3600},
         {"window": 0.01},
         {"window": True},
+        {"timestamps": True},
+        {"timestamps": 1},
+        {"prompt": "words"},
+        {"temperature": 1.5},
+        {"temperature": [0] * 9},
+        {"temperature": "hot"},
+        {"seed": -1},
         {"truncate": True},
         {"top_k": 3},
         {"text": "words"},
@@ -197,7 +205,9 @@ def test_windows_come_in_steps() -> None:
 def answered(checkpoint: Checkpoint, tokens: list[int], scores: list[float], silence: float) -> dict:
     steering, rules = checkpoint.speech.begin("en", "transcribe")
     shape = checkpoint.spec.input_spec.run(len(steering), 24)
-    generation = Generation(steering, 8, shape, rules, tokens=tokens, scores=scores, silence=silence)
+    verdict = judge(checkpoint, tokens, scores, silence)
+    tried = [Attempt(tokens, scores, 0.0, verdict)]
+    generation = Generation(steering, 8, shape, rules, tokens=tokens, scores=scores, silence=silence, tried=tried)
     prepared = ModelInput(shape, np.empty(0), False, 5, new_tokens=8, rules=rules, seconds=0.3)
     return decode_output(checkpoint, prepared, np.array(tokens), None, generation)
 
@@ -215,8 +225,65 @@ def test_an_answer_says_how_sure_it_is(checkpoint: Checkpoint) -> None:
 
 def test_tokens_are_chosen_by_the_rules() -> None:
     logits = np.array([[0.0, 9.0, 8.0, 7.0, 6.0]], np.float32)
-    rules = TokenRules(never=(1,), first_never=(2,), choices=(3, 4), forced=(0,), scored=True, silent=1)
-    assert [rules.choose(logits, place)[0] for place in range(4)] == [3, 0, 3, 2]
-    assert rules.choose(logits, 3)[1] == pytest.approx(-np.log1p(np.exp(-1) + np.exp(-2) + np.exp(-8)), rel=1e-5)
+    rules = TokenRules(never=(1,), first_never=(2,), choices=(3, 4), scored=True, silent=1)
+    assert rules.choose_prompt(logits) == 3
+    assert [rules.choose(logits, before)[0] for before in ((), (3,))] == [3, 2]
+    assert rules.choose(logits, (3,))[1] == pytest.approx(-np.log1p(np.exp(-1) + np.exp(-2) + np.exp(-8)), rel=1e-5)
     assert rules.silence(logits) == pytest.approx(1 / (1 + np.exp(-1) + np.exp(-2) + np.exp(-3) + np.exp(-9)), rel=1e-5)
-    assert TokenRules().choose(logits, 0) == (1, 0.0)
+    assert TokenRules().choose(logits, ()) == (1, 0.0)
+
+
+def test_draws_follow_seed_place_and_temperature_alone() -> None:
+    logits = np.log(np.array([[0.1, 0.2, 0.7]], np.float32))
+    places = [list(range(n)) for n in range(2000)]
+    drawn = [TokenRules(seed=1).choose(logits, before, 1.0)[0] for before in places]
+    np.testing.assert_allclose(np.bincount(drawn) / 2000, [0.1, 0.2, 0.7], atol=0.04)
+    assert drawn[:50] == [TokenRules(seed=1).choose(logits, before, 1.0)[0] for before in places[:50]]
+    assert drawn[:50] != [TokenRules(seed=2).choose(logits, before, 1.0)[0] for before in places[:50]]
+    colder = [TokenRules(seed=1).choose(logits, before, 0.2)[0] for before in places]
+    assert np.mean(np.equal(colder, 2)) > 0.98
+
+
+END, PLAIN, ZERO = 10, 11, 12  # then moments up to 0.16 s
+
+
+@pytest.mark.parametrize(
+    ("before", "allowed"),
+    [
+        ([], range(ZERO, ZERO + 3)),  # a text begins with a moment, and soon
+        ([ZERO], range(END + 1)),  # then come words
+        ([ZERO, 1], [*range(END + 1), *range(ZERO + 1, ZERO + 9)]),  # or a later moment
+        ([ZERO, 1, ZERO + 4], [END, *range(ZERO + 4, ZERO + 9)]),  # which is one of a pair, or the last
+        ([ZERO, 1, ZERO + 4, ZERO + 4], range(END + 1)),
+    ],
+)
+def test_moments_come_in_pairs_and_in_order(before: list[int], allowed) -> None:
+    rules = TokenRules(moments=Moments(ZERO, END, PLAIN, 2))
+    for token in range(ZERO + 9):
+        logits = np.zeros((1, ZERO + 9), np.float32)
+        logits[0, token] = 50.0
+        assert (rules.choose(logits, before)[0] == token) == (token in allowed), token
+
+
+def test_all_moments_together_outweigh_a_word() -> None:
+    logits = np.full((1, ZERO + 9), -9.0, np.float32)
+    logits[0, 3], logits[0, ZERO + 1 :] = 1.0, 0.5
+    assert TokenRules(moments=Moments(ZERO, END, PLAIN, 2)).choose(logits, [ZERO, 1])[0] >= ZERO
+
+
+@pytest.mark.parametrize(
+    ("ids", "parts", "seek"),
+    [
+        ([ZERO, 1, 2, ZERO + 4, END], [(0.0, 0.08)], 0.16),
+        ([ZERO, 1, ZERO + 2, ZERO + 3, 2, ZERO + 5, END], [(0.0, 0.04), (0.06, 0.1)], 0.16),
+        ([ZERO, 1, ZERO + 2, ZERO + 3, 2, END], [(0.0, 0.04), (0.06, 0.16)], 0.04),
+        ([ZERO, 1, ZERO + 2, ZERO + 2, END], [(0.0, 0.04)], 0.04),
+        ([ZERO, 1, 2], [(0.0, 0.16)], 0.16),
+        ([ZERO, END], [], 0.16),
+        ([END], [], 0.16),
+    ],
+)
+def test_segments_lie_between_moments(ids: list[int], parts: list, seek: float) -> None:
+    found, ends = segments_of(ids, Moments(ZERO, END, PLAIN, 2), 0.16)
+    assert [(round(part.start, 6), round(part.end, 6)) for part in found] == parts
+    assert ends == pytest.approx(seek)

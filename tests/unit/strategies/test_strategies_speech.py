@@ -13,7 +13,7 @@ from swarm import Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.models.generation import TokenRules
+from hepti_mqtt.models.generation import TokenRules, Verdict
 from hepti_mqtt.models.speech import SpeechRun
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner.accuracy import weight_error
@@ -41,10 +41,10 @@ def inputs(ids) -> np.ndarray:
 def whole(rules: TokenRules) -> tuple[list[int], list[np.ndarray]]:
     """Return the tokens, and the logits of each step, by whole passes of the reference."""
     ids, logits = list(PROMPT), []
-    for place in range(MOST):
+    for _ in range(MOST):
         shape = READS.run(len(ids), ROWS)
         logits.append(models.reference(SPEC, tensors(SPEC), inputs(ids), shape)[1][-1:])
-        ids.append(rules.choose(logits[-1], place)[0])
+        ids.append(rules.choose(logits[-1], ids[len(PROMPT) :])[0])
     return ids[len(PROMPT) :], logits
 
 
@@ -109,6 +109,66 @@ def test_a_text_is_that_of_whole_passes(method):
     assert max(generation.scores) < 0
 
 
+def unhappy(*worths: float):
+    """Return a judge that always asks for another text, and finds them worth these numbers in turn."""
+    left = list(worths)
+    return lambda *_: Verdict(True, (left.pop(0),))
+
+
+@pytest.mark.parametrize("division", [("single", {}), ("row", {"variant": "kv"})])
+def test_a_text_that_is_not_good_enough_is_drawn_again_in_the_same_session(division):
+    hot = (0.0, 0.4, 1.0)
+    rules = replace(RULES, temperatures=hot, seed=5, judge=unhappy(1.0, 3.0, 2.0))
+    alone = division[0] == "single"
+    swarm = site(always(plan(SPEC, division, (1.0,) if alone else (1.0, 2.0, 1.0))), 1 if alone else 3, duplicates=0.2)
+    generation = begin(swarm, rules)
+    finish(swarm)
+    texts = [[], [], []]
+    for temperature, text in zip(hot, texts, strict=True):
+        for _ in range(MOST):
+            ids = [*PROMPT, *text]
+            _, logits = models.reference(SPEC, tensors(SPEC), inputs(ids), READS.run(len(ids), ROWS))
+            text.append(rules.choose(logits, text, temperature)[0])
+    assert swarm.tokens["r"] == [pair for text in texts for pair in enumerate(text)]
+    (output, stats), *_ = swarm.answers["r"]
+    assert output.tolist() == texts[1], "the best of them"
+    assert (generation.temperature, len(set(map(tuple, texts)))) == (0.4, 3)
+    assert [s.shape.encodes for s in stats] == [True] + [False] * (3 * MOST - 1)
+
+
+@pytest.mark.parametrize("opening", [(), (30, 31)])
+def test_a_choice_of_the_model_ends_the_prompt(opening):
+    rules = replace(RULES, choices=(11, 12, 13), forced=(14,), opening=opening)
+    swarm = site(always(plan(SPEC, ("single", {}), (1.0,))), 1)
+    begin(swarm, rules)
+    finish(swarm)
+    first = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), READS.run(len(PROMPT), ROWS))[1]
+    ids = [*opening, *PROMPT, rules.choose_prompt(first), 14]
+    text: list[int] = []
+    while len(text) < MOST:
+        whole = [*ids, *text]
+        _, logits = models.reference(SPEC, tensors(SPEC), inputs(whole), READS.run(len(whole), ROWS))
+        text.append(rules.choose(logits, text)[0])
+    assert swarm.tokens["r"] == list(enumerate(text))
+
+
+def test_a_step_that_does_not_follow_is_taken_back():
+    verdicts = [Verdict(True, (0.0,)), Verdict(False, (1.0,))]
+    rules = TokenRules(temperatures=(0.0, 1.0), choices=(1, 2), judge=lambda *_: verdicts.pop(0))
+    generation = Generation(PROMPT, 2, READS.run(len(PROMPT), ROWS), rules)
+    some = np.random.default_rng(0).standard_normal((6, 1, SPEC.head.outputs)).astype(np.float32)
+    for logits in some[:4]:
+        generation.append_token(logits)
+    assert [(step.attempt, step.place) for step in generation.steps] == [(0, -1), (0, 0), (0, 1), (1, 0)]
+    assert all(generation.follows(step, logits) for step, logits in zip(generation.steps, some, strict=False))
+    assert not generation.follows(generation.steps[1], -some[1])
+    first = list(generation.steps[1].tokens)
+    generation.rewind(2)
+    assert (generation.tokens, generation.published_tokens, generation.tried) == (first[:1], tuple(first), [])
+    generation.rewind(0)
+    assert (generation.tokens, generation.prompt) == ([], PROMPT)
+
+
 def test_a_lost_device_costs_no_token_and_the_sound_is_encoded_again():
     swarm = site(everyone(("row", {"variant": "kv"})), 3)
     begin(swarm, RULES)
@@ -124,6 +184,9 @@ def test_shapes_travel_and_what_no_recording_has_is_refused():
     for tokens, rows, encodes in product((1, 3, READS.positions), (READS.positions, READS.longest), (True, False)):
         shape = SpeechRun(tokens, rows, READS.positions, encodes)
         assert READS.shape_of(shape.plain()) == shape
+    behind = SpeechRun(5, 20, READS.positions, start=2)
+    assert (READS.shape_of(behind.plain()), SPEC.output_shape(behind)[0]) == (behind, 2)
+    assert READS.shape_of(behind.decode_step(1).plain()) == SpeechRun(1, 20, READS.positions, False)
     too_short = SpeechRun(1, READS.positions - 1, READS.positions)
     for wrong in (too_short, SpeechRun(1, READS.longest + 1, READS.positions)):
         with pytest.raises(ValueError, match="no sound"):

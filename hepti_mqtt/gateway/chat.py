@@ -1,0 +1,227 @@
+"""Chat and completions as OpenAI has them, whole or as server-sent events, with calls of tools."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from starlette.responses import StreamingResponse
+
+from hepti_mqtt.client import Answer
+from hepti_mqtt.gateway import schemas as s
+from hepti_mqtt.gateway.operations import JSON, MODEL, Operation
+from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.gateway.tool_calls import Call, ToolText
+
+EVENTS: Final = "text/event-stream"
+DONE: Final = "data: [DONE]\n\n"
+Asked = dict[str, Any]
+
+
+class Finished(NamedTuple):
+    """The end of a text: what is left to show, calls of tools, why it ended, and the tokens of prompt and text."""
+
+    rest: str
+    calls: list[Call]
+    reason: str
+    prompt_tokens: int
+    tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Return the tokens as OpenAI counts them."""
+        both = self.prompt_tokens + self.tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens, "total_tokens": both}
+
+
+class Writing:
+    """A text as it comes: what of it may be shown, because neither a call of a tool nor a stop text begins there."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, stop: Sequence[str]) -> None:
+        self._tools = ToolText({tool["function"]["name"] for tool in tools or ()})
+        self._stop = stop
+        self._text, self._fed = "", 0
+
+    def add(self, text: str) -> str:
+        """Take the text of a token; return what may be shown now."""
+        self._text += text
+        held = max((_overlap(self._text, one) for one in self._stop), default=0)
+        return self._feed(len(self._text) - held)
+
+    def _feed(self, stop: int) -> str:
+        new = self._text[self._fed : stop]
+        self._fed = max(self._fed, stop)
+        return self._tools.feed(new)
+
+    def end(self, answer: Answer) -> Finished:
+        """Take the whole answer, in which no token is missing."""
+        result = answer.result
+        if len(result["text"]) >= self._fed:
+            self._text = result["text"]
+        shown = self._feed(len(self._text))
+        rest, calls = self._tools.end()
+        reason = "tool_calls" if calls else result["finish"]
+        return Finished(shown + rest, calls, reason, answer.tokens, len(result["ids"]))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many of a text's last characters may be the beginning of a stop text, or all from one on."""
+    if (at := text.find(stop)) >= 0:
+        return len(text) - at
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _options(asked: Asked) -> Asked:
+    """Return the options of a request that choose and end its tokens."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    most = asked.get("max_completion_tokens") or asked["max_tokens"]
+    bias = asked["logit_bias"] or None
+    return {name: asked[name] for name in (*names, "seed", "stop")} | {"max_new_tokens": most, "logit_bias": bias}
+
+
+def _stop(asked: Asked) -> list[str]:
+    stop = asked["stop"]
+    return [stop] if isinstance(stop, str) else stop or []
+
+
+async def chat(site: Site, asked: Asked) -> Any:
+    """The next message of a conversation."""
+    model = await site.model_named(asked["model"])
+    tools = asked["tools"] if asked["tool_choice"] != "none" else None
+    request = {"messages": asked["messages"], "tools": tools or None, **_options(asked)}
+    writing, about = Writing(tools, _stop(asked)), _about("chat.completion", "chatcmpl", model)
+    if asked["stream"]:
+        parts = await site.stream(model, request)
+        return StreamingResponse(_chat_events(parts, writing, about, asked["stream_options"]), media_type=EVENTS)
+    end = writing.end(await site.infer(model, request))
+    message: Asked = {"role": "assistant", "content": end.rest or (None if end.calls else "")}
+    if end.calls:
+        message["tool_calls"] = [call.to_dict() for call in end.calls]
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": end.reason}
+    return {**about, "choices": [choice], "usage": end.usage}
+
+
+async def complete(site: Site, asked: Asked) -> Any:
+    """The continuation of a text."""
+    model = await site.model_named(asked["model"])
+    writing, about = Writing(None, _stop(asked)), _about("text_completion", "cmpl", model)
+    request = {"text": asked["prompt"], **_options(asked)}
+    if asked["stream"]:
+        parts = await site.stream(model, request)
+        return StreamingResponse(_text_events(parts, writing, about, asked["stream_options"]), media_type=EVENTS)
+    end = writing.end(await site.infer(model, request))
+    choice = {"index": 0, "text": end.rest, "logprobs": None, "finish_reason": end.reason}
+    return {**about, "choices": [choice], "usage": end.usage}
+
+
+def _about(kind: str, prefix: str, model: str) -> Asked:
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+async def _chat_events(
+    parts: AsyncIterator[str | Answer], writing: Writing, about: Asked, options: Asked | None
+) -> AsyncIterator[str]:
+    about = {**about, "object": "chat.completion.chunk"}
+
+    def chunk(delta: Asked, reason: str | None = None) -> str:
+        return _event(about, {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason})
+
+    yield chunk({"role": "assistant", "content": ""})
+    async for part in parts:
+        if isinstance(part, str):
+            if text := writing.add(part):
+                yield chunk({"content": text})
+            continue
+        end = writing.end(part)
+        if end.rest:
+            yield chunk({"content": end.rest})
+        for place, call in enumerate(end.calls):
+            yield chunk({"tool_calls": [{"index": place, **call.to_dict()}]})
+        yield chunk({}, end.reason)
+        if (options or {}).get("include_usage"):
+            yield _event({**about, "usage": end.usage})
+    yield DONE
+
+
+async def _text_events(
+    parts: AsyncIterator[str | Answer], writing: Writing, about: Asked, options: Asked | None
+) -> AsyncIterator[str]:
+    def chunk(text: str, reason: str | None = None) -> str:
+        return _event(about, {"index": 0, "text": text, "logprobs": None, "finish_reason": reason})
+
+    async for part in parts:
+        if isinstance(part, str):
+            if text := writing.add(part):
+                yield chunk(text)
+            continue
+        end = writing.end(part)
+        yield chunk(end.rest, end.reason)
+        if (options or {}).get("include_usage"):
+            yield _event({**about, "usage": end.usage})
+    yield DONE
+
+
+def _event(about: Asked, *choices: Asked) -> str:
+    return f"data: {json.dumps({**about, 'choices': list(choices)})}\n\n"
+
+
+def _only(value: Any, why: str) -> s.Schema:
+    """Return the schema of a key whose other values would change the answer."""
+    return {**value, "description": why}
+
+
+_STREAM_OPTIONS: Final = s.body({}, {"include_usage": s.FLAG, "include_obfuscation": s.IGNORED})
+_ONE: Final = _only({"type": "integer", "minimum": 1, "maximum": 1}, "1: one answer is written")
+_TEXT_FORMAT: Final = _only(
+    s.body({"type": {"type": "string", "enum": ["text"]}}), '{"type": "text"}: what is written follows no schema'
+)
+_SAMPLED: Final[Mapping[str, s.Schema]] = {
+    "model": MODEL,
+    "max_tokens": s.COUNT,
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), s.NUMBER
+    ),
+    "top_k": s.COUNT,
+    "seed": s.INTEGER,
+    "stop": {"anyOf": [s.TEXT, s.array(s.TEXT, "", 0, 16)], "description": "a text or a list of up to 16 texts"},
+    "logit_bias": s.OBJECT,
+    "stream": s.FLAG,
+    "stream_options": _STREAM_OPTIONS,
+    "n": _ONE,
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"), s.IGNORED),
+}
+_USAGE: Final = s.answer(
+    "CompletionUsage", prompt_tokens=s.INTEGER, completion_tokens=s.INTEGER, total_tokens=s.INTEGER
+)
+_NAMED: Final = {"id": s.TEXT, "object": s.TEXT, "created": s.INTEGER, "model": s.TEXT}
+_CHOICE: Final = s.answer("ChatChoice", index=s.INTEGER, message=s.OBJECT, finish_reason=s.TEXT)
+_TEXT_CHOICE: Final = s.answer("TextChoice", index=s.INTEGER, text=s.TEXT, finish_reason=s.TEXT)
+OPERATIONS: Final = (
+    Operation(
+        "POST",
+        "/v1/chat/completions",
+        chat,
+        {JSON: s.answer("ChatCompletion", **_NAMED, choices=s.array(_CHOICE), usage=_USAGE), EVENTS: s.TEXT},
+        s.body(
+            {"messages": s.array(s.OBJECT, "a list of at least one message", 1)},
+            {
+                **_SAMPLED,
+                "max_completion_tokens": s.COUNT,
+                "tools": s.array(s.OBJECT),
+                "tool_choice": _only({"type": "string", "enum": ["auto", "none"], "default": "auto"}, "auto or none"),
+                "parallel_tool_calls": s.IGNORED,
+                "response_format": _TEXT_FORMAT,
+            },
+        ),
+    ),
+    Operation(
+        "POST",
+        "/v1/completions",
+        complete,
+        {JSON: s.answer("Completion", **_NAMED, choices=s.array(_TEXT_CHOICE), usage=_USAGE), EVENTS: s.TEXT},
+        s.body({"prompt": _only(s.TEXT, "one text")}, _SAMPLED),
+    ),
+)

@@ -1,0 +1,140 @@
+"""Texts of a chat as they come: nothing of a stop text or a call is shown, nothing is lost, calls are told whole."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from gateway_client import Client
+from starlette.testclient import TestClient
+
+from hepti_mqtt.client import Answer
+from hepti_mqtt.client.connection import AnswerStream
+from hepti_mqtt.errors import OverloadedError
+from hepti_mqtt.gateway.app import create_app
+from hepti_mqtt.gateway.site import Site
+
+CALL = '<tool_call>{"name": "open", "arguments": {"door": 1}}</tool_call>'
+TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Talker(Client):
+    """Writes one text, token by token; what is lost does not arrive."""
+
+    def __init__(self, *tokens: str, lost: int | None = None, error: Exception | None = None, stop: str = "") -> None:
+        super().__init__()
+        self.tokens, self.lost, self.error, self.stop = tokens, lost, error, stop
+
+    def _answer(self) -> Answer:
+        text = "".join(self.tokens)
+        text = text[: text.index(self.stop)] if self.stop else text
+        told = {"ids": list(range(len(self.tokens))), "text": text, "finish": "stop"}
+        return Answer({"result": told, "tokens": 5}, 1.0)
+
+    def submit(self, model: str, **request: Any) -> Future[Answer]:
+        self.asked.append(request)
+        future: Future[Answer] = Future()
+        future.set_result(self._answer())
+        return future
+
+    def stream(self, model: str, request: Any, put: Any) -> AnswerStream:
+        self.asked.append(request)
+        stream = AnswerStream(put)
+        if self.error is not None:
+            stream.set_exception(self.error)
+            return stream
+        for index, text in enumerate(self.tokens):
+            if index != self.lost:
+                put({"index": index, "token": index, "text": text})
+        stream.set_result(self._answer())
+        return stream
+
+
+def asked(client: Talker, **body: Any) -> Any:
+    http = TestClient(create_app(Site(client, 5.0)))
+    answer = http.post("/v1/chat/completions", json={"model": "m", "messages": HELLO, **body})
+    if not body.get("stream") or answer.status_code != 200:
+        return answer.status_code, answer.json()
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event)["choices"][0] for event in events[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "content", "calls"),
+    [
+        (("It", " is", " open"), {}, "It is open", 0),
+        (("It", " is", " open"), {"tools": [TOOL]}, "It is open", 0),
+        (("Well.", *CALL), {"tools": [TOOL]}, "Well.", 1),
+        (tuple(CALL * 2), {"tools": [TOOL]}, "", 2),
+        (tuple(CALL), {}, CALL, 0),
+        (tuple(CALL), {"tools": [TOOL], "tool_choice": "none"}, CALL, 0),
+        (("ab", "c EN", "D de"), {"stop": "END"}, "abc ", 0),
+    ],
+)
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_a_stream_has_what_the_whole_answer_has(tokens, options, content, calls, lost):
+    stop = options.get("stop", "")
+    status, whole = asked(Talker(*tokens, stop=stop), **options)
+    assert status == 200
+    message, reason = whole["choices"][0]["message"], whole["choices"][0]["finish_reason"]
+    assert ((message["content"] or ""), len(message.get("tool_calls", ()))) == (content, calls)
+    chunks = asked(Talker(*tokens, lost=lost, stop=stop), stream=True, **options)
+    deltas = [chunk["delta"] for chunk in chunks]
+    assert "".join(delta.get("content") or "" for delta in deltas) == content
+    told = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in told] == list(range(calls))
+    assert all(json.loads(call["function"]["arguments"]) == {"door": 1} for call in told)
+    assert chunks[-1]["finish_reason"] == reason == ("tool_calls" if calls else "stop")
+
+
+def test_what_is_asked_for_reaches_the_planner():
+    client = Talker("x")
+    asked(client, max_completion_tokens=3, temperature=0.5, stop=["a"], logit_bias={}, tools=[])
+    sent = {key: value for key, value in client.asked[0].items() if value is not None}
+    sent.pop("deadline_ms")
+    assert sent == {"messages": HELLO, "max_new_tokens": 3, "temperature": 0.5, "stop": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": []},
+        {"messages": "x"},
+        {"n": 2},
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"logprobs": True},
+        {"stream": "yes"},
+    ],
+)
+def test_what_is_not_done_is_refused(body):
+    status, told = asked(Talker("x"), **body)
+    assert status == 400
+    assert told["error"]["code"] == "bad_request"
+
+
+def test_an_error_before_the_first_token_is_no_stream():
+    status, told = asked(Talker("x", error=OverloadedError("full")), stream=True)
+    assert (status, told["error"]["code"]) == (429, "overloaded")
+
+
+@pytest.mark.parametrize(("tokens", "content", "calls"), [(("It", " is"), "It is", 0), (("Well.", *CALL), "Well.", 1)])
+def test_ollamas_lines_have_what_its_whole_answer_has(tokens, content, calls):
+    http = TestClient(create_app(Site(Talker(*tokens), 5.0)))
+    options = {"num_predict": -1, "temperature": 0.5, "num_ctx": 8192, "stop": ["END"]}
+    body = {"model": "m:latest", "messages": HELLO, "tools": [TOOL], "options": options, "keep_alive": -1}
+    lines = [json.loads(line) for line in http.post("/api/chat", json=body).text.splitlines()]
+    whole = http.post("/api/chat", json={**body, "stream": False}).json()
+    assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"] == content
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    made = [{"function": {"name": "open", "arguments": {"door": 1}}}] * calls
+    assert lines[-1]["message"].get("tool_calls", []) == whole["message"].get("tool_calls", []) == made
+    assert lines[-1]["eval_count"] == len(tokens)
+    prompt = {"model": "m", "prompt": "hello", "stream": False}
+    assert http.post("/api/generate", json=prompt).json()["response"] == "".join(tokens)
+    for wrong in ({"format": "json"}, {"think": True}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
+        assert http.post("/api/generate", json=prompt | wrong).status_code == 400

@@ -1,0 +1,54 @@
+"""Calls of tools in a text that grows: nothing of a call is shown, and no text is lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hepti_mqtt.gateway.tool_calls import ToolText
+
+TOOLS = ("open", "shut")
+HERMES = '<tool_call>\n{"name": "open", "arguments": {"door": "é"}}\n</tool_call>'
+LLAMA = '{"name": "shut", "parameters": {"door": 1}}'
+CASES = [
+    ("It is open.", "It is open.", []),
+    ("a < b <tool", "a < b <tool", []),
+    (HERMES, "", ["open"]),
+    (f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.", ["open", "open"]),
+    (LLAMA, "", ["shut"]),
+    (f"<|python_tag|>{LLAMA}", "", ["shut"]),
+    ("<tool_call>{broken", "<tool_call>{broken", []),
+    (HERMES.replace("open", "unknown"), HERMES.replace("open", "unknown"), []),
+    ('{"name": "open", "arguments": 3}', '{"name": "open", "arguments": 3}', []),
+    ('{"answer": 3}', '{"answer": 3}', []),
+    (HERMES.removesuffix("</tool_call>"), "", ["open"]),
+]
+
+
+def divided(text: str, names: tuple[str, ...], cuts: list[int]) -> tuple[str, list[str]]:
+    parser, shown, at = ToolText(names), "", 0
+    for stop in [*sorted(cuts), len(text)]:
+        shown += parser.feed(text[at:stop])
+        at = max(at, stop)
+    rest, calls = parser.end()
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+    assert len({call.id for call in calls}) == len(calls)
+    return shown + rest, [call.name for call in calls]
+
+
+@pytest.mark.parametrize(("text", "content", "names"), CASES)
+@given(data=st.data())
+def test_a_text_is_divided_alike_wherever_it_is_cut(text, content, names, data):
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
+    shown, calls = divided(text, TOOLS, cuts)
+    assert (shown.rstrip(), calls) == (content, names)
+
+
+@pytest.mark.parametrize("text", [case[0] for case in CASES])
+def test_without_tools_all_is_text_at_once(text):
+    parser = ToolText(())
+    assert parser.feed(text) == text
+    assert parser.end() == ("", [])
