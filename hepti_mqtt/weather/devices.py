@@ -55,8 +55,8 @@ class SimulatedDevice:
     """One device. Loads run one after the other; weights stay until their memory is needed.
 
     plans: that are ready here. held: weight ranges with their bytes, last used last. loaded_bytes: in all. resident:
-    all weights are here, whatever a plan needs. timed: bytes and microseconds of exchanges, by peer. metered: what its
-    meter saw last, and when.
+    all weights are here, whatever a plan needs. timed: bytes and microseconds of exchanges, by peer. ran_s: when
+    it last began with a run. metered: what its meter said last.
     """
 
     name: str
@@ -70,14 +70,16 @@ class SimulatedDevice:
     loaded_bytes: float = 0.0
     resident: bool = False
     timed: dict[str, tuple[int, int]] = field(default_factory=dict)
-    metered: tuple[float, float] = (1.0, -inf)
+    ran_s: float = -inf
+    metered: float = 1.0
 
-    def meter(self, slowdown: float, busy: bool, now: float) -> float:
+    def meter(self, slowdown: float, now: float) -> float:
         """Return what its meter says, as `device_agent.heartbeat` has it: it only sees ops of runs."""
-        if busy:
-            self.metered = slowdown, now
-        said, at_s = self.metered
-        return said if now - at_s <= IDLE_S or 1 / SMALL_DEVIATION < said < SMALL_DEVIATION else 1.0
+        if now - self.ran_s <= IDLE_S:
+            self.metered = slowdown
+        elif not 1 / SMALL_DEVIATION < self.metered < SMALL_DEVIATION:
+            self.metered = 1.0
+        return self.metered
 
     @property
     def is_loading(self) -> bool:
