@@ -21,7 +21,7 @@ Task = Literal[
     "generation",
     "transcription",
 ]
-Pooling = Literal["mean", "sqrt_mean", "weighted_mean", "max", "cls", "last", "mask", "none"]
+Pooling = Literal["mean", "sqrt_mean", "weighted_mean", "max", "cls", "last", "mask", "none", "patches", "cls_patches"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden"]
@@ -164,10 +164,11 @@ class TaskHead:
 
     pooling: which rows of the final hidden states [m, h] the task reads: the mean over each sequence (its sum by the
     root of the length, by place), the largest of each column, its first row (cls), its last one, the rows at mask
-    tokens, or all as they are (none). pooler: a dense layer after cls. projections: those behind the pooling. outputs:
-    columns of the logits, 0 without. activation: of the dense layer before the last one: the pooler's, or that before
-    the vocabulary. tied: the word embeddings are the matrix of the logits too, unless a checkpoint stores one of its
-    own. labels: the names of the outputs, which only who reads answers needs: they do not travel.
+    tokens, or all as they are (none); of a picture also the mean of its patches, alone or behind the first row. pooler:
+    a dense layer after cls. projections: those behind the pooling. outputs: columns of the logits, 0 without.
+    activation: of the dense layer before the last one: the pooler's, or that before the vocabulary. tied: the word
+    embeddings are the matrix of the logits too, unless a checkpoint stores one of its own. labels: the names of the
+    outputs, which only who reads answers needs: they do not travel.
     """
 
     task: Task

@@ -21,7 +21,7 @@ from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_t
 from hepti_mqtt.checkpoint.torch_file import TorchFile
 from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
 from hepti_mqtt.ids import check_name, valid_name
-from hepti_mqtt.models import TensorSource, spec_from_config, tensor_sources, without_missing_pooler
+from hepti_mqtt.models import TensorSource, files_in_our_words, spec_from_config, tensor_sources, without_missing_pooler
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
@@ -74,8 +74,7 @@ class Checkpoint:
     ) -> None:
         self.path = path
         self.model = model
-        self.config = config
-        self.extras = extras
+        self.config, self.extras = config, extras = files_in_our_words(config, extras)
         self._files = files
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
@@ -121,7 +120,7 @@ class Checkpoint:
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
-        spec = _plausible_spec(path, config, extras)
+        spec = _plausible_spec(path, *files_in_our_words(config, extras))
         if opening is None:
             raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
         files = [*opening()]
@@ -364,7 +363,7 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
             found[source] = zeros_reader(source.stored_shape)
             continue
         name = next((name for name in source.stored if name in stored), source.primary_name)
-        for part, shape in {name: source.stored_shape, **source.folded_shapes}.items():
+        for part, shape in {name: source.stored_shape, **source.folded_shapes(stored)}.items():
             if part not in stored:
                 missing[part] = None
             elif stored[part].shape != shape:

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from hepti_mqtt.errors import ConfigError, ModelError
 from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources, tokenizer_class
 from hepti_mqtt.models.shapes import TextInput
-from hepti_mqtt.models.speech import PLAIN, SILENT, START, TASKS, SpeechInput
+from hepti_mqtt.models.speech import SpeechInput, last_tokens
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Spec
 
@@ -60,10 +60,9 @@ def write_tokenizer(path: Path, vocab: int, roberta: bool = False) -> None:
     tokenizer.save(str(path))
 
 
-def write_speech_tokenizer(path: Path, vocab: int) -> None:
+def write_speech_tokenizer(path: Path, vocab: int, rows: int) -> None:
     """Write tokenizer.json with exactly `vocab` tokens: words, then those that steer the text of speech."""
-    steering = ("<|endoftext|>", START, "<|en|>", "<|de|>", *(f"<|{task}|>" for task in reversed(TASKS)))
-    special = (*steering, SILENT[0], PLAIN)
+    special = last_tokens(vocab, rows)
     words = chain(dict.fromkeys(word for word in _WORDS.split()), (f"word{i}" for i in count()))
     tokens = [*islice(words, vocab - len(special)), *special]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
@@ -125,7 +124,7 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
             options = _tokenizer_options(str(files["config.json"].get("model_type")), roberta)
             (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
         if isinstance(spec.input_spec, SpeechInput):
-            write_speech_tokenizer(out / "tokenizer.json", spec.input_spec.vocab)
+            write_speech_tokenizer(out / "tokenizer.json", spec.input_spec.vocab, spec.input_spec.longest)
         _write_weights(out / "model.safetensors", spec, seed, spread)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error}; choose a place with room and permission") from error
@@ -166,10 +165,9 @@ def _tensor_inits(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
         he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
         own = _TensorInit(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))
         found.setdefault(source.primary_name, own)
-        for name, part in source.folded_shapes.items():
-            assert source.norm is not None
-            positive = name == source.norm.variance
-            one = positive or name == source.norm.weight
+        for name, part in source.folded_shapes().items():
+            positive = source.norm is not None and name == source.norm.variance
+            one = positive or name in source.factor or (source.norm is not None and name == source.norm.weight)
             found.setdefault(name, _TensorInit(part, 1.0 if positive else 0.1, one, positive))
     return found
 

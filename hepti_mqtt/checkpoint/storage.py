@@ -1,6 +1,6 @@
-"""Stored tensors in kernel layout: channels last, batch norms folded into the convolution before them.
+"""Stored tensors in kernel layout: channels last, batch norms and factors folded in, positions for other pictures.
 
-Both work row by row, so a model's weights are never in memory at once.
+All work row by row, so a model's weights are never in memory at once.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], na
     """Return the tensor `name` of a checkpoint as its source wants it."""
     if source.first is not None:
         return _part(source, source.first, stored[name])
-    if not source.channels_first and source.norm is None:
+    computed = source.norm is not None or bool(source.factor) or source.resized is not None
+    if not source.channels_first and not computed:
         return stored[name]
     tensor = stored[name]
     read = _FoldedRows(source, stored, tensor).read
-    return TensorReader(tensor.shape, tensor.dtype if source.norm is None else "F32", read)
+    return TensorReader(tensor.shape, "F32" if computed else tensor.dtype, read)
 
 
 def _part(source: TensorSource, first: int, tensor: TensorReader) -> TensorReader:
@@ -106,6 +107,9 @@ class _FoldedRows:
     def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
         """Return rows start..stop as [rows, columns], columns with the channels last."""
         source = self._source
+        if source.resized is not None:
+            whole = self._tensor.read(0, math.prod(self._tensor.shape) // columns, columns)
+            return np.ascontiguousarray(source.resized.rows(whole)[start:stop], np.float32)
         rows = self._tensor.read(start, stop, columns)
         if source.channels_first and source.transposed:
             rows = _channels_last(rows, source.channels_first)
@@ -113,9 +117,18 @@ class _FoldedRows:
             rows = _channels_last(self._tensor.read(0, self._tensor.shape[0], columns).T, source.channels_first).T[
                 start:stop
             ]
+        if source.factor:
+            scale = self._vector(source.factor_name(self._stored))
+            return np.ascontiguousarray(
+                rows * (scale[start:stop, None] if len(source.shape) == 2 else scale), np.float32
+            )
         if source.norm is None:
             return np.ascontiguousarray(rows)
-        factor = self._vector(source.norm.weight) / np.sqrt(self._vector(source.norm.variance) + source.norm.eps)
+        factor = self._vector(source.norm.weight)
+        if source.norm.variance:
+            factor = factor / np.sqrt(self._vector(source.norm.variance) + source.norm.eps)
+        if not source.norm.mean and len(source.shape) == 1:
+            return np.ascontiguousarray(rows * factor, np.float32)
         if len(source.shape) == 2:
             return np.ascontiguousarray(rows * factor[start:stop, None], np.float32)
         before = self._vector(source.convolution_bias) if source.convolution_bias else 0.0

@@ -121,6 +121,7 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in names}
     options |= {"documents": args.document, "candidate_labels": args.label, "pairs": args.pair}
     options["task"] = "translate" if args.translate else None
+    options["timestamps"] = args.timestamps or None
     most = {key: value for key, value in options.items() if value is not None}
     extra = {"truncate": True, **most} if args.truncate else most
     if args.pair or args.query is not None or args.question is not None:
@@ -144,14 +145,16 @@ def stream(hepti: Hepti, args: argparse.Namespace, body: Mapping[str, Any]) -> A
     """Send the request of a decoder and print its tokens as they come; return the whole answer."""
     limits = {"deadline_ms": args.deadline_ms, "timeout_s": args.timeout}
     tokens = hepti.generate(args.model, **body, **pin_arguments(args), report=True, **limits)
+    texts = 0  # a text that is tried again begins again
     while True:
         try:
             token = next(tokens)
         except StopIteration as end:
-            output.print_text("\n")
             answer: Answer = end.value
+            output.print_text("\n" if texts < 2 else f"\n{answer.generated}\n")
             return answer
-        output.print_text(token["text"])
+        texts += token["index"] == 0
+        output.print_text(f"\n{token['text']}" if token["index"] == 0 and texts > 1 else token["text"])
 
 
 def send_repeatedly(

@@ -330,14 +330,19 @@ class ClientSession:
         self._pending[model, request] = waiting
         return publication
 
-    def forget(self, model: str, request: str, token: object) -> None:
-        """Remove one caller of a request; others may still wait for it."""
+    def forget(self, model: str, request: str, token: object) -> RequestPublish | None:
+        """Remove one caller of a request; others may still wait for it.
+
+        Return what takes the request back, None if it has ended or others wait.
+        """
         waiting = self._pending.get((model, request))
         if waiting is None:
-            return
+            return None
         waiting.callers[:] = [caller for caller in waiting.callers if caller.handle is not token]
-        if not waiting.callers:
-            del self._pending[model, request]
+        if waiting.callers:
+            return None
+        del self._pending[model, request]
+        return RequestPublish(waiting.publication.topic, json.dumps({"cancel": request}).encode())
 
     def abandon(self) -> list[object]:
         """Drop all requests; return their handles."""

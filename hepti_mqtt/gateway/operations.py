@@ -42,6 +42,8 @@ INPUT: Final[Schema] = {
     "that send them must send texts (LangChain: OpenAIEmbeddings(..., check_embedding_ctx_length=False))",
 }
 USAGE: Final = answer("Usage", prompt_tokens=INTEGER, total_tokens=INTEGER)
+_FUNCTION: Final[Schema] = {"type": "object", "properties": {"name": TEXT}, "required": ["name"]}
+TOOL: Final[Schema] = {"type": "object", "properties": {"function": _FUNCTION}, "required": ["function"]}
 VECTOR: Final = array(NUMBER)
 LABEL: Final = answer("Label", label=TEXT, score=NUMBER)
 _OR_NULL: Final[Schema] = {"type": ["string", "null"]}

@@ -8,7 +8,8 @@ attention            q [r, *], kv [s, *] (may be one slot) -> [r, heads d]. Attr
                      each packed sequence; a query attends to the keys of its own), scale. Optional: causal (True:
                      only to keys at its own position or before), window (only to keys that are at most so far away),
                      group (how many heads of q share one of kv), bias_heads (heads' columns of the weight: a table
-                     [buckets, *] that is added to scores by `relative_buckets`).
+                     [buckets, *] that is added to scores by `relative_buckets`, or with attribute bias_side by
+                     `grid_buckets`: of pictures of a class token and that many rows of as many patches each).
 attention_block      The same, but writes states [r, heads, d + 2]: the sum of exp(score - maximum) v, not
                      normalised, then
                      the maximum and the sum of exp(score - maximum). A row without a key has 0, -inf and 0.
@@ -173,10 +174,45 @@ def relative_buckets(distances: NDArray[np.int64], buckets: int, farthest: int) 
     return np.where(distances > 0, half, 0) + np.where(away < exact, away, wide)
 
 
-def _biases(check: Check, weights: Sequence[Weight]) -> NDArray[np.float32]:
-    """Return the bias of each head by distance, query minus key, [heads, 2 L - 1] with 0 in the middle.
+# On a grid of patches (BEiT, Bao et al., 2022) rows have places, of which all with one step between them have one
+# distance, and the class token's places as query and as key give distances that no other pair has.
 
-    L: the longest sequence. Without a bias it is of no columns.
+
+def grid_places(rows: NDArray[np.int64], lengths: Sequence[int], side: int, token: int) -> NDArray[np.int64]:
+    """Return the place of each packed row: y (2 side - 1) + x of a patch, `token` of a class token."""
+    starts = starts_of(lengths)
+    within = rows - starts[np.searchsorted(starts, rows, side="right") - 1]
+    y, x = np.divmod(within - 1, side)
+    return np.where(within == 0, token, y * (2 * side - 1) + x)
+
+
+def grid_buckets(side: int) -> NDArray[np.int64]:
+    """Return the row of the table for each distance, query minus key, with 0 in the middle.
+
+    The last three are those of the class token to patches, of patches to it, and its own.
+    """
+    most = 2 * side * (side - 1)  # between two patches
+    away = np.arange(-3 * most - 2, 3 * most + 3)
+    cases = [np.abs(away) <= most, away > most, away == -most - 1]
+    return np.select(cases, [away + most, 2 * most + 1, 2 * most + 3], 2 * most + 2)
+
+
+def _placed(op: Compute, seen: Seen) -> Seen:
+    """Return the rows with the places by which a bias has distances."""
+    side = op.attrs.get("bias_side")
+    if not side:
+        return seen
+    lengths, most = op.attrs["lengths"], 2 * side * (side - 1)
+    if {*lengths} - {side * side + 1}:
+        raise ValueError(f"{op.kernel}: lengths {lengths} are not those of a token and {side} x {side} patches")
+    q_at = grid_places(seen.q_at, lengths, side, 2 * most + 1)
+    return seen._replace(q_at=q_at, k_at=grid_places(seen.k_at, lengths, side, 3 * most + 2))
+
+
+def _biases(check: Check, weights: Sequence[Weight]) -> NDArray[np.float32]:
+    """Return the bias of each head by distance, query minus key, with 0 in the middle: [heads, an odd number].
+
+    Without a bias it is of no columns.
     """
     chosen, heads = check.op.attrs.get("bias_heads"), check.op.attrs["heads"]
     check.weights(weights, 0 if chosen is None else 1)
@@ -187,6 +223,11 @@ def _biases(check: Check, weights: Sequence[Weight]) -> NDArray[np.float32]:
 
 
 def _by_distance(op: Compute, table: Array) -> Array:
+    if side := op.attrs.get("bias_side"):
+        found = grid_buckets(side)
+        if len(table) != found.max() + 1:
+            raise ValueError(f"{op.kernel}: a grid of {side} x {side} needs a table of {found.max() + 1} rows")
+        return np.asarray(table[found][:, list(op.attrs["bias_heads"])].T)
     longest = max(op.attrs["lengths"])
     found = relative_buckets(np.arange(longest - 1, -longest, -1), len(table), op.attrs["farthest"])
     return np.asarray(table[found][:, list(op.attrs["bias_heads"])].T)
@@ -224,7 +265,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     biases = _biases(Check(op, slots), weights)
     if not r * layout.heads:
         return nothing
-    seen = seen_keys(op, s)
+    seen = _placed(op, seen_keys(op, s))
     tiles, limits, table = _tiles(op, seen), seen.ranges, layout.table()
     threads = min(pool.threads, 1 + int(_pairs(seen.ranges) * 4 * layout.heads * layout.d) // GRAIN)
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
@@ -264,14 +305,14 @@ def _reference_states(
         .repeat(by, axis=0)
         for x, c, by in zip((q, kv, kv), columns, (1, group, group), strict=True)
     )
-    key_ranges, _, q_at, k_at = seen_keys(op, s)
+    key_ranges, _, q_at, k_at = _placed(op, seen_keys(op, s))
     for low, high in np.unique(key_ranges, axis=0).tolist():  # rows that attend to the same keys together
         if high > low:
             rows = np.flatnonzero((key_ranges == (low, high)).all(axis=1))
             scores = queries[:, rows] @ keys[:, low:high].transpose(0, 2, 1) * op.attrs["scale"]
             if weights:
-                away = q_at[rows, None] - k_at[None, low:high] + max(op.attrs["lengths"]) - 1
-                scores = scores + _by_distance(op, weights[0].astype(np.float64))[:, away]
+                bias = _by_distance(op, weights[0].astype(np.float64))
+                scores = scores + bias[:, q_at[rows, None] - k_at[None, low:high] + bias.shape[1] // 2]
             top = scores.max(axis=-1, keepdims=True)
             p = np.exp(scores - np.where(top > -np.inf, top, 0.0))
             found = np.concatenate([p @ values[:, low:high], top, p.sum(axis=-1, keepdims=True)], axis=-1)

@@ -37,6 +37,9 @@ REFERENCE_ACTIVATIONS: Final[Mapping[str | None, Callable[[Array], Array]]] = {
     "relu6": lambda x: np.where(x < 0, 0.0, np.where(x > 6, 6.0, x)),
     "leaky_relu": lambda x: np.where(x < 0, 0.1 * x, x),
     "silu": lambda x: x * 0.5 * (1.0 + np.tanh(0.5 * x)),
+    "sigmoid": lambda x: 0.5 * (1.0 + np.tanh(0.5 * x)),
+    "hard_sigmoid": lambda x: np.clip(x + 3.0, 0.0, 6.0) / 6.0,
+    "hard_swish": lambda x: x * np.clip(x + 3.0, 0.0, 6.0) / 6.0,
 }
 
 

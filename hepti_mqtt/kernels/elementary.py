@@ -164,6 +164,13 @@ def silu(x: Any) -> Any:
 
 
 @exact
+def sigmoid(x: Any) -> Any:
+    """Return 1 / (1 + e**-x)."""
+    e = exp_of_negative(-abs(x))
+    return (ONE if x > ZERO else e) / (ONE + e)
+
+
+@exact
 def relu(x: Any) -> Any:
     """Return max(x, 0)."""
     return ZERO if x < ZERO else x
@@ -178,6 +185,21 @@ def relu6(x: Any) -> Any:
     """Return x cut to 0..6."""
     y = ZERO if x < ZERO else x
     return _SIX if y > _SIX else y
+
+
+_THREE, _SIXTH = f32(3.0), f32(1 / 6)
+
+
+@exact
+def hard_sigmoid(x: Any) -> Any:
+    """Return (x + 3) / 6 cut to 0..1 (Howard et al., 2019)."""
+    return relu6(x + _THREE) * _SIXTH
+
+
+@exact
+def hard_swish(x: Any) -> Any:
+    """Return x times its hard sigmoid (Howard et al., 2019)."""
+    return x * (relu6(x + _THREE) * _SIXTH)
 
 
 @exact

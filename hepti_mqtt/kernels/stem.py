@@ -12,8 +12,9 @@ patchify           pixels u8 [B, C, S, S] -> (pixel / 255 - mean) / std, [B (S/p
 frames             i32 [n] -> f32 of n numbers in any shape: each times the attribute step (fixed point).
 add_table          x [r, c] -> x + table[first row + i, first column + j]; weight table plain; attribute
                    first (row and column).
-prepend_positions  patches [B n, h] -> [B (n + 1), h]: cls + position[0], then patch + position; weights cls [h],
-                   position [n + 1, h]; attribute images (B).
+prepend_positions  patches [B n, h] -> [B (k + n), h]: for each image the rows of a prefix [k, h], then its patches.
+                   Weights: parts of the prefix, tables or single rows, and last position [j + n, h], which is added to
+                   the first j rows of the prefix and to the patches; attribute images (B).
 
 An id outside the vocabulary, or of a type that is not there, raises ValueError before anything is read.
 """
@@ -210,16 +211,16 @@ def _reference_patchify(
     return [grid.transpose(0, 2, 4, 1, 3, 5).reshape(-1, channels * p * p)]
 
 
-@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 1), reads(float32, 2), INT)
-def _prepend_positions(patches: Any, out: Any, cls: Any, position: Any, images: int) -> None:
-    tokens, h = position.shape
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), reads(float32, 2), INT)
+def _prepend_positions(patches: Any, out: Any, prefix: Any, position: Any, images: int) -> None:
+    n, h = position.shape
+    first = len(prefix)
     for image in range(images):
-        row = image * tokens
-        for i in range(h):
-            out[row, i] = cls[i] + position[0, i]
-        for n in range(1, tokens):
+        row = image * (first + n)
+        out[row : row + first] = prefix
+        for j in range(n):
             for i in range(h):
-                out[row + n, i] = patches[row - image + n - 1, i] + position[n, i]
+                out[row + first + j, i] = patches[image * n + j, i] + position[j, i]
 
 
 def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
@@ -227,25 +228,33 @@ def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Seq
     check.count(1)
     check.dtypes()
     check.rank(2)
-    check.weights(weights, 2)
     images, h = op.attrs["images"], check.writes[0].shape[1]
-    cls = check.plain(weights[0], (h,))
-    position = check.table(weights[1], h)
-    tokens = len(position)
-    check.that(tokens >= 1 and images >= 0, f"{images} images of {tokens} positions make no sense")
-    check.shape(check.reads[0], (images * (tokens - 1), h))
-    check.shape(check.writes[0], (images * tokens, h))
-    return lambda reads, writes: _prepend_positions(reads[0], writes[0], cls, position, images)
+    check.that(len(weights) >= 2, f"needs a prefix and positions, got {len(weights)} weights")
+    prefix = np.concatenate([check.table(weight, h) for weight in weights[:-1]])
+    position = check.table(weights[-1], h)
+    if not images:
+        return nothing
+    n = check.reads[0].shape[0] // images
+    placed = len(position) - n
+    check.that(0 <= placed <= len(prefix), f"{len(position)} positions make no sense for {len(prefix)} + {n} rows")
+    check.shape(check.reads[0], (images * n, h))
+    check.shape(check.writes[0], (images * (len(prefix) + n), h))
+    prefix[:placed] += position[:placed]
+    position = position[placed:]
+    return lambda reads, writes: _prepend_positions(reads[0], writes[0], prefix, position, images)
 
 
 def _reference_prepend_positions(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
-    cls, position = weights[0].astype(np.float64), np.atleast_2d(weights[1])
+    *parts, position = (np.atleast_2d(weight).astype(np.float64) for weight in weights)
     images, h = op.attrs["images"], position.shape[1]
-    patches = reads[0].astype(np.float64).reshape(images, len(position) - 1, h)
-    first = np.broadcast_to(cls, (images, 1, h))
-    return [(np.concatenate([first, patches], axis=1) + position).reshape(-1, h)]
+    prefix = np.concatenate(parts)
+    placed = len(position) - len(reads[0]) // images
+    prefix[:placed] += position[:placed]
+    patches = reads[0].astype(np.float64).reshape(images, -1, h) + position[placed:]
+    first = np.broadcast_to(prefix, (images, *prefix.shape))
+    return [np.concatenate([first, patches], axis=1).reshape(-1, h)]
 
 
 def _bind_frames(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:

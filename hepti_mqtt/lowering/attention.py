@@ -74,12 +74,14 @@ class Attention(HeadedAttention):
     the sequences. causal: a row sees the keys up to its own. window: and those at most so far away, -1 for all. A part
     over some of a row's keys is a state [r, heads, d + 2]: the sum, not normalised, the running maximum and the sum of
     weights. farthest: with a bias by distance, whose table [buckets, heads] `tensors` has, the largest that counts.
+    side: of the grid of patches behind a class token by whose steps the bias goes instead.
     """
 
     lengths: tuple[int, ...]
     causal: bool = False
     window: int = -1
     farthest: int = 0
+    side: int = 0
     buckets: int = 0
 
     kind = "attention"
@@ -141,7 +143,7 @@ class Attention(HeadedAttention):
         attrs |= {"window": self.window} if self.window >= 0 else {}
         if self.tensors:
             heads = tuple(a // self.d for first, stop in c for a in range(first, stop, self.d))
-            attrs |= {"bias_heads": heads, "farthest": self.farthest}
+            attrs |= {"bias_heads": heads} | ({"bias_side": self.side} if self.side else {"farthest": self.farthest})
         kernel = "attention_block" if self.is_state(region) else "attention"
         return Call(kernel, self.weight_refs(region), attrs)
 

@@ -459,17 +459,17 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerNorm(Op):
-    """The norm of whole rows over (r, c); `tensors` are gamma, and beta if there is one."""
+    """The norm over the last dimension of (r, c), or of a map; `tensors` are gamma, and beta if there is one."""
 
     norm: Norm
 
     kind = "norm"
 
     def computed_region(self, region: Region) -> Region:
-        return region[0], self.full_region[1]
+        return *region[:-1], self.full_region[-1]
 
     def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
-        return _vectors(self.tensors, region[1])
+        return _vectors(self.tensors, region[-1])
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("layer_norm", self.weight_refs(region), self.norm.attrs)
@@ -706,20 +706,34 @@ class AveragePool(MaxPool):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GlobalAverage(Op):
-    """The mean of each channel over a map [Y, X, C], over (1, c, Y): rows give parts of it; source: Y, X, C."""
-
-    source: tuple[int, int, int]
+    """The mean of each channel over a map [Y, X, C], over (1, c, Y, X): parts of a map give parts of it."""
 
     kind = "global_average"
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
-        return tuple((*region[:2], (rows,)) for rows in region[2])
+        return tuple((*region[:2], (y,), (x,)) for y, x in product(*region[2:]))
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return ((region[2], span(0, self.source[1]), region[1]),)
+        return ((*region[2:], region[1]),)
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call("global_sum", (), {"scale": 1 / (self.source[0] * self.source[1])})
+        return Call("global_sum", (), {"scale": 1 / prod(self.space[2:])})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScaleMap(Op):
+    """A map times function(row), channel by channel, over (y, x, c); inputs: the row [1, C], the map."""
+
+    rank: int = 3
+    function: str | None
+
+    kind = "scale_map"
+
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        return (span(0, 1), region[2]), region
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("scale_map", (), {"activation": self.function})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

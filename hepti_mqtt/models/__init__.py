@@ -5,6 +5,7 @@ from __future__ import annotations
 from hepti_mqtt.models.families import (
     FAMILIES,
     Family,
+    files_in_our_words,
     full_ref,
     graph,
     input_bytes,
@@ -34,6 +35,7 @@ __all__ = [
     "Kind",
     "ModelSpec",
     "TensorSource",
+    "files_in_our_words",
     "full_ref",
     "graph",
     "input_bytes",

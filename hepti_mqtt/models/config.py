@@ -104,6 +104,13 @@ class JsonConfig:
             raise self.bad_value(key, "a number > 0", value)
         return float(value)
 
+    def at_least_zero(self, key: str, default: float) -> float:
+        """Return a finite number >= 0."""
+        value = self.get(key, default)
+        if not _is_number(value) or value < 0:
+            raise self.bad_value(key, "a number >= 0", value)
+        return float(value)
+
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
         value = self.get(key, default)

@@ -18,7 +18,7 @@ import numpy as np
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import JOIN, SLICE
-from hepti_mqtt.models import heads, plain, text, vit
+from hepti_mqtt.models import heads, patches, plain, text, vit
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import BASE, LARGE, TINY, make_kind
 from hepti_mqtt.models.shapes import PackedBatch
@@ -54,7 +54,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> De
         made = text.encoder_spec("decoupled", architecture, config, extras, head, types=types)
     else:
         config.require_one_of("qkv_bias", True, True)
-        made = vit.encoder_spec("decoupled", architecture, task, config, extras)
+        image = patches.image_stem(config, extras, vit.PICTURE_CLASSES)
+        made = patches.encoder_spec("decoupled", architecture, config, image, patches.task_head(task, config))
     groups, parts = config.positive("num_groups"), config.positive("num_parts")
     if made.layers % groups or made.layers == groups:
         raise ModelError(
@@ -76,11 +77,11 @@ def _divisors(n: int, most: int) -> str:
 
 def tensors(spec: DecoupledSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a decoupled encoder, from the stem to the head."""
-    yield from text.stem_tensors(spec, ("",)) if spec.image is None else vit.stem_tensors(spec)
+    yield from text.stem_tensors(spec, ("",)) if spec.image is None else patches.stem_tensors(spec, vit.BASE_NAMES)
     for here, columns in _layers(spec):
         yield from text.layer_tensors(spec, here, ("",), here, LAYER, columns)
     if spec.image is not None:
-        yield from vit.task_tensors(spec)
+        yield from patches.task_tensors(spec, vit.BASE_NAMES)
 
 
 def _layers(spec: DecoupledSpec) -> Iterator[tuple[str, int]]:
@@ -95,7 +96,7 @@ def _layers(spec: DecoupledSpec) -> Iterator[tuple[str, int]]:
 
 def graph(net: GraphBuilder, spec: DecoupledSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one batch: ids i32 [m], or pixels u8 [B, C, S, S] -> the task's output."""
-    x = (text if spec.image is None else vit).embed(net, spec, shape, refs)  # [m, h]
+    x = (text if spec.image is None else patches).embed(net, spec, shape, refs)  # [m, h]
     layer = pre_norm if spec.norm_first else post_norm
     n, w, depth = Layer.of(spec, shape), spec.hidden // spec.parts, spec.layers // spec.groups
     for first in range(0, spec.layers, depth):
@@ -121,7 +122,9 @@ def reference(
     """Return (final hidden states [m, h], the task's output) for what a request brings, in plain NumPy."""
     pictures = spec.image is not None
     x = (
-        vit.reference_embed(spec, tensors, inputs) if pictures else text.reference_embed(spec, tensors, inputs, shape)
+        patches.reference_embed(spec, tensors, inputs)
+        if pictures
+        else text.reference_embed(spec, tensors, inputs, shape)
     )  # [m, h]
     layer = plain.pre_norm if spec.norm_first else plain.post_norm
     n, depth = Layer.of(spec, shape), spec.layers // spec.groups
@@ -140,9 +143,9 @@ _SMALL: Final = {"num_hidden_layers": 4, "num_groups": 2, "num_parts": 4, "type_
 KINDS: Final = {
     "debert-base": make_kind("DecoupledBertModel", "decoupled", BASE, _WORDS, num_groups=4, num_parts=4),
     "debert-large": make_kind("DecoupledBertModel", "decoupled", LARGE, _WORDS, num_groups=6, num_parts=4),
-    "devit-base": vit.image_kind(_VIT, BASE, vit.REAL, model_type="decoupled", labels=1000, num_groups=4, num_parts=4),
-    "tiny-devit": vit.image_kind(
-        _VIT, vit.TINY, model_type="decoupled", labels=7, num_hidden_layers=4, num_groups=2, num_parts=2
+    "devit-base": patches.image_kind(_VIT, "decoupled", BASE, patches.REAL, labels=1000, num_groups=4, num_parts=4),
+    "tiny-devit": patches.image_kind(
+        _VIT, "decoupled", patches.TINY, labels=7, num_hidden_layers=4, num_groups=2, num_parts=2
     ),
     "tiny-debert": make_kind("DecoupledBertModel", "decoupled", TINY, _SMALL),
 }

@@ -17,8 +17,11 @@ from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import Graph, GraphBuilder
 from hepti_mqtt.models import (
     albert,
+    beit,
     bert,
     decoupled,
+    deit,
+    dinov2,
     distilbert,
     electra,
     gemma3,
@@ -55,6 +58,7 @@ class Family(Protocol):
     `READS` are the keys of config.json that it checks itself, of those that are refused for all others. `KNOWN_CODE`
     begins the names of code that checkpoints bring and that the family computes. And, by model_type, the classes of
     transformers that make ids and pixels, `TOKENIZER_CLASSES` and `PICTURE_CLASSES`, where the model's files name none.
+    `translated` returns the files that another library wrote in the words of Hugging Face's.
     """
 
     @property
@@ -86,6 +90,9 @@ def _spec_class(family: Family) -> type[Spec]:
 FAMILIES: Final[Mapping[str, Family]] = {
     "bert": bert,
     "vit": vit,
+    "deit": deit,
+    "dinov2": dinov2,
+    "beit": beit,
     "distilbert": distilbert,
     "albert": albert,
     "electra": electra,
@@ -211,6 +218,19 @@ def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
 def layer_count(spec: Spec) -> int:
     """Return the number of layers of a model."""
     return graph(spec, largest_shape(spec)).layer_count()
+
+
+def files_in_our_words(
+    config: Mapping[str, Any], extras: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return config.json and the other files of a directory as Hugging Face's libraries would have written them.
+
+    Raises ModelError, UnsupportedModelError for what another library says and is not computed here.
+    """
+    for family in FAMILIES.values():
+        if translated := getattr(family, "translated", None):
+            config, extras = translated(config, extras)
+    return config, extras
 
 
 def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:

@@ -8,15 +8,17 @@ from typing import Final
 import numpy as np
 
 from hepti_mqtt.lowering import GraphBuilder
-from hepti_mqtt.lowering.roles import TASK
+from hepti_mqtt.lowering.roles import TASK, WORDS
 from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, pool, sequence_slices
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense
-from hepti_mqtt.models.transformer import ModelSpec, needed_rows
+from hepti_mqtt.models.transformer import ModelSpec, needed_rows, patch_rows
 from hepti_mqtt.program import WeightRef
+from hepti_mqtt.spec import Pooling
 
 # What one kernel makes of all rows of a sequence; other poolings choose rows.
 POOLED: Final = ("mean", "sqrt_mean", "weighted_mean", "max")
+PATCHES: Final = ("patches", "cls_patches")
 _STORED: Final = {"token_classification": "classifier", "question_answering": "qa_outputs"}
 
 
@@ -40,14 +42,18 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
     It has the spec's `output_shape`. Only the rows that the task reads are asked for.
     """
     x = net.rows("rows", x, TASK, needed_rows(spec, shape))  # [r, h]
-    if spec.norm_first:
+    if "final_norm.weight" in refs:
         x = _norm(net, spec, x, "final_norm", refs)
     if shape.want == "hidden":
         return x
     head = spec.head
     if head.pooling in POOLED:
-        dims = (len(shape.lengths), spec.hidden)
-        x = net.opaque("pooled", (x,), TASK, "pool_rows", dims, lengths=shape.lengths, mode=head.pooling)  # [B, h]
+        x = _pool(net, x, shape.lengths, head.pooling)  # [B, h]
+    if head.pooling in PATCHES:
+        patches, lengths = patch_rows(spec, shape)
+        mean = _pool(net, net.rows("patch_rows", x, TASK, patches), lengths, "mean")  # [B, h]
+        cls = [net.rows("cls", x, TASK, shape.starts)] if head.pooling == "cls_patches" else []
+        x = net.join("cls_patches", [*cls, mean], TASK)  # [B, h] or [B, 2 h]
     if head.pooler:
         x = _dense(net, x, "head.pooler", head.activation, refs)
     if "head.pooler_norm.weight" in refs:
@@ -62,18 +68,23 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
         x = _norm(net, spec, x, "head.transform_norm", refs)
         return _dense(net, x, "head.decoder", None, refs)  # [masks, V]
     if head.task == "generation":
-        return _dense(net, x, "head.decoder", None, refs)  # [1, V]
+        return _dense(net, x, "head.decoder", None, refs, WORDS)  # [1, V]
     return _dense(net, x, "head.classifier", None, refs) if head.outputs else x
 
 
 def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBatch) -> tuple[Array, Array]:
     """Return (hidden states after the final norm [m, h], the spec's output) from the last layer's x [m, h]."""
-    hidden = norm(tensors, "final_norm", x, spec.norm) if spec.norm_first else x
+    hidden = norm(tensors, "final_norm", x, spec.norm) if "final_norm.weight" in tensors else x
     if shape.want == "hidden":
         return hidden, hidden
     head, rows = spec.head, needed_rows(spec, shape)
     if head.pooling in POOLED:
         x = np.stack([pool(head.pooling, hidden[one]) for one in sequence_slices(shape.lengths)])  # [B, h]
+    elif head.pooling in PATCHES:
+        patches, lengths = patch_rows(spec, shape)
+        of_patches = hidden[list(patches)]
+        x = np.stack([pool("mean", of_patches[one]) for one in sequence_slices(lengths)])  # [B, h]
+        x = np.hstack([hidden[list(shape.starts)], x]) if head.pooling == "cls_patches" else x
     else:
         x = hidden if rows is None else hidden[list(rows)]  # [m, B or masks, h]
     if head.pooler:
@@ -94,9 +105,16 @@ def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBat
     return hidden, linear(tensors, "head.classifier", x) if head.outputs else x
 
 
-def _dense(net: GraphBuilder, x: str, name: str, activation: str | None, refs: Mapping[str, WeightRef]) -> str:
+def _pool(net: GraphBuilder, x: str, lengths: tuple[int, ...], mode: Pooling) -> str:
+    dims = (len(lengths), net.shape_of(x)[1])
+    return net.opaque("pooled", (x,), TASK, "pool_rows", dims, lengths=lengths, mode=mode)
+
+
+def _dense(
+    net: GraphBuilder, x: str, name: str, activation: str | None, refs: Mapping[str, WeightRef], role: str = TASK
+) -> str:
     start, stop = refs[f"{name}.weight"].columns
-    return net.linear(name, x, TASK, {name: stop - start}, bias=f"{name}.bias" in refs, activation=activation)
+    return net.linear(name, x, role, {name: stop - start}, bias=f"{name}.bias" in refs, activation=activation)
 
 
 def _norm(net: GraphBuilder, spec: ModelSpec, x: str, name: str, refs: Mapping[str, WeightRef]) -> str:

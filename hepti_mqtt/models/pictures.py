@@ -25,8 +25,8 @@ _FILTERS: Final = 5  # the last of Pillow's resampling filters
 KEYS: Final = KeyTable(
     read=frozenset({
         "crop_pct", "crop_size", "default_to_square", "do_center_crop", "do_normalize", "do_rescale", "do_resize",
-        "feature_extractor_type", "image_mean", "image_processor_type", "image_std", "resample", "rescale_factor",
-        "size",
+        "feature_extractor_type", "image_mean", "image_processor_type", "image_std", "include_top", "resample",
+        "rescale_factor", "rescale_offset", "size",
     }),
     # do_convert_rgb: colours come as RGB here in any case. do_reduce_labels: of maps of segments.
     without_effect=frozenset({
@@ -38,32 +38,40 @@ KEYS: Final = KeyTable(
 
 
 class Crop(NamedTuple):
-    """What a model sees of a picture: the middle S x S after its shorter side was made `shortest`, 0: all of it."""
+    """What a model sees of a picture: the middle S x S after its shorter side was made `shortest`, 0: all of it.
+
+    square: both sides are made so long.
+    """
 
     size: int
     shortest: int
+    square: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Class:
     """What a class of transformers does where its file says nothing; None: it differs between versions."""
 
-    size: int | dict[str, int]
+    size: int | dict[str, int] | None
     resample: int | None
     square: bool = False  # what an integer as size means
-    crop: int = 0  # 0: no cropping
+    crop: int | None = 0  # 0: no cropping
     by_part: bool = False  # crops a part of the picture, not a size
+    cut: int = 224  # what it crops to where it is asked to crop and not told to what
+    scales_twice: bool = False  # divides by the deviation a second time where `include_top`, and knows `rescale_offset`
 
 
 _SHORTEST: Final = {"shortest_edge": 224}
 _CLASSES: Final[Mapping[str, _Class]] = {
     "ViT": _Class(224, _BILINEAR, square=True),
     "DeiT": _Class(256, _BICUBIC, square=True, crop=224),
+    "Beit": _Class(None, _BICUBIC, square=True, crop=None),
     "Siglip": _Class({"height": 224, "width": 224}, _BICUBIC),
     "CLIP": _Class(_SHORTEST, _BICUBIC, crop=224),
     "Bit": _Class(_SHORTEST, _BICUBIC, crop=224),
     "MobileNetV1": _Class({"shortest_edge": 256}, _BILINEAR, crop=224),
     "MobileNetV2": _Class({"shortest_edge": 256}, _BILINEAR, crop=224),
+    "EfficientNet": _Class({"height": 346, "width": 346}, None, cut=289, scales_twice=True),
     "ConvNext": _Class({"shortest_edge": 384}, None, by_part=True),
 }
 
@@ -125,6 +133,15 @@ class Preprocessor:
             means, stds = (pre.per_channel(key, 3) for key in ("image_mean", "image_std"))
             if min(stds) <= 0:
                 raise pre.bad_value("image_std", "numbers > 0", stds)
+        if self._class is not None and self._class.scales_twice:
+            if pre.flag("do_rescale", True) and pre.flag("rescale_offset", False):
+                means = tuple(v + 1 for v in means)
+            if pre.flag("include_top", True):
+                stds = tuple(a * b for a, b in zip(stds, pre.per_channel("image_std", 3), strict=True))
+        elif self.config.get("include_top", False) or self.config.get("rescale_offset", False):
+            raise UnsupportedModelError(
+                f"{pre.file}: include_top and rescale_offset are for EfficientNetImageProcessor"
+            )
         factor = 255 * (pre.number("rescale_factor", 1 / 255) if pre.flag("do_rescale", True) else 1.0)
         return tuple(v / factor for v in means), tuple(v / factor for v in stds)
 
@@ -157,20 +174,24 @@ class Preprocessor:
         pre, known = self.config, self._class
         if "crop_pct" in pre.data:
             raise UnsupportedModelError(f"{pre.file}: crop_pct is for ConvNextImageProcessor alone; name that type")
-        side, square = self._side(pre.get("size", known.size) if known else pre.require("size"))
-        if not pre.flag("do_center_crop", known is not None and known.crop > 0):
+        side, square = self._side(pre.get("size", known.size) if known and known.size else pre.require("size"))
+        if known is not None and known.crop is None:
+            pre.require("do_center_crop")
+        if not pre.flag("do_center_crop", known is not None and bool(known.crop)):
             if not square:
                 raise UnsupportedModelError(
                     f"{pre.file}: size {pre.get('size', None)!r} without do_center_crop is not supported: pictures "
                     "would keep their shape, and the model reads squares of one size"
                 )
             return Crop(side, 0)
-        cut, whole = self._side(pre.get("crop_size", known.crop or 224) if known else pre.require("crop_size"), True)
-        if not whole or ((cut != side) if square else cut > side):
+        cut, whole = self._side(
+            pre.get("crop_size", known.crop or known.cut) if known else pre.require("crop_size"), True
+        )
+        if not whole or cut > side:
             raise UnsupportedModelError(
                 f"{pre.file}: a crop_size of {cut} is not supported with a size of {pre.get('size', side)!r}"
             )
-        return Crop(cut, 0 if square else side)
+        return Crop(cut, side, square=True) if square and cut < side else Crop(cut, 0 if square else side)
 
     def _side(self, value: Any, square: bool | None = None) -> tuple[int, bool]:
         """Return a side in pixels, and whether both sides get it, or the shorter one alone.

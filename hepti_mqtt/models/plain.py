@@ -55,8 +55,8 @@ def attention(
 ) -> Array:
     """Return the attention of packed sequences: q [m, a d], k, v [m, * d] -> [m, a d].
 
-    causal: no token sees a later one; window: nor one that is farther away, -1 for any. bias: of scores by distance,
-    key minus query, [2 L - 1, a] for sequences of up to L tokens, with 0 in the middle.
+    causal: no token sees a later one; window: nor one that is farther away, -1 for any. bias: of the score of each
+    query and key, [L, L, a] for sequences of up to L tokens.
     """
     out, d = np.empty_like(q), q.shape[1] // heads
     for rows in sequence_slices(lengths):
@@ -66,7 +66,7 @@ def attention(
         t = np.arange(scores.shape[-1])
         away = t - t[:, None]  # [t, t]
         if bias is not None:
-            scores = scores + bias[away + len(bias) // 2].transpose(2, 0, 1)
+            scores = scores + bias[: len(t), : len(t)].transpose(2, 0, 1)
         if causal:
             scores[:, away > 0] = -np.inf
         if window >= 0:
@@ -102,7 +102,7 @@ def rotate(x: Array, d: int, theta: float, lengths: Sequence[int], scaling: Sequ
 
 
 def distance_bias(table: Array, farthest: int, longest: int) -> Array:
-    """Return what distances add to scores (T5): a table [buckets, a] -> [2 longest - 1, a], key minus query."""
+    """Return what distances add to scores (T5): a table [buckets, a] -> [longest queries, keys, a]."""
     half = len(table) // 2
     exact = half // 2
     found = []
@@ -112,6 +112,19 @@ def distance_bias(table: Array, farthest: int, longest: int) -> Array:
             wide = np.log(np.float32(near) / np.float32(exact)) / np.float32(math.log(farthest / exact))
             near = min(exact + int(wide * np.float32(half - exact)), half - 1)
         found.append(near + (half if away > 0 else 0))
+    t = np.arange(longest)
+    return np.asarray(table[found][t - t[:, None] + longest - 1])
+
+
+def grid_bias(table: Array, side: int) -> Array:
+    """Return what steps on a grid add to scores (BEiT): a table [(2 side - 1)^2 + 3, a] -> [n + 1, n + 1, a].
+
+    Row 0 is the class token, whose numbers are the last three: to patches, from patches, and its own.
+    """
+    y, x = np.divmod(np.arange(side**2), side)
+    found = np.full((side**2 + 1,) * 2, len(table) - 1)
+    found[0, 1:], found[1:, 0] = len(table) - 3, len(table) - 2
+    found[1:, 1:] = (y[:, None] - y + side - 1) * (2 * side - 1) + x[:, None] - x + side - 1
     return np.asarray(table[found])
 
 
@@ -157,7 +170,11 @@ def _attention(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
         )
     if n.theta:
         q, k = (rotate(z, n.head_dim, n.theta, n.lengths, n.block.rope_scaling) for z in (q, k))
-    bias = distance_bias(tensors["relative_bias"], n.block.farthest, max(n.lengths)) if n.block.buckets else None
+    bias = None
+    if n.block.buckets:
+        table = tensors["relative_bias" if n.block.shared_bias else f"{here}relative_bias"]
+        side, farthest = n.block.side, n.block.farthest
+        bias = grid_bias(table, side) if side else distance_bias(table, farthest, max(n.lengths))
     out = attention(q, k, v, n.heads, n.lengths, n.block.causal, n.window, n.block.scale, bias)
     return linear(tensors, f"{here}attention_out", out)
 

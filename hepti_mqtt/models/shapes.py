@@ -274,13 +274,15 @@ class DecoderInput(TextInput):
 class ImageInput:
     """A request brings pictures u8 [B, channels, size, size], each of which has `rows` rows in the net.
 
-    shortest: pixels of the shorter side of a picture whose middle is taken; 0: all of it, made square.
+    shortest: pixels of the shorter side of a picture whose middle is taken; 0: all of it, made square. square: the
+    longer side gets as many.
     """
 
     size: int
     channels: int
     rows: int = 1
     shortest: int = 0
+    square: bool = False
 
     @property
     def upper_bound(self) -> int:

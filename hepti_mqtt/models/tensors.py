@@ -5,8 +5,12 @@ Canonical names are the same for all families; matrices are in [in, out] orienta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import Layout, WeightRef
@@ -14,18 +18,61 @@ from hepti_mqtt.program import Layout, WeightRef
 
 @dataclass(frozen=True, slots=True)
 class BatchNorm:
-    """A batch norm behind a convolution: (x - mean) / sqrt(variance + eps) * weight + bias; names in a checkpoint."""
+    """A batch norm behind a convolution: (x - mean) / sqrt(variance + eps) * weight + bias; names in a checkpoint.
+
+    Of a mere factor of each channel (layer scale) there is weight alone: all other names are empty.
+    """
 
     weight: str
-    bias: str
-    mean: str
-    variance: str
-    eps: float
+    bias: str = ""
+    mean: str = ""
+    variance: str = ""
+    eps: float = 0.0
 
     @classmethod
     def under(cls, prefix: str, eps: float = 1e-5) -> BatchNorm:
         """Return the names that PyTorch gives it."""
         return cls(f"{prefix}.weight", f"{prefix}.bias", f"{prefix}.running_mean", f"{prefix}.running_var", eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """A table of `kept` rows and then those of a square grid, which becomes one of another size, bicubic.
+
+    stored, side: of the grid before and then. smooth: the filter is as much wider as the new grid is coarser.
+    """
+
+    kept: int
+    stored: int
+    side: int
+    smooth: bool
+
+    def rows(self, table: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Return the table [kept + stored^2, h] with the other grid: [kept + side^2, h]."""
+        along = self._weights()  # [side, stored]
+        grid = table[self.kept :].reshape(self.stored, self.stored, -1).astype(np.float64)
+        resized = np.einsum("ya,xb,abh->yxh", along, along, grid, optimize=True)
+        return np.concatenate([table[: self.kept], resized.reshape(self.side**2, -1)])
+
+    def _weights(self) -> npt.NDArray[np.float64]:
+        """Return what each stored row adds to each new one, as PyTorch's `interpolate` has it with `antialias` or not.
+
+        Without it the filter's parameter is another one, and beyond the border the last row stands.
+        """
+        ratio = self.stored / self.side
+        wide, a = (max(ratio, 1.0), -0.5) if self.smooth else (1.0, -0.75)
+        centre = (np.arange(self.side) + 0.5) * ratio - 0.5
+        beyond = int(2 * wide) + 2
+        places = np.arange(-beyond, self.stored + beyond)
+        t = np.abs(places - centre[:, None]) / wide
+        near = ((a + 2) * t - (a + 3)) * t * t + 1
+        far = ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+        values = np.where(t <= 1, near, np.where(t < 2, far, 0.0))
+        inside = values[:, beyond:-beyond].copy()
+        if not self.smooth:
+            inside[:, 0] += values[:, :beyond].sum(axis=1)
+            inside[:, -1] += values[:, -beyond:].sum(axis=1)
+        return np.asarray(inside / inside.sum(axis=1, keepdims=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +85,9 @@ class TensorSource:
     created_name: the name in a new checkpoint where that is not the first; two tensors that are tied have one.
     channels_first: of a stored row, what it is there, [C, ...], while its channels come last here. norm: folded in at
     reading, as a factor of each stored row, or, of a vector, which is then stored as the norm's bias, with what the
-    norm does to `convolution_bias`, if anything. first: where it begins in what is stored, which other tensors are
-    parts of too: at which of its rows, or elements; None where it is all of it.
+    norm does to `convolution_bias`, if anything. factor: alternative names of a vector by which each stored row, or
+    element, is multiplied. resized: what becomes of its rows. first: where it begins in what is stored, which other
+    tensors are parts of too: at which of its rows, or elements; None where it is all of it.
     """
 
     name: str
@@ -52,6 +100,8 @@ class TensorSource:
     channels_first: tuple[int, ...] = ()
     norm: BatchNorm | None = None
     convolution_bias: str = ""
+    factor: tuple[str, ...] = ()
+    resized: Resized | None = None
     first: int | None = None
 
     @property
@@ -59,12 +109,15 @@ class TensorSource:
         """Return the name that most checkpoints have for it."""
         return self.created_name or self.stored[0]
 
-    @property
-    def folded_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the other stored tensors that it is made of, and their shapes."""
-        if self.norm is None:
-            return {}
-        names = (self.norm.weight, self.norm.mean, self.norm.variance, self.convolution_bias)
+    def factor_name(self, stored: Container[str]) -> str:
+        """Return the factor's name among those of a checkpoint; empty without a factor."""
+        return next((name for name in self.factor if name in stored), next(iter(self.factor), ""))
+
+    def folded_shapes(self, stored: Container[str] = ()) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the other tensors that it is made of in a checkpoint, which has those of `stored`."""
+        names = [self.factor_name(stored), self.convolution_bias]
+        if self.norm is not None:
+            names += [self.norm.weight, self.norm.mean, self.norm.variance]
         return {name: self.stored_shape[:1] for name in names if name}
 
 

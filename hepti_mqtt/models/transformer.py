@@ -40,11 +40,11 @@ class BlockSpec:
     biases: the matrices that have one: `MATRICES`, and what a family calls those of its head. norm_bias, rms,
     gamma_offset: see `lowering.Norm`. bare: how many layers begin without a norm before attention. added_norms: what a
     block adds is normed (Gemma 3). gated: the MLP's hidden columns are activation(gate) * up. kv_heads, head_dim: 0 for
-    as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for
-    1 / sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance, which all layers
-    share. thetas, windows: of each layer the base of its rotary positions, and the most rows between query and key, -1
-    for all, from the first one again where there are more layers; none where no layer has them. rope_scaling: see
-    `lowering.Rotate`.
+    as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for 1 /
+    sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance; side: of one by steps on
+    a grid of patches instead; shared_bias: all layers have the same. thetas, windows: of each layer the base of its
+    rotary positions, and the most rows between query and key, -1 for all, from the first one again where there are more
+    layers; none where no layer has them. rope_scaling: see `lowering.Rotate`.
     """
 
     biases: tuple[str, ...] = MATRICES
@@ -61,6 +61,8 @@ class BlockSpec:
     causal: bool = False
     buckets: int = 0
     farthest: int = 0
+    side: int = 0
+    shared_bias: bool = True
     thetas: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
     rope_scaling: tuple[float, ...] = ()
@@ -70,7 +72,9 @@ class BlockSpec:
 class ImageStem:
     """Patch embeddings of square images; pixels arrive as uint8 [B, channels, size, size].
 
-    shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square.
+    shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square. square: the longer
+    side is made so long, too. registers: rows between the class token and the patches. grid: patches of a side that the
+    stored positions are for, where pictures have others. positions: rows have any.
     """
 
     size: int
@@ -79,11 +83,30 @@ class ImageStem:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     shortest: int = 0
+    square: bool = False
+    registers: int = 0
+    grid: int = 0
+    positions: bool = True
+
+    @property
+    def side(self) -> int:
+        """Return the patches of a side."""
+        return self.size // self.patch
 
     @property
     def patches(self) -> int:
         """Return the number of patches of one image."""
-        return (self.size // self.patch) ** 2
+        return self.side**2
+
+    @property
+    def prefix(self) -> int:
+        """Return the rows before the patches."""
+        return 1 + self.registers
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of one image."""
+        return self.prefix + self.patches
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +152,7 @@ class ModelSpec:
             return TextInput(self.text.vocab, self.max_tokens, self.head.pooling == "mask", max(self.text.types, 1))
         assert self.image is not None
         image = self.image
-        return ImageInput(image.size, image.channels, image.patches + 1, image.shortest)
+        return ImageInput(image.size, image.channels, image.rows, image.shortest, image.square)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
         """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, or [B, h] embeddings."""
@@ -171,6 +194,15 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
     if pooling == "last":
         return tuple(start + length - 1 for start, length in zip(shape.starts, shape.lengths, strict=True))
     return shape.mask_rows
+
+
+def patch_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the packed rows of all patches, and how many of each picture."""
+    assert spec.image is not None
+    first = spec.image.prefix
+    items = list(zip(shape.starts, shape.lengths, strict=True))
+    rows = tuple(row for start, length in items for row in range(start + first, start + length))
+    return rows, tuple(length - first for length in shape.lengths)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -229,7 +261,8 @@ def add_layers(
     for i in net.layers(spec.layers):
         if not spec.norm_first:
             net.begin_block()
-        n = Layer.of(spec, shape, i, refs.get("relative_bias"))._replace(cache=shape.session_rows, at=at)
+        bias = refs.get("relative_bias" if spec.block.shared_bias else f"layers.{i}.relative_bias")
+        n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at)
         x = layer(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
     net.begin_block()
     return x
@@ -299,7 +332,7 @@ def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: in
     return net.attention(
         f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),
         lengths=n.lengths, causal=block.causal, window=n.window, group=n.group, scale=block.scale, bias=n.bias,
-        farthest=block.farthest,
+        farthest=block.farthest, side=block.side,
     )  # fmt: skip
 
 

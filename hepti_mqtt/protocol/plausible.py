@@ -271,6 +271,8 @@ FIELDS: Final[Mapping[str, Check]] = {
     "spec.max_tokens": Number("tokens", 0, 65_536),
     "spec.positions": Number("tokens", 0, 1 << 20),
     "spec.size": Number("pixels", 0, 4096),
+    "spec.registers": Number("rows", 0, 1024),
+    "spec.side": Number("patches", 0, 256),
     "spec.nodes.groups": Number("channels", 1, 1 << 24),  # of one convolution, which is one op whatever its groups
     "spec.*": Number("rows or columns", 0, 1 << 24),
 }

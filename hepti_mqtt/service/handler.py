@@ -18,6 +18,7 @@ import numpy as np
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import RequestPins
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
+from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.protocol.messages import TAKEN_BY
 from hepti_mqtt.protocol.topics import Topics
@@ -121,14 +122,18 @@ class RequestHandler:
         self._answered_bytes = 0
         self._read_s: dict[str, deque[float]] = {}  # by model: from arrival to first dispatch, of the last requests
 
-    def read_request(self, raw: RawRequest, now: float, make_id: MakeId = _new_id) -> Request | Reply:
+    def read_request(self, raw: RawRequest, now: float, make_id: MakeId = _new_id) -> Request | Reply | RequestKey:
         """Return the parsed request, or its answer if there is one: an error, or the answer given before.
+
+        The key of a request is returned where that is taken back.
 
         now: on the session's clock; deadlines count from it. make_id: gives the id of a request without one.
         """
         own_id: str | None = None
         try:
             data = {"text": bare_text(raw.payload)} if raw.bare else parse(raw.payload)
+            if data.keys() == {"cancel"}:
+                return RequestKey(raw.model, raw.client, check_name("request", data["cancel"]))
             own_id = request_id(data)
             key = RequestKey(raw.model, raw.client, own_id or make_id(raw))
             return self._build_request(key, data, now, self._topics_of(raw), raw.bare)

@@ -135,6 +135,7 @@ def _middle(picture: Image.Image, reads: ImageInput, resample: int) -> Image.Ima
     width, height = picture.size
     short = min(width, height)
     sides = (reads.shortest * width // short, reads.shortest * height // short)
+    sides = (reads.shortest,) * 2 if reads.square else sides
     left, top = ((side - reads.size) // 2 for side in sides)
     if max(sides) <= _LONG * reads.shortest:
         return picture.resize(sides, resample).crop((left, top, left + reads.size, top + reads.size))

@@ -35,6 +35,7 @@ from hepti_mqtt.runtime.coordinator import interface, session
 from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
+from hepti_mqtt.runtime.coordinator.requests import RequestKey
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.service.channel import RequestChannel
 from hepti_mqtt.service.decoder import (
@@ -316,6 +317,9 @@ class _Planner:
             request = self.handler.read_request(raw, now, journal.id_for)
         except Exception as error:
             self._refuse_unread(raw, error if isinstance(error, HeptiError) else self._internal_error(error))
+            return
+        if isinstance(request, RequestKey):
+            self.inbox.post(interface.RequestCancelled(request))
             return
         if isinstance(request, Reply):
             self.channel.send(request, [raw])

@@ -38,7 +38,11 @@ UNIGRAM = (
     *("tiny-xlm-roberta", "tiny-xlm-roberta-classifier", "tiny-xlm-roberta-mlm"),
 )
 TEXT = (*WORDPIECE, *BYTES, *UNIGRAM)
-IMAGE = ("tiny-vit", "tiny-vit-classifier", "tiny-hf-resnet", "tiny-hf-mobilenet")
+IMAGE = (
+    *("tiny-vit", "tiny-vit-classifier", "tiny-hf-resnet", "tiny-hf-mobilenet"),
+    *("tiny-deit", "tiny-deit-classifier", "tiny-deit-teacher", "tiny-dinov2", "tiny-dinov2-classifier"),
+    *("tiny-dinov2-registers", "tiny-dinov2-registers-classifier", "tiny-beit", "tiny-beit-classifier"),
+)
 # Of these config.json alone is changed: their tokenizers are of the classes above, or count as they are.
 CONFIGURED = (
     *("tiny-mpnet-mlm", "tiny-mpnet-classifier", "tiny-modernbert-mlm", "tiny-modernbert-classifier"),

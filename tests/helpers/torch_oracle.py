@@ -30,8 +30,8 @@ def outputs(path, architecture, inputs, shape, pooling=None):
         return of_speech(model, inputs, shape)
     hidden, output = [], []
     for i, (start, length) in enumerate(zip(shape.starts, shape.lengths, strict=True)):
-        if architecture.startswith("ViT"):
-            given = {"pixel_values": torch.from_numpy((inputs[i : i + 1] / 255 - 0.5) / 0.5)}
+        if model.main_input_name == "pixel_values":
+            given = {"pixel_values": torch.from_numpy(scaled(path, inputs[i : i + 1]))}
         elif shape.session_rows:  # the cached rows, none, and then the ids
             given = {"input_ids": torch.from_numpy(inputs[1:].astype(np.int64))[None]}
         else:
@@ -69,7 +69,7 @@ def known(config):
 
 def _net(path, architecture):
     """Return a convolutional net, None if it is none."""
-    if architecture in ("ResNetForImageClassification", "MobileNetV2ForImageClassification"):
+    if architecture.removesuffix("ForImageClassification") in ("ResNet", "MobileNetV2", "ConvNext", "EfficientNet"):
         return getattr(transformers, architecture).from_pretrained(path).double().eval()
     if json.loads((path / "config.json").read_text())["model_type"] != "torchvision":
         return None

@@ -32,7 +32,7 @@ def golden():
 
 # The other heads of a family read the same files.
 QUICK = (
-    {"tiny-modernbert-classifier", "tiny-gemma3"}
+    {"tiny-modernbert-classifier", "tiny-gemma3", "tiny-beit-classifier"}
     | {"tiny-minilm", "tiny-gpt2", "tiny-distilbert-mlm", "tiny-electra", "tiny-vit-classifier", "tiny-hf-resnet"}
     | {f"tiny-{family}-classifier" for family in ("albert", "bert", "roberta", "xlm-roberta")}
 )

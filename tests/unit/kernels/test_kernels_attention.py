@@ -98,6 +98,20 @@ def test_a_windowed_query_does_not_see_what_is_not_finite_beyond_its_window(valu
     assert not seen[26:35].any()
 
 
+@given(images=st.integers(1, 2), side=st.integers(1, 6), data=st.data())
+def test_a_bias_by_steps_on_a_grid_equals_plain_attention(images, side, data):
+    heads, d, lengths = 2, 8, (side * side + 1,) * images
+    m = sum(lengths)
+    table = array((2 * side - 1) ** 2 + 3, heads + 1)
+    rows = sorted(data.draw(st.sets(st.integers(0, m - 1), min_size=1)))
+    q, kv = array(m, heads * d + 3), array(m, 2 * heads * d + 5)
+    attrs = {"bias_heads": (1, 2), "bias_side": side}
+    got = attention(lengths, heads, d, rows=rows, q=q, kv=kv, weights=[table], **attrs).check()[0]
+    parts = (x.astype("f8") for x in (q[:, 2:-1], kv[:, heads * d + 4 : -1], kv[:, 1 : 1 + heads * d]))
+    want = plain.attention(*parts, heads, lengths, bias=plain.grid_bias(table.astype("f8")[:, 1:], side))
+    np.testing.assert_allclose(got, want[rows], rtol=2e-5, atol=2e-5)
+
+
 def test_buckets_of_distances_are_those_of_t5():
     far = np.array([0, 1, 7, 8, 11, 12, 15, 16, 22, 23, 31, 32, 45, 46, 63, 64, 90, 91, 127, 128, 500])
     want = [0, 1, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15, 15, 15]

@@ -44,7 +44,9 @@ def test_within_two_units_in_the_last_place(name, reference, low, high):
     assert ulps(apply(getattr(elementary, name), x), want)[normal].max() <= 2
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "relu", "relu6", "leaky_relu", "silu"])
+@pytest.mark.parametrize(
+    "name", ["gelu", "gelu_tanh", "relu", "relu6", "leaky_relu", "silu", "sigmoid", "hard_sigmoid", "hard_swish"]
+)
 def test_activations_equal_their_references(name):
     x = grid(-20.0, 20.0)
     want = ACTIVATIONS[name](x.astype(np.float64))

@@ -81,6 +81,14 @@ def test_gate(shape, activation):
     Case("gate", [array(*shape), array(*shape)], [shape], activation=activation).check()
 
 
+@pytest.mark.parametrize("shape", [(0, 3, 4), (1, 1, 1), (5, 7, 33)])
+def test_a_row_scales_every_pixel_of_a_map_and_a_pixel_is_normed_by_itself(shape):
+    x, c = array(*shape), shape[2]
+    for activation in ("sigmoid", "hard_sigmoid"):
+        Case("scale_map", [array(1, c), x], [shape], activation=activation).check()
+    Case("layer_norm", [x], [shape], [array(c), array(c)], eps=1e-6).check(1e-3, 1e-3)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kernel", ["layer_norm", "add_norm", "add", "normalize_rows"])
 def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(kernel, value):

@@ -94,10 +94,19 @@ def test_images_that_do_not_fit_are_refused(size, change, message):
         Case("patchify", [np.zeros((1, 1, *size), np.uint8)], [(4, 4)], **attrs).run()
 
 
-@given(images=st.integers(0, 3), n=st.integers(0, 5), h=st.integers(1, 9))
-def test_prepend_positions(images, n, h):
-    weights = [array(h), array(n + 1, h)]
-    Case("prepend_positions", [array(images * n, h)], [(images * (n + 1), h)], weights, images=images).check()
+@given(
+    images=st.integers(1, 3), n=st.integers(1, 5), h=st.integers(1, 9), more=st.integers(1, 3), placed=st.integers(0, 4)
+)
+def test_prepend_positions(images, n, h, more, placed):
+    weights = [array(h), array(more, h), array(min(placed, 1 + more) + n, h)]
+    Case("prepend_positions", [array(images * n, h)], [(images * (1 + more + n), h)], weights, images=images).check()
+
+
+@pytest.mark.parametrize("positions", [1, 4])
+def test_positions_that_are_too_few_or_too_many_are_refused(positions):
+    case = Case("prepend_positions", [array(4, 3)], [(6, 3)], [array(3), array(positions, 3)], images=2)
+    with pytest.raises(ValueError, match="positions"):
+        case.run()
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 1, 5), (0, 4)])

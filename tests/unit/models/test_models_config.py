@@ -86,7 +86,7 @@ UNSUPPORTED = [
     (BERT, {"position_embedding_type": "relative_key"}),
     (BERT, {"is_decoder": True}),
     (VIT, {"num_channels": 1}),
-    (VIT, {"qkv_bias": False}),
+    (VIT, {"head_dim": 9}),
     *((VIT, {"architectures": ["ViTModel"], **more}) for more in ({"pooler_act": "relu"}, {"pooler_output_size": 20})),
     *((KINDS["tiny-albert"].config, {key: 2}) for key in ("num_hidden_groups", "inner_group_num")),
     (KINDS["tiny-distilbert"].config, {"activation": "mish"}),
@@ -298,6 +298,8 @@ def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_name
     names = [source.name for source in sources]
     assert len(set(names)) == len(names)
     for source in sources:
+        if source.resized is not None:
+            continue
         if source.first is None:
             assert math.prod(source.shape) == math.prod(source.stored_shape)
         else:

@@ -184,9 +184,12 @@ def linear(op, x, weight, bias=0.0):
     return activate[op.attrs["activation"]](x @ weight + bias)
 
 
-def prepend_positions(op, patches, cls, position):
-    images = np.split(patches, op.attrs["images"])
-    return np.concatenate([np.vstack([cls, image]) + position for image in images])
+def prepend_positions(op, patches, *weights):
+    *prefix, position = weights
+    first, images = np.vstack(prefix), np.split(patches, op.attrs["images"])
+    placed = len(position) - len(images[0])
+    first[:placed] += position[:placed]
+    return np.concatenate([np.vstack([first, image + position[placed:]]) for image in images])
 
 
 def pool_rows(op, x):
@@ -201,8 +204,9 @@ def pool_rows(op, x):
 
 
 def assemble(op, *parts):
-    width = parts[0].shape[1]
-    out = np.full((max(target[0][1] for _, _, target in op.attrs["copies"]), width), np.nan)
+    out = np.full(
+        [max(r[1] for r in ends) for ends in zip(*(t for _, _, t in op.attrs["copies"]), strict=True)], np.nan
+    )
     for place, source, target in op.attrs["copies"]:
         out[tuple(slice(*r) for r in target)] = parts[place][tuple(slice(*r) for r in source)]
     return out
@@ -261,7 +265,11 @@ def interpret(checkpoint, program, inputs):
 
 def value(program, slots, slot):
     spec = program.slots[slot]
-    return slots[slot] if spec.base is None else slots[spec.base][spec.start : spec.start + spec.shape[0]]
+    if spec.base is None:
+        return slots[slot]
+    whole = slots[spec.base]
+    same = math.prod(spec.shape) == whole.size
+    return whole.reshape(spec.shape) if same else whole[spec.start : spec.start + spec.shape[0]]
 
 
 def batch_of(spec):

@@ -614,7 +614,7 @@ ABSURD_SPECS = {
     "layers": (10_000, 2**53, -1), "hidden": (2**31,), "heads": (2**31,), "mlp": (2**53,), "max_tokens": (2**20, 41),
     "text.vocab": (2**53,), "text.width": (-5,), "text.positions": (2**40,), "head.outputs": (2**31,),
     "family": ("x" * 5000,),
-    "image.size": (1_000_000,), "image.channels": (2**53,),
+    "image.size": (1_000_000,), "image.channels": (2**53,), "image.registers": (10_000,), "block.side": (2**20,),
 }  # fmt: skip
 MAX_DEVICES = int(plausible.number("plan.devices").high)
 ABSURD_PLANS = {

@@ -1,0 +1,96 @@
+"""DINOv2 (Oquab et al., 2023; with registers: Darcet et al., 2024): ViT whose blocks are scaled before they are added.
+
+The scales are in the matrices before them. Positions are for the pictures of the training, and resized for others.
+Registers are rows without a position between the class token and the patches. n patches, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from hepti_mqtt.models import patches, text
+from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.kinds import BASE, Kind
+from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed
+from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.spec import Task, TaskHead
+
+ARCHITECTURES: Final[Mapping[str, Task]] = {
+    "Dinov2Model": "embedding",
+    "Dinov2ForImageClassification": "image_classification",
+    "Dinov2WithRegistersModel": "embedding",
+    "Dinov2WithRegistersForImageClassification": "image_classification",
+}
+PICTURE_CLASSES: Final = {"dinov2": "Bit", "dinov2_with_registers": "Bit"}
+_LAYER: Final = {
+    "attention_norm": "norm1",
+    "query": "attention.attention.query",
+    "key": "attention.attention.key",
+    "value": "attention.attention.value",
+    "attention_out": "attention.output.dense",
+    "mlp_norm": "norm2",
+}
+_PLAIN: Final = _LAYER | {"mlp_up": "mlp.fc1", "mlp_down": "mlp.fc2"}
+_GATED: Final = _LAYER | {"mlp_gate": "mlp.weights_in", "mlp_up": "mlp.weights_in", "mlp_down": "mlp.weights_out"}
+
+
+def _has_registers(architecture: str) -> bool:
+    return architecture.startswith("Dinov2WithRegisters")
+
+
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of a DINOv2; raises ModelError, UnsupportedModelError."""
+    registers = config.positive("num_register_tokens", 4) if _has_registers(architecture) else 0
+    image = patches.image_stem(config, extras, PICTURE_CLASSES, registers, any_size=True)
+    mlp = int(config.positive("hidden_size") * config.positive("mlp_ratio", 4))
+    head = TaskHead("embedding", "cls")
+    if ARCHITECTURES[architecture] == "image_classification":
+        labels = config.labels()
+        head = TaskHead("image_classification", "cls_patches", outputs=len(labels), labels=labels)
+    if not config.flag("use_swiglu_ffn", False):
+        return patches.encoder_spec("dinov2", architecture, config, image, head, mlp, 1e-6)
+    made = patches.encoder_spec("dinov2", architecture, config, image, head, (int(mlp * 2 / 3) + 7) // 8 * 8, 1e-6)
+    return replace(made, activation="silu", block=replace(made.block, gated=True))
+
+
+def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
+    """Yield the tensors of a DINOv2, from the stem to the head."""
+    registers, h = _has_registers(spec.architecture), spec.hidden
+    base = ("dinov2_with_registers." if registers else "dinov2.", "")
+    yield from patches.stem_tensors(spec, base, "register_tokens", placed=1, smooth=registers)
+    for i in range(spec.layers):
+        stored = f"encoder.layer.{i}."
+        parts = text.layer_tensors(spec, f"layers.{i}.", base, stored, _GATED if spec.block.gated else _PLAIN)
+        scales = {"attention_out": "layer_scale1", "mlp_down": "layer_scale2"}
+        yield from patches.scaled(parts, {k: prefixed(base, f"{stored}{v}.lambda1") for k, v in scales.items()})
+    yield from norm("final_norm", base, "layernorm", h)
+    if spec.head.outputs:
+        yield from dense("head.classifier", ("",), "classifier", 2 * h, spec.head.outputs)
+
+
+graph = patches.graph
+reference = patches.reference
+
+_REAL: Final = {"image_size": 518, "patch_size": 14, "layer_norm_eps": 1e-6, "mlp_ratio": 4}
+_PIXELS: Final = {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "resample": 3}
+_CROP: Final = {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}
+_SMALL: Final[dict[str, Any]] = {"size": {"shortest_edge": 24}, "crop_size": {"height": 20, "width": 20}}
+_TINY: Final = patches.TINY | {"image_size": 30, "mlp_ratio": 2, "layer_norm_eps": 1e-6}
+
+
+def _tiny(architecture: str, pixels: dict[str, Any] = _SMALL, **more: Any) -> Kind:
+    kind = "dinov2_with_registers" if _has_registers(architecture) else "dinov2"
+    return patches.image_kind(architecture, kind, _TINY, pixels=_PIXELS | pixels, **more)
+
+
+KINDS: Final = {
+    "dinov2-base": patches.image_kind("Dinov2Model", "dinov2", BASE, _REAL, pixels=_PIXELS | _CROP),
+    "tiny-dinov2": _tiny("Dinov2Model", {"size": {"shortest_edge": 36}, "crop_size": {"height": 35, "width": 35}}),
+    "tiny-dinov2-classifier": _tiny("Dinov2ForImageClassification", labels=7),
+    "tiny-dinov2-registers": _tiny("Dinov2WithRegistersModel", num_register_tokens=3),
+    "tiny-dinov2-registers-classifier": _tiny(
+        "Dinov2WithRegistersForImageClassification", num_register_tokens=2, use_swiglu_ffn=True, labels=7
+    ),
+}
