@@ -188,7 +188,7 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
     elif better >= SURE:
         kind, why = ("go", "it is better") if value_s > 0 else (None, "the gain does not pay for the move")
     elif (why := _why_not_try(situation, option)) == "":
-        if option.unheard_s:  # what is not known now is known better after as long again
+        if option.unheard_s and gain <= 0:  # a hope alone: what is not known now is known better after as long again
             requests = min(requests, option.unheard_s / situation.period_s)
         value_s = _value_of_trial(gains * unit_s, requests, cost_s, typical * unit_s)
         kind, why = ("try", "runs will tell") if value_s > 0 else (None, "it is not surely better")

@@ -185,6 +185,7 @@ class Quantity:
         self.changes: list[Change] = []
         self.count = 0
         self._up = self._down = 0.0
+        self._doubted_s = now  # the first of those observations without which it would not be in doubt
         self._recent: deque[_Excursion] = deque(maxlen=RECENT)
 
     def sd(self, now: float | None = None) -> float:
@@ -199,8 +200,8 @@ class Quantity:
 
     @property
     def doubted_s(self) -> float:
-        """Return since when something speaks for a change, infinity if nothing does."""
-        return self._recent[0].at_s if self._recent else inf
+        """Return since when it is in doubt, infinity if it is not."""
+        return self._doubted_s if self.is_in_doubt else inf
 
     def observe(
         self,
@@ -274,6 +275,8 @@ class Quantity:
         judges = self._prior.judge in (None, seen.stream)
         most = inf if alone or judges else LIMIT / 2
         cut, step = min(max(seen.score, -CUT), CUT), min(step, 1.0)
+        if not self.is_in_doubt:
+            self._doubted_s = seen.at_s
         self._up = max(0.0, min(self._up + step * (cut - SLACK), max(most, self._up)))
         self._down = max(0.0, min(self._down + step * (-cut - SLACK), max(most, self._down)))
         if self._up == self._down == 0.0:

@@ -307,6 +307,16 @@ def test_readings_that_repeat_the_last_one_are_none() -> None:
     assert often.link("a") == once.link("a")
 
 
+def test_a_doubt_begins_with_what_makes_it_one_not_with_the_noise_before() -> None:
+    slowdown = Quantity(PRIORS["slowdown"], 0.0)
+    for now, value in enumerate([*[0.0] * 10, 0.2]):
+        assert slowdown.observe(value, "run", 1.0, float(now)) is None
+    assert not slowdown.is_in_doubt
+    assert slowdown.observe(1.0, "run", 1.0, 15.0) is None
+    assert slowdown.is_in_doubt
+    assert slowdown.doubted_s == 15.0
+
+
 def test_probes_beside_exchanges_that_find_less_are_doubted() -> None:
     found = site("a")
     for i in range(5):
