@@ -189,17 +189,11 @@ class Moves:
         return replace(option, seconds=option.seconds * length_factor(record.plan, run.shape.size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the active plan is to be judged: now and then, and after a change at once.
-
-        While a search runs, what is known already is judged after a change: a plan that is ready need not wait for it.
-        """
-        record, plans = group.plans.active, group.plans
-        if record is None or not record.is_priced or group.has_suspect_replica or plans.wanted or plans.preparing:
+        """Return whether the active plan is to be judged: now and then, and after a change at once."""
+        record = group.plans.active
+        if record is None or not record.is_priced or group.plans.in_transition() or group.has_suspect_replica:
             return False
-        changed = self._fleet.estimates.last_change_s > group.judged_s
-        if (search := plans.searching) is not None:
-            return search.may_be_left and (changed or group.is_fresh)
-        return changed or now - group.judged_s >= JUDGED_S
+        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= JUDGED_S
 
     def _situation(self, group: PlanGroup, active: Option | None, options: Sequence[Option], now: float) -> Situation:
         pins = group.plans.pins

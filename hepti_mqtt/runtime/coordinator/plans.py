@@ -218,11 +218,6 @@ class Search:
     recalls: bool = False
     is_brief: bool = False
 
-    @property
-    def may_be_left(self) -> bool:
-        """Return whether a plan that is known may be taken before it ends."""
-        return not (self.plans or self.forced or self.recalls)
-
 
 @dataclass(slots=True, eq=False)
 class PlanRecord:

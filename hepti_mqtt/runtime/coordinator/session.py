@@ -511,13 +511,8 @@ class CoordinatorSession:
         changed = moved is not None or has_changed
         verdict = self._moves.judge(group, now) if changed or group.is_fresh else Verdict(None)
         group.judged_s = now
-        if (search := group.plans.searching) is not None:  # which follows after all
-            if verdict.move is None or verdict.move.option.load_bytes:
-                return []
-            group.plans.step(search, "outdated", now, "a plan that is known need not wait for it")
         if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
-            plans = (verdict.move.option.plan,)
-            group.plans.request_search(now, now, str(verdict), plans=plans, is_brief=search is not None)
+            group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
         unclear = self.fleet.estimates.is_unclear(group.active_devices, now)
         if moved is None or unclear or not self._moves.is_worth_searching(group, now):
