@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, RemoteError
-from hepti_mqtt.gateway import chat, ollama, routes, tei
-from hepti_mqtt.gateway.bodies import Room, read_form, read_json
+from hepti_mqtt.gateway import chat, immich, llama_cpp, ollama, routes, tei
+from hepti_mqtt.gateway.bodies import Room, media_type, read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
 from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
 from hepti_mqtt.gateway.operations import FORM, JSON, PLAIN, Operation, document
@@ -44,6 +44,8 @@ OPERATIONS: Final = (
     *chat.OPERATIONS,
     *tei.OPERATIONS,
     *ollama.OPERATIONS,
+    *immich.OPERATIONS,
+    *llama_cpp.OPERATIONS,
     Operation("GET", "/ping", ping, {PLAIN: TEXT}, is_open=True),
 )
 
@@ -69,10 +71,13 @@ def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool
     """
     metrics, known, room = Metrics(), [key.encode() for key in keys], Room()
 
-    def guarded(one: Operation) -> Callable[[Request], Awaitable[Response]]:
-        wanted = () if one.is_open else known
+    def guarded(several: Sequence[Operation]) -> Callable[[Request], Awaitable[Response]]:
+        """Return what answers a path; of several operations the one that reads the body's type, else the first."""
 
         async def guard(request: Request) -> Response:
+            kind = media_type(request) if len(several) > 1 else ""
+            one = next((one for one in several if one.reads == kind), several[0])
+            wanted = () if one.is_open else known
             begun = time.perf_counter()
             with metrics.running.track_inprogress():
                 response = await _answer(site, one, request, wanted, room)
@@ -98,7 +103,10 @@ def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool
         Operation("GET", "/openapi.json", openapi, {JSON: OBJECT}, is_open=True),
     )
     described = document(operations, bool(known))
-    found = [Route(one.path, guarded(one), methods=[one.method]) for one in operations]
+    by_route: dict[tuple[str, str], list[Operation]] = {}
+    for one in operations:
+        by_route.setdefault((one.method, one.path), []).append(one)
+    found = [Route(path, guarded(several), methods=[method]) for (method, path), several in by_route.items()]
     refuse = functools.partial(_nothing_here, [f"{one.method} {one.path}" for one in operations])
     return Starlette(routes=[*found, *page_routes()], exception_handlers={404: refuse, 405: refuse})
 

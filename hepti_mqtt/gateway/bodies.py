@@ -45,10 +45,20 @@ class Room:
             self._left += taken
 
 
-async def read_form(request: Request, take: Callable[[int], None]) -> dict[str, Any]:
-    """Return the fields of a form: texts, and files as their bytes; raises as `read_json` does."""
+def media_type(request: Request) -> str:
+    """Return the media type of the body."""
+    return _content_type(request).get_content_type()
+
+
+def _content_type(request: Request) -> Message:
     head = Message()
     head["content-type"] = request.headers.get("content-type", "")
+    return head
+
+
+async def read_form(request: Request, take: Callable[[int], None]) -> dict[str, Any]:
+    """Return the fields of a form: texts, and files as their bytes; raises as `read_json` does."""
+    head = _content_type(request)
     boundary = head.get_boundary()
     if head.get_content_type() != "multipart/form-data" or not boundary:
         raise MediaTypeError("the body is no form; send the file as multipart/form-data")
