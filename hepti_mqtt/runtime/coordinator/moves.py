@@ -207,7 +207,7 @@ class Moves:
             self._groups.background.beside_load,
             may_try=free and not self._is_trying(group),
             tried=tried,
-            is_unclear=self._fleet.estimates.is_unclear(group.active_devices),
+            is_unclear=self._fleet.estimates.is_unclear(group.active_devices, now),
         )
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
@@ -265,6 +265,9 @@ class Moves:
             load_bytes=sum(candidate.load_bytes.values()),
             load_s=load_seconds(candidate.load_bytes, rates),
             beside=candidate.fits_beside,
+            unheard_s=self._fleet.estimates.unheard_s(set(candidate.plan.devices).difference(used), now)
+            if used
+            else 0.0,
         )
         if seen.before is None:
             return option
@@ -288,7 +291,10 @@ def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
     off = max((abs(log(float(factor.mean()))) for factor in links), default=0.0)
     another = off if off > log(ANOTHER_LINK) else 0.0
     moved = abs(log(active.now_s / priced.candidate.price.seconds) - usual)
-    faster = max((usual - off for d, off in slower.items() if d not in plan.devices), default=0.0)
+    out = [d for d in slower if d not in plan.devices]
+    faster = max((usual - slower[d] for d in out), default=0.0)
+    carries = [log(now.links[d].up_bytes_per_s / priced.cluster.links[d].up_bytes_per_s) for d in out]
+    faster = max([faster, *carries])
     if max(moved, faster) > log(ANOTHER_SITE):
         another = max(another, moved, faster)
     return 1 - min(min(seen.even_s for _, seen in known) / active.mean_s, exp(-another))

@@ -203,7 +203,7 @@ class Search:
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
     one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s, begun_s: when it was
     first wanted, and when it began. recalls: it is for the plan that served before alone. is_brief: of what stands
-    alone, for a late run.
+    alone, for a late run or after a change.
     """
 
     due_s: float
@@ -382,6 +382,7 @@ class PlanLifecycle:
         forced: bool = False,
         soon_s: float | None = None,
         plans: tuple[Plan, ...] = (),
+        is_brief: bool = False,
     ) -> None:
         """Want a search from a time on; one that runs already is outdated by it.
 
@@ -393,11 +394,11 @@ class PlanLifecycle:
         if wanted is None:
             state = self._machine.begin(self._label, now, why)
             forced_before, plans = running is not None and running.forced, plans if running is None else ()
-            wanted = Search(due_s, soon_s, forced_before, state, plans, wanted_s=now)
+            wanted = Search(due_s, soon_s, forced_before, state, plans, wanted_s=now, is_brief=is_brief)
             self._searches.append(wanted)
         else:
             self.step(wanted, "want", now, why)
-            wanted.plans = ()
+            wanted.plans, wanted.is_brief = (), wanted.is_brief and is_brief
             # Whatever comes meanwhile, it begins: a device that comes and goes all the time must not keep plans away.
             due_s = min(due_s, max(wanted.due_s, wanted.wanted_s + MAX_POSTPONED_S))
             soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))

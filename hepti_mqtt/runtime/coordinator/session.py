@@ -424,11 +424,13 @@ class CoordinatorSession:
             plans.step(plans.searching, "outdated", now, "requests wait")
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
         late = [r for r in group.runs.values() if r.is_late and r.may_go_on and not r.was_searched_for]
-        if late and not wanted.plans and group.active is not None:
-            # Only what needs no load and few prices can be there before a run ends; the whole search follows.
+        if (late or wanted.is_brief) and not wanted.plans and group.active is not None:
+            # What needs no load and few prices is there at once; the whole search follows.
             question, wanted.is_brief = replace(question, budget=Budget(0.0)), True
             for run in late:
                 run.was_searched_for = True
+        elif not wanted.plans:
+            wanted.is_brief = False
         group.made_room = False
         if not wanted.plans:
             group.search_inputs = self.fleet.estimates.means()
@@ -467,7 +469,7 @@ class CoordinatorSession:
         group.error = None
         out = self._handle_found(group, search, event, event.decision, now)
         if search.is_brief:
-            plans.request_search(now + SETTLE_S, now, "the search was brief, for a run under way", forced=search.forced)
+            plans.request_search(now + SETTLE_S, now, "the search was brief", forced=search.forced)
         return out
 
     def _handle_found(
@@ -505,16 +507,17 @@ class CoordinatorSession:
         if not self._moves.is_due(group, now):
             return []
         moved = self.fleet.estimates.moved(group.made_with, group.active_devices, now) if group.in_use(now) else None
-        changed = moved is not None or self.fleet.estimates.last_change_s > group.judged_s
+        has_changed = self.fleet.estimates.last_change_s > group.judged_s
+        changed = moved is not None or has_changed
         verdict = self._moves.judge(group, now) if changed or group.is_fresh else Verdict(None)
         group.judged_s = now
         if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
-        unclear = self.fleet.estimates.is_unclear(group.active_devices)
+        unclear = self.fleet.estimates.is_unclear(group.active_devices, now)
         if moved is None or unclear or not self._moves.is_worth_searching(group, now):
             return []
-        group.plans.request_search(now, now, moved)
+        group.plans.request_search(now, now, moved, is_brief=has_changed)
         return [LogEvent("drift", moved)]
 
     # -- messages of devices --------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_a_device_outside_of_the_plan_starts_a_search_by_what_has_become_better_
     assert estimates.slowdown(outside) == pytest.approx(8.0, rel=0.1)
     assert estimates.moved(then, plan.devices, site.now) is None
     assert outside in str(estimates.moved(then, (outside,), site.now))
-    faster = {**then, ("slowdown", (outside,)): log(9.0), ("rate", (outside,)): log(5e7)}
+    faster = {**then, ("slowdown", (outside,)): log(9.0), ("rate up", (outside,)): log(5e7)}
     assert "rate" in str(estimates.moved(faster, plan.devices, site.now))
 
 
