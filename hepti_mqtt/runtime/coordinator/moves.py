@@ -189,11 +189,17 @@ class Moves:
         return replace(option, seconds=option.seconds * length_factor(record.plan, run.shape.size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the active plan is to be judged: now and then, and after a change at once."""
-        record = group.plans.active
-        if record is None or not record.is_priced or group.plans.in_transition() or group.has_suspect_replica:
+        """Return whether the active plan is to be judged: now and then, and after a change at once.
+
+        A plan on its way that was made for the site before a change is not waited for.
+        """
+        record, plans = group.plans.active, group.plans
+        if record is None or not record.is_priced or plans.wanted or plans.searching or group.has_suspect_replica:
             return False
-        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= JUDGED_S
+        changed = self._fleet.estimates.last_change_s > group.judged_s
+        if plans.preparing is not None:
+            return changed and plans.preparing.state == "preparing"
+        return changed or now - group.judged_s >= JUDGED_S
 
     def _situation(self, group: PlanGroup, active: Option | None, options: Sequence[Option], now: float) -> Situation:
         pins = group.plans.pins

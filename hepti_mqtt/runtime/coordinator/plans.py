@@ -66,6 +66,7 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
             "refused": "gone",
             "silent": "gone",
             "lost": "gone",
+            "outdated": "gone",
             "make room": "gone",
             "unused": "gone",
         },
@@ -227,7 +228,7 @@ class PlanRecord:
     answered. transaction_id: of its Prepare. device_progress_s: last progress by device. progress_bytes: (loaded, all)
     bytes of weights by device; published_s: when these were last published. waits_for: plan versions that make room
     while it is swapping. suspect_versions: replicas under which a run never ended; they get no more runs. run_count:
-    runs by themselves that have ended.
+    runs by themselves that have ended. late_runs: of the plan that serves, beside its load.
     """
 
     plan: Plan
@@ -244,6 +245,7 @@ class PlanRecord:
     device_progress_s: dict[str, float] = field(default_factory=dict)
     suspect_versions: set[PlanVersion] = field(default_factory=set)
     run_count: int = 0
+    late_runs: int = 0
 
     @property
     def version(self) -> PlanVersion:
