@@ -92,6 +92,12 @@ class DeadlineError(RequestError):
     exit_code = 5
 
 
+class CancelledRequestError(RequestError):
+    """The client has taken its request back."""
+
+    code = "cancelled"
+
+
 class PlanError(HeptiError):
     """No feasible plan: the text says how much is missing where; detail: the same of each candidate, closest first."""
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.ids import PLANNER, PlanVersion
-from hepti_mqtt.lowering import PLANNER_INDEX, Graph, Lowered, Table, on_device, roles
+from hepti_mqtt.lowering import PLANNER_INDEX, Graph, Lowered, Piece, Table, on_device, roles, span, split_along
 from hepti_mqtt.lowering.handover import HandedOver, HandoverError, Move, hand_over, moves
 from hepti_mqtt.lowering.lower import KEPT_PARTS
 from hepti_mqtt.lowering.passes import (
@@ -26,6 +26,7 @@ from hepti_mqtt.program import ExchangeKey, Program, Send, Slot, WeightRef
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
+from hepti_mqtt.strategies.method import WORDS, word_ranges
 from hepti_mqtt.task_queue import LoweredTasks, nonempty_tasks
 
 CACHE_SIZE: Final = 32  # graphs under tables that are kept
@@ -84,9 +85,13 @@ def _lowered(spec: Spec, divided: PlanKey, shape: RequestShape) -> Lowered:
 def base_table(division: Division) -> Table:
     """Return where every method begins and ends: what the planner sends, stem and task on the root device."""
     head = on_device(division.root)
-    return Table(
-        optional_rules={roles.INPUT: on_device(PLANNER_INDEX), roles.STEM: head, roles.TASK: head, roles.CACHE: head}
-    )
+    lines = {roles.INPUT: on_device(PLANNER_INDEX), **dict.fromkeys((roles.STEM, roles.TASK, roles.CACHE), head)}
+    if (words := division.plan.ranges.get(WORDS.kind)) is None:
+        lines[roles.WORDS] = head
+    else:  # each device's own, which meet on the root device
+        own = split_along([span(*part) for part in words], 1)
+        lines[roles.WORDS] = lambda op: [*(own(op) or ()), Piece(division.root, op.full_region, relay=True)]
+    return Table(optional_rules=lines)
 
 
 def _table(division: Division) -> Table:
@@ -247,8 +252,11 @@ def make_plan(
     lanes: the devices' links, for methods that look at them.
     """
     whole = graph(spec, largest_shape(spec))
-    by_length, ranges = STRATEGIES[strategy].make_shares(whole, options, shares, lanes)
-    replicas = _replicas(spec, whole, template, STRATEGIES[strategy], options, shares)
+    method = STRATEGIES[strategy]
+    by_length, ranges = method.make_shares(whole, options, shares, lanes)
+    if roles.WORDS in whole.roles and len(shares) > 1 and method.groups is None and not method.task_count(options):
+        ranges[WORDS.kind] = word_ranges(whole, template.devices.index(template.root), shares, lanes)
+    replicas = _replicas(spec, whole, template, method, options, shares)
     return Plan(
         model=template.model,
         version=template.version,
@@ -301,7 +309,7 @@ def lowered_for_longest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered
     What else a device does for the task it does for all hidden states too.
     """
     task, hidden = (lower_plan(spec, plan.for_device(device), shape) for shape in longest_shapes(spec))
-    if task.computes_role(device, roles.TASK):
+    if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.WORDS):
         yield task
     yield hidden
 

@@ -117,7 +117,11 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--document", metavar="TEXT", action="append", help="a text that --query is compared with")
     sub.add_argument("--context", metavar="TEXT", help="the text that the answer to --question is part of")
     sub.add_argument("--label", metavar="TEXT", action="append", help="a label of your own for --text")
-    sub.add_argument("--prompt", metavar="NAME", help="the model's prompt before a text: query, document, ...")
+    sub.add_argument(
+        "--prompt",
+        metavar="NAME",
+        help="the model's prompt before a text: query, document, ...; of a recording, what was said before",
+    )
     sub.add_argument("--dimensions", type=positive_int, metavar="N", help="the first N numbers of an embedding")
     sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --tokens (default 0)")
     sub.add_argument("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
@@ -133,6 +137,7 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--language", metavar="CODE", help="of a recording, as en or de (default: it is found)")
     sub.add_argument("--translate", action="store_true", help="write a recording's text in English")
+    sub.add_argument("--timestamps", action="store_true", help="name the times at which a recording's parts are said")
     sub.add_argument("--window", type=positive_seconds, metavar="S", help="seconds in which a recording is read")
     sub.add_argument("--top-k", type=positive_int, metavar="N", help="how many labels or tokens to name")
     sub.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
-from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, wire_errors
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, price, wire_errors
 from hepti_mqtt.spec import Spec
 
 
@@ -93,7 +94,14 @@ def _told(question: Question, c: Candidate) -> dict[str, Any]:
     }
     if (joules := c.price.joules(question.cluster)) is not None:
         told["joules"] = joules
+    if question.shape.session_rows:
+        told["step_ms"] = _step_ms(question, c)
     return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
+
+
+def _step_ms(question: Question, c: Candidate) -> float:
+    """Return what each later token of a session takes under a candidate's plan."""
+    return price(replace(question, shape=question.shape.decode_step(1), requests=0), c.plan, full=True).seconds * 1e3
 
 
 def _print_ranking(model: str, question: Question, decision: Decision) -> None:
@@ -101,6 +109,10 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     cached = f" with a cache of {shape.session_rows}" if shape.session_rows else ""
     print_candidates(f"{model}, {shape.size} tokens{cached}, simulated", decision.ranking)
     output.print_lines([f"why: {decision.reason}", *_energy(question, decision)])
+    if shape.session_rows:
+        plans = {c.name: c for c in (decision.chosen, decision.single) if c is not None}
+        steps = ", ".join(f"{_step_ms(question, c):.1f} ms under {name}" for name, c in plans.items())
+        output.print_lines([f"each token after the first: {steps}"])
     if (error := decision.chosen.plan.wire_error) is not None:
         output.print_lines([f"{decision.chosen.plan.wire} on the wire moves the answer by {error:.1e} of it"])
     if load is not None:

@@ -218,7 +218,9 @@ class Connection:
 
     def _forget(self, model: str, name: str, future: Future[Answer]) -> None:
         with self._changed:
-            self._session.forget(model, name, future)
+            back = self._session.forget(model, name, future)
+        if back is not None:  # nobody waits any more: what devices have begun ends
+            self._publish_again([back])
 
     def _timeout_error(self, timeout_s: float) -> HeptiError:
         with self._changed:

@@ -163,6 +163,23 @@ def silu(x: Any) -> Any:
     return (x if x > ZERO else x * e) / (ONE + e)
 
 
+_QUICK: Final = f32(1.702)
+
+
+@exact
+def quick_gelu(x: Any) -> Any:
+    """Return x / (1 + e**(-1.702 x)), the sigmoid approximation of gelu (Hendrycks and Gimpel)."""
+    e = exp_of_negative(-abs(x * _QUICK))
+    return (x if x > ZERO else x * e) / (ONE + e)
+
+
+@exact
+def sigmoid(x: Any) -> Any:
+    """Return 1 / (1 + e**-x)."""
+    e = exp_of_negative(-abs(x))
+    return (ONE if x > ZERO else e) / (ONE + e)
+
+
 @exact
 def relu(x: Any) -> Any:
     """Return max(x, 0)."""
@@ -178,6 +195,21 @@ def relu6(x: Any) -> Any:
     """Return x cut to 0..6."""
     y = ZERO if x < ZERO else x
     return _SIX if y > _SIX else y
+
+
+_THREE, _SIXTH = f32(3.0), f32(1 / 6)
+
+
+@exact
+def hard_sigmoid(x: Any) -> Any:
+    """Return (x + 3) / 6 cut to 0..1 (Howard et al., 2019)."""
+    return relu6(x + _THREE) * _SIXTH
+
+
+@exact
+def hard_swish(x: Any) -> Any:
+    """Return x times its hard sigmoid (Howard et al., 2019)."""
+    return x * (relu6(x + _THREE) * _SIXTH)
 
 
 @exact

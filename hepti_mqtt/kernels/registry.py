@@ -33,8 +33,8 @@ from hepti_mqtt.kernels.rowwise import (
     POOL_ROWS,
     SUM,
 )
-from hepti_mqtt.kernels.stem import ADD_TABLE, EMBED_AT, EMBED_TOKENS, FRAMES, PATCHIFY, PREPEND_POSITIONS
-from hepti_mqtt.kernels.windows import AVERAGE_POOL2D, GLOBAL_SUM, MAX_POOL2D
+from hepti_mqtt.kernels.stem import ADD_TABLE, EMBED_AT, EMBED_TOKENS, FRAMES, PATCHIFY, PREPEND_POSITIONS, REPEAT_ROW
+from hepti_mqtt.kernels.windows import AVERAGE_POOL2D, GLOBAL_SUM, MAX_POOL2D, SCALE_MAP
 from hepti_mqtt.program import Compute, SlotSpec, Work
 
 _ALL: Final = (
@@ -61,9 +61,11 @@ _ALL: Final = (
     MAX_POOL2D,
     AVERAGE_POOL2D,
     GLOBAL_SUM,
+    SCALE_MAP,
     EMBED_AT,
     FRAMES,
     ADD_TABLE,
+    REPEAT_ROW,
     APPEND_ROWS,
     ATTENTION_AT,
     TO_F16,

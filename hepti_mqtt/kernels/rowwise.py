@@ -6,8 +6,8 @@ sum             p_1 ... p_n of one shape of any rank -> activation(p_1 + ... + p
                 one of
                 `ACTIVATIONS`.
 gate            x, y of one shape -> activation(x) * y; attribute activation.
-layer_norm      x -> its norm, as `base.norm_of` says: weights gamma and perhaps beta; attributes eps, rms (without the
-                mean; Zhang and Sennrich, 2019), gamma_offset.
+layer_norm      x of any rank -> its norm over the last dimension, as `base.norm_of` says: weights gamma and perhaps
+                beta; attributes eps, rms (without the mean; Zhang and Sennrich, 2019), gamma_offset.
 add_norm        the sum of `add`, then its layer norm -> (normed), or (total, normed) with attribute keep_sum; weights
                 bias if attribute bias, then as `layer_norm` has; attributes bias, keep_sum, and those of `layer_norm`.
 normalize_rows  x -> x / max(L2 norm, 1e-12).
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -311,14 +312,20 @@ def _normalize_rows(x: Any, out: Any) -> None:
 
 
 def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check, m, h = same_shapes(op, slots, 1)
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.that(len(check.reads[0].shape) > 0, "x must have a dimension")
+    check.shape(check.writes[0], check.reads[0].shape)
+    *rows, h = check.reads[0].shape
+    m = prod(rows)
     how, parts = norm_of(check, weights, h), row_parts(m, h, pool)
     if not parts or not h:
         return nothing
     norm = pool.bind(_layer_norm, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        norm(reads[0], writes[0], *how)
+        norm(reads[0].reshape(-1, h), writes[0].reshape(-1, h), *how)
 
     return run
 

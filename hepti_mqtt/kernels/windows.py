@@ -19,6 +19,7 @@ global_sum      x -> scale (default 1) times the sum of each channel, [1, C]: wi
                 the parts' sums add up to its mean. Pixels of a row are added in order, then rows: parts that are
                 added
                 differ from the whole by rounding.
+scale_map       row [1, C], x -> activation(row) * x, [Y, X, C]; attribute activation.
 """
 
 from __future__ import annotations
@@ -31,12 +32,22 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import ROWWISE_GRAIN, Array, Check, Kernel, Run, nothing, row_parts, rowwise
+from hepti_mqtt.kernels.base import (
+    REFERENCE_ACTIVATIONS,
+    ROWWISE_GRAIN,
+    Array,
+    Check,
+    Kernel,
+    Run,
+    nothing,
+    row_parts,
+    rowwise,
+)
 from hepti_mqtt.kernels.cpu import TILE
 from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
-from hepti_mqtt.kernels.tile import NR, activate
+from hepti_mqtt.kernels.tile import NR, activate, activation_of
 from hepti_mqtt.kernels.weights import PackedMatrix, Weight
 from hepti_mqtt.program import Compute, SlotSpec, Work
 
@@ -409,3 +420,45 @@ def _reference_global_sum(
 
 
 GLOBAL_SUM: Final = Kernel("global_sum", _bind_global_sum, _reference_global_sum, rowwise, later=True)
+
+
+@kernel(reads(float32, 2), reads(float32, 2), fills(float32, 2), INT, INT, INT, part=2, maps=True)
+def _scale_map(row: Any, x: Any, out: Any, activation: int, first: int, stop: int) -> None:
+    """Fill pixels first..stop of out [y x, c] with activation(row [1, c]) * x."""
+    factors = np.empty(row.shape[1], np.float32)
+    for c in range(len(factors)):
+        factors[c] = row[0, c]
+    activate(factors, activation)
+    for pixel in range(first, stop):
+        for c in range(len(factors)):
+            out[pixel, c] = factors[c] * x[pixel, c]
+
+
+def _bind_scale_map(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(2)
+    check.dtypes()
+    check.weights(weights, 0)
+    check.that(len(check.reads[1].shape) == 3, "x must have 3 dimensions")
+    y, x, c = check.reads[1].shape
+    check.shape(check.reads[0], (1, c))
+    check.shape(check.writes[0], (y, x, c))
+    activation, parts = activation_of(check, op.attrs["activation"]), row_parts(y * x, c, pool)
+    if not parts or not c:
+        return nothing
+    scale = pool.bind(_scale_map, parts)
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        scale(reads[0], reads[1].reshape(-1, c), writes[0].reshape(-1, c), activation)
+
+    return run
+
+
+def _reference_scale_map(
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+) -> list[Array]:
+    row, x = (part.astype(np.float64) for part in reads)
+    return [REFERENCE_ACTIVATIONS[op.attrs["activation"]](row) * x]
+
+
+SCALE_MAP: Final = Kernel("scale_map", _bind_scale_map, _reference_scale_map, rowwise, later=True)

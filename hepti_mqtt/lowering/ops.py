@@ -29,6 +29,7 @@ from hepti_mqtt.lowering.regions import (
 )
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import Slot, SlotDtype, WeightRef
+from hepti_mqtt.storage import BLOCK, BlockStorage
 
 T = TypeVar("T")
 
@@ -366,10 +367,12 @@ class Linear(Op):
     """x [r, k] @ [W_1 | W_2 ...] [k, c] + b over (r, c, k), then activation and residual where they are fused.
 
     widths: columns of each matrix; `tensors` are the matrices and then their biases. The part that holds k = 0 adds
-    the bias, so that partial sums add it once.
+    the bias, so that partial sums add it once. storages: of each matrix, None for one that is f32; none of a model
+    without blocks.
     """
 
     widths: tuple[int, ...]
+    storages: tuple[BlockStorage | None, ...] = ()
     bias: bool = True
     activation: str | None = None
     residual: bool = False
@@ -377,7 +380,8 @@ class Linear(Op):
     kind = "linear"
 
     def share_unit(self, dim: int) -> int:
-        return PANEL if dim > 0 and self.space[dim] >= NARROW else 1
+        # Its columns are the next one's k, which is cut in whole blocks.
+        return PANEL if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
@@ -392,7 +396,14 @@ class Linear(Op):
         cut = [
             [(a - first, z - first) for a, z in intersect_sets(c, ((first, stop),))] for first, stop in pairwise(ends)
         ]
-        refs = [WeightRef(t, k[0], columns) for t, ranges in zip(self.tensors, cut, strict=False) for columns in ranges]
+        storages = self.storages or (None,) * n
+        refs = [
+            WeightRef(t, k[0], columns, weight_dtype=storage or "f32")
+            for t, ranges, storage in zip(self.tensors, cut, storages, strict=False)
+            for columns in ranges
+        ]
+        if any(end % BLOCK for ref in refs if ref.weight_dtype != "f32" for end in ref.rows):
+            raise ValueError(f"{self.name}: rows {k} of a matrix in blocks of {BLOCK}; divide it between blocks")
         if self._has_bias(region):
             biases = zip(self.tensors[n:], cut, strict=True)
             refs += [WeightRef(t, (0, 1), columns, "plain") for t, ranges in biases for columns in ranges]
@@ -459,17 +470,17 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerNorm(Op):
-    """The norm of whole rows over (r, c); `tensors` are gamma, and beta if there is one."""
+    """The norm over the last dimension of (r, c), or of a map; `tensors` are gamma, and beta if there is one."""
 
     norm: Norm
 
     kind = "norm"
 
     def computed_region(self, region: Region) -> Region:
-        return region[0], self.full_region[1]
+        return *region[:-1], self.full_region[-1]
 
     def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
-        return _vectors(self.tensors, region[1])
+        return _vectors(self.tensors, region[-1])
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("layer_norm", self.weight_refs(region), self.norm.attrs)
@@ -706,20 +717,34 @@ class AveragePool(MaxPool):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GlobalAverage(Op):
-    """The mean of each channel over a map [Y, X, C], over (1, c, Y): rows give parts of it; source: Y, X, C."""
-
-    source: tuple[int, int, int]
+    """The mean of each channel over a map [Y, X, C], over (1, c, Y, X): parts of a map give parts of it."""
 
     kind = "global_average"
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
-        return tuple((*region[:2], (rows,)) for rows in region[2])
+        return tuple((*region[:2], (y,), (x,)) for y, x in product(*region[2:]))
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return ((region[2], span(0, self.source[1]), region[1]),)
+        return ((*region[2:], region[1]),)
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call("global_sum", (), {"scale": 1 / (self.source[0] * self.source[1])})
+        return Call("global_sum", (), {"scale": 1 / prod(self.space[2:])})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScaleMap(Op):
+    """A map times function(row), channel by channel, over (y, x, c); inputs: the row [1, C], the map."""
+
+    rank: int = 3
+    function: str | None
+
+    kind = "scale_map"
+
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        return (span(0, 1), region[2]), region
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        return Call("scale_map", (), {"activation": self.function})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

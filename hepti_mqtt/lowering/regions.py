@@ -108,9 +108,18 @@ def intersect(r: Region, q: Region) -> Region | None:
     """Return what two regions have in common, None if nothing."""
     if r == q:
         return r if all(r) else None
-    out = []
+    out: list[IndexSet] = []
     for s, t in zip(r, q, strict=True):
-        common = intersect_sets(s, t)
+        if s == t:
+            common = s
+        elif len(s) == len(t) == 1:  # as in `intersect_sets`; a call more is felt here
+            (a, b), (c, d) = s[0], t[0]
+            low, high = a if a > c else c, b if b < d else d
+            if low >= high:
+                return None
+            common = ((low, high),)
+        else:
+            common = intersect_sets(s, t)
         if not common:
             return None
         out.append(common)

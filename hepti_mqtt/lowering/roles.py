@@ -16,6 +16,7 @@ INPUT: Final = "input"  # what the request brings
 STEM: Final = "stem"  # before the layers
 FRAMES: Final = "frames"  # a stem in rows that are computed where the layers need them
 TASK: Final = "task"  # behind the layers
+WORDS: Final = "words"  # the logits of every word
 
 BEFORE_ATTENTION: Final = "before_attention"
 PROJECTION: Final = "projection"  # queries, keys and values without rotary positions
@@ -40,6 +41,7 @@ CACHE: Final = "cache"  # keys and values of earlier tokens, which sessions keep
 
 MAP: Final = "map"  # a feature map of a convolutional net
 MAP_SUM: Final = "map_sum"  # before its activation
+SQUEEZE: Final = "squeeze"  # rows from a mean over a map, by which maps are scaled
 FLAT: Final = "flat"  # a feature map as one row
 DENSE: Final = "dense"  # a fully connected layer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from hepti_mqtt.lowering.graph import Graph
@@ -110,7 +111,13 @@ def _partition(op: Op, need: Region, pieces: tuple[Piece, ...]) -> Parts | None:
 @lru_cache(maxsize=CACHE_SIZE)
 def _are_disjoint(pieces: tuple[Piece, ...]) -> bool:
     """Return whether no two pieces have an index in common."""
-    return not any(intersect(a.region, b.region) for i, a in enumerate(pieces) for b in pieces[:i])
+    regions = [piece.region for piece in pieces]
+    for dim in range(len(regions[0])):  # most layouts cut one dimension into ranges
+        if all(len(r[dim]) == 1 for r in regions):
+            ranges = sorted(r[dim][0] for r in regions)
+            if all(a[1] <= b[0] for a, b in pairwise(ranges)):
+                return True
+    return not any(intersect(a, b) for i, a in enumerate(regions) for b in regions[:i])
 
 
 def reduced_overlap(a: Region, b: Region) -> int:

@@ -15,6 +15,7 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "gelu_new": "gelu_tanh",
     "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
@@ -102,6 +103,13 @@ class JsonConfig:
         value = self.get(key, default)
         if not _is_number(value) or value <= 0:
             raise self.bad_value(key, "a number > 0", value)
+        return float(value)
+
+    def at_least_zero(self, key: str, default: float) -> float:
+        """Return a finite number >= 0."""
+        value = self.get(key, default)
+        if not _is_number(value) or value < 0:
+            raise self.bad_value(key, "a number >= 0", value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

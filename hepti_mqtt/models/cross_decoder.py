@@ -1,7 +1,7 @@
 """A decoder of text behind an encoder: norms before blocks, attention to its own text, then to the encoder's states.
 
 m new tokens, C rows of the cache of the text, S states, h hidden, f MLP width, V words. A session keeps the keys and
-values of the text and of the states, which its first run computes. All of it has the role of a task.
+values of the text and of the states, which its first run computes. All of it but the logits has the role of a task.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def graph(
     net.begin_block()
     x = net.rows("asked", x, task, answered(shape))
     x = net.norm("decoder.norm", x, task, "decoder.norm", EPS)
-    net.linear("logits", x, task, {"head.decoder": spec.head.outputs}, bias=False)  # [1 or 2, V]
+    net.linear("logits", x, roles.WORDS, {"head.decoder": spec.head.outputs}, bias=False)  # [1 or 2, V]
 
 
 def reference(

@@ -108,7 +108,7 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
     x = net.rows("rows", x, roles.TASK, needed_rows(spec, shape))  # [1, h], or [m, h] for all hidden states
     x = net.norm("final_norm", x, roles.TASK, "final_norm", eps)
     if shape.want == "task":
-        net.linear("logits", x, roles.TASK, {"head.decoder": spec.head.outputs}, bias=False)  # [1, V]
+        net.linear("logits", x, roles.WORDS, {"head.decoder": spec.head.outputs}, bias=False)  # [1, V]
 
 
 def reference(

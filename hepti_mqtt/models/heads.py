@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from hepti_mqtt.lowering import GraphBuilder
-from hepti_mqtt.lowering.roles import TASK
+from hepti_mqtt.lowering.roles import TASK, WORDS
 from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, pool, sequence_slices
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense
@@ -68,7 +68,7 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
         x = _norm(net, spec, x, "head.transform_norm", refs)
         return _dense(net, x, "head.decoder", None, refs)  # [masks, V]
     if head.task == "generation":
-        return _dense(net, x, "head.decoder", None, refs)  # [1, V]
+        return _dense(net, x, "head.decoder", None, refs, WORDS)  # [1, V]
     return _dense(net, x, "head.classifier", None, refs) if head.outputs else x
 
 
@@ -110,9 +110,11 @@ def _pool(net: GraphBuilder, x: str, lengths: tuple[int, ...], mode: Pooling) ->
     return net.opaque("pooled", (x,), TASK, "pool_rows", dims, lengths=lengths, mode=mode)
 
 
-def _dense(net: GraphBuilder, x: str, name: str, activation: str | None, refs: Mapping[str, WeightRef]) -> str:
+def _dense(
+    net: GraphBuilder, x: str, name: str, activation: str | None, refs: Mapping[str, WeightRef], role: str = TASK
+) -> str:
     start, stop = refs[f"{name}.weight"].columns
-    return net.linear(name, x, TASK, {name: stop - start}, bias=f"{name}.bias" in refs, activation=activation)
+    return net.linear(name, x, role, {name: stop - start}, bias=f"{name}.bias" in refs, activation=activation)
 
 
 def _norm(net: GraphBuilder, spec: ModelSpec, x: str, name: str, refs: Mapping[str, WeightRef]) -> str:

@@ -25,8 +25,8 @@ _FILTERS: Final = 5  # the last of Pillow's resampling filters
 KEYS: Final = KeyTable(
     read=frozenset({
         "crop_pct", "crop_size", "default_to_square", "do_center_crop", "do_normalize", "do_rescale", "do_resize",
-        "feature_extractor_type", "image_mean", "image_processor_type", "image_std", "resample", "rescale_factor",
-        "size",
+        "feature_extractor_type", "image_mean", "image_processor_type", "image_std", "include_top", "resample",
+        "rescale_factor", "rescale_offset", "size",
     }),
     # do_convert_rgb: colours come as RGB here in any case. do_reduce_labels: of maps of segments.
     without_effect=frozenset({
@@ -57,6 +57,8 @@ class _Class:
     square: bool = False  # what an integer as size means
     crop: int | None = 0  # 0: no cropping
     by_part: bool = False  # crops a part of the picture, not a size
+    cut: int = 224  # what it crops to where it is asked to crop and not told to what
+    scales_twice: bool = False  # divides by the deviation a second time where `include_top`, and knows `rescale_offset`
 
 
 _SHORTEST: Final = {"shortest_edge": 224}
@@ -69,6 +71,7 @@ _CLASSES: Final[Mapping[str, _Class]] = {
     "Bit": _Class(_SHORTEST, _BICUBIC, crop=224),
     "MobileNetV1": _Class({"shortest_edge": 256}, _BILINEAR, crop=224),
     "MobileNetV2": _Class({"shortest_edge": 256}, _BILINEAR, crop=224),
+    "EfficientNet": _Class({"height": 346, "width": 346}, None, cut=289, scales_twice=True),
     "ConvNext": _Class({"shortest_edge": 384}, None, by_part=True),
 }
 
@@ -130,6 +133,15 @@ class Preprocessor:
             means, stds = (pre.per_channel(key, 3) for key in ("image_mean", "image_std"))
             if min(stds) <= 0:
                 raise pre.bad_value("image_std", "numbers > 0", stds)
+        if self._class is not None and self._class.scales_twice:
+            if pre.flag("do_rescale", True) and pre.flag("rescale_offset", False):
+                means = tuple(v + 1 for v in means)
+            if pre.flag("include_top", True):
+                stds = tuple(a * b for a, b in zip(stds, pre.per_channel("image_std", 3), strict=True))
+        elif self.config.get("include_top", False) or self.config.get("rescale_offset", False):
+            raise UnsupportedModelError(
+                f"{pre.file}: include_top and rescale_offset are for EfficientNetImageProcessor"
+            )
         factor = 255 * (pre.number("rescale_factor", 1 / 255) if pre.flag("do_rescale", True) else 1.0)
         return tuple(v / factor for v in means), tuple(v / factor for v in stds)
 
@@ -172,7 +184,9 @@ class Preprocessor:
                     "would keep their shape, and the model reads squares of one size"
                 )
             return Crop(side, 0)
-        cut, whole = self._side(pre.get("crop_size", known.crop or 224) if known else pre.require("crop_size"), True)
+        cut, whole = self._side(
+            pre.get("crop_size", known.crop or known.cut) if known else pre.require("crop_size"), True
+        )
         if not whole or cut > side:
             raise UnsupportedModelError(
                 f"{pre.file}: a crop_size of {cut} is not supported with a size of {pre.get('size', side)!r}"

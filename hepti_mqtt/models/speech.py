@@ -208,7 +208,18 @@ PLAIN: Final = "<|notimestamps|>"  # the moments follow it
 LATEST: Final = 50  # steps of 20 ms, the time of a row, until the first moment of a text
 SILENT: Final = ("<|nospeech|>", "<|nocaptions|>")
 TASKS: Final = ("transcribe", "translate")
+_LAST: Final = ("<|endoftext|>", START, "<|en|>", "<|de|>", *(f"<|{task}|>" for task in reversed(TASKS)))
 _MULTILINGUAL: Final = 51_865  # words of the smallest model that knows languages
+
+
+def last_tokens(vocab: int, rows: int) -> tuple[str, ...]:
+    """Return the tokens that a seeded model's vocabulary ends with, in the order of real ones.
+
+    Of a small vocabulary words would be missing, so there are no moments in it.
+    """
+    if vocab < 4 * rows:
+        return (*_LAST, SILENT[0], PLAIN)
+    return (*_LAST, BEFORE, SILENT[0], PLAIN, *(f"<|{i / ROWS_PER_S:.2f}|>" for i in range(rows + 1)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,16 @@ from hepti_mqtt.program import Layout, WeightRef
 
 @dataclass(frozen=True, slots=True)
 class BatchNorm:
-    """A batch norm behind a convolution: (x - mean) / sqrt(variance + eps) * weight + bias; names in a checkpoint."""
+    """A batch norm behind a convolution: (x - mean) / sqrt(variance + eps) * weight + bias; names in a checkpoint.
+
+    Of a mere factor of each channel (layer scale) there is weight alone: all other names are empty.
+    """
 
     weight: str
-    bias: str
-    mean: str
-    variance: str
-    eps: float
+    bias: str = ""
+    mean: str = ""
+    variance: str = ""
+    eps: float = 0.0
 
     @classmethod
     def under(cls, prefix: str, eps: float = 1e-5) -> BatchNorm:

@@ -20,7 +20,7 @@ from hepti_mqtt.models import cross_decoder, plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import TINY_SPREAD, Kind
 from hepti_mqtt.models.mel import check_preprocessor
-from hepti_mqtt.models.speech import STEP, SpeechRun, SpeechSpec, answered
+from hepti_mqtt.models.speech import STEP, SpeechRun, SpeechSpec, answered, last_tokens
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight, zeros
 from hepti_mqtt.models.transformer import Layer, pre_norm
 from hepti_mqtt.program import WeightRef
@@ -193,7 +193,8 @@ def reference(
 
 
 def _kind(layers: int, h: int, heads: int, mlp: int, vocab: int, bands: int = 80, **more: Any) -> Kind:
-    text = {"is_multilingual": True, "suppress_tokens": [0], "begin_suppress_tokens": [1, vocab - 8]}
+    end = vocab - len(last_tokens(vocab, more.get("max_source_positions", 1500)))
+    text = {"is_multilingual": True, "suppress_tokens": [0], "begin_suppress_tokens": [1, end]}
     config = {
         "architectures": ["WhisperForConditionalGeneration"],
         "model_type": "whisper",
@@ -211,9 +212,8 @@ def _kind(layers: int, h: int, heads: int, mlp: int, vocab: int, bands: int = 80
         "max_source_positions": 1500,
         "max_target_positions": 448,
         "initializer_range": 0.02,
-        # The tokens that steer are the last ones, the end of a text before the others.
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), vocab - 8),
-        "decoder_start_token_id": vocab - 7,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), end),
+        "decoder_start_token_id": end + 1,
     }
     return Kind(config | more, {"generation_config.json": text}, depth="encoder_layers")
 
@@ -225,5 +225,17 @@ KINDS: Final = {
     "whisper-turbo": _kind(32, 1280, 20, 5120, 51866, 128, decoder_layers=4),
     "tiny-whisper": _kind(
         2, 32, 4, 48, 61, 8, max_source_positions=24, max_target_positions=12, initializer_range=TINY_SPREAD
+    ),
+    "tiny-whisper-turbo": _kind(  # bands of large-v3, and fewer layers of the decoder
+        2,
+        32,
+        4,
+        48,
+        97,
+        128,
+        decoder_layers=1,
+        max_source_positions=24,
+        max_target_positions=12,
+        initializer_range=TINY_SPREAD,
     ),
 }

@@ -311,12 +311,13 @@ def _balanced(question: Question, divide: Callable[..., Plan], best: Candidate) 
 
 
 def step_by_step(question: Question, c: Candidate) -> Candidate:
-    """Give one device after the other more or less, by smaller and smaller steps, as long as that helps."""
+    """Give busy devices less and others more, one after the other by smaller and smaller steps, where that helps."""
 
     def stepped(i: int, step: float, best: Candidate) -> Iterator[Move]:
-        for factor in (step, 1 / step):
-            weights = tuple(w * factor if j == i else w for j, w in enumerate(best.shares))
-            yield with_shares(question, best.plan, weights), weights
+        busy = [best.price.use[device].compute_s for device in best.plan.devices]
+        factor = 1 / step if busy[i] * len(busy) > sum(busy) else step  # the other way hardly ever helps
+        weights = tuple(w * factor if j == i else w for j, w in enumerate(best.shares))
+        yield with_shares(question, best.plan, weights), weights
 
     for step in STEPS if STRATEGIES[c.plan.strategy].coarse else ():
         for i in range(len(c.plan.devices)):
@@ -354,13 +355,14 @@ def _unit_moves(kind: str, c: Candidate) -> Iterator[Move]:
 def _moved(ranges: Sequence[Range], busy: Sequence[float]) -> Iterator[tuple[Range, ...]]:
     """Yield ranges with a unit, or a few, moved from one device to a less busy one.
 
-    Devices that differ most come first; nobody who had some is left without. busy: seconds of each device, in all.
+    From those busier than the mean to others, the most different first; nobody who had some is left without. busy:
+    seconds of each device, in all.
     """
     counts = [stop - start for start, stop in ranges]
-    by = -(-sum(counts) // MOVES)
+    by, mean = -(-sum(counts) // MOVES), sum(busy) / len(busy)
     pairs = sorted(permutations(range(len(counts)), 2), key=lambda pair: busy[pair[1]] - busy[pair[0]])
     for source, target in pairs:
-        if counts[source] > by and busy[source] > busy[target]:
+        if counts[source] > by and busy[source] > mean >= busy[target]:
             moved = [n + by * ((i == target) - (i == source)) for i, n in enumerate(counts)]
             yield tuple(pairwise(accumulate(moved, initial=0)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import Final
 
@@ -205,7 +205,8 @@ class Search:
     def _queue(self, guesses: Sequence[Draft]) -> tuple[list[_Step], LowerBound]:
         """Return a heap of the guesses by what they cost at the least: it follows from the prices of devices alone."""
         question = self.question
-        names = list(dict.fromkeys(d for g in guesses for d in g.plan.devices))
+        later = chain.from_iterable(self._larger.values())
+        names = list(dict.fromkeys(d for g in (*guesses, *later) for d in g.plan.devices))
         queue: list[_Step] = []
         alone: dict[str, float] = {}
         if question.objective == "latency":
@@ -300,8 +301,11 @@ class Search:
         """Return whether a plan is not expected to beat the best one; note one that has a price."""
         if self.question.is_exhaustive or c.name == SINGLE or not self.found:
             return False
-        best_s = min(other.price.expected_s for other in self.found)
-        if not floor.is_pruned(c.plan, c.price.seconds if isinstance(c, Candidate) else None, best_s):
+        best = min(self.found, key=lambda other: other.price.expected_s)
+        if isinstance(c, Draft) and c.name == best.name and len(c.plan.devices) > THOROUGH:
+            return False  # few sizes are tried of many devices, and balanced shares may make another one the best
+        priced_s = c.price.seconds if isinstance(c, Candidate) else None
+        if not floor.is_pruned(c.plan, priced_s, best.price.expected_s):
             return False
         if isinstance(c, Candidate):
             self.pruned.append(c)

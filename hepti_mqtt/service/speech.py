@@ -84,11 +84,8 @@ def _said(checkpoint: Checkpoint, reads: SpeechInput, prompt: Any) -> tuple[int,
     ids, last = list[int](), tokens.plain + tokens.moments
     for part in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(part, str):
-            found = checkpoint.tokenizer.encode(f" {part.strip()}", add_special_tokens=False).ids
-            if any(i >= tokens.end for i in found):
-                raise RequestError("prompt holds tokens that steer the model, such as <|endoftext|>; send plain text")
-            ids += found
-        elif is_int(part) and (0 <= part < tokens.end or tokens.plain < part <= last):
+            ids += checkpoint.tokenizer.encode(f" {part.strip()}", add_special_tokens=False).ids
+        elif part is not prompt and is_int(part) and (0 <= part < tokens.end or tokens.plain < part <= last):
             ids.append(part)
         else:
             raise RequestError("prompt must be a text, or a list of texts and of ids of words and timestamps")

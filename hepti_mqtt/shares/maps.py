@@ -24,6 +24,8 @@ from hepti_mqtt.plan import Range, apportion
 from hepti_mqtt.shares.share import Array, DeviceResources, Options, Shares, Speeds, assign_greedily, partition_in_order
 
 PLACED: Final = (roles.MAP, roles.DENSE)
+# What everybody has or gets in a message of a row: nothing that shares of maps decide over.
+_SMALL: Final = (roles.INPUT, roles.STEM, roles.SQUEEZE)
 
 
 class UnitInput(NamedTuple):
@@ -80,7 +82,7 @@ def _seen(graph: Graph, op: Op, region: Region) -> Mapping[str, Range]:
     found: dict[str, Range] = {}
     for name, part in zip(op.inputs, op.input_regions(region), strict=True):
         source = graph.by_name[name]
-        if source.role in (roles.INPUT, roles.STEM) or not all(part):
+        if source.role in _SMALL or not all(part):
             continue
         if source.role in PLACED:
             more = {name: _hull(part[cut_dimension(source)])}
@@ -104,7 +106,7 @@ def _flops(graph: Graph, op: Op, region: Region) -> float:
     total = 2.0 * places * matrices if matrices else float(prod(map(index_count, region[: op.rank])))
     for name, part in zip(op.inputs, op.input_regions(region), strict=True):
         source = graph.by_name[name]
-        if source.role not in (*PLACED, roles.INPUT, roles.STEM) and not source.is_view:
+        if source.role not in (*PLACED, *_SMALL) and not source.is_view:
             inner = source.region_for(part)
             total += _flops(graph, source, inner) if inner else 0.0
     return total
@@ -160,13 +162,17 @@ def crossing_bytes(graph: Graph, start: int) -> int:
     return sum(nbytes * before[name].size for name, nbytes in read.items())
 
 
-def boundary_maps(graph: Graph, cut: int) -> frozenset[str]:
-    """Return the divided maps that are read by what is not (dense layers, maps behind the cut), and the last one."""
+def boundary_maps(graph: Graph, cut: int, apart: bool) -> frozenset[str]:
+    """Return the divided maps that are read by what is not (dense layers, maps behind the cut), and the last one.
+
+    Maps behind a squeezed one need its means, so that it is among them, unless parts are to be computed apart.
+    """
     behind = after_cut(graph, cut)
     readers = [unit for unit in execution_units(graph) if unit.op.name in behind or unit.op.role == roles.DENSE]
     read = {reads.name for unit in readers for reads in unit.reads}
     divided = [op.name for op in graph.ops if op.role == roles.MAP and op.name not in behind]
-    return frozenset(read & set(divided)) | frozenset(divided[-1:])
+    squeezed = {op.inputs[0] for op in graph.ops if isinstance(op, GlobalAverage) and op.role == roles.SQUEEZE}
+    return frozenset((read if apart else read | squeezed) & set(divided)) | frozenset(divided[-1:])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -242,7 +248,7 @@ def borders_first(graph: Graph, placed: Table) -> Table:
 
     placed: layouts of one piece for each device. Means over maps are added up by everyone who has some of the rows.
     """
-    lines = {**placed.optional_rules, roles.FLAT: _means(graph, placed.rules[roles.MAP])}
+    lines = {**placed.optional_rules, roles.FLAT: means(graph, placed.rules[roles.MAP])}
     return Table({roles.MAP: _ends_first(graph, {**placed.rules, **placed.optional_rules})}, lines, uniform=False)
 
 
@@ -269,14 +275,18 @@ def _middle(rows: Range, first: int, last: int) -> Range:
     return low + (low % 2 if first else 0), high - (high % 2 if last else 0)
 
 
-def _means(graph: Graph, rows: Rule) -> Rule:
-    """Return the layout of means over maps: everyone adds up own rows, instead of sending them to be added."""
+def means(graph: Graph, maps: Rule) -> Rule:
+    """Return the layout of means over maps: everyone adds up own parts, instead of sending them to be added."""
 
     def rule(op: Op) -> list[Piece] | None:
         if not isinstance(op, GlobalAverage):
             return None
-        found = rows(graph.by_name[op.inputs[0]]) or []
-        return [Piece(piece.device, region_with(op, {2: piece.region[0]})) for piece in found]
+        found = maps(graph.by_name[op.inputs[0]])
+        if found is None:
+            return None
+        return [
+            piece._replace(region=region_with(op, dict(zip((2, 3), piece.region, strict=False)))) for piece in found
+        ]
 
     return rule
 

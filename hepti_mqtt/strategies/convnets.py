@@ -24,6 +24,7 @@ from hepti_mqtt.shares.maps import (
     edgeflow_ranges,
     is_rows_kind,
     map_heights,
+    means,
     modnn_shares,
     owned_tiles,
     ranges_by_size,
@@ -59,7 +60,9 @@ def map_table(division: Division, maps: Rule, dense: Rule, uniform: bool = True)
         return lambda op: (root if op.name in left else rule)(op)
 
     # The picture is everywhere: its first map is made where it is needed.
-    beside = {roles.DENSE: before(dense), roles.STEM: lambda _: None}
+    # Of a mean by which maps are scaled everyone adds up own parts: what travels is a row.
+    squeezed = means(division.graph, before(maps))
+    beside = {roles.DENSE: before(dense), roles.SQUEEZE: squeezed, roles.STEM: lambda _: None}
     return Table({roles.MAP: before(maps)}, beside, uniform=uniform and not cut)
 
 
@@ -184,7 +187,9 @@ def fused_tiles_table(division: Division) -> Table:
     wait in a task queue from which free devices lease the next one (`leased`).
     """
     weights = division.plan.shares["tiles"]
-    ends = boundary_maps(division.graph, cut_number(division.plan.options))
+    # Leased tiles wait for no other one: each has all that its means are of.
+    apart = "owners" in division.plan.options
+    ends = boundary_maps(division.graph, cut_number(division.plan.options), apart)
 
     def tiled(op: Op) -> list[Piece] | None:
         return [Piece(d, region_with(op, at)) for d, at in owned_tiles(op, weights)] if op.name in ends else None

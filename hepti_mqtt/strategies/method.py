@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, get_args
 
 from hepti_mqtt.lowering import Graph, IndexSet, Rewrite, Table, roles, span
-from hepti_mqtt.plan import Plan, WeightDtype, apportion
+from hepti_mqtt.plan import Plan, Range, WeightDtype, apportion
+from hepti_mqtt.program import DTYPE_BYTES
 from hepti_mqtt.shares import Branches, DeviceResources, Options, Share, Shares, Speeds
 
 # What methods share out.
@@ -17,6 +18,9 @@ MLP: Final = Share("mlp", roles.MLP_UP, 1)
 COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
+WORDS: Final = Share("words", roles.WORDS, 1)  # of every plan of several devices, whatever its method
+
+WORTH_SPLITTING: Final = 0.7  # of the head's time: what the exchange takes beside links and bytes is not known here
 
 MAX_NAMED_DEVICES: Final = 64  # devices up to which options that depend on their number are known by name
 
@@ -54,6 +58,26 @@ class Division(NamedTuple):
     def option(self, name: str, default: str = "") -> str:
         """Return an option of the plan."""
         return self.plan.options.get(name, default)
+
+
+def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
+    """Return each device's words of the logits: by how fast it reads weights, or all of them on the head device.
+
+    A token takes the time of reading a matrix of all words, of which nothing but the logits has to be sent. lanes: of
+    the devices; without any, links are taken to cost nothing.
+    """
+    resources = lanes or [DeviceResources()] * len(weights)
+    speeds = [lane.row_flops_per_s or weight for lane, weight in zip(resources, weights, strict=True)]
+    divided = WORDS.ranges(graph, speeds)
+    if lanes and speeds[root] > 0:
+        _, words, width = graph.first_with_role(roles.WORDS).space
+        alone_s = 2.0 * words * width / speeds[root]
+        own = divided[root][1] - divided[root][0]
+        rate, delay_s = min(lane.bytes_per_s for lane in lanes), max(lane.latency_s for lane in lanes)
+        sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * (words - own) / rate
+        if alone_s * own / words + sent_s > WORTH_SPLITTING * alone_s:
+            return WORDS.ranges(graph, [float(i == root) for i in range(len(weights))])
+    return divided
 
 
 @dataclass(frozen=True)

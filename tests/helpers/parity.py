@@ -164,6 +164,16 @@ MOBILENETS = (
     {"tf_padding": False, "finegrained_output": False, "depth_multiplier": 0.5, "hidden_act": "relu"},
     {"output_stride": 8, "first_layer_is_expansion": False, "expand_ratio": 3.0, "image_size": 97},
 )
+CONVNEXTS = (
+    {},
+    {"layer_scale_init_value": 0.0},
+    {"hidden_act": "relu", "layer_norm_eps": 1e-3, "patch_size": 2},
+)
+EFFICIENTNETS = (
+    {},
+    {"hidden_act": "relu", "depthwise_padding": [1, 3], "squeeze_expansion_ratio": 0.5},
+    {"kernel_sizes": [5, 3, 5], "expand_ratios": [2, 3, 1], "strides": [2, 1, 2]},
+)
 EXPORTED = ("vgg11", "resnet18", "mobilenet_v2", "googlenet", "squeezenet1_1")
 
 
@@ -175,6 +185,13 @@ def nets(root):
     for options in MOBILENETS:
         config = transformers.MobileNetV2Config(num_labels=6, **{"image_size": 64, **options})
         yield saved(root, "MobileNetV2ForImageClassification", config)
+    for options in CONVNEXTS:
+        sizes = {"hidden_sizes": [8, 16, 24], "depths": [1, 2, 1], "num_stages": 3, "num_labels": 6}
+        yield saved(root, "ConvNextForImageClassification", transformers.ConvNextConfig(**sizes, **options))
+    for options in EFFICIENTNETS:
+        sizes = {**KINDS["tiny-efficientnet"].config, "num_labels": 6, "architectures": None} | options
+        sizes = {k: v for k, v in sizes.items() if k not in ("id2label", "label2id", "model_type", "image_size")}
+        yield saved(root, "EfficientNetForImageClassification", transformers.EfficientNetConfig(**sizes))
 
 
 def onnx_files(root):

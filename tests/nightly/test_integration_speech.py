@@ -26,6 +26,8 @@ TEXTS = {
         "It was the epoch of belief, it was the epoch of"
     ),
 }
+# Of beckett, by timestamp tokens.
+TIMES = {"tiny-en": [(0, 3), (3, 6), (6, 8), (8, 9)], "base": [(0, 3), (3, 6), (6, 9)]}
 PINS = (
     {"strategy": "single"},
     {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b", "c"]},
@@ -85,5 +87,8 @@ def test_real_speech_is_written_as_by_the_reference(served: tuple[str, Hepti]) -
             answer = hepti.infer(name, audio=file, window=30, **language, **pins, timeout_s=4 * PATIENCE_S)
             assert answer.generated == TEXTS[name, sound], pins
             assert not answer.result["doubtful"]
+        if sound == "beckett":
+            timed = hepti.infer(name, audio=file, window=30, timestamps=True, **language, timeout_s=4 * PATIENCE_S)
+            assert [(one["start"], one["end"]) for one in timed.result["segments"]] == TIMES[name]
         short = hepti.infer(name, audio=file, **language, timeout_s=4 * PATIENCE_S)  # in the window that it needs
         assert words(short.generated)[:12] == words(TEXTS[name, sound])[:12]

@@ -1,12 +1,13 @@
-"""ResNet and MobileNetV2 as Hugging Face's transformers writes them."""
+"""ResNet, MobileNetV2 and ConvNeXt as Hugging Face's transformers writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from hepti_mqtt.models.cnn.nodes import Pad
-from hepti_mqtt.models.cnn.torchvision import NodeBuilder, round_channels
+from hepti_mqtt.models.cnn.builder import NodeBuilder, round_channels, stages
+from hepti_mqtt.models.cnn.efficientnet import efficientnet
+from hepti_mqtt.models.cnn.nodes import GlobalAverage, Pad
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import BatchNorm
 
@@ -24,9 +25,7 @@ def resnet(config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
     config.require_one_of("hidden_act", "relu", "relu")
     config.require_one_of("num_channels", 3, 3)
     bottleneck = config.get("layer_type", "bottleneck") == "bottleneck"
-    sizes, depths = (_counts(config, key) for key in ("hidden_sizes", "depths"))
-    if len(sizes) != len(depths):
-        raise config.bad_value("depths", f"{len(sizes)} integers, one for each of hidden_sizes", list(depths))
+    sizes, depths = stages(config, ("hidden_sizes", (256, 512, 1024, 2048)), ("depths", (3, 4, 6, 3)))
     embedder = "resnet.embedder.embedder"
     width = config.positive("embedding_size", 64)
     _conv(stack, embedder, width, 7, 2, 3, "relu")
@@ -60,13 +59,6 @@ def _block(stack: NodeBuilder, here: str, n: int, stride: int, bottleneck: bool,
 def _conv(stack: NodeBuilder, here: str, n: int, kernel: int, stride: int, pad: int, function: str = "") -> str:
     norm = BatchNorm.under(f"{here}.normalization")
     return stack.conv(f"{here}.convolution", n, kernel, stride, pad, norm=norm, function=function)
-
-
-def _counts(config: JsonConfig, key: str) -> tuple[int, ...]:
-    values = config.require(key)
-    if not isinstance(values, list) or not values or not all(type(n) is int and n > 0 for n in values):
-        raise config.bad_value(key, "a list of integers >= 1", values)
-    return tuple(values)
 
 
 class _MobileNet:
@@ -134,7 +126,41 @@ def mobilenet_v2(config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
     stack.classifier("classifier", labels)
 
 
+_EPS: Final = 1e-6  # of all of ConvNeXt's norms but the last one, whatever config.json says
+
+
+def convnext(config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
+    """Add a ConvNeXt (Liu et al., 2022); its layer scales become factors of the weights."""
+    config.require_one_of("num_channels", 3, 3)
+    sizes, depths = stages(config, ("hidden_sizes", (96, 192, 384, 768)), ("depths", (3, 3, 9, 3)))
+    config.require_one_of("num_stages", len(sizes), len(sizes))
+    function, patch = (
+        config.activation(default="gelu"),
+        config.square("patch_size") if "patch_size" in config.data else 4,
+    )
+    scaled = config.at_least_zero("layer_scale_init_value", 1e-6) > 0
+    stack.conv("convnext.embeddings.patch_embeddings", sizes[0], patch, patch)
+    stack.layer_norm("convnext.embeddings.layernorm", _EPS)
+    for stage, (n, depth) in enumerate(zip(sizes, depths, strict=True)):
+        if stage:
+            stack.layer_norm(f"convnext.encoder.stages.{stage}.downsampling_layer.0", _EPS)
+            stack.conv(f"convnext.encoder.stages.{stage}.downsampling_layer.1", n, 2, 2)
+        for layer in range(depth):
+            here, x = f"convnext.encoder.stages.{stage}.layers.{layer}", stack.current
+            stack.conv(f"{here}.dwconv", n, 7, pad=3, groups=n)
+            stack.layer_norm(f"{here}.layernorm", _EPS)
+            stack.conv(f"{here}.pwconv1", 4 * n, 1, function=function, dense=True)
+            scale = BatchNorm(f"{here}.layer_scale_parameter") if scaled else None
+            stack.conv(f"{here}.pwconv2", n, 1, norm=scale, dense=True)
+            stack.add(f"{here}.sum", x)
+    stack.add_node(GlobalAverage(name="pooled", inputs=(stack.current,)))
+    stack.layer_norm("convnext.layernorm", config.number("layer_norm_eps", 1e-12))
+    stack.linear("classifier", labels)
+
+
 ARCHITECTURES: Final[Mapping[str, Callable[[JsonConfig, NodeBuilder, int], None]]] = {
     "ResNetForImageClassification": resnet,
     "MobileNetV2ForImageClassification": mobilenet_v2,
+    "ConvNextForImageClassification": convnext,
+    "EfficientNetForImageClassification": efficientnet,
 }

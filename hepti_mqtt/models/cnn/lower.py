@@ -11,38 +11,42 @@ from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, CnnSpec, Conv, Linear, Node
-from hepti_mqtt.models.tensors import TensorSource
+from hepti_mqtt.models.tensors import TensorSource, vector
 from hepti_mqtt.spec import RequestShape
 
 _HEAVY: Final = (nodes.Window, nodes.GlobalAverage, nodes.Flatten, Linear)
 
 
 def tensors(spec: CnnSpec) -> Iterator[TensorSource]:
-    """Yield the matrix and the bias of every convolution and dense layer, in the order of the nodes."""
+    """Yield the stored tensors of every node, in their order."""
     for node in spec.nodes:
         if isinstance(node, Conv):
             yield from _conv_tensors(node, spec.shapes[node.inputs[0]][2])
         elif isinstance(node, Linear):
             yield from _linear_tensors(spec, node)
+        elif isinstance(node, nodes.LayerNorm):
+            for part, stored in (("weight", node.weight), ("bias", node.bias)):
+                yield vector(f"{node.name}.{part}", (stored,), spec.shapes[node.name][-1])
 
 
 def _conv_tensors(node: Conv, channels: int) -> Iterator[TensorSource]:
     here, n, c = f"{node.name}.weight", node.channels, channels // node.groups
-    stored, first = (n, c, *node.kernel), (c, *node.kernel)
+    first = (c, *node.kernel)
+    stored = (n, c) if node.stored_dense else (n, *first)
     yield TensorSource(
         here, (prod(first), n), (node.weight,), stored, True, "packed", channels_first=first, norm=node.norm
     )
-    if node.norm is not None:
+    if node.norm is not None and node.norm.bias:
         name = f"{node.name}.bias"
         yield TensorSource(name, (n,), (node.norm.bias,), (n,), norm=node.norm, convolution_bias=node.bias)
     elif node.bias:
-        yield TensorSource(f"{node.name}.bias", (n,), (node.bias,), (n,))
+        yield TensorSource(f"{node.name}.bias", (n,), (node.bias,), (n,), norm=node.norm)
 
 
 def _linear_tensors(spec: CnnSpec, node: Linear) -> Iterator[TensorSource]:
     k, n = spec.shapes[node.inputs[0]][1], node.columns
     first = spec.flattened.get(node.inputs[0], ())
-    stored = (k, n) if node.stored_in_out else (n, k)
+    stored = (k, n) if node.stored_in_out else (n, k, 1, 1) if node.stored_conv else (n, k)
     turned = not node.stored_in_out
     yield TensorSource(f"{node.name}.weight", (k, n), (node.weight,), stored, turned, "packed", channels_first=first)
     if node.bias:
@@ -95,6 +99,17 @@ def _begins(needed: list[Node]) -> list[bool]:
     return out
 
 
+def _squeezed(spec: CnnSpec) -> frozenset[str]:
+    """Return the rows that maps are scaled by, and those that they are computed from."""
+    found: set[str] = set()
+    for node in reversed(spec.nodes):
+        if isinstance(node, nodes.Scale):
+            found.add(node.inputs[0])
+        elif node.name in found:
+            found.update(x for x in node.inputs if len(spec.shapes[x]) == 2)
+    return frozenset(found)
+
+
 def _map(dims: tuple[int, ...]) -> tuple[int, int, int]:
     y, x, c = dims
     return y, x, c
@@ -106,6 +121,7 @@ class _NodeLowering:
     def __init__(self, net: GraphBuilder, spec: CnnSpec, last: str) -> None:
         self.net, self.spec, self.last = net, spec, last
         self.order = {node.name: i for i, node in enumerate(spec.nodes)}
+        self.squeezed = _squeezed(spec)
 
     def add(self, node: Node) -> None:
         """Add a node."""
@@ -128,14 +144,25 @@ class _NodeLowering:
         return {"name": node.name, "inputs": node.inputs, "space": space, "source": source, **sides}
 
     def global_average(self, node: nodes.GlobalAverage) -> None:
-        y, _, c = source = self.net.shape_of(node.inputs[0])
-        what: dict[str, Any] = {"role": roles.FLAT, "space": (1, c, y), "source": source}
+        y, x, c = self.net.shape_of(node.inputs[0])
+        what: dict[str, Any] = {"role": self.role(node), "space": (1, c, y, x)}
         self.net.add_op(maps.GlobalAverage(name=node.name, inputs=node.inputs, **what))
 
     def sum(self, node: nodes.Add) -> None:
         """Add a sum: what is computed last comes last, so that its kernel adds the other."""
         first, second = sorted(node.inputs, key=lambda x: self.order.get(x, -1))
         self.net.sum(node.name, first, second, self.role(node))
+
+    def scale(self, node: nodes.Scale) -> None:
+        what: dict[str, Any] = {"role": self.role(node), "space": self.spec.shapes[node.name]}
+        self.net.add_op(maps.ScaleMap(name=node.name, inputs=node.inputs, function=node.function, **what))
+
+    def layer_norm(self, node: nodes.LayerNorm) -> None:
+        space = self.spec.shapes[node.name]
+        what: dict[str, Any] = {"role": self.role(node), "space": space, "rank": len(space)}
+        tensors = (f"{node.name}.weight", f"{node.name}.bias")
+        norm = maps.Norm(float(node.eps))
+        self.net.add_op(maps.LayerNorm(name=node.name, inputs=node.inputs, tensors=tensors, norm=norm, **what))
 
     def concat(self, node: nodes.Concat) -> None:
         *starts, _ = accumulate((self.net.shape_of(x)[2] for x in node.inputs), initial=0)
@@ -154,6 +181,7 @@ class _NodeLowering:
     def linear(self, node: Linear) -> None:
         """Add a dense layer, with the activation behind it."""
         role = roles.TASK if node is self.spec.nodes[-1] else roles.DENSE
+        role = roles.SQUEEZE if node.name in self.squeezed else role
         act = self.activation_of(node)
         name, function = (node.name, None) if act is None else (act.name, act.function)
         self.net.linear(name, node.inputs[0], role, {node.name: node.columns}, bool(node.bias), function)
@@ -162,8 +190,7 @@ class _NodeLowering:
         source = self.spec.nodes[self.order[node.inputs[0]]] if node.inputs[0] in self.order else None
         if isinstance(source, Linear) and self.activation_of(source) is node:
             return  # it is there already
-        role = self.role(node) if len(self.spec.shapes[node.name]) == 3 else roles.FLAT
-        self.net.activation(node.name, node.inputs[0], role, node.function)
+        self.net.activation(node.name, node.inputs[0], self.role(node), node.function)
 
     def activation_of(self, node: Linear) -> nodes.Activation | None:
         """Return the activation that alone reads a dense layer."""
@@ -173,15 +200,24 @@ class _NodeLowering:
 
     def role(self, node: Node) -> str:
         """Return the role of a map or row: what its only reader does in the same kernel has no place of its own."""
-        own = roles.MAP if len(self.spec.shapes[node.name]) == 3 else roles.FLAT
+        if len(self.spec.shapes[node.name]) == 2:
+            return roles.SQUEEZE if node.name in self.squeezed else roles.FLAT
+        own = roles.MAP
         readers = self.spec.readers(node.name)
         if len(readers) == 1 and node.name != self.last:
             reader = readers[0]
-            if isinstance(reader, nodes.Activation):
+            if isinstance(reader, nodes.Activation | nodes.LayerNorm):
+                return roles.MAP_SUM
+            if isinstance(node, nodes.Scale | nodes.LayerNorm) and _sees_once(reader):
                 return roles.MAP_SUM
             if isinstance(node, Conv) and isinstance(reader, nodes.Add):
                 return roles.MAP_SUM if max(reader.inputs, key=lambda x: self.order.get(x, -1)) == node.name else own
         return own
+
+
+def _sees_once(reader: Node) -> bool:
+    """Return whether a node reads each pixel for one of its own alone."""
+    return isinstance(reader, Conv) and reader.kernel == reader.stride and not any(reader.pad)
 
 
 _ADDS: Final[Mapping[type[Node], Callable[[_NodeLowering, Any], None]]] = {
@@ -190,6 +226,8 @@ _ADDS: Final[Mapping[type[Node], Callable[[_NodeLowering, Any], None]]] = {
     nodes.AveragePool: _NodeLowering.average_pool,
     nodes.GlobalAverage: _NodeLowering.global_average,
     nodes.Add: _NodeLowering.sum,
+    nodes.Scale: _NodeLowering.scale,
+    nodes.LayerNorm: _NodeLowering.layer_norm,
     nodes.Concat: _NodeLowering.concat,
     nodes.Flatten: _NodeLowering.flatten,
     Linear: _NodeLowering.linear,

@@ -70,13 +70,17 @@ class Window(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Conv(Window):
-    """Convolution to `channels` channels, of which each group reads its own; norm: a batch norm behind it."""
+    """Convolution to `channels` channels, of which each group reads its own; norm: a batch norm behind it.
+
+    stored_dense: of one pixel, stored [n, C] as a dense layer is.
+    """
 
     channels: int
     weight: str
     bias: str = ""
     groups: int = 1
     norm: BatchNorm | None = None
+    stored_dense: bool = False
 
     op = "conv"
 
@@ -85,12 +89,14 @@ class Conv(Window):
         sides = self.sides(source)
         if source[2] % self.groups or self.channels % self.groups:
             raise ValueError(f"{self.groups} groups do not divide {source[2]} channels into {self.channels}")
+        if self.stored_dense and (self.kernel != (1, 1) or self.groups != 1):
+            raise ValueError("what is stored as a dense layer has a window of 1 x 1 and one group")
         return (*sides, self.channels)
 
     @property
     def has_bias(self) -> bool:
         """Return whether anything is added, by itself or by the norm."""
-        return bool(self.bias) or self.norm is not None
+        return bool(self.bias) or (self.norm is not None and self.norm.bias != "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +143,33 @@ class Add(Node):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scale(Node):
+    """A map times function(row), channel by channel; inputs: the row [1, C], the map."""
+
+    function: str
+
+    op = "scale"
+
+    def shape(self, *sources: Dims) -> Dims:
+        if len(sources) != 2 or len(sources[1]) != 3 or sources[0] != (1, sources[1][2]):
+            raise ValueError(f"it reads a row [1, C] and a map [Y, X, C], not {' and '.join(map(str, sources))}")
+        if self.function not in GATES:
+            raise ValueError(f"function {self.function!r} is not supported; supported: {GATES}")
+        return sources[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm(Node):
+    """The layer norm of each pixel, or of a row, over its channels."""
+
+    weight: str
+    bias: str
+    eps: float
+
+    op = "layer_norm"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Concat(Node):
     """Maps behind each other along their channels."""
 
@@ -162,13 +195,15 @@ class Flatten(Node):
 class Linear(Node):
     """A dense layer [1, k] -> [1, n]; stored [n, k], or [k, n] where `stored_in_out`.
 
-    What was flattened has its channels first in a checkpoint, and last here.
+    stored_conv: stored [n, k, 1, 1], as a convolution is. What was flattened has its channels first in a checkpoint,
+    and last here.
     """
 
     columns: int
     weight: str
     bias: str = ""
     stored_in_out: bool = False
+    stored_conv: bool = False
 
     op = "linear"
 
@@ -180,17 +215,19 @@ class Linear(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Activation(Node):
-    """An elementwise function: relu, relu6 or leaky_relu (slope 0.1)."""
+    """An elementwise function, one of `ACTIVATIONS`; leaky_relu has a slope of 0.1."""
 
     function: str
 
     op = "activation"
 
 
-ACTIVATIONS: Final = ("relu", "relu6", "leaky_relu")
-NODE_TYPES: Final[Mapping[str, type[Node]]] = {
-    kind.op: kind for kind in (Conv, MaxPool, AveragePool, GlobalAverage, Add, Concat, Flatten, Linear, Activation)
-}
+ACTIVATIONS: Final = ("relu", "relu6", "leaky_relu", "gelu", "gelu_tanh", "silu", "hard_swish")
+GATES: Final = ("sigmoid", "hard_sigmoid")  # functions of the row that a map is scaled by
+_NODES: Final = (
+    *(Conv, MaxPool, AveragePool, GlobalAverage, Add, Scale, LayerNorm, Concat, Flatten, Linear, Activation),
+)
+NODE_TYPES: Final[Mapping[str, type[Node]]] = {kind.op: kind for kind in _NODES}
 _DEFAULTS: Final = {
     op: {name: f.default for name, f in kind.__dataclass_fields__.items()} for op, kind in NODE_TYPES.items()
 }
@@ -227,6 +264,7 @@ def _norm(value: Any) -> bool:
 _FIELDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
     "str": ("a string", lambda v: isinstance(v, str)),
     "tuple[str, ...]": ("a list of names", lambda v: isinstance(v, tuple) and all(isinstance(x, str) for x in v)),
+    "float": ("a number > 0", lambda v: type(v) in (int, float) and 0 < v <= sys.float_info.max),
     "int": ("an integer >= 1", lambda v: _integers((v,), 1, 1)),
     "bool": ("true or false", lambda v: isinstance(v, bool)),
     "Pair": ("two integers >= 1", lambda v: _integers(v, 2, 1)),
@@ -308,7 +346,7 @@ class CnnSpec:
                 y, x, c = source
                 if c > 1 and y * x > 1:  # with either of them 1 channels come first and last alike
                     found[node.name] = (c, y, x)
-            elif isinstance(node, Flatten | Activation | Add):
+            elif isinstance(node, Flatten | Activation | Add | LayerNorm):
                 orders = {found.get(name, ()) for name in node.inputs}
                 if len(orders) > 1:
                     raise ModelError(

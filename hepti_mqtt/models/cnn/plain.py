@@ -9,7 +9,7 @@ import numpy as np
 
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, CnnSpec, Node
-from hepti_mqtt.models.plain import Array, Tensors, linear
+from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm
 from hepti_mqtt.spec import RequestShape
 
 
@@ -69,10 +69,20 @@ def _linear(tensors: Tensors, node: nodes.Linear, x: Array) -> Array:
     return linear(tensors, node.name, x) if node.bias else np.asarray(x @ tensors[f"{node.name}.weight"])
 
 
+def _hard_sigmoid(x: Array) -> Array:
+    return np.asarray(np.clip(x + 3, 0, 6) / x.dtype.type(6))
+
+
 _FUNCTIONS: Final[Mapping[str, Callable[[Array], Array]]] = {
     "relu": lambda x: np.maximum(x, 0),
     "relu6": lambda x: np.clip(x, 0, 6),
     "leaky_relu": lambda x: np.where(x < 0, x * x.dtype.type(0.1), x),
+    "gelu": lambda x: activate("gelu", x),
+    "gelu_tanh": lambda x: activate("gelu_tanh", x),
+    "silu": lambda x: activate("silu", x),
+    "hard_swish": lambda x: x * _hard_sigmoid(x),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "hard_sigmoid": _hard_sigmoid,
 }
 
 _COMPUTES: Final[Mapping[type[Node], Callable[..., Array]]] = {
@@ -81,6 +91,8 @@ _COMPUTES: Final[Mapping[type[Node], Callable[..., Array]]] = {
     nodes.AveragePool: _average_pool,
     nodes.GlobalAverage: lambda _tensors, _node, x: x.mean(axis=(0, 1))[None],
     nodes.Add: lambda _tensors, _node, x, y: x + y,
+    nodes.Scale: lambda _tensors, node, row, x: _FUNCTIONS[node.function](row) * x,
+    nodes.LayerNorm: lambda tensors, node, x: norm(tensors, node.name, x, node.eps),
     nodes.Concat: lambda _tensors, _node, *xs: np.concatenate(xs, axis=2),
     nodes.Flatten: lambda _tensors, _node, x: x.reshape(1, -1),
     nodes.Linear: _linear,
@@ -88,5 +100,5 @@ _COMPUTES: Final[Mapping[type[Node], Callable[..., Array]]] = {
 }
 
 
-if {*_COMPUTES} != {*nodes.NODE_TYPES.values()} or {*_FUNCTIONS} != {*nodes.ACTIVATIONS}:
+if {*_COMPUTES} != {*nodes.NODE_TYPES.values()} or {*_FUNCTIONS} != {*nodes.ACTIVATIONS, *nodes.GATES}:
     raise ImportError("every node and every function needs its reference")

@@ -1,4 +1,8 @@
-"""Writes nodes one behind the other, as architectures are described: every method adds to what was added last."""
+"""VGG, ResNet and MobileNetV2 as torchvision writes them, which config.json names: {"architectures": ["resnet18"]}.
+
+VGG: Simonyan and Zisserman, 2015. ResNet: He et al., 2016, in torchvision's form with the stride in the 3 x 3
+convolution of a bottleneck. MobileNetV2: Sandler et al., 2018.
+"""
 
 from __future__ import annotations
 
@@ -6,110 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from hepti_mqtt.errors import ModelError
-from hepti_mqtt.models.cnn import nodes
-from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Flatten, Node, Pad
+from hepti_mqtt.models.cnn import mobilenet_v3
+from hepti_mqtt.models.cnn.builder import NodeBuilder, round_channels
+from hepti_mqtt.models.cnn.nodes import Flatten
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import BatchNorm
-
-
-class NodeBuilder:
-    """Nodes in the making; current: the tensor that the next one reads.
-
-    Convolutions and dense layers are called as a checkpoint calls them: `name`.weight, `name`.bias.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.nodes: list[Node] = []
-        self.current = IMAGE
-        self._shapes: dict[str, Dims] = {IMAGE: (size, size, 3)}
-
-    @property
-    def dims(self) -> Dims:
-        """Return the shape of what was added last."""
-        return self._shapes[self.current]
-
-    def shape_of(self, name: str) -> Dims:
-        """Return the shape of a tensor."""
-        return self._shapes[name]
-
-    @property
-    def side(self) -> int:
-        """Return the rows of the map that was added last."""
-        return self.dims[0]
-
-    def add_node(self, node: Node) -> str:
-        """Add a node; return its name."""
-        self.nodes.append(node)
-        self._shapes[node.name] = node.shape(*(self._shapes[x] for x in node.inputs))
-        self.current = node.name
-        return self.current
-
-    def conv(
-        self,
-        name: str,
-        channels: int,
-        kernel: int,
-        stride: int = 1,
-        pad: int | Pad = 0,
-        *,
-        norm: BatchNorm | None = None,
-        groups: int = 1,
-        dilation: int = 1,
-        function: str = "",
-    ) -> str:
-        """Add a convolution: with a bias of its own, unless a norm is behind it; then an activation."""
-        self.add_node(
-            nodes.Conv(
-                name=name, inputs=(self.current,), kernel=(kernel, kernel), stride=(stride, stride),
-                pad=pad if isinstance(pad, tuple) else (pad, pad, pad, pad), dilation=(dilation, dilation),
-                channels=channels, groups=groups, weight=f"{name}.weight", bias="" if norm else f"{name}.bias",
-                norm=norm,
-            )
-        )  # fmt: skip
-        return self.activation(function)
-
-    def activation(self, function: str) -> str:
-        """Add an activation, if there is one."""
-        if function:
-            self.add_node(
-                nodes.Activation(name=f"{self.current}.{function}", inputs=(self.current,), function=function)
-            )
-        return self.current
-
-    def max_pool(self, name: str, kernel: int, stride: int, pad: int = 0) -> str:
-        """Add the largest values under a window."""
-        return self.add_node(
-            nodes.MaxPool(
-                name=name, inputs=(self.current,), kernel=(kernel, kernel), stride=(stride, stride), pad=(pad,) * 4
-            )
-        )  # fmt: skip
-
-    def add(self, name: str, other: str, function: str = "") -> str:
-        """Add another tensor to it; then an activation."""
-        self.add_node(nodes.Add(name=name, inputs=(other, self.current)))
-        return self.activation(function)
-
-    def classifier(self, name: str, labels: int) -> str:
-        """Add the mean over the map, and a dense layer."""
-        self.add_node(nodes.GlobalAverage(name="pooled", inputs=(self.current,)))
-        return self.linear(name, labels)
-
-    def linear(self, name: str, columns: int, function: str = "") -> str:
-        """Add a dense layer; then an activation."""
-        self.add_node(
-            nodes.Linear(
-                name=name, inputs=(self.current,), columns=columns, weight=f"{name}.weight", bias=f"{name}.bias"
-            )
-        )  # fmt: skip
-        return self.activation(function)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# VGG, ResNet and MobileNetV2 as torchvision writes them, which config.json names: {"architectures": ["resnet18"]}.
-#
-# VGG: Simonyan and Zisserman, 2015. ResNet: He et al., 2016, in torchvision's form with the stride in the 3 x 3
-# convolution of a bottleneck. MobileNetV2: Sandler et al., 2018.
-
 
 IMAGE_SIZE: Final = 224
 
@@ -230,14 +135,9 @@ def mobilenet_v2(_name: str, config: JsonConfig, stack: NodeBuilder, labels: int
     stack.classifier("classifier.1", labels)
 
 
-def round_channels(channels: float, by: int = 8, least: int = 8) -> int:
-    """Return channels as a multiple, no less than nine tenths of what was asked for."""
-    whole = max(least, int(channels + by / 2) // by * by)
-    return whole + by if whole < 0.9 * channels else whole
-
-
 ARCHITECTURES: Final[Mapping[str, Callable[[str, JsonConfig, NodeBuilder, int], None]]] = {
     **dict.fromkeys(_VGG, vgg),
     **dict.fromkeys((*_BASIC, *_BOTTLENECK), resnet),
     "mobilenet_v2": mobilenet_v2,
+    **mobilenet_v3.ARCHITECTURES,
 }

@@ -14,7 +14,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.keys import Seal
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
-from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RunStats
+from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey, RunStats
 from hepti_mqtt.runtime.machinery import Publish, Transition
 
 
@@ -72,6 +72,13 @@ class RequestArrived:
     """A user's request, already tokenised and cut into chunks."""
 
     request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCancelled:
+    """A user takes a request back; it may have ended."""
+
+    key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,7 @@ CoordinatorEvent = (
     | DeviceMessage
     | DeviceFrame
     | RequestArrived
+    | RequestCancelled
     | Solved
     | PlanRecalled
     | PinPlan

@@ -191,7 +191,8 @@ class Scheduler:
         longest = max(c.shape.size for c in request.batches)
         generation = request.generation
         grows = generation is not None and not generation.carried.size  # else what it carries is what takes the time
-        group.recent_lengths.append(longest + (generation.max_new_tokens if generation is not None and grows else 0))
+        if not grows:
+            group.recent_lengths.append(longest)
         if group.active is not None and group.active.replicas and request.wants_result and request.generation is None:
             request.batches = split_into_micro_batches(request.batches)  # each goes to the replica that is free first
         group.queue.append(WorkItem(request, i) for i in range(len(request.batches) if request.wants_result else 1))
@@ -625,6 +626,8 @@ class Scheduler:
             return []
         if request.wants_report and any(other.items[0].request is request for other in group.runs.values()):
             return []
+        if not request.generation.carried.size:  # most texts end long before they are as long as they may be
+            group.recent_lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
         request.finished = True
         return [AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))]
 

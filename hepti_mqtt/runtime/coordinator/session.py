@@ -15,7 +15,7 @@ from math import inf
 from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
-from hepti_mqtt.errors import PlanError
+from hepti_mqtt.errors import CancelledRequestError, PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Recalled, Verdict
 from hepti_mqtt.planner.estimates import strategy_key
@@ -38,6 +38,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     PinPlan,
     PlanRecalled,
     RequestArrived,
+    RequestCancelled,
     SendTiles,
     Solve,
     Solved,
@@ -103,6 +104,7 @@ class CoordinatorSession:
             DeviceMessage: self._handle_message,
             DeviceFrame: self._handle_frame,
             RequestArrived: self._handle_request,
+            RequestCancelled: self._handle_cancelled,
             Solved: self._handle_solved,
             PlanRecalled: self._handle_recalled,
             PinPlan: self._pin,
@@ -348,6 +350,16 @@ class CoordinatorSession:
             return turned_away
         group, out = self._rollout.group_for(request, now)
         return out if group is None else out + self._scheduler.enqueue(group, request, now)
+
+    def _handle_cancelled(self, event: RequestCancelled, _now: float) -> list[CoordinatorCommand]:
+        error = CancelledRequestError("the client has taken the request back")
+        for group in self.groups.of_model(event.key.model):
+            found = next((request for request in group.requests() if request.key == event.key), None)
+            if found is not None:
+                out = self._scheduler.fail_request(group, found, error)
+                group.queue.discard_finished()
+                return out
+        return []
 
     def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
         group = self.groups.default(event.model)

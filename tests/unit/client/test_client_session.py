@@ -61,6 +61,15 @@ def test_a_request_is_published_and_its_answer_shown_once(session):
     assert session.counters["not asked"] == 1
 
 
+def test_a_request_is_taken_back_when_its_last_caller_has_gone(session):
+    for caller in (1, 2):
+        session.add_request("m", "q1", {}, caller, 0.0)
+    assert session.forget("m", "q1", 1) is None
+    back = session.forget("m", "q1", 2)
+    assert (back.topic, json.loads(back.payload)) == (T.request("m", "me"), {"cancel": "q1"})
+    assert session.forget("m", "q1", 2) is None
+
+
 def test_an_error_answer_ends_a_request(session):
     session.add_request("m", "q1", {}, "token", 0.0)
     topic = T.response("m", "me", "q1")

@@ -47,6 +47,10 @@ BY_HAND = {
         Compute("average_pool2d", (0,), (1,), (), {**WINDOW, "count_pad": False}),
         (IMAGE, SlotSpec((3, 2, 6))),
     ),
+    "scale_map": (
+        Compute("scale_map", (0, 1), (2,), (), {"activation": "sigmoid"}),
+        (SlotSpec((1, 6)), IMAGE, IMAGE),
+    ),
     "global_sum": (Compute("global_sum", (0,), (1,), (), {"scale": 0.05}), (IMAGE, SlotSpec((1, 6)))),
     "embed_at": (
         Compute("embed_at", (0, 1), (2,), (WeightRef("w", (0, 7), (0, 12), "plain"),) * 2, {}),

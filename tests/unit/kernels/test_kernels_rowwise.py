@@ -76,9 +76,17 @@ def test_a_norm_by_root_mean_square_does_not_centre(kernel, weights):
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1), (7, 333)])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
 def test_gate(shape, activation):
     Case("gate", [array(*shape), array(*shape)], [shape], activation=activation).check()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (1, 1, 1), (5, 7, 33)])
+def test_a_row_scales_every_pixel_of_a_map_and_a_pixel_is_normed_by_itself(shape):
+    x, c = array(*shape), shape[2]
+    for activation in ("sigmoid", "hard_sigmoid"):
+        Case("scale_map", [array(1, c), x], [shape], activation=activation).check()
+    Case("layer_norm", [x], [shape], [array(c), array(c)], eps=1e-6).check(1e-3, 1e-3)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

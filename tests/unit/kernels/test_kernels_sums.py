@@ -6,7 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "tanh", "relu6", "leaky_relu"]
+ACTIVATIONS = [
+    None,
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "tanh",
+    "relu6",
+    "leaky_relu",
+    "hard_swish",
+    "hard_sigmoid",
+    "sigmoid",
+    "quick_gelu",
+]
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple) | st.sampled_from(
     [(1023,), (5, 411), (2049, 1)]
 )

@@ -44,7 +44,7 @@ def spec_of(kind, pre=None, **changes):
     return models.spec_from_config({**KINDS[kind].config, **changes}, extras)
 
 
-# Of torchvision's models, less the norms' weights and biases, which are folded into what is before them.
+# Of published models, less what is folded into the layer before: norms, and scales of layers.
 @pytest.mark.parametrize(
     ("kind", "parameters", "norms"),
     [
@@ -52,6 +52,9 @@ def spec_of(kind, pre=None, **changes):
         ("resnet18", 11689512, 4800),
         ("resnet50", 25557032, 26560),
         ("mobilenet-v2", 3504872, 17056),
+        ("mobilenet-v3-large", 5483032, 12200),
+        ("convnext-tiny", 28589128, 6624),
+        ("efficientnet-b0", 5288548, 21008),
     ],
 )
 def test_models_have_as_many_parameters_as_published(kind, parameters, norms):
@@ -120,6 +123,53 @@ def test_without_a_size_of_its_own_the_preprocessor_says_how_large_pictures_are(
     assert spec_of("tiny-hf-resnet", {"size": {"shortest_edge": 384}, "crop_pct": 1.0}).shortest == 0
 
 
+@pytest.mark.parametrize(
+    ("keys", "mean", "std"),
+    [
+        ({}, 0.5, 0.25),  # divided by the deviation twice
+        ({"include_top": False}, 0.5, 0.5),
+        ({"include_top": False, "rescale_offset": True}, 1.5, 0.5),
+        ({"do_normalize": False}, 0.0, 0.5),
+    ],
+)
+def test_pixels_of_an_efficientnet_are_scaled_as_its_class_does(keys, mean, std):
+    pre = {"image_processor_type": "EfficientNetImageProcessor", "size": {"height": 61, "width": 61}, **keys}
+    spec = spec_of("tiny-efficientnet", pre)
+    np.testing.assert_allclose([spec.mean, spec.std], [[mean] * 3, [std] * 3])
+
+
+TIMM = {
+    "architecture": "mobilenetv3_small_100",
+    "num_classes": 7,
+    "pretrained_cfg": {
+        **{"input_size": [3, 96, 96], "crop_pct": 0.875, "interpolation": "bicubic", "crop_mode": "center"},
+        **{"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]},
+    },
+}
+
+
+def test_a_directory_of_timm_says_in_its_config_how_pictures_are_read():
+    spec = models.spec_from_config(*models.files_in_our_words(TIMM, {}))
+    assert (spec.input_spec.size, spec.input_spec.shortest, len(spec.head.labels)) == (96, 109, 7)
+    assert "blocks.1.0.conv_pwl.weight" in {source.name for source in models.tensor_sources(spec)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_pool": "max"},
+        {"model_args": {"drop_rate": 0.1}},
+        {"label_names": ["one"]},
+        *({"pretrained_cfg": {**TIMM["pretrained_cfg"], **more}} for more in (
+            {"crop_mode": "border"}, {"interpolation": "random"}, {"input_size": [3, 96, 90]}, {"mean": None},
+        )),
+    ],
+)  # fmt: skip
+def test_what_timm_says_and_is_not_computed_is_refused(change):
+    with pytest.raises(ModelError):
+        models.spec_from_config(*models.files_in_our_words({**TIMM, **change}, {}))
+
+
 @pytest.mark.parametrize("key", WRONG_FIELDS)
 def test_a_wrong_field_of_a_listed_node_is_named(key):
     first, *others = KINDS["tiny-convnet"].config["nodes"]
@@ -184,6 +234,12 @@ def test_what_is_added_to_itself_is_there_twice(product, before):
         ("tiny-convnet", None, {"num_labels": 3, "id2label": None}),
         *(("tiny-hf-resnet", None, changes) for changes in ({"layer_type": "dense"}, {"depths": [1]})),
         ("tiny-hf-mobilenet", None, {"hidden_act": "swish"}),
+        *(("tiny-convnext", None, changes) for changes in ({"num_stages": 4}, {"depths": [1]}, {"hidden_act": "mish"})),
+        *(
+            ("tiny-efficientnet", None, changes)
+            for changes in ({"pooling_type": "max"}, {"strides": [1, 2, 3]}, {"hidden_dim": 99}, {"in_channels": [16]})
+        ),
+        ("tiny-resnet", {"size": 61, "include_top": True}, {}),
     ],
 )
 def test_wrong_configs_are_refused(kind, pre, changes):

@@ -29,7 +29,7 @@ from hepti_mqtt.planner import Decision, Question, decide, decide_hurried, price
 from hepti_mqtt.planner.candidates import candidate_routes, explain_choice, relayed, subsets, with_route
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
 from hepti_mqtt.planner.refine import Draft, divided, price_draft, whole_bytes
-from hepti_mqtt.planner.search import MIN_SPEEDUP, Search, _initial_plans
+from hepti_mqtt.planner.search import MIN_SPEEDUP, Search, _by_size, _initial_plans
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -272,6 +272,16 @@ def test_the_same_plan_is_chosen_without_comparing_every_method(seed):
     whole, quick = both(site_of(seed))
     assert replace(quick.chosen.plan, reason="") == replace(whole.chosen.plan, reason="")
     assert quick.digest == whole.digest
+
+
+def test_large_sets_have_a_bound_too():
+    asked = replace(mesh_question([0.02 - 1e-3 * i for i in range(12)], 100, endpoints=False), is_exhaustive=False)
+    search = Search(asked)
+    few, search._larger = _by_size(list(_initial_plans(asked)))
+    _, floor = search._queue(few)
+    large = [draft.plan for drafts in search._larger.values() for draft in drafts]
+    assert {len(plan.devices) for plan in large} == {12}
+    assert all(floor.bound_unpriced(plan) > 0 for plan in large), "devices beyond those of small sets count too"
 
 
 def test_methods_that_are_too_slow_are_told_by_name_and_why_is_said():

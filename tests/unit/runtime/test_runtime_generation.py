@@ -17,7 +17,7 @@ from swarm import MODEL, Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.errors import DeadlineError, PlanError, RemoteError
+from hepti_mqtt.errors import CancelledRequestError, DeadlineError, PlanError, RemoteError
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
@@ -124,6 +124,19 @@ def test_a_deadline_ends_what_waits_for_reports_alone_and_a_run_that_is_on_its_w
     site.report(2)
     assert not site.running
     assert not site.session.counters["late"]
+
+
+def test_a_text_that_is_taken_back_begins_no_further_step():
+    site = running()
+    job = site.ask(most=9)
+    site.step()
+    site.event(interface.RequestCancelled(job.key))
+    assert isinstance(site.errors["r"], CancelledRequestError)
+    asked = max(site.work)
+    site.step()
+    assert max(site.work) == asked, "what devices had begun is the last"
+    assert not site.running
+    site.event(interface.RequestCancelled(job.key))  # again, and nothing happens
 
 
 def test_steps_whose_reports_are_missing_are_few():

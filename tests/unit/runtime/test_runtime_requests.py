@@ -157,6 +157,19 @@ def test_deadline_ends_waiting_and_running_requests() -> None:
     assert "r3" in site.answers
 
 
+def test_waiting_and_running_requests_are_taken_back() -> None:
+    site = settled("a", in_flight=1)
+    plan = site.plan
+    for name in ("r1", "r2", "r3"):
+        site.submit(name)
+    for name in ("r1", "r2", "unknown"):
+        site.event(interface.RequestCancelled(RequestKey("m", "c", name)))
+    assert [site.errors[name].code for name in ("r1", "r2")] == ["cancelled", "cancelled"]
+    assert all(("a", messages.Cancel("m", plan.version, run)) in site.told for run in (1, 2))
+    site.answer(3)
+    assert "r3" in site.answers
+
+
 def test_repeated_request_on_its_way_runs_once() -> None:
     site = settled("a", in_flight=1)
     site.submit("r1")

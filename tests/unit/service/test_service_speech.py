@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import wave
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -74,7 +75,8 @@ def test_other_rates_keep_what_16_khz_can_hold(rate: int) -> None:
         assert np.abs(above[200:-200]).max() < 1e-3, "what is higher is left out, not folded down"
 
 
-MU_LAW, LONG = riff(form(7, 8), b"\x55" * 800), wav(tone(440, 31.0))
+MU_LAW, LONG = riff(form(7, 8, 8000), b"\x55" * 800), wav(tone(440, 31.0))
+HOURS = riff(form(1, 8, 4000), bytes(3 * 3600 * 4000))
 NOT_A_NUMBER = riff(form(3, 32), np.full(160, np.nan, "<f4").tobytes())
 
 
@@ -86,6 +88,7 @@ NOT_A_NUMBER = riff(form(3, 32), np.full(160, np.nan, "<f4").tobytes())
         (wav(tone(440, 0.0)), "no samples"),
         (MU_LAW, "mu-law"),
         (LONG, "31.0 s"),
+        (HOURS, "10800.0 s"),
         (NOT_A_NUMBER, "NaN"),
         (riff(form(1, 16, rate=1), b"\0" * 320), "1 samples per second"),
         (riff(form(1, 16, channels=40), b"\0" * 320), "40 channels"),
@@ -136,6 +139,75 @@ def test_a_request_is_the_prompt_and_the_frames_of_its_window(checkpoint: Checkp
     assert found.rules.choices == tuple(tokens.languages.values())
     assert found.rules.temperatures == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     assert found.rules.forced == (tokens.tasks["transcribe"], tokens.plain)
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
+    """A model with the tokens of times."""
+    with Checkpoint.open(make_model("tiny-whisper-turbo", tmp_path_factory.mktemp("speech") / "m")) as opened:
+        yield opened
+
+
+def test_what_was_said_before_comes_before_the_prompt(timed: Checkpoint) -> None:
+    reads, tokens = timed.spec.input_spec, timed.speech
+    light = timed.tokenizer.token_to_id("light")
+    asked = {**AUDIO, "language": "en", "timestamps": True, "prompt": ["light", tokens.plain + 3, "light"]}
+    found = read_input(timed, asked)
+    said = [tokens.before, light, tokens.plain + 3, light]
+    steering = [tokens.start, tokens.languages["en"], tokens.tasks["transcribe"]]
+    assert found.inputs[: 1 + found.shape.new_rows].tolist() == [0, *said, *steering]
+    assert found.shape == reads.run(7, reads.longest, start=4)
+    assert found.rules.moments == Moments(tokens.plain + 1, tokens.end, tokens.plain, 50)
+    longer = read_input(timed, {**asked, "prompt": [light] * 99})
+    assert longer.shape.start == 1 + reads.positions // 2 - 1, "as many as the reference takes"
+    unknown = read_input(timed, {**AUDIO, "prompt": "light"})
+    assert (unknown.rules.opening, unknown.inputs[1]) == ((tokens.before, light), tokens.start)
+
+
+def test_a_text_with_times_has_segments(timed: Checkpoint) -> None:
+    tokens, light = timed.speech, timed.tokenizer.token_to_id("light")
+    first, rows = tokens.plain + 1, timed.spec.input_spec.longest
+    prompt, rules = tokens.begin("en", "transcribe", timed=True)
+    shape = timed.spec.input_spec.run(len(prompt), rows)
+    ids = [first, light, first + 4, first + 5, light, first + 9, tokens.end]
+    generation = Generation(prompt, 8, shape, rules, tokens=ids, scores=[-0.1] * 7)
+    prepared = ModelInput(shape, np.empty(0), False, 5, new_tokens=8, rules=rules, seconds=0.4)
+    found = decode_output(timed, prepared, np.array(ids), None, generation)
+    assert [(one["start"], one["end"], one["text"]) for one in found["segments"]] == [
+        (0.0, 0.08, "light"),
+        (0.1, 0.18, "light"),
+    ]
+    assert (found["text"], found["seek"]) == ("light light", 0.4)
+
+
+@pytest.mark.parametrize("prompt", [[3.5], [True], [[1]], {"a": 1}, 7, [96 + 1], ["light", -1]], ids=str)
+def test_a_prompt_that_is_no_text_is_refused(timed: Checkpoint, prompt) -> None:
+    with pytest.raises(RequestError):
+        read_input(timed, {**AUDIO, "prompt": prompt})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"scale_embedding": True},
+        {"is_encoder_decoder": False},
+        {"decoder_attention_heads": 2},
+        {"decoder_ffn_dim": 64},
+        {"max_target_positions": 48},
+        {"num_mel_bins": 7, "encoder_layers": 0},
+        {"activation_function": "swoosh"},
+        {"vocab_size": "many"},
+        {"num_beams": 5},
+    ],
+    ids=str,
+)
+def test_a_config_that_would_change_the_text_is_refused(tmp_path, values: dict) -> None:
+    path = make_model("tiny-whisper", tmp_path / "m")
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text()) | values
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError), Checkpoint.open(path) as opened:
+        _ = opened.speech
 
 
 @pytest.mark.parametrize(

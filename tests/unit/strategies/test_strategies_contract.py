@@ -200,7 +200,10 @@ def test_shares_of_many_devices_cover_everything_once(name):
 
 SPECS = {
     kind: spec_of_kind(kind)
-    for kind in ("tiny-debert", "tiny-devit", "tiny-convnet", "tiny-resnet", "tiny-mobilenet", "tiny-yolo")
+    for kind in (
+        *("tiny-debert", "tiny-devit", "tiny-convnet", "tiny-resnet", "tiny-mobilenet", "tiny-yolo"),
+        *("tiny-convnext", "tiny-efficientnet"),
+    )
 }
 
 

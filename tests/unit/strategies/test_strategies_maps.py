@@ -19,7 +19,7 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cost.explain import work_factor
 from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.lowering import Graph, roles
-from hepti_mqtt.models.cnn.torchvision import NodeBuilder
+from hepti_mqtt.models.cnn.builder import NodeBuilder
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lower_plan, make_plan
 from hepti_mqtt.program import Compute, Recv
@@ -215,6 +215,26 @@ def test_everyone_adds_up_own_rows_of_a_mean_instead_of_sending_them():
 
     # The halo of its smallest maps is all of them; the last one is 2 x 2 pixels of 32 channels, half of them sent.
     assert whole_maps({"cut": "none"}) - whole_maps(AHEAD) == 2 * 32 * 4
+
+
+# Work done over work needed, on four devices. Norms and squeezes cost nothing again where rows are divided; tiles end
+# at each map that is squeezed, and compute their halo.
+@pytest.mark.parametrize(
+    ("kind", "method", "most"),
+    [
+        *(("tiny-efficientnet", method, 1.02) for method in ("map_rows", "modnn", "coedge", "edgeflow")),
+        *(("tiny-convnext", method, 1.02) for method in ("map_rows", "modnn", "coedge", "edgeflow")),
+        ("tiny-efficientnet", "fused_tiles", 1.6),
+    ],
+)
+def test_norms_of_pixels_and_means_that_scale_maps_are_divided(kind, method, most):
+    spec = spec_of_kind(kind)
+    shape = models.largest_shape(spec)
+    devices = tuple(f"d{i}" for i in range(4))
+    template = Plan("m", PlanVersion(1, 1), method, devices, "d0")
+    made = lower_plan(spec, make_plan(spec, template, method, {"cut": "none"}, (1.0,) * 4), shape)
+    alone = make_plan(spec, Plan("m", PlanVersion(1, 1), "single", ("d0",), "d0"), "single", {}, (1.0,))
+    assert work_factor(made, lower_plan(spec, alone, shape)).total <= most
 
 
 CASES = [

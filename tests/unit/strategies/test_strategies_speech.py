@@ -13,11 +13,15 @@ from swarm import Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.generation import TokenRules, Verdict
 from hepti_mqtt.models.speech import SpeechRun
-from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights
 from hepti_mqtt.planner.accuracy import weight_error
+from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
+from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = spec_of_kind("tiny-whisper")
@@ -167,6 +171,20 @@ def test_a_step_that_does_not_follow_is_taken_back():
     assert (generation.tokens, generation.published_tokens, generation.tried) == (first[:1], tuple(first), [])
     generation.rewind(0)
     assert (generation.tokens, generation.prompt) == ([], PROMPT)
+
+
+@pytest.mark.parametrize(("latency_s", "parts"), [(2.5e-4, 4), (0.05, 1)])
+def test_the_logits_are_divided_where_links_allow_it(latency_s, parts):
+    spec, devices = spec_of_kind("whisper-tiny"), tuple("abcd")
+    lanes = [DeviceResources(1e8, latency_s, row_flops_per_s=2e9)] * 4
+    template = Plan("m", PlanVersion(1, 1), "row", devices, "b")
+    made = make_plan(spec, template, "row", {"variant": "kv"}, [1.0] * 4, lanes)
+    words = [stop - start for start, stop in made.ranges["words"]]
+    assert (sum(words), sum(map(bool, words)), bool(words[1])) == (51865, parts, True)
+    held = {d: any(ref.tensor == "head.decoder.weight" for ref in resident_weights(spec, made, d)) for d in devices}
+    assert held == {d: bool(n) for d, n in zip(devices, words, strict=True)}
+    step = device_programs(spec, made, spec.input_spec.shape().decode_step(1))
+    assert sum(any(isinstance(op, Compute) for op in program.ops) for program in step.values()) == parts
 
 
 def test_a_lost_device_costs_no_token_and_the_sound_is_encoded_again():
