@@ -193,7 +193,7 @@ def log_buckets(distances: NDArray[np.int64], rows: int, farthest: int) -> NDArr
     far = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(middle))
     scaled = np.ceil(far / np.log(np.float32((farthest - 1) / middle)) * np.float32(middle - 1))
     found = np.where(away <= middle, distances, np.sign(distances) * (scaled.astype(np.int64) + middle))
-    return np.clip(found + span, 0, rows - 1)
+    return np.asarray(np.clip(found + span, 0, rows - 1))
 
 
 # On a grid of patches (BEiT, Bao et al., 2022) rows have places, of which all with one step between them have one
@@ -379,11 +379,13 @@ def _reference_states(
 
 
 def _met(op: Compute, q: Array, k: Array, weights: Sequence[Array], apart: NDArray[np.int64]) -> Array:
-    """Return what keys of distances give with q [heads, r, d], and their queries with k [heads, s, d]: [heads, r, s]."""
+    """Return what keys of distances give with q [heads, r, d], and their queries with k [heads, s, d]."""
     heads, r, d = q.shape
     to_queries, to_keys = (w.astype(np.float64).reshape(len(w), heads, d).transpose(1, 2, 0) for w in weights)
     found = _buckets(op, to_keys.shape[2])[apart]
-    return np.asarray((q @ to_queries)[:, np.arange(r)[:, None], found] + (k @ to_keys)[:, np.arange(k.shape[1]), found])
+    return np.asarray(
+        (q @ to_queries)[:, np.arange(r)[:, None], found] + (k @ to_keys)[:, np.arange(k.shape[1]), found]
+    )
 
 
 def _finish(states: Array) -> Array:

@@ -351,8 +351,8 @@ class GraphBuilder:
     ) -> str:
         """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors.
 
-        bias: a table [buckets, heads] of what distances up to `farthest`, or steps on a grid, add to scores; or keys and
-        queries of distances, [buckets, width] each. Others as `ops.Attention` has.
+        bias: a table [buckets, heads] of what distances up to `farthest`, or steps on a grid, add to scores; or keys
+        and queries of distances, [buckets, width] each. Others as `ops.Attention` has.
         """
         space = (self.shape_of(q)[0], width, self.shape_of(kv)[0])
         tensors, buckets = tuple(ref.tensor for ref in bias), bias[0].rows[1] if bias else 0

@@ -91,8 +91,9 @@ def _projected(spec: ModelSpec, name: str, layer: str) -> TensorSource:
     """Return the source of what a dense layer makes of the embeddings of distances."""
     distances = prefixed(_BASE_NAMES, "encoder.rel_embeddings.weight")
     source = table(name, distances, spec.block.buckets, spec.hidden)
-    parts = (f"{layer}.weight", f"{layer}.bias", "encoder.LayerNorm.weight", "encoder.LayerNorm.bias")
-    return replace(source, projected=Projected(*(prefixed(_BASE_NAMES, part) for part in parts), spec.norm_eps))
+    matrix, bias = (prefixed(_BASE_NAMES, f"{layer}.{part}") for part in ("weight", "bias"))
+    gamma, beta = (prefixed(_BASE_NAMES, f"encoder.LayerNorm.{part}") for part in ("weight", "bias"))
+    return replace(source, projected=Projected(matrix, bias, gamma, beta, spec.norm_eps))
 
 
 _DEBERTA: Final = {

@@ -141,7 +141,7 @@ def log_buckets(buckets: int, farthest: int, longest: int) -> Array:
             near = math.ceil(wide * np.float32(middle - 1)) + middle
         found.append(min(max(span + (near if away > 0 else -near), 0), buckets - 1))
     t = np.arange(longest)
-    return np.asarray(found)[t[:, None] - t + longest - 1]
+    return np.asarray(np.asarray(found)[t[:, None] - t + longest - 1])
 
 
 def grid_bias(table: Array, side: int) -> Array:
@@ -200,8 +200,8 @@ def _attention(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
         q, k = (rotate(z, n.head_dim, n.theta, n.lengths, n.block.rope_scaling) for z in (q, k))
     bias, positions = None, None
     if n.block.disentangled:
-        tables = [tensors[f"{here}{name}"] for name in DISENTANGLED]
-        positions = *tables, log_buckets(n.block.buckets, n.block.farthest, max(n.lengths))
+        to_queries, to_keys = (tensors[f"{here}{name}"] for name in DISENTANGLED)
+        positions = to_queries, to_keys, log_buckets(n.block.buckets, n.block.farthest, max(n.lengths))
     elif n.block.buckets:
         table = tensors["relative_bias" if n.block.shared_bias else f"{here}relative_bias"]
         side, farthest = n.block.side, n.block.farthest
