@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.models import heads, text
+from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import BASE, TINY, make_kind

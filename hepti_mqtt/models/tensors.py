@@ -107,8 +107,8 @@ class TensorSource:
     channels_first: of a stored row, what it is there, [C, ...], while its channels come last here. norm: folded in at
     reading, as a factor of each stored row, or, of a vector, which is then stored as the norm's bias, with what the
     norm does to `convolution_bias`, if anything. factor: alternative names of a vector by which each stored row, or
-    element, is multiplied. resized, projected: what becomes of its rows. first: where it begins in what is stored, which other
-    tensors are parts of too: at which of its rows, or elements; None where it is all of it.
+    element, is multiplied. resized, projected: what becomes of its rows. first: where it begins in what is stored,
+    which other tensors are parts of too: at which of its rows, or elements; None where it is all of it.
     """
 
     name: str
