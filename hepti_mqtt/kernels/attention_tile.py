@@ -347,7 +347,7 @@ def _copy_rows(
 
     Rows of a panel lie `stride` floats apart, panels `apart`. What is beyond column d of the last one is left alone.
     """
-    for c in range(0, d, NR):
+    for c in range(0, d if rows > 0 else 0, NR):
         vectors, place = min(NR, d - c) // LANES, at + c // NR * apart
         source = kv.ctypes.data + 4 * (first * kv.shape[1] + column + c)
         scaled_rows(vectors, rows, source, kv.shape[1], ONE, copies.ctypes.data + 4 * place, stride)
@@ -448,8 +448,7 @@ def _add_bias(
 @helper
 def _add_positions(
     scores: Any, kv: Any, k_column: int, first: int, keys: int, row: int, count: int, queries: Any, scale: Any,
-    q_at: Any, k_at: Any, buckets: Any, to_queries: Any, to_keys: Any, column: int, turned: Any, by_query: Any,
-    by_key: Any, zeros: Any,
+    q_at: Any, k_at: Any, buckets: Any, to_queries: Any, to_keys: Any, column: int, scratch: Any, zeros: Any,
 ) -> None:  # fmt: skip
     """Add to scores what the distances' keys give with the queries [d, NR], and their queries with the keys of kv.
 
@@ -457,6 +456,8 @@ def _add_positions(
     keys few rows matter: buckets ascend with the distance.
     """
     d, middle, stride = len(queries) // NR, len(buckets) // 2 + q_at[row], to_queries.shape[1]
+    most = len(to_queries) * NR
+    by_query, by_key, turned = scratch[:most], scratch[most : 2 * most], scratch[2 * most :]
     low = buckets[middle - k_at[first + keys - 1]]
     rows = buckets[middle + count - 1 - k_at[first]] + 1 - low
     met = to_queries.ctypes.data + 4 * (low * stride + column)
@@ -546,6 +547,16 @@ def _store(total: Any, d: int, high: Any, norm: Any, with_state: int, out: Any, 
 
 
 @helper
+def _store_rows(
+    total: Any, row: int, count: int, d: int, high: Any, norm: Any, with_state: int, out: Any, heads: int, head: int
+) -> None:
+    """Write the results of `count` queries from `row` on, whose maxima are in units of log2(e)."""
+    for j in range(count):
+        to = ((row + j) * heads + head) * (d + 2 if with_state else d)
+        _store(total[j * (len(total) // NR) :], d, high[j] * LN2, norm[j], with_state, out, to)
+
+
+@helper
 def _each_alone(
     q: Any, kv: Any, out: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, bias: Any, buckets: Any,
     to_queries: Any, to_keys: Any, scale: Any, row: int, count: int, head: int, scores: Any, total: Any, query: Any,
@@ -600,17 +611,14 @@ def attention_units(
     to_keys [rows, heads * d] that queries and keys meet; empty without.
     """
     heads, d, with_state, group = layout[3], layout[4], layout[5], layout[6]
-    queries = np.empty(d * NR, np.float32)
-    scores = np.empty(KEYS * NR, np.float32)
+    queries, scores = np.empty(d * NR, np.float32), np.empty(KEYS * NR, np.float32)
     stride = -(-d // NR) * NR
     most, blocks = _most_keys(tiles)
     copied_keys, values = np.empty(most * d, np.float32), np.empty(blocks * KEYS * stride, np.float32)
     copied_head, copied_low, copied_to, near = -1, 0, 0, False
-    total = np.empty(NR * stride, np.float32)
-    zeros = np.zeros(NR, np.float32)
+    total, zeros = np.empty(NR * stride, np.float32), np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
-    by_query, by_key = np.empty(len(to_queries) * NR, np.float32), np.empty(len(to_keys) * NR, np.float32)
-    turned = np.empty(d * NR if len(buckets) > 0 else 0, np.float32)
+    scratch = np.empty((2 * len(to_queries) + d) * NR, np.float32)
     for unit in range(first, stop):
         head, tile = unit // len(tiles), unit % len(tiles)
         row, count = tiles[tile, _FIRST], tiles[tile, _STOP] - tiles[tile, _FIRST]
@@ -623,31 +631,26 @@ def attention_units(
             transpose(q, row, count, column, d, scale * LOG2E, queries)
             high[:] = _MINUS_INF
             norm[:] = ZERO
-            masked = False
             if of_keys != copied_head or low != copied_low:
                 copied_head, copied_low, copied_to = of_keys, low, low
                 # Keys that no other tile reads are read where they lie.
                 near = unit + 1 < stop and tile + 1 < len(tiles) and tiles[tile + 1, _LOW] == low
-            block, at = low, 0
+            masked, block, at = False, low, 0
             while block < end:
                 keys = min(KEYS - (block - anchor) % KEYS, end - block)
                 k, k_stride = kv.ctypes.data + 4 * (block * kv.shape[1] + k_column), kv.shape[1]
-                new = max(block, copied_to)
-                if new < block + keys:
-                    rows = block + keys - new
-                    if near:
-                        _copy_rows(kv, k_column, new, rows, d, copied_keys, (new - low) * d, d, NR)
-                    _copy_rows(kv, v_column, new, rows, d, values, at + (new - block) * NR, NR, KEYS * NR)
-                    copied_to = new + rows
+                new, copied_to = max(block, copied_to), max(block + keys, copied_to)
                 if near:
+                    _copy_rows(kv, k_column, new, copied_to - new, d, copied_keys, (new - low) * d, d, NR)
                     k, k_stride = copied_keys.ctypes.data + 4 * (block - low) * d, d
+                _copy_rows(kv, v_column, new, copied_to - new, d, values, at + (new - block) * NR, NR, KEYS * NR)
                 scores_of(k, k_stride, keys, vectors, queries, d, zeros, scores)
                 if len(bias) > 0:
                     _add_bias(scores, block, keys, row, count, q_at, k_at, bias, LOG2E)
                 if len(buckets) > 0:
                     _add_positions(
                         scores, kv, k_column, block, keys, row, count, queries, scale * LOG2E, q_at, k_at, buckets,
-                        to_queries, to_keys, head * d, turned, by_query, by_key, zeros,
+                        to_queries, to_keys, head * d, scratch, zeros,
                     )  # fmt: skip
                 if not _all_see(limits, row, count, block, block + keys):
                     _mask(scores, block, keys, limits, row, count)
@@ -666,6 +669,4 @@ def attention_units(
                 scores, total, queries,
             )  # fmt: skip
         else:
-            for j in range(count):
-                to = ((row + j) * heads + head) * (d + 2 if with_state else d)
-                _store(total[j * stride :], d, high[j] * LN2, norm[j], with_state, out, to)
+            _store_rows(total, row, count, d, high, norm, with_state, out, heads, head)
