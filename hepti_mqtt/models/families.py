@@ -255,7 +255,7 @@ def matching(config: Mapping[str, Any]) -> Matching | None:
 
 
 def _towers(config: Mapping[str, Any]) -> Towers | None:
-    named = config.get("architectures")
+    named = config.get("architectures") if isinstance(config, Mapping) else None  # it may be any JSON
     return _TOWERS.get(str(named[0])) if isinstance(named, list) and named else None
 
 

@@ -20,8 +20,9 @@ from hepti_mqtt.cost.moves import bytes_to_load
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.candidates import Candidate, Decision
-from hepti_mqtt.planner.estimates import Floats, Remaining, StrategyKey, strategy_key
+from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question
+from hepti_mqtt.planner.quantities import Remaining
 from hepti_mqtt.spec import Spec
 
 SURE: Final = 0.95  # probability that a plan is better
@@ -46,7 +47,8 @@ class Option:
 
     before: its cost before the changes of now, nan without any; remaining: of the youngest of those that its devices or
     the active plan's have. method_sd: how little is known of its method. load_bytes, load_s:
-    of what its devices lack. beside: whether it fits beside the active plan; else requests wait while it loads.
+    of what its devices lack. unheard_s: for how long nothing was heard of a device that had become slower or faster.
+    beside: whether it fits beside the active plan; else requests wait while it loads.
     """
 
     candidate: Candidate
@@ -58,6 +60,7 @@ class Option:
     load_bytes: int = 0
     load_s: float = 0.0
     beside: bool = True
+    unheard_s: float = 0.0
 
     @property
     def plan(self) -> Plan:
@@ -185,6 +188,8 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
     elif better >= SURE:
         kind, why = ("go", "it is better") if value_s > 0 else (None, "the gain does not pay for the move")
     elif (why := _why_not_try(situation, option)) == "":
+        if option.unheard_s and gain <= 0:  # a hope alone: what is not known now is known better after as long again
+            requests = min(requests, option.unheard_s / situation.period_s)
         value_s = _value_of_trial(gains * unit_s, requests, cost_s, typical * unit_s)
         kind, why = ("try", "runs will tell") if value_s > 0 else (None, "it is not surely better")
     return Assessment(option, gain, better, requests, cost_s, value_s, kind, why)
@@ -229,6 +234,8 @@ def _why_not_try(situation: Situation, option: Option) -> str:
         return "it is not surely better"
     if not option.beside:
         return "it is not surely better, and does not fit beside the active plan for a trial"
+    if option.unheard_s:
+        return ""
     if option.method_sd < KNOWN_SD:
         return "it is not surely better, and its method is known"
     return "it was tried within the hour" if strategy_key(option.plan) in situation.tried else ""

@@ -1,16 +1,12 @@
-"""What measurements and runs say of devices, links and methods: each quantity a posterior, with its uncertainty.
-
-Every quantity is positive and kept as the normal posterior of its logarithm. Meters err together for seconds, so the
-variance and the correlation of each stream of observations are learned from the stream. A change test says when the
-quantity itself has become another; what was known before is kept, because most changes end.
-"""
+"""What measurements and runs say of devices, links and methods: each quantity a posterior, with its uncertainty."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import exp, hypot, inf, log, sqrt
+from functools import reduce
+from math import exp, inf, log, sqrt
 from statistics import NormalDist, fmean, median_low
 from typing import Final, Literal, NamedTuple
 from zlib import crc32
@@ -20,354 +16,45 @@ import numpy.typing as npt
 
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, FrameCost, Link, PeerLink
 from hepti_mqtt.plan import DevicePair, Plan
+from hepti_mqtt.planner.quantities import (
+    SAME,
+    ChangeAges,
+    Found,
+    Noise,
+    Posterior,
+    Prior,
+    Quantity,
+    Remaining,
+    with_kin,
+)
 from hepti_mqtt.protocol.messages import Heartbeat, PeerStats
 
 Floats = npt.NDArray[np.float64]
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One quantity: a normal posterior of its logarithm, streams of observations, a change test.
+# The site: slowdown, frame cost and line of each device, and what is peculiar to each pair.
 
-CUT: Final = 8.0  # of an error in the change test, in standard deviations
-SLACK: Final = 1.0  # standard deviations that an error may have and not count as a change
-LOUD: Final = 2.0  # standard deviations by which an observation speaks for a change
-LIMIT: Final = 6.0  # of the summed errors: beyond it the quantity has changed
-TAIL: Final = 4.0  # degrees of freedom of the noise: an outlier counts less
-LEARNING_RATE: Final = 0.02  # of a stream's variance and correlation
-LEAST_NOISE, MOST_NOISE = 0.03, 0.5  # bounds of a stream's learned standard deviation
-OFFSET_PRIOR: Final = 3.0  # so many observations say beforehand that a stream has no offset
-OFFSET_COUNT: Final = 50  # late ones that it is learned from
-RECENT: Final = 12  # observations of an excursion that are kept
-RESET_SD: Final = 0.12  # at least so little is known right after a change
-RESTORED_SD: Final = 0.02
-SAME: Final = 0.25  # a change that comes back so close to what was known has ended
-KNOWN_SD: Final = 0.15  # a quantity of which less is known has not changed: it is only being learned
-NORMAL_S: Final = 300.0  # what has lasted for so long, or for longer than what was before it, is how things are
-
-
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """What the noise of a stream is taken to be at first: standard deviation, and correlation from one to the next."""
-
-    sd: float
-    correlation: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prior:
-    """What is known of a quantity before it was observed.
-
-    mean, sd: of the logarithm; drift: standard deviation by which it wanders in a second. streams: noise by name.
-    judge: the stream without which weaker ones do not settle that the quantity has changed; None: each may.
-    """
-
-    mean: float
-    sd: float
-    drift: float
-    streams: Mapping[str, Noise]
-    judge: str | None = None
-
-
-@dataclass(slots=True)
-class Stream:
-    """One kind of observation: variance of its noise and covariance from one to the next, both learned.
-
-    offset: what it says beyond the quantity; offset_count: observations that this was learned from. last: its last
-    error; value, at_s: its last observation, and when.
-    """
-
-    variance: float
-    covariance: float
-    last: float = 0.0
-    count: int = 0
-    offset: float = 0.0
-    offset_count: int = 0
-    value: float = 0.0
-    at_s: float = -inf
-
-    @property
-    def repeats(self) -> float:
-        """Return how many observations say as much as one would without correlation."""
-        correlation = min(max(self.covariance / self.variance, 0.0), 0.9)
-        return (1 + correlation) / (1 - correlation)
-
-    def learn_offset(self, gap: float) -> None:
-        """Take how far it was off by better evidence."""
-        self.offset += (gap - self.offset) / (min(self.offset_count, OFFSET_COUNT) + OFFSET_PRIOR + 1)
-        self.offset_count += 1
-
-    def learn_noise(self, error: float) -> None:
-        """Take one error more."""
-        bounded = self.variance + LEARNING_RATE * (error * error - self.variance)
-        self.variance = min(max(bounded, LEAST_NOISE**2), MOST_NOISE**2)
-        self.covariance += LEARNING_RATE * (error * self.last - self.covariance)
-        self.last = error
-
-
-class Change(NamedTuple):
-    """A change that has not ended: since when, what was known before and since when, its age when it was found."""
-
-    began_s: float
-    mean: float
-    variance: float
-    found_age_s: float
-    since_s: float
-
-    def is_normal(self, now: float) -> bool:
-        """Return whether it is how things are: what is as it was before would be the change then."""
-        return now - self.began_s >= min(NORMAL_S, self.began_s - self.since_s)
-
-
-class EndedChange(NamedTuple):
-    """How far a quantity had gone, the age of the change when it was found, and in the end."""
-
-    size: float
-    found_age_s: float
-    age_s: float
-
-
-class Remaining(NamedTuple):
-    """How much longer a change of some age lasts: t seconds more with probability (age / (age + t)) ** exponent."""
-
-    age_s: float
-    exponent: float
-
-    @property
-    def median_s(self) -> float:
-        """Return the seconds that it lasts more in half of all cases."""
-        return self.age_s * float(2 ** (1 / self.exponent) - 1)
-
-    def expected_s(self, start_s: float, stop_s: float) -> float:
-        """Return how many of the seconds between two times from now it is expected to last."""
-        if start_s >= stop_s:
-            return 0.0
-        (a, b), one_less = (1 + start_s / self.age_s, 1 + stop_s / self.age_s), 1 - self.exponent
-        return self.age_s * (log(b / a) if abs(one_less) < 1e-6 else (b**one_less - a**one_less) / one_less)
-
-
-class ChangeAges:
-    """How long changes last: ages follow a Pareto law whose exponent those about as large have taught."""
-
-    PRIOR_COUNT: Final = 2.0  # made-up changes ...
-    PRIOR_EXPONENT: Final = 0.75  # ... with this exponent: what has lasted will last 1.5 times as long again
-
-    def __init__(self) -> None:
-        self._ended: deque[EndedChange] = deque(maxlen=40)
-
-    def record(self, ended: EndedChange) -> None:
-        """Take a change that has ended."""
-        self._ended.append(ended)
-
-    def remaining(self, change: Change, mean: float, now: float) -> Remaining:
-        """Return how much longer a change will last, by its size and its age."""
-        size, age_s = abs(mean - change.mean), max(now - change.began_s, 1.0)
-        like = [e for e in self._ended if 0.6 * size < e.size < 1.6 * size]
-        total = self.PRIOR_COUNT / self.PRIOR_EXPONENT + sum(log(e.age_s / e.found_age_s) for e in like)
-        total += max(log(age_s / change.found_age_s), 0.0)  # this one counts as not yet ended
-        return Remaining(age_s, (self.PRIOR_COUNT + len(like)) / total)
-
-
-class _Excursion(NamedTuple):
-    value: float
-    score: float
-    precision: float
-    sd: float
-    stream: str
-    at_s: float
-
-
-Found = Literal["changed", "ended"]
-
-
-class Quantity:
-    """The posterior of one logarithm; `now` by any one clock, in seconds.
-
-    changes: those that have not ended, the oldest first. count: of observations; at_s: when the last one came.
-    """
-
-    def __init__(self, prior: Prior, now: float, ages: ChangeAges | None = None) -> None:
-        self._prior, self._ages, self.at_s, self._since_s = prior, ages or ChangeAges(), now, now
-        self.mean, self.variance = prior.mean, prior.sd**2
-        self.streams = {
-            name: Stream(noise.sd**2, noise.correlation * noise.sd**2) for name, noise in prior.streams.items()
-        }
-        self.changes: list[Change] = []
-        self.count = 0
-        self._up = self._down = 0.0
-        self._recent: deque[_Excursion] = deque(maxlen=RECENT)
-
-    def sd(self, now: float | None = None) -> float:
-        """Return the standard deviation, now or when it was last observed."""
-        waited_s = 0.0 if now is None else max(now - self.at_s, 0.0)
-        return sqrt(self.variance + self._prior.drift**2 * waited_s)
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Return whether half of what a change takes has been seen."""
-        return max(self._up, self._down) > LIMIT / 2
-
-    def observe(
-        self,
-        log_value: float,
-        stream: str,
-        weight: float,
-        now: float,
-        *,
-        alone: bool = False,
-        extra_variance: float = 0.0,
-    ) -> Found | None:
-        """Take an observation; return "changed" if the quantity has become another, "ended" if such a change is over.
-
-        weight: below 1 for a doubtful one. alone: such observations may say by themselves that it has changed; others
-        go half of the way, unless they are the judge's. extra_variance: of what else the value depends on.
-        """
-        heard = self.streams[stream]
-        self.variance += self._prior.drift**2 * max(now - self.at_s, 0.0)
-        self.at_s, self.count, heard.count = max(now, self.at_s), self.count + 1, heard.count + 1
-        heard.value, heard.at_s = log_value, now
-        value, noise = log_value - heard.offset, heard.variance + extra_variance
-        error, repeats = value - self.mean, heard.repeats
-        score = error / sqrt(self.variance + noise / weight)
-        seen = _Excursion(value, score, weight / (noise * repeats), sqrt(noise / weight), stream, now)
-        if self._test(seen, weight / sqrt(repeats), alone):
-            return self._become(now)
-        spread = noise * repeats / weight
-        spread *= max((TAIL + error * error / (self.variance + spread)) / (TAIL + 1), 1.0)
-        gain = self.variance / (self.variance + spread)
-        self.mean += gain * error
-        self.variance *= 1 - gain
-        if abs(score) < 4 and weight >= 0.8 and extra_variance <= heard.variance:
-            heard.learn_noise(error)
-        return None
-
-    def undo_since(self, since_s: float) -> bool:
-        """Take back the changes found to have begun since then: their cause was another quantity."""
-        undone = next((c for c in self.changes if c.began_s >= since_s), None)
-        if undone is None:
-            return False
-        self.mean, self.variance, self._since_s = undone.mean, undone.variance, undone.since_s
-        del self.changes[self.changes.index(undone) :]
-        return True
-
-    def changes_since(self, now: float) -> list[Change]:
-        """Return the changes that are not yet how things are."""
-        normal = [i for i, change in enumerate(self.changes) if change.is_normal(now)]
-        return self.changes[normal[-1] + 1 :] if normal else list(self.changes)
-
-    def remaining(self, now: float) -> Remaining | None:
-        """Return how much longer the last change will last, None without one."""
-        return self._ages.remaining(self.changes[-1], self.mean, now) if self.changes else None
-
-    def last_value(self, *streams: str) -> float | None:
-        """Return the last observation of some streams, None if there was none."""
-        seen = [(heard.at_s, heard.value) for name in streams if (heard := self.streams[name]).count]
-        return max(seen)[1] if seen else None
-
-    def _test(self, seen: _Excursion, step: float, alone: bool) -> bool:
-        """Return whether the two-sided sum of errors says that the quantity has changed."""
-        judges = self._prior.judge in (None, seen.stream)
-        most = inf if alone or judges else LIMIT / 2
-        cut, step = min(max(seen.score, -CUT), CUT), min(step, 1.0)
-        self._up = max(0.0, min(self._up + step * (cut - SLACK), max(most, self._up)))
-        self._down = max(0.0, min(self._down + step * (-cut - SLACK), max(most, self._down)))
-        if self._up == self._down == 0.0:
-            self._recent.clear()
-            return False
-        self._recent.append(seen)
-        if max(self._up, self._down) <= LIMIT:
-            return False
-        # One stall is no change, nor one now and then: two runs have said so alike, or two of what may speak alone, and
-        # with them most of what came since.
-        judge, alike = None if alone else self._prior.judge, self._alike()
-        since = [one for one in self._recent if one.at_s >= alike[0].at_s]
-        loud = sum(one.score * self._sign >= LOUD and judge in (None, one.stream) for one in alike)
-        return loud > 1 and 2 * len(alike) > len(since)
-
-    @property
-    def _sign(self) -> int:
-        return 1 if self._up >= self._down else -1
-
-    def _alike(self) -> list[_Excursion]:
-        """Return what came since the sum of errors left 0 and says about the same as the last one."""
-        last = self._recent[-1]
-        within = [max(SAME, 3 * hypot(one.sd, last.sd)) for one in self._recent]
-        return [one for one, most in zip(self._recent, within, strict=True) if abs(one.value - last.value) <= most]
-
-    def _become(self, now: float) -> Found | None:
-        """Take the weighted median of what says alike that it has changed; what that returns to holds again."""
-        mean, variance, since = self.mean, self.variance, self._alike()
-        began_s = since[0].at_s - 1.0  # observations are of the last second
-        total, half = sum(one.precision for one in since), 0.0
-        for one in sorted(since, key=lambda one: one.value):
-            self.mean, half = one.value, half + one.precision
-            if half >= total / 2:
-                break
-        self.variance = max(1 / total, RESET_SD**2)
-        self._up = self._down = 0.0
-        self._recent.clear()
-        self.changes = self.changes_since(now)
-        ended = next((c for c in self.changes if abs(self.mean - c.mean) < SAME), None)
-        if ended is None:
-            if variance > KNOWN_SD**2:
-                return None
-            self.changes.append(Change(began_s, mean, variance, max(now - began_s, 1.0), self._since_s))
-            self._since_s = began_s
-            return "changed"
-        age_s = max(now - ended.began_s, ended.found_age_s)
-        self._ages.record(EndedChange(abs(mean - ended.mean), ended.found_age_s, age_s))
-        self.mean, self.variance, self._since_s = ended.mean, max(ended.variance, RESTORED_SD**2), ended.since_s
-        del self.changes[self.changes.index(ended) :]
-        return "ended"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Kin: devices of one kind share a prior when they are read.
-
-KIN_SD: Final = 0.04  # how far equal devices differ
-
-Posterior = tuple[float, float]  # mean and variance
-
-
-def with_kin(kin: Sequence[Quantity], now: float | None = None) -> list[Posterior]:
-    """Return the posteriors of quantities of one kind, with what they say of each other.
-
-    The further one is from the others, for what is known of it, the less they say of it.
-    """
-    own = [(x.mean, x.sd(now) ** 2) for x in kin]
-    if len(own) < 2:
-        return own
-    middle = median_low([mean for mean, _ in own])
-    weights = [_belongs(m - middle, v + KIN_SD**2) / (v + KIN_SD**2) for m, v in own]
-    shared = sum(w * mean for w, (mean, _) in zip(weights, own, strict=True)) / sum(weights)
-    width, found = KIN_SD**2 + 1 / sum(weights), []
-    for mean, variance in own:
-        precision = _belongs(mean - shared, variance + width) / width
-        less = 1 / (1 / variance + precision)
-        found.append(((mean / variance + shared * precision) * less, less))
-    return found
-
-
-def _belongs(apart: float, variance: float) -> float:
-    """Return how far one belongs to its kind: 1 within two standard deviations, less and less beyond."""
-    return min(4 * variance / max(apart * apart, 1e-12), 1.0) ** 2
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The site: slowdown, link and frame cost of each device, the link between each pair.
-
-What = Literal["slowdown", "rate", "round trip", "frame"]
+What = Literal["slowdown", "rate up", "rate down", "pair rate", "round trip", "frame"]
 Key = tuple[str, ...]  # a device, or a pair (source, target)
-Means = Mapping[tuple[What, Key], float]  # logarithms
+Name = tuple[What, Key]
+Means = Mapping[Name, float]  # logarithms
+BROKER: Final = ""  # as the target of a pair: frames go there and come back
 
 _PROBED: Final = {"idle": Noise(0.12), "busy": Noise(0.35)}
+_CARRIED: Final = {**_PROBED, "exchange": Noise(0.2)}
+_LINE: Final = Prior(log(30e6), 2.0, 0.002, _CARRIED)
 PRIORS: Final[Mapping[What, Prior]] = {
     "slowdown": Prior(0.0, 0.2, 0.0025, {"run": Noise(0.10), "meter": Noise(0.25, 0.5)}, judge="run"),
-    "rate": Prior(log(30e6), 2.0, 0.002, {**_PROBED, "exchange": Noise(0.2)}),
+    "rate up": _LINE,
+    "rate down": _LINE,
+    "pair rate": Prior(0.0, 2.0, 0.002, _CARRIED),  # over what the lines of both ends carry
     "round trip": Prior(log(1e-3), 2.0, 0.002, _PROBED),
     "frame": Prior(log(2e-4), 2.0, 0.002, {"fit": Noise(0.25, 0.5)}),
 }
 
 TYPICAL_FRAME_BYTES: Final = 1 << 16  # of a frame whose cost is estimated
 CONTRADICTED_S: Final = 10.0  # after a run the next ones may contradict a device's meter for so long
+UNCLEAR_S: Final = 2.5  # two heartbeats, or a run: a doubt that they have not settled waits for nothing
 SPEAKS_S: Final = 3.0  # an overdue run lets meters speak alone for so long
 BESIDE_LOADS: Final = 0.15  # weight of a meter while a device loads weights
 SHARED_LINK: Final = 0.2  # weight of a probe beside exchanges that says less: it shared the link
@@ -375,17 +62,24 @@ LOADED_LINK: Final = 0.3  # of one beside loads that says more
 LEAST_TIMED_BYTES: Final = 1 << 15  # of exchanges whose rate says something ...
 LEAST_TIMED_US: Final = 2000  # ... and their time
 SHARING: Final = 2.0  # links that exchanges share carry each of them at most by this factor more slowly
+FRESH_S: Final = 5.0  # a pair that carried nothing for so long says nothing of the lines of its ends
+OF_PAIR: Final = 0.25  # weight of a rate for its pair: that the line of one end has changed is more likely
+AS_MEASURED: Final = 1.0  # what a meter says that has seen nothing
 REBASED: Final = 4  # exchanges of a plan that say how it shares links
 LIE: Final = log(1.5)  # a meter or a probe that is further off is named
 # Logarithms by which a mean must have moved, and two standard deviations, before another plan may be better.
 MOVED: Final[Mapping[What, float]] = {
     "slowdown": log(1.3),
-    "rate": log(1.3),
+    "rate up": log(1.3),
+    "rate down": log(1.3),
+    "pair rate": log(1.3),
     "frame": log(1.6),
 }
 DRAWS: Final = 48
 # Equally probable numbers of a normal distribution: draws are these in another order for each quantity.
 _QUANTILES: Final = np.array([NormalDist().inv_cdf((i + 0.5) / DRAWS) for i in range(DRAWS)])
+_SPREAD: Final = np.arange(DRAWS) * 7 % DRAWS  # the draws in an order in which the first ones are of all sizes
+_NOTHING: Final = np.zeros(1)
 
 
 @dataclass(slots=True)
@@ -417,7 +111,7 @@ class _Device:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Logarithms of factors on the means, arrays [count] by device or by pair; a quantity not measured has none.
+    """Logarithms of factors on the means, arrays [count] by device or by pair; what was not measured has none.
 
     Equal names and seeds give equal numbers, so that plans are compared under the same draws.
     """
@@ -440,8 +134,11 @@ class SiteEstimates:
 
     def __init__(self) -> None:
         self._devices: dict[str, _Device] = {}
-        self._quantities: dict[tuple[What, Key], Quantity] = {}
-        self._read: tuple[float | None, dict[tuple[What, Key], Posterior]] | None = None  # until there is more
+        self._quantities: dict[Name, Quantity] = {}
+        self._read: tuple[float, dict[Name, Posterior]] | None = None  # until there is more
+        self._carried: dict[tuple[bool, Key], tuple[float, float]] = {}  # (probed, pair): last rate, and when
+        self._best: dict[tuple[bool, Name], float] = {}  # (probed, line): the best of its pairs, as last taken
+        self._now = 0.0  # when there was last evidence
         self._ages = ChangeAges()
         self.last_change_s = -inf  # when the last change was found, or found to have ended
         self.last_change_began_s = -inf  # when the last one that was found began
@@ -459,6 +156,7 @@ class SiteEstimates:
         self._devices.pop(name, None)
         for found in [found for found in self._quantities if name in found[1]]:
             del self._quantities[found]
+        self._carried = {(probed, key): x for (probed, key), x in self._carried.items() if name not in key}
         self._read = None
 
     # -- evidence -------------------------------------------------------------------------------------------------
@@ -471,8 +169,9 @@ class SiteEstimates:
         device = self._devices.get(name)
         if device is None:
             return
-        weight = BESIDE_LOADS if loading else 1.0
-        if (slowdown := device.news("slowdown", heartbeat.slowdown)) is not None:
+        weight, self._now = BESIDE_LOADS if loading else 1.0, now
+        said = None if heartbeat.slowdown == AS_MEASURED else heartbeat.slowdown
+        if (slowdown := device.news("slowdown", said)) is not None:
             judged = busy or now - device.last_run_s < CONTRADICTED_S
             alone = not judged or now - device.overdue_s < SPEAKS_S
             device.meters.append(log(slowdown))
@@ -483,29 +182,21 @@ class SiteEstimates:
                 device.frame_cost = cost
                 self._observe("frame", (name,), log(seconds), "fit", weight, now)
         self._record_edges(name, device, heartbeat.edges, now)
-        probed: dict[Key, tuple[float | None, float | None]] = {
-            (name,): (heartbeat.round_trip_s, heartbeat.bandwidth_bytes_per_s)
+        probed: dict[str, tuple[float | None, float | None]] = {
+            BROKER: (heartbeat.round_trip_s, heartbeat.bandwidth_bytes_per_s)
         }
-        probed |= {(name, peer): report for peer, report in heartbeat.peers.items() if peer != name}
-        for key, (round_trip_s, bytes_per_s) in probed.items():
-            if not self._devices.keys() >= set(key):
-                continue
-            if (seconds := device.news(f"round trip {key[-1]}", round_trip_s)) is not None:
-                self._probe("round trip", key, log(seconds), now, shared=busy or loading, loading=loading)
-            if (rate := device.news(f"rate {key[-1]}", bytes_per_s)) is not None:
-                self._probe("rate", key, _log_rate(rate), now, shared=busy or loading, loading=loading)
-
-    def _probe(self, what: What, key: Key, value: float, now: float, *, shared: bool, loading: bool) -> None:
-        """Take a probe of a link. One beside exchanges that found it worse than believed has shared it.
-
-        One beside loads that did says nothing: a load takes what the link has left for as long as it lasts.
-        """
-        known = self._quantities.get((what, key))
-        worse = known is not None and (value > known.mean if what == "round trip" else value < known.mean)
-        if worse and loading:
-            return
-        weight = SHARED_LINK if shared and worse else LOADED_LINK if loading else 1.0
-        self._observe(what, key, value, "busy" if shared else "idle", weight, now)
+        probed |= {peer: told for peer, told in heartbeat.peers.items() if peer != name and peer in self._devices}
+        stream = "busy" if busy or loading else "idle"
+        for peer, (round_trip_s, bytes_per_s) in probed.items():
+            key = (name, peer)
+            if (seconds := device.news(f"round trip {peer}", round_trip_s)) is not None:
+                known = self._quantities.get(("round trip", key))
+                if weight := _probe_weight(known is not None and log(seconds) > known.mean, stream, loading):
+                    self._observe("round trip", key, log(seconds), stream, weight, now)
+            if (rate := device.news(f"rate {peer}", bytes_per_s)) is not None:
+                value, carries = _log_rate(rate), self._carries(key)
+                if weight := _probe_weight(carries is not None and value < carries, stream, loading):
+                    self._record_rate(key, value, stream, weight, now)
 
     def record_compute(self, name: str, log_ratio: float, now: float, weight: float = 1.0) -> None:
         """Take a device's compute time of a whole run over its price at slowdown 1: the strongest evidence.
@@ -530,19 +221,44 @@ class SiteEstimates:
         these counts, and what no sharing explains.
         """
         key = (source, target)
-        known = self._quantities.get(("rate", key))
-        if known is None or bytes_per_s <= 0:
+        known, carries = self._quantities.get(("pair rate", key)), self._carries(key)
+        if known is None or carries is None or bytes_per_s <= 0:
             return
         value, stream = _log_rate(bytes_per_s), known.streams["exchange"]
         most_shared = log(SHARING * max(self._devices[source].sharers, self._devices[target].sharers))
         if stream.offset_count < REBASED:
-            gap = min(max(value - known.mean, -most_shared), 0.0)
+            gap = min(max(value - carries, -most_shared), 0.0)
             stream.offset += (gap - stream.offset) / (stream.offset_count + 1)
             stream.offset_count += 1
-        if (probed := known.last_value(*_PROBED)) is not None:  # a probe that no sharing explains is wrong
+        if (probed := self._carried.get((True, key))) is not None:  # a probe that no sharing explains is wrong
             for name in _PROBED:
-                known.streams[name].learn_offset(max(probed - value - most_shared, 0.0))
-        self._observe("rate", key, value, "exchange", 1.0, now)
+                known.streams[name].learn_offset(max(probed[0] - value - most_shared, 0.0))
+        self._record_rate(key, value, "exchange", 1.0, now)
+
+    def _record_rate(self, key: Key, value: float, stream: str, weight: float, now: float) -> None:
+        """Take what a pair carries: a line carries as much as the best of its pairs that other lines do not hold up.
+
+        So a host whose line falls is seen on all of its pairs, and the others on the pairs among themselves. What the
+        lines do not explain is the pair's own.
+        """
+        pair, probed = self._quantity("pair rate", key, now), stream != "exchange"
+        self._carried[probed, key] = value, now
+        for line in _lines(key):
+            own, best = self._quantities.get(line), -inf
+            for (of_probes, other), (carried, at_s) in self._carried.items():
+                if of_probes is not probed or line not in _lines(other) or now - at_s > FRESH_S:
+                    continue
+                carried -= self._quantities["pair rate", other].streams[stream].offset
+                slowest = min(
+                    (x.mean for far in _lines(other) if far != line and (x := self._quantities.get(far))), default=inf
+                )
+                if own is None or carried > own.mean or slowest > own.mean - SAME:
+                    best = max(best, carried)
+            if best > -inf and best != self._best.get((probed, line)):
+                self._best[probed, line] = best
+                self._observe(*line, best, stream, weight, now)
+        lines = min(self._quantities[line].mean for line in _lines(key) if line in self._quantities)
+        pair.observe(value - lines, stream, OF_PAIR * weight, now)
 
     def _record_edges(self, name: str, device: _Device, edges: Mapping[str, PeerStats], now: float) -> None:
         """Take what came from peers since the last heartbeat, where that says enough."""
@@ -562,9 +278,10 @@ class SiteEstimates:
             if (device := self._devices.get(name)) is not None:
                 device.sharers = max(len(names) - 1, 1)
         for (what, key), quantity in self._quantities.items():
-            if what == "rate" and len(key) == 2 and set(key) <= set(names):
+            if what == "pair rate" and set(key) <= set(names):
                 stream = quantity.streams["exchange"]
                 stream.offset, stream.offset_count = 0.0, 0
+                self._carried.pop((False, key), None)
 
     def record_overdue(self, names: Iterable[str], now: float) -> None:
         """Know that a run of these devices takes much longer than it should: their meters may speak alone."""
@@ -575,16 +292,21 @@ class SiteEstimates:
     def _observe(
         self, what: What, key: Key, value: float, stream: str, weight: float, now: float, alone: bool = False
     ) -> Found | None:
-        quantity = self._quantities.get((what, key))
-        if quantity is None:
-            quantity = self._quantities[what, key] = Quantity(PRIORS[what], now, self._ages)
-        self._read = None
+        quantity = self._quantity(what, key, now)
+        self._read, self._now = None, now
         found = quantity.observe(value, stream, weight, now, alone=alone)
         if found is not None:
             self.last_change_s = now
         if found == "changed":
             self.last_change_began_s = quantity.changes[-1].began_s
         return found
+
+    def _quantity(self, what: What, key: Key, now: float) -> Quantity:
+        """Return a quantity; one that is new is known by its prior."""
+        if (what, key) not in self._quantities:
+            self._quantities[what, key] = Quantity(PRIORS[what], now, self._ages)
+            self._read = None
+        return self._quantities[what, key]
 
     # -- means ----------------------------------------------------------------------------------------------------
 
@@ -594,21 +316,36 @@ class SiteEstimates:
 
     def link(self, name: str) -> Link:
         """Return the mean link of a device to the broker, with defaults for what was not measured."""
-        bytes_per_s = self._exp_mean("rate", (name,), Link().up_bytes_per_s)
-        return Link(self._exp_mean("round trip", (name,), 2 * Link().latency_s) / 2, bytes_per_s, bytes_per_s)
+        bytes_per_s = self._bytes_per_s((name, BROKER)) or Link().up_bytes_per_s
+        round_trip_s = self._exp_mean("round trip", (name, BROKER), 2 * Link().latency_s)
+        return Link(round_trip_s / 2, bytes_per_s, bytes_per_s)
 
     def peer_link(self, source: str, target: str) -> PeerLink | None:
         """Return the mean link from one device straight to another; None before it was probed."""
-        key = (source, target)
-        if ("round trip", key) not in self._quantities:
+        if ("round trip", (source, target)) not in self._quantities:
             return None
-        rate = self._exp_mean("rate", key, 0.0) or None
-        return PeerLink(self._exp_mean("round trip", key, 0.0) / 2, rate)
+        round_trip_s = self._exp_mean("round trip", (source, target), 0.0)
+        return PeerLink(round_trip_s / 2, self._bytes_per_s((source, target)))
 
     def peer_links(self, source: str) -> dict[str, PeerLink]:
         """Return the mean links of a device straight to others."""
-        targets = {key[1] for _, key in self._quantities if len(key) == 2 and key[0] == source}
-        return {t: link for t in sorted(targets) if (link := self.peer_link(source, t)) is not None}
+        targets = {key[1] for what, key in self._quantities if what == "round trip" and key[0] == source}
+        return {t: x for t in sorted(targets - {BROKER}) if (x := self.peer_link(source, t)) is not None}
+
+    def _bytes_per_s(self, key: Key) -> float | None:
+        """Return the mean rate of a pair, None before it was measured."""
+        carries = self._carries(key, kin=True) if ("pair rate", key) in self._quantities else None
+        return None if carries is None else exp(carries)
+
+    def _carries(self, key: Key, *, kin: bool = False) -> float | None:
+        """Return the logarithm of what a pair carries; kin: with what devices of a kind say of each other."""
+
+        def mean(name: Name) -> float:
+            return self._posterior(*name)[0] if kin else self._quantities[name].mean
+
+        lines = [mean(line) for line in _lines(key) if line in self._quantities]
+        own = mean(("pair rate", key)) if ("pair rate", key) in self._quantities else 0.0
+        return min(lines) + own if lines else None
 
     def frame_cost(self, name: str) -> FrameCost | None:
         """Return the mean cost of frames off loopback on a device; None before it has met some."""
@@ -622,11 +359,13 @@ class SiteEstimates:
         return exp(self._posterior(what, key)[0]) if (what, key) in self._quantities else instead
 
     def _posterior(self, what: What, key: Key, now: float | None = None) -> Posterior:
-        """Return mean and variance of a quantity that is known, with what its kin say."""
+        """Return mean and variance of a quantity that is known, with what its kin say; now or at the last evidence."""
+        now = self._now if now is None else now
         if self._read is None or self._read[0] != now:
-            kinds: dict[tuple[What, Key], list[tuple[What, Key]]] = {}
+            kinds: dict[Name, list[Name]] = {}
             for found in self._quantities:
-                kinds.setdefault((found[0], tuple(self._devices[name].kind for name in found[1])), []).append(found)
+                kind = tuple(self._devices[name].kind if name in self._devices else name for name in found[1])
+                kinds.setdefault((found[0], kind), []).append(found)
             self._read = now, {}
             for kin in kinds.values():
                 self._read[1].update(zip(kin, with_kin([self._quantities[k] for k in kin], now), strict=True))
@@ -637,36 +376,74 @@ class SiteEstimates:
     def draws(self, names: Collection[str], now: float, count: int = DRAWS, seed: int = 0) -> Draws:
         """Return draws of what is believed of devices and of the pairs among them; at most `DRAWS` of each."""
 
-        def drawn(what: What, key: Key) -> Floats:
-            order = np.random.default_rng([seed, crc32(repr((what, key)).encode())]).permutation(DRAWS)
-            return sqrt(self._posterior(what, key, now)[1]) * _QUANTILES[order][:count]
+        return self._shifted({found: self._drawn(found, now, seed)[:count] for found in self._among(names)})
 
-        return _by_quantity({found: drawn(*found) for found in self._among(names)})
+    def _drawn(self, found: Name, now: float, seed: int) -> Floats:
+        """Return draws of a quantity around its mean; a change of which nothing is heard may have ended, or not."""
+        order = np.random.default_rng([seed, crc32(repr(found).encode())]).permutation(DRAWS)
+        draws, quantity = sqrt(self._posterior(*found, now)[1]) * _QUANTILES, self._quantities[found]
+        if (ended := quantity.ended_unheard(now)) > 0:
+            apart = quantity.mean - quantity.changes[-1].mean
+            some = round(DRAWS * min(ended, 1 - ended))
+            draws = draws.copy()
+            draws[_SPREAD[:some]] += apart if ended > 0.5 else -apart
+        return np.asarray(draws[order])
+
+    def _shifted(self, arrays: Mapping[Name, Floats]) -> Draws:
+        """Return draws of what plans depend on, from arrays of how far quantities are from their means."""
+
+        def of(what: What) -> dict[str, Floats]:
+            return {key[0]: array for (found, key), array in arrays.items() if found == what}
+
+        rates: dict[Key, Floats] = {}
+        for what, key in self._quantities:
+            names = [("pair rate", key), *_lines(key)] if what == "pair rate" else []
+            if not any(name in arrays for name in names):
+                continue
+            lines = [
+                (self._posterior(*line)[0], arrays.get(line, _NOTHING))
+                for line in names[1:]
+                if line in self._quantities
+            ]
+            least = min(mean for mean, _ in lines)
+            shifted = reduce(np.minimum, [mean - least + array for mean, array in lines])
+            rates[key] = shifted + arrays.get(("pair rate", key), _NOTHING)
+        by_broker = {source: array for (source, target), array in rates.items() if target == BROKER}
+        peers = {(s, t): array for (s, t), array in rates.items() if t != BROKER}
+        return Draws(of("slowdown"), by_broker, of("frame"), peers)
 
     def youngest_change(self, names: Collection[str], now: float) -> YoungestChange | None:
         """Return what remains of the youngest change of these devices and their links, and what was before; or None."""
-        changed = {found: x for found in self._among(names) if (x := self._quantities[found]).changes_since(now)}
+        known = ((found, self._quantities[found]) for found in self._among(names))
+        changed = {found: x for found, x in known if x.ended_unheard(now) <= 0.5 and x.changes_since(now)}
         if not changed:
             return None
         youngest = max(changed.values(), key=lambda x: x.changes[-1].began_s)
         before = {found: np.array([x.changes_since(now)[0].mean - x.mean]) for found, x in changed.items()}
         remaining = youngest.remaining(now)
         assert remaining is not None
-        return YoungestChange(remaining, _by_quantity(before))
+        return YoungestChange(remaining, self._shifted(before))
 
-    def _among(self, names: Collection[str]) -> list[tuple[What, Key]]:
-        return [found for found in self._quantities if set(found[1]) <= set(names)]
+    def unheard_s(self, names: Collection[str], now: float) -> float:
+        """Return for how long nothing was heard of one of these devices whose slowdown had changed, 0 without one."""
+        known = [x for name in names if (x := self._quantities.get(("slowdown", (name,)))) and x.changes]
+        return max((now - x.at_s for x in known), default=0.0)
 
-    def means(self) -> dict[tuple[What, Key], float]:
+    def _among(self, names: Collection[str]) -> list[Name]:
+        there = {*names, BROKER}
+        return [found for found in self._quantities if there.issuperset(found[1])]
+
+    def means(self) -> dict[Name, float]:
         """Return the mean logarithm of every quantity: what a plan is made with that is made now."""
         met = {found: self._posterior(*found)[0] for found in self._quantities}
         assumed = {name: device.assumed for name, device in self._devices.items() if device.assumed is not None}
-        unmet: dict[tuple[What, Key], float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
+        unmet: dict[Name, float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
         return {**unmet, **met}
 
-    def is_unclear(self, names: Collection[str]) -> bool:
-        """Return whether the slowdown of one of these devices may be changing: the next run tells."""
-        return any((found := self._quantities.get(("slowdown", (name,)))) and found.is_in_doubt for name in names)
+    def is_unclear(self, names: Collection[str], now: float) -> bool:
+        """Return whether the slowdown of one of these devices may be changing: the next run, or heartbeats, tell."""
+        known = [x for name in names if (x := self._quantities.get(("slowdown", (name,))))]
+        return any(x.is_in_doubt and now - x.doubted_s < UNCLEAR_S for x in known)
 
     def in_doubt(self, names: Collection[str], since_s: float) -> bool:
         """Return whether something of these devices, or of links between them, has changed since, or may do so now."""
@@ -683,12 +460,11 @@ class SiteEstimates:
             if what not in MOVED:  # round trips beside runs are those of a busy device
                 continue
             mean, variance = self._posterior(what, key, now)
-            then = made_with.get((what, key), _DEFAULTS.get((what, len(key)), mean))
+            then = made_with.get((what, key), _DEFAULTS.get(what, mean))
             off = mean - then
-            better = off > 0 if what == "rate" else off < 0
-            if abs(off) > max(MOVED[what], 2 * sqrt(variance)) and (better or set(key) <= set(used)):
-                whose = f"{what} of {key[0]}" if len(key) == 1 else f"{what} from {key[0]} to {key[1]}"
-                return f"{whose} is {exp(off):.2f} times what the plan was made for"
+            better = off > 0 if what in ("rate up", "rate down", "pair rate") else off < 0
+            if abs(off) > max(MOVED[what], 2 * sqrt(variance)) and (better or {*used, BROKER}.issuperset(key)):
+                return f"{_whose(what, key)} is {exp(off):.2f} times what the plan was made for"
         return None
 
     def describe(self, now: float) -> dict[str, tuple[str, ...]]:
@@ -697,26 +473,26 @@ class SiteEstimates:
 
     def contradicted(self, name: str) -> Iterator[str]:
         """Yield in words what a device says that its runs, or exchanges with it, contradict."""
-        for (_, key), quantity in self._quantities.items():
+        for (what, key), quantity in self._quantities.items():
             if key[0] != name:
                 continue
             meter = quantity.streams.get("meter")
             if meter is not None and abs(meter.offset) > LIE:
                 said, ran = exp(quantity.mean + meter.offset), exp(quantity.mean)
                 yield f"{name} contradicts itself: its meter says slowdown {said:.2f}, its runs say {ran:.2f}"
-            exchanges, probed = quantity.streams.get("exchange"), None
-            if exchanges is not None and exchanges.count:
-                probed = quantity.last_value("idle", "busy")
-            if probed is not None and probed - quantity.mean > LIE:
-                says, carries = exp(probed) / 1e6, exp(quantity.mean) / 1e6
-                yield f"probes from {name} to {key[-1]} say {says:.1f} MB/s, exchanges say {carries:.1f} MB/s"
+            if what != "pair rate" or not quantity.streams["exchange"].count or (carries := self._carries(key)) is None:
+                continue
+            probed = self._carried.get((True, key), (-inf, 0.0))[0]
+            if probed - carries > LIE:
+                says, carried = exp(probed) / 1e6, exp(carries) / 1e6
+                yield f"probes from {name} to {key[-1]} say {says:.1f} MB/s, exchanges say {carried:.1f} MB/s"
 
     def _evidence(self, name: str, now: float) -> Iterator[str]:
         for what, key in self._quantities:
             if key[0] != name:
                 continue
             quantity, (mean, variance) = self._quantities[what, key], self._posterior(what, key, now)
-            whose = what if len(key) == 1 else f"{what} to {key[1]}"
+            whose = what if len(key) == 1 else f"{what} to {key[1] or 'the broker'}"
             seen = ", ".join(f"{s.count} of {stream}" for stream, s in quantity.streams.items() if s.count)
             factor, unit = _UNITS[what]
             yield f"{whose} {factor * exp(mean):.3g}{unit} ± {sqrt(variance):.0%} ({seen})"
@@ -730,23 +506,40 @@ class SiteEstimates:
 
 _UNITS: Final[Mapping[What, tuple[float, str]]] = {
     "slowdown": (1.0, ""),
-    "rate": (1e-6, " MB/s"),
+    "rate up": (1e-6, " MB/s"),
+    "rate down": (1e-6, " MB/s"),
+    "pair rate": (1.0, " of its lines"),
     "round trip": (1e3, " ms"),
     "frame": (1e3, " ms"),
 }
-# What plans are made with where nothing was measured, by the number of devices: pairs follow from links.
-_DEFAULTS: Final[Mapping[tuple[What, int], float]] = {
-    ("slowdown", 1): 0.0,
-    ("rate", 1): log(LOCAL_BYTES_PER_S),
+# What plans are made with where nothing was measured.
+_DEFAULTS: Final[Mapping[What, float]] = {
+    "slowdown": 0.0,
+    "rate up": log(LOCAL_BYTES_PER_S),
+    "rate down": log(LOCAL_BYTES_PER_S),
 }
 
 
-def _by_quantity(arrays: Mapping[tuple[What, Key], Floats]) -> Draws:
-    def of(what: What) -> dict[str, Floats]:
-        return {key[0]: array for (found, key), array in arrays.items() if found == what and len(key) == 1}
+def _lines(key: Key) -> tuple[Name, ...]:
+    """Return the lines that bytes of a pair pass."""
+    source, target = key
+    there: tuple[Name, ...] = (("rate up", (source,)), ("rate down", (target,)))
+    return (*there, ("rate down", (source,))) if target == BROKER else there
 
-    pairs = {(key[0], key[1]): a for (what, key), a in arrays.items() if what == "rate" and len(key) == 2}
-    return Draws(of("slowdown"), of("rate"), of("frame"), pairs)
+
+def _whose(what: What, key: Key) -> str:
+    name, *peer = (x or "the broker" for x in key)
+    return f"{what} from {name} to {peer[0]}" if peer else f"{what} of {name}"
+
+
+def _probe_weight(is_worse: bool, stream: str, loading: bool) -> float:
+    """Return the weight of a probe. One beside exchanges that found a link worse than believed has shared it.
+
+    One beside loads that did says nothing: a load takes what the link has left for as long as it lasts.
+    """
+    if loading:
+        return 0.0 if is_worse else LOADED_LINK
+    return SHARED_LINK if stream == "busy" and is_worse else 1.0
 
 
 def _typical_s(cost: FrameCost) -> float:

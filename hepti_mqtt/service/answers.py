@@ -161,9 +161,8 @@ def _shown(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
 
 
 def _decoded_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text of generated tokens; empty without a tokenizer."""
+    """Return the text of generated tokens without those that steer a model; empty without a tokenizer."""
     if not checkpoint.has_tokenizer:
         return ""
-    steering = checkpoint.spec.head.task == "transcription"  # tokens of which a user need not know
-    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=steering)
+    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=True)
     return text

@@ -197,7 +197,7 @@ class _Planner:
         self.telling = FairExecutor("planner-teller", ANSWER_THREADS, self._run_guarded)
         self.refusing = FairExecutor("planner-refuser", 1, self._run_guarded, MAX_UNREFUSED, MAX_UNREFUSED_BYTES)
         self.searching = FairExecutor("planner-search", 1, self._run_guarded)
-        self.hurried = FairExecutor("planner-hurried", 1, self._run_guarded)  # waits for no other search
+        self.hurried = FairExecutor("planner-hurried", 1, self._run_guarded)  # short ones wait for no whole search
         self.throttle = SearchThrottle(lambda: not (self.inbox.empty() and self.reading.idle and self.telling.idle))
         self.failure: HeptiError | None = None
         name = f"hepti-{config.site}-planner"
@@ -507,9 +507,8 @@ class _Planner:
         elif isinstance(command, Answering):
             self._queue_answer(command)
         elif isinstance(command, interface.Solve):
-            (self.hurried if command.hurried or command.recalled else self.searching).submit_or_run(
-                "", partial(self._search, command)
-            )
+            is_short = command.hurried or command.recalled or command.plans
+            (self.hurried if is_short else self.searching).submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
             self.tiles.ask(command.model, command.device, command.hashes, rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt import __version__
@@ -17,6 +18,8 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Caps, Endpoint, PeerStats
 from hepti_mqtt.spec import Spec
 
+IDLE_S: Final = 5.0  # a meter without ops for so long says that the device is as measured ...
+SMALL_DEVIATION: Final = 1.5  # ... unless it was slower or faster by less
 PREPARE_S: Final = 0.6  # Programs, subscriptions and words of a plan whose weights are there
 
 
@@ -52,7 +55,8 @@ class SimulatedDevice:
     """One device. Loads run one after the other; weights stay until their memory is needed.
 
     plans: that are ready here. held: weight ranges with their bytes, last used last. loaded_bytes: in all. resident:
-    all weights are here, whatever a plan needs. timed: bytes and microseconds of exchanges, by peer.
+    all weights are here, whatever a plan needs. timed: bytes and microseconds of exchanges, by peer. ran_s: when
+    it last began with a run. metered: what its meter said last.
     """
 
     name: str
@@ -66,6 +70,16 @@ class SimulatedDevice:
     loaded_bytes: float = 0.0
     resident: bool = False
     timed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    ran_s: float = -inf
+    metered: float = 1.0
+
+    def meter(self, slowdown: float, now: float) -> float:
+        """Return what its meter says, as `device_agent.heartbeat` has it: it only sees ops of runs."""
+        if now - self.ran_s <= IDLE_S:
+            self.metered = slowdown
+        elif not 1 / SMALL_DEVIATION < self.metered < SMALL_DEVIATION:
+            self.metered = 1.0
+        return self.metered
 
     @property
     def is_loading(self) -> bool:

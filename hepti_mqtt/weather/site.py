@@ -262,6 +262,7 @@ class _Site:
             device.seq += 1
             load, busy = self.load_cost.slower if device.is_loading else 1.0, name in self.busy
             heartbeat = self.truth.heartbeat(self.file, name, self.now, (device.boot, device.seq), load, busy)
+            heartbeat = replace(heartbeat, slowdown=device.meter(heartbeat.slowdown, self.now))
             self.tell(interface.DeviceHeartbeat(name, replace(heartbeat, edges=device.edges)))
 
     def join(self, device: SimulatedDevice) -> None:
@@ -307,6 +308,8 @@ class _Site:
         alone_s, searched = self.history.run_s(plan, k), self.searched
         self.busy, self.runs[work.run_id] = frozenset(plan.devices), (alone_s, k, plan)
         boots = {device: self.devices[device].boot for device in plan.devices}
+        for device in plan.devices:
+            self.devices[device].ran_s = self.now
         continued = decode_continued(work)
         if continued is not None or alone_s > LONG_S:
             run = _LongRun(work, plan, boots, self.now, k, self.blocks, told_s=self.now)
@@ -403,7 +406,7 @@ class _Site:
         real, peers = self.truth.cluster(self.file, step).links, [d for d in plan.devices if d != source]
         error = exp(self.truth.part_tail[step, self.truth.names.index(source)])
         for peer in peers:
-            rate = min(real[source].up_bytes_per_s / len(peers), real[peer].down_bytes_per_s) * error
+            rate = min(real[source].up_bytes_per_s, real[peer].down_bytes_per_s) / len(peers) * error
             self.devices[peer].receive(source, WAITED * nbytes / len(peers), rate)
 
     def answered(self, command: interface.AnswerRequest) -> None:

@@ -189,11 +189,17 @@ class Moves:
         return replace(option, seconds=option.seconds * length_factor(record.plan, run.shape.size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the active plan is to be judged: now and then, and after a change at once."""
-        record = group.plans.active
-        if record is None or not record.is_priced or group.plans.in_transition() or group.has_suspect_replica:
+        """Return whether the active plan is to be judged: now and then, and after a change at once.
+
+        A plan on its way that was made for the site before a change is not waited for.
+        """
+        record, plans = group.plans.active, group.plans
+        if record is None or not record.is_priced or plans.wanted or plans.searching or group.has_suspect_replica:
             return False
-        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= JUDGED_S
+        changed = self._fleet.estimates.last_change_s > group.judged_s
+        if plans.preparing is not None:
+            return changed and plans.preparing.state == "preparing"
+        return changed or now - group.judged_s >= JUDGED_S
 
     def _situation(self, group: PlanGroup, active: Option | None, options: Sequence[Option], now: float) -> Situation:
         pins = group.plans.pins
@@ -207,7 +213,7 @@ class Moves:
             self._groups.background.beside_load,
             may_try=free and not self._is_trying(group),
             tried=tried,
-            is_unclear=self._fleet.estimates.is_unclear(group.active_devices),
+            is_unclear=self._fleet.estimates.is_unclear(group.active_devices, now),
         )
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
@@ -265,6 +271,9 @@ class Moves:
             load_bytes=sum(candidate.load_bytes.values()),
             load_s=load_seconds(candidate.load_bytes, rates),
             beside=candidate.fits_beside,
+            unheard_s=self._fleet.estimates.unheard_s(set(candidate.plan.devices).difference(used), now)
+            if used
+            else 0.0,
         )
         if seen.before is None:
             return option
@@ -288,7 +297,10 @@ def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
     off = max((abs(log(float(factor.mean()))) for factor in links), default=0.0)
     another = off if off > log(ANOTHER_LINK) else 0.0
     moved = abs(log(active.now_s / priced.candidate.price.seconds) - usual)
-    faster = max((usual - off for d, off in slower.items() if d not in plan.devices), default=0.0)
+    out = [d for d in slower if d not in plan.devices]
+    faster = max((usual - slower[d] for d in out), default=0.0)
+    carries = [log(now.links[d].up_bytes_per_s / priced.cluster.links[d].up_bytes_per_s) for d in out]
+    faster = max([faster, *carries])
     if max(moved, faster) > log(ANOTHER_SITE):
         another = max(another, moved, faster)
     return 1 - min(min(seen.even_s for _, seen in known) / active.mean_s, exp(-another))

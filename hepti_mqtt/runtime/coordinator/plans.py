@@ -66,6 +66,7 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
             "refused": "gone",
             "silent": "gone",
             "lost": "gone",
+            "outdated": "gone",
             "make room": "gone",
             "unused": "gone",
         },
@@ -203,7 +204,7 @@ class Search:
     due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
     one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s, begun_s: when it was
     first wanted, and when it began. recalls: it is for the plan that served before alone. is_brief: of what stands
-    alone, for a late run.
+    alone, for a late run or after a change.
     """
 
     due_s: float
@@ -227,7 +228,7 @@ class PlanRecord:
     answered. transaction_id: of its Prepare. device_progress_s: last progress by device. progress_bytes: (loaded, all)
     bytes of weights by device; published_s: when these were last published. waits_for: plan versions that make room
     while it is swapping. suspect_versions: replicas under which a run never ended; they get no more runs. run_count:
-    runs by themselves that have ended.
+    runs by themselves that have ended. late_runs: of the plan that serves, beside its load.
     """
 
     plan: Plan
@@ -244,6 +245,7 @@ class PlanRecord:
     device_progress_s: dict[str, float] = field(default_factory=dict)
     suspect_versions: set[PlanVersion] = field(default_factory=set)
     run_count: int = 0
+    late_runs: int = 0
 
     @property
     def version(self) -> PlanVersion:
@@ -382,6 +384,7 @@ class PlanLifecycle:
         forced: bool = False,
         soon_s: float | None = None,
         plans: tuple[Plan, ...] = (),
+        is_brief: bool = False,
     ) -> None:
         """Want a search from a time on; one that runs already is outdated by it.
 
@@ -393,11 +396,11 @@ class PlanLifecycle:
         if wanted is None:
             state = self._machine.begin(self._label, now, why)
             forced_before, plans = running is not None and running.forced, plans if running is None else ()
-            wanted = Search(due_s, soon_s, forced_before, state, plans, wanted_s=now)
+            wanted = Search(due_s, soon_s, forced_before, state, plans, wanted_s=now, is_brief=is_brief)
             self._searches.append(wanted)
         else:
             self.step(wanted, "want", now, why)
-            wanted.plans = ()
+            wanted.plans, wanted.is_brief = (), wanted.is_brief and is_brief
             # Whatever comes meanwhile, it begins: a device that comes and goes all the time must not keep plans away.
             due_s = min(due_s, max(wanted.due_s, wanted.wanted_s + MAX_POSTPONED_S))
             soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))

@@ -389,7 +389,12 @@ class Rollout:
     # -- what does not come about ---------------------------------------------------------------------------------
 
     def abandon(
-        self, group: PlanGroup, record: PlanRecord, event: Literal["refused", "silent", "lost"], now: float, why: str
+        self,
+        group: PlanGroup,
+        record: PlanRecord,
+        event: Literal["refused", "silent", "lost", "outdated"],
+        now: float,
+        why: str,
     ) -> list[CoordinatorCommand]:
         """Give up a plan on its way."""
         group.plans.step(record, event, now, why)

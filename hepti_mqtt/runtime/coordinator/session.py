@@ -56,6 +56,7 @@ from hepti_mqtt.runtime.machinery import Transition, TransitionLog
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
 LATE_BLOCKS: Final = 1  # a run may be at the end of the block that it says it is in
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
+LATE_RUNS: Final = 2  # beside a load: one may be a stall
 RECALL_S: Final = 1.0  # for what the broker has retained to be heard
 PRICED_S: Final = 3.0  # after a recalled plan is to be prepared: requests that have waited for it come first
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
@@ -424,11 +425,13 @@ class CoordinatorSession:
             plans.step(plans.searching, "outdated", now, "requests wait")
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
         late = [r for r in group.runs.values() if r.is_late and r.may_go_on and not r.was_searched_for]
-        if late and not wanted.plans and group.active is not None:
-            # Only what needs no load and few prices can be there before a run ends; the whole search follows.
+        if (late or wanted.is_brief) and not wanted.plans and group.active is not None:
+            # What needs no load and few prices is there at once; the whole search follows.
             question, wanted.is_brief = replace(question, budget=Budget(0.0)), True
             for run in late:
                 run.was_searched_for = True
+        elif not wanted.plans:
+            wanted.is_brief = False
         group.made_room = False
         if not wanted.plans:
             group.search_inputs = self.fleet.estimates.means()
@@ -467,7 +470,7 @@ class CoordinatorSession:
         group.error = None
         out = self._handle_found(group, search, event, event.decision, now)
         if search.is_brief:
-            plans.request_search(now + SETTLE_S, now, "the search was brief, for a run under way", forced=search.forced)
+            plans.request_search(now + SETTLE_S, now, "the search was brief", forced=search.forced)
         return out
 
     def _handle_found(
@@ -505,16 +508,22 @@ class CoordinatorSession:
         if not self._moves.is_due(group, now):
             return []
         moved = self.fleet.estimates.moved(group.made_with, group.active_devices, now) if group.in_use(now) else None
-        changed = moved is not None or self.fleet.estimates.last_change_s > group.judged_s
+        has_changed = self.fleet.estimates.last_change_s > group.judged_s
+        changed = moved is not None or has_changed
         verdict = self._moves.judge(group, now) if changed or group.is_fresh else Verdict(None)
         group.judged_s = now
+        if (coming := group.plans.preparing) is not None:
+            if moved is None or not self._moves.is_worth_searching(group, now):
+                return []
+            group.plans.request_search(now, now, moved, is_brief=True)
+            return [LogEvent("drift", moved), *self._rollout.abandon(group, coming, "outdated", now, moved)]
         if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
-        unclear = self.fleet.estimates.is_unclear(group.active_devices)
+        unclear = self.fleet.estimates.is_unclear(group.active_devices, now)
         if moved is None or unclear or not self._moves.is_worth_searching(group, now):
             return []
-        group.plans.request_search(now, now, moved)
+        group.plans.request_search(now, now, moved, is_brief=has_changed)
         return [LogEvent("drift", moved)]
 
     # -- messages of devices --------------------------------------------------------------------------------------
@@ -565,12 +574,29 @@ class CoordinatorSession:
         if (run := self._scheduler.record_progress(device, message, now)) is None:
             self.counters["late"] += 1
             return []
-        blocks = self.groups.default(message.model).served.block_count(run.shape)
+        group = self.groups.default(message.model)
+        blocks = group.served.block_count(run.shape)
         part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
-        if now - run.dispatched_s > LATE_FACTOR * run.expected_s * part:
-            run.is_late = True
-            self.fleet.estimates.record_overdue(run.plan.devices, now)
-        return []
+        if now - run.dispatched_s <= LATE_FACTOR * run.expected_s * part:
+            return []
+        is_first, run.is_late = not run.is_late, True
+        self.fleet.estimates.record_overdue(run.plan.devices, now)
+        return self._doubt_load(group, now) if is_first else []
+
+    def _doubt_load(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Give up a plan on its way beside which runs are late: its load costs too much, or the site has changed.
+
+        What devices take beside loads says little of them, so a change would not be seen until its end.
+        """
+        coming = group.plans.preparing
+        if coming is None or coming.state != "preparing" or group.active is None:
+            return []
+        coming.late_runs += 1
+        if coming.late_runs < LATE_RUNS:
+            return []
+        why = f"{coming.late_runs} runs were late beside its load"
+        group.plans.request_search(now + SETTLE_S, now, why, is_brief=True)
+        return [LogEvent("late", why), *self._rollout.abandon(group, coming, "outdated", now, why)]
 
     def _go_on(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Let runs that began under a plan before the active one go on under that, where the rule says so."""

@@ -32,7 +32,8 @@ from hepti_mqtt.planner.decisions import (
     goes_on,
     pays_to_hold,
 )
-from hepti_mqtt.planner.estimates import MethodEstimates, Remaining, SiteEstimates, strategy_key
+from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
+from hepti_mqtt.planner.quantities import Remaining
 from hepti_mqtt.planner.refine import divided
 from hepti_mqtt.planner.search import _initial_plans
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Priced, factors_of, outlook, surfaces
@@ -117,6 +118,13 @@ def test_a_method_that_may_be_better_is_tried_if_little_is_known_of_it() -> None
         (unknown, {"period_s": 200.0}),
     ):
         assert decide(situation(option(1.0), changed, **more)).move is None
+
+
+def test_where_only_a_recovery_would_win_a_trial_waits_as_long_as_nothing_was_heard() -> None:
+    likely, hoped = option(0.9, "block", sd=0.1, unheard_s=5.0), option(1.0, "block")
+    hoped = replace(hoped, cost=np.resize([0.5, 2.5], DRAWS), unheard_s=5.0)
+    found = [decide(situation(option(1.0), x)).move for x in (likely, hoped, replace(hoped, unheard_s=60.0))]
+    assert [None if move is None else move.kind for move in found] == ["try", None, "try"]
 
 
 def test_where_nothing_serves_the_plan_that_is_ready_soonest_counts() -> None:

@@ -19,13 +19,10 @@ from hepti_mqtt.planner.estimates import (
     PRIORS,
     SINGLE_SD,
     MethodEstimates,
-    Noise,
-    Prior,
-    Quantity,
     SiteEstimates,
     strategy_key,
-    with_kin,
 )
+from hepti_mqtt.planner.quantities import Noise, Prior, Quantity, with_kin
 from hepti_mqtt.protocol.messages import Heartbeat, LinkReport
 
 ANY = Prior(0.0, 0.2, 0.002, {"x": Noise(0.2, 0.3)})
@@ -251,6 +248,56 @@ def test_exchanges_that_share_a_link_say_when_it_falls_and_comes_back() -> None:
     assert rate() == pytest.approx(30e6, rel=0.2)
 
 
+def all_exchange(found: SiteEstimates, names: str, begin: int, stop: int, slow: str = "", factor: float = 1.0) -> None:
+    """Let all devices exchange at 10 MB/s each way, once a second, and less with one of them."""
+    for i in range(begin, stop):
+        for source in names:
+            for target in names.replace(source, ""):
+                noise = exp(float(rng(i * 10000 + ord(source) * 100 + ord(target)).normal(0, 0.1)))
+                of_pair = factor if slow in (source, target) and slow else 1.0
+                found.record_edge(source, target, of_pair * 10e6 * noise, float(i))
+
+
+def test_a_host_whose_line_falls_is_told_from_those_that_it_exchanges_with() -> None:
+    found = site("a", "b", "c", "d")
+    for i in range(10):
+        for name in "abcd":
+            peers = {x: LinkReport(2e-3, 30e6 + i) for x in "abcd" if x != name}
+            found.record_heartbeat(name, beat(rate=30e6 + i, peers=peers), float(i), busy=False, loading=False)
+    found.begin_plan("abcd")
+    all_exchange(found, "abcd", 10, 40)
+    planned = found.means()
+    all_exchange(found, "abcd", 40, 43, "b", 0.2)
+    assert found.peer_link("b", "a").bytes_per_s == pytest.approx(6e6, rel=0.3)
+    assert found.peer_link("c", "b").bytes_per_s == pytest.approx(6e6, rel=0.3)
+    assert found.peer_link("c", "a").bytes_per_s == pytest.approx(30e6, rel=0.2)
+    assert " of b " in str(found.moved(planned, "abcd", 43.0))
+    for i in range(43, 47):  # left out: only the broker hears of it
+        found.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
+    assert found.peer_link("b", "a").bytes_per_s > 20e6
+
+
+def test_a_device_of_which_nothing_is_heard_is_ever_more_likely_as_it_was() -> None:
+    found = site("a", "b")
+    for i in range(40):
+        found.record_compute("a", log(4) * (i >= 30) + 0.01 * (i % 3), float(i))
+        found.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
+    assert found.slowdown("a") == pytest.approx(4, rel=0.1)
+    assert found.draws("a", 45.0).slowdowns["a"].min() < -1
+    for i in range(40, 80):  # its meter sees no ops
+        found.record_heartbeat("a", beat(1.0), float(i), busy=False, loading=False)
+        found.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
+    assert found.unheard_s("a", 80.0) == pytest.approx(41)
+    assert found.slowdown("a") == pytest.approx(1, rel=0.1)
+    draws = found.draws("a", 80.0).slowdowns["a"]
+    assert 0.1 < (draws > 1).mean() < 0.5, "or it is as slow as it was"
+    found.record_compute("a", log(4), 81.0)
+    assert found.slowdown("a") == pytest.approx(4, rel=0.2)
+    found.record_compute("a", 0.02, 900.0)
+    assert found.slowdown("a") == pytest.approx(1, rel=0.1), "the first word after a silence says whether it has ended"
+    assert found.unheard_s("a", 910.0) == 0
+
+
 def test_readings_that_repeat_the_last_one_are_none() -> None:
     once, often = site("a"), site("a")
     for i in range(30):
@@ -258,6 +305,16 @@ def test_readings_that_repeat_the_last_one_are_none() -> None:
     once.record_heartbeat("a", beat(1.4, 5e6), 0.0, busy=False, loading=False)
     assert often.slowdown("a") == once.slowdown("a") < 1.3
     assert often.link("a") == once.link("a")
+
+
+def test_a_doubt_begins_with_what_makes_it_one_not_with_the_noise_before() -> None:
+    slowdown = Quantity(PRIORS["slowdown"], 0.0)
+    for now, value in enumerate([*[0.0] * 10, 0.2]):
+        assert slowdown.observe(value, "run", 1.0, float(now)) is None
+    assert not slowdown.is_in_doubt
+    assert slowdown.observe(1.0, "run", 1.0, 15.0) is None
+    assert slowdown.is_in_doubt
+    assert slowdown.doubted_s == 15.0
 
 
 def test_probes_beside_exchanges_that_find_less_are_doubted() -> None:

@@ -147,7 +147,7 @@ def test_a_device_outside_of_the_plan_starts_a_search_by_what_has_become_better_
     assert estimates.slowdown(outside) == pytest.approx(8.0, rel=0.1)
     assert estimates.moved(then, plan.devices, site.now) is None
     assert outside in str(estimates.moved(then, (outside,), site.now))
-    faster = {**then, ("slowdown", (outside,)): log(9.0), ("rate", (outside,)): log(5e7)}
+    faster = {**then, ("slowdown", (outside,)): log(9.0), ("rate up", (outside,)): log(5e7)}
     assert "rate" in str(estimates.moved(faster, plan.devices, site.now))
 
 
@@ -512,3 +512,24 @@ def test_runs_beside_loads_say_nothing() -> None:
         if job.key.id not in site.answers:
             site.answer(max(site.work))
     assert site.session.fleet.estimates.slowdown("a") == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_load_beside_which_runs_are_late_is_given_up(late: int) -> None:
+    site = settled("a")
+    serving = site.plan
+    assert serving is not None
+    site.join("b")
+    site.tick(1.1)
+    coming = site.session.groups.default("m").plans.preparing
+    assert coming is not None
+    for run in range(1, late + 1):
+        site.submit(f"r{run}")
+        site.now += 1000 * serving.predicted_s
+        said = messages.RunProgress("m", serving.version, run, 0)
+        for _ in range(3):  # a run is late once
+            site.event(interface.DeviceMessage("a", said))
+        site.answer(run)
+    assert (site.session.groups.default("m").plans.preparing is coming) == (late < 2)
+    assert bool(site.notes()["late"]) == (late == 2)
+    assert site.plan == serving

@@ -183,7 +183,28 @@ def pins_that_swap_make_room_for_another_model() -> Site:
     return site
 
 
-RARE = (lost_while_swapping, suspect_replaced, suspect_makes_room, suspect_without_another, given_up_while_swapping)
+def late_beside_its_load() -> Site:
+    site = settled("a", decider=everyone)
+    plan = site.plan
+    assert plan is not None
+    site.join("b")
+    site.tick(1.1)
+    for run in (1, 2):
+        site.submit(f"r{run}")
+        site.now += 60.0
+        site.event(interface.DeviceMessage("a", messages.RunProgress("m", plan.version, run, 0)))
+        site.answer(run)
+    return site
+
+
+RARE = (
+    late_beside_its_load,
+    lost_while_swapping,
+    suspect_replaced,
+    suspect_makes_room,
+    suspect_without_another,
+    given_up_while_swapping,
+)
 RARE += (given_up_while_suspect, own_search_makes_room, pins_that_swap_make_room_for_another_model)
 
 
