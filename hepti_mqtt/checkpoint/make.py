@@ -183,6 +183,7 @@ def _tensor_inits(
         for name, part in source.folded_shapes().items():
             positive = source.norm is not None and name == source.norm.variance
             one = positive or name in source.factor or (source.norm is not None and name == source.norm.weight)
+            one = one or (source.projected is not None and name in source.projected.gamma)
             found.setdefault(name, _TensorInit(part, 1.0 if positive else 0.1, one, positive))
     return found
 

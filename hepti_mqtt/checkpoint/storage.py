@@ -1,4 +1,4 @@
-"""Stored tensors in kernel layout: channels last, batch norms and factors folded in, positions for other pictures.
+"""Stored tensors in kernel layout: channels last, norms, factors and dense layers folded in, positions resized.
 
 All work row by row, so a model's weights are never in memory at once.
 """
@@ -21,6 +21,7 @@ import platformdirs
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.models import TensorSource
+from hepti_mqtt.models.tensors import chosen
 from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
 from hepti_mqtt.storage import STORAGES
 
@@ -85,6 +86,7 @@ def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], na
     if source.first is not None:
         return _part(source, source.first, stored[name])
     computed = source.norm is not None or bool(source.factor) or source.resized is not None
+    computed = computed or source.projected is not None
     if not source.channels_first and not computed:
         return stored[name]
     tensor = stored[name]
@@ -115,6 +117,8 @@ class _FoldedRows:
             whole = self._tensor.read(0, math.prod(self._tensor.shape) // columns, columns)
             return np.ascontiguousarray(source.resized.rows(whole)[start:stop], np.float32)
         rows = self._tensor.read(start, stop, columns)
+        if source.projected is not None:
+            return np.ascontiguousarray(source.projected.rows(rows, self._whole), np.float32)
         if source.channels_first and source.transposed:
             rows = _channels_last(rows, source.channels_first)
         elif source.channels_first:  # stored [k, n]: rows are what has channels
@@ -137,6 +141,12 @@ class _FoldedRows:
             return np.ascontiguousarray(rows * factor[start:stop, None], np.float32)
         before = self._vector(source.convolution_bias) if source.convolution_bias else 0.0
         return np.ascontiguousarray(rows + (before - self._vector(source.norm.mean)) * factor, np.float32)
+
+    def _whole(self, names: tuple[str, ...]) -> npt.NDArray[Any]:
+        """Return a tensor [n] or [rows, columns] of one of these names."""
+        tensor = self._stored[chosen(names, self._stored)]
+        rows, columns = (1, *tensor.shape)[-2:]
+        return tensor.read(0, rows, columns).reshape(tensor.shape)
 
     def _vector(self, name: str) -> npt.NDArray[np.float64]:
         """Return a vector [n] of the norm, in double precision."""

@@ -292,5 +292,6 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
         doubled=False,
     ),
 }
-# tokenizer.json counts as it is. Of speech, no text becomes ids.
-AS_IT_IS: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend", "WhisperTokenizer"})
+# tokenizer.json counts as it is. Of speech, no text becomes ids. DeBERTa was trained with the characters of its
+# sentencepiece model, which is what that file has and its class in transformers 5 leaves out.
+AS_IT_IS: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend", "WhisperTokenizer", "DebertaV2Tokenizer"})

@@ -9,7 +9,9 @@ attention            q [r, *], kv [s, *] (may be one slot) -> [r, heads d]. Attr
                      only to keys at its own position or before), window (only to keys that are at most so far away),
                      group (how many heads of q share one of kv), bias_heads (heads' columns of the weight: a table
                      [buckets, *] that is added to scores by `relative_buckets`, or with attribute bias_side by
-                     `grid_buckets`: of pictures of a class token and that many rows of as many patches each).
+                     `grid_buckets`: of pictures of a class token and that many rows of as many patches each),
+                     disentangled (True: weights are keys and queries of distances by `log_buckets`, [buckets, heads d]
+                     each, whose products with q and with k are added to scores, before the scale).
 attention_block      The same, but writes states [r, heads, d + 2]: the sum of exp(score - maximum) v, not
                      normalised, then
                      the maximum and the sum of exp(score - maximum). A row without a key has 0, -inf and 0.
@@ -124,6 +126,11 @@ def _k_rows(op: Compute, keys: int, m: int) -> NDArray[np.int64]:
     return found
 
 
+def _by_place(op: Compute) -> bool:
+    """Return whether scores depend on the distance of query and key."""
+    return op.attrs.get("bias_heads") is not None or bool(op.attrs.get("disentangled"))
+
+
 def tiles_of(alike: NDArray[np.int64], ranges: NDArray[np.int64], begins: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return runs of at most NR query rows with equal rows of `alike`, int64 [tiles, 5].
 
@@ -149,7 +156,7 @@ def _tiles(op: Compute, seen: Seen) -> NDArray[np.int64]:
         alike = alike[:, :1]
     if op.attrs.get("window") is not None:
         alike, begins = seen.begins[:, None], seen.begins
-    if op.attrs.get("window") is not None or op.attrs.get("bias_heads") is not None:
+    if op.attrs.get("window") is not None or _by_place(op):
         along = seen.q_at - np.arange(len(seen.q_at))  # the same for consecutive rows
         alike = np.column_stack([alike, along])
     return tiles_of(alike, seen.ranges, begins)
@@ -172,6 +179,21 @@ def relative_buckets(distances: NDArray[np.int64], buckets: int, farthest: int) 
     scaled = far / np.float32(math.log(farthest / exact)) * np.float32(half - exact)
     wide = np.minimum(exact + scaled.astype(np.int64), half - 1)
     return np.where(distances > 0, half, 0) + np.where(away < exact, away, wide)
+
+
+def log_buckets(distances: NDArray[np.int64], rows: int, farthest: int) -> NDArray[np.int64]:
+    """Return the row of a table [rows, ...] for each distance, query minus key (DeBERTa, He et al., 2021).
+
+    To either side half of the rows are of one distance each, others as wide as their logarithm says, up to `farthest`.
+    As the reference does it, in f32.
+    """
+    span = rows // 2
+    middle = span // 2
+    away = np.abs(distances)
+    far = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(middle))
+    scaled = np.ceil(far / np.log(np.float32((farthest - 1) / middle)) * np.float32(middle - 1))
+    found = np.where(away <= middle, distances, np.sign(distances) * (scaled.astype(np.int64) + middle))
+    return np.asarray(np.clip(found + span, 0, rows - 1))
 
 
 # On a grid of patches (BEiT, Bao et al., 2022) rows have places, of which all with one step between them have one
@@ -215,7 +237,6 @@ def _biases(check: Check, weights: Sequence[Weight]) -> NDArray[np.float32]:
     Without a bias it is of no columns.
     """
     chosen, heads = check.op.attrs.get("bias_heads"), check.op.attrs["heads"]
-    check.weights(weights, 0 if chosen is None else 1)
     if chosen is None:
         return np.zeros((heads, 0), np.float32)
     check.that(len(chosen) == heads, f"bias_heads names {len(chosen)} heads of {heads}")
@@ -231,6 +252,37 @@ def _by_distance(op: Compute, table: Array) -> Array:
     longest = max(op.attrs["lengths"])
     found = relative_buckets(np.arange(longest - 1, -longest, -1), len(table), op.attrs["farthest"])
     return np.asarray(table[found][:, list(op.attrs["bias_heads"])].T)
+
+
+class Distances(NamedTuple):
+    """What distances add to scores, in the order of `attention_units`; empty arrays for what they do not add.
+
+    biases: f32 [heads, 2 L - 1], by query minus key with 0 in the middle. buckets: the same way, int64 [2 L - 1], the
+    rows of to_queries and to_keys: f32 [rows, heads d], keys and queries of distances.
+    """
+
+    biases: NDArray[np.float32]
+    buckets: NDArray[np.int64]
+    to_queries: NDArray[np.float32]
+    to_keys: NDArray[np.float32]
+
+
+def _distances(check: Check, layout: HeadLayout, weights: Sequence[Weight]) -> Distances:
+    attrs, none = check.op.attrs, np.zeros((0, 0), np.float32)
+    both = bool(attrs.get("disentangled"))
+    check.weights(weights, 2 if both else int(attrs.get("bias_heads") is not None))
+    biases = _biases(check, weights)
+    if not both:
+        return Distances(biases, np.zeros(0, np.int64), none, none)
+    keys, queries = (check.plain(weight, (-1, layout.heads * layout.d)) for weight in weights)
+    check.that(len(keys) == len(queries) >= 4, f"{len(keys)} keys and {len(queries)} queries of distances do not fit")
+    check.that(attrs["farthest"] - 1 > len(keys) // 4, f"farthest {attrs['farthest']} leaves no room for wide buckets")
+    return Distances(biases, _buckets(check.op, len(keys)), keys, queries)
+
+
+def _buckets(op: Compute, rows: int) -> NDArray[np.int64]:
+    longest = max(op.attrs["lengths"])
+    return log_buckets(np.arange(1 - longest, longest), rows, op.attrs["farthest"])
 
 
 def check_heads(check: Check) -> HeadLayout:
@@ -262,7 +314,7 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[int, int, HeadLayout
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
     r, s, layout = _check(op, slots)
-    biases = _biases(Check(op, slots), weights)
+    added = _distances(Check(op, slots), layout, weights)
     if not r * layout.heads:
         return nothing
     seen = _placed(op, seen_keys(op, s))
@@ -273,7 +325,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     scale, attend = np.float32(op.attrs["scale"]), pool.bind(attention_units, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        attend(reads[0], reads[1], writes[0].reshape(-1), tiles, limits, table, seen.q_at, seen.k_at, biases, scale)
+        attend(reads[0], reads[1], writes[0].reshape(-1), tiles, limits, table, seen.q_at, seen.k_at, *added, scale)
 
     return run
 
@@ -288,7 +340,9 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
         pairs = len(op.attrs["q_rows"]) * keys  # of one sequence every row attends to all keys; searches ask this often
     else:
         pairs = _pairs(seen_keys(op, keys).ranges)
-    return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * pairs)
+    # Of keys and queries of distances a tile meets about one row per key, and two per query and key.
+    per_pair = 10.0 if op.attrs.get("disentangled") else 4.0
+    return Work("attention", flops=per_pair * op.attrs["head_dim"] * op.attrs["heads"] * pairs)
 
 
 def _reference_states(
@@ -309,8 +363,12 @@ def _reference_states(
     for low, high in np.unique(key_ranges, axis=0).tolist():  # rows that attend to the same keys together
         if high > low:
             rows = np.flatnonzero((key_ranges == (low, high)).all(axis=1))
-            scores = queries[:, rows] @ keys[:, low:high].transpose(0, 2, 1) * op.attrs["scale"]
-            if weights:
+            scores = queries[:, rows] @ keys[:, low:high].transpose(0, 2, 1)
+            if op.attrs.get("disentangled"):
+                apart = q_at[rows, None] - k_at[None, low:high] + max(op.attrs["lengths"]) - 1
+                scores = scores + _met(op, queries[:, rows], keys[:, low:high], weights, apart)
+            scores = scores * op.attrs["scale"]
+            if op.attrs.get("bias_heads") is not None:
                 bias = _by_distance(op, weights[0].astype(np.float64))
                 scores = scores + bias[:, q_at[rows, None] - k_at[None, low:high] + bias.shape[1] // 2]
             top = scores.max(axis=-1, keepdims=True)
@@ -318,6 +376,16 @@ def _reference_states(
             found = np.concatenate([p @ values[:, low:high], top, p.sum(axis=-1, keepdims=True)], axis=-1)
             out[rows] = found.transpose(1, 0, 2)
     return out
+
+
+def _met(op: Compute, q: Array, k: Array, weights: Sequence[Array], apart: NDArray[np.int64]) -> Array:
+    """Return what keys of distances give with q [heads, r, d], and their queries with k [heads, s, d]."""
+    heads, r, d = q.shape
+    to_queries, to_keys = (w.astype(np.float64).reshape(len(w), heads, d).transpose(1, 2, 0) for w in weights)
+    found = _buckets(op, to_keys.shape[2])[apart]
+    return np.asarray(
+        (q @ to_queries)[:, np.arange(r)[:, None], found] + (k @ to_keys)[:, np.arange(k.shape[1]), found]
+    )
 
 
 def _finish(states: Array) -> Array:
@@ -433,7 +501,8 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     ends = np.arange(1, m + 1)
     limits = np.stack([0 * ends, ends], axis=1)
     empty = tiles_of(limits[:, :1], limits, limits[:, 0])
-    tiles, nowhere, biases = empty.copy(), np.zeros(0, np.int64), np.zeros((layout.heads, 0), np.float32)
+    tiles, nowhere = empty.copy(), np.zeros(0, np.int64)
+    added = _distances(check, layout, ())
     units, per_key = layout.heads * len(tiles), 4 * layout.heads * layout.d * m
     parts = (ranges(units, n if n == 1 else 4 * n) for n in range(1, pool.threads + 1))
     attend = [pool.bind(attention_units, divided) for divided in parts]
@@ -445,7 +514,7 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         np.add(empty[:, 3], first, out=tiles[:, 3])
         np.add(ends, first, out=limits[:, 1])
         threads = min(pool.threads, 1 + per_key * (first + m // 2 + 1) // GRAIN)
-        attend[threads - 1](q, kv, writes[0].reshape(-1), tiles, limits, table, nowhere, nowhere, biases, scale)
+        attend[threads - 1](q, kv, writes[0].reshape(-1), tiles, limits, table, nowhere, nowhere, *added, scale)
 
     return run
 

@@ -347,7 +347,7 @@ def _copy_rows(
 
     Rows of a panel lie `stride` floats apart, panels `apart`. What is beyond column d of the last one is left alone.
     """
-    for c in range(0, d, NR):
+    for c in range(0, d if rows > 0 else 0, NR):
         vectors, place = min(NR, d - c) // LANES, at + c // NR * apart
         source = kv.ctypes.data + 4 * (first * kv.shape[1] + column + c)
         scaled_rows(vectors, rows, source, kv.shape[1], ONE, copies.ctypes.data + 4 * place, stride)
@@ -446,6 +446,37 @@ def _add_bias(
 
 
 @helper
+def _add_positions(
+    scores: Any, kv: Any, k_column: int, first: int, keys: int, row: int, count: int, queries: Any, scale: Any,
+    q_at: Any, k_at: Any, buckets: Any, to_queries: Any, to_keys: Any, column: int, scratch: Any, zeros: Any,
+) -> None:  # fmt: skip
+    """Add to scores what the distances' keys give with the queries [d, NR], and their queries with the keys of kv.
+
+    to_queries, to_keys: those keys and queries, [rows, *], in columns from `column` on. Of the products with up to NR
+    keys few rows matter: buckets ascend with the distance.
+    """
+    d, middle, stride = len(queries) // NR, len(buckets) // 2 + q_at[row], to_queries.shape[1]
+    most = len(to_queries) * NR
+    by_query, by_key, turned = scratch[:most], scratch[most : 2 * most], scratch[2 * most :]
+    low = buckets[middle - k_at[first + keys - 1]]
+    rows = buckets[middle + count - 1 - k_at[first]] + 1 - low
+    met = to_queries.ctypes.data + 4 * (low * stride + column)
+    scores_of(met, stride, rows, -(-count // LANES), queries, d, zeros, by_query)
+    for at in range(0, keys, NR):
+        some, begin = min(NR, keys - at), first + at
+        near = buckets[middle - k_at[begin + some - 1]]
+        rows = buckets[middle + count - 1 - k_at[begin]] + 1 - near
+        transpose(kv, begin, some, k_column, d, scale, turned)
+        met = to_keys.ctypes.data + 4 * (near * stride + column)
+        scores_of(met, stride, rows, -(-some // LANES), turned, d, zeros, by_key)
+        for i in range(some):
+            line = buckets[middle - k_at[begin + i] :]
+            for j in range(count):
+                bucket = line[j]
+                scores[(at + i) * NR + j] += by_query[(bucket - low) * NR + j] + by_key[(bucket - near) * NR + i]
+
+
+@helper
 def _scale_rows(total: Any, count: int, stride: int, d: int, by: Any) -> None:
     for i in range(count):
         for c in range(d):
@@ -455,13 +486,13 @@ def _scale_rows(total: Any, count: int, stride: int, d: int, by: Any) -> None:
 @helper
 def _query_alone(
     query: Any, kv: Any, k_column: int, v_column: int, low: int, high: int, place: int, k_at: Any, bias: Any,
-    scores: Any, total: Any,
+    scale: Any, buckets: Any, to_queries: Any, to_keys: Any, column: int, scores: Any, total: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Fill total [d] with the sum of exp(score - maximum) v over keys low..high; return (maximum, sum of exp).
 
-    place: the query's row, of which with the keys' rows k_at follows where its bias [2 L - 1] stands, if there is any.
+    place: the query's row, of which with the keys' rows k_at follows where its bias [2 L - 1] stands, or its bucket.
     """
-    d, middle = len(query), len(bias) // 2
+    d, middle, centre = len(query), len(bias) // 2, len(buckets) // 2
     top, norm = _MINUS_INF, ZERO
     total[:] = ZERO
     for block in range(low, high, KEYS):
@@ -474,6 +505,13 @@ def _query_alone(
                 s += query[c] * key[c]
             if len(bias) > 0:
                 s += bias[middle + place - k_at[block + i]]
+            if len(buckets) > 0:
+                bucket = buckets[centre + place - k_at[block + i]]
+                other = ZERO
+                for c in range(d):
+                    s += query[c] * to_queries[bucket, column + c]
+                    other += key[c] * to_keys[bucket, column + c]
+                s += other * scale
             scores[i] = s
             top = s if s > top else top
         above = top if top > _MINUS_INF else ZERO
@@ -509,9 +547,19 @@ def _store(total: Any, d: int, high: Any, norm: Any, with_state: int, out: Any, 
 
 
 @helper
+def _store_rows(
+    total: Any, row: int, count: int, d: int, high: Any, norm: Any, with_state: int, out: Any, heads: int, head: int
+) -> None:
+    """Write the results of `count` queries from `row` on, whose maxima are in units of log2(e)."""
+    for j in range(count):
+        to = ((row + j) * heads + head) * (d + 2 if with_state else d)
+        _store(total[j * (len(total) // NR) :], d, high[j] * LN2, norm[j], with_state, out, to)
+
+
+@helper
 def _each_alone(
-    q: Any, kv: Any, out: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, bias: Any, scale: Any, row: int,
-    count: int, head: int, scores: Any, total: Any, query: Any,
+    q: Any, kv: Any, out: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, bias: Any, buckets: Any,
+    to_queries: Any, to_keys: Any, scale: Any, row: int, count: int, head: int, scores: Any, total: Any, query: Any,
 ) -> None:  # fmt: skip
     """Write the results of `count` queries from `row` on, one after the other."""
     heads, d, with_state, of_keys = layout[3], layout[4], layout[5], head // layout[6]
@@ -519,10 +567,11 @@ def _each_alone(
     for j in range(row, row + count):
         for c in range(d):
             query[c] = q[j, column + c] * scale
-        place = q_at[j] if len(bias) > 0 else 0
+        place = q_at[j] if len(bias) > 0 or len(buckets) > 0 else 0
         top, weight = _query_alone(
-            query[:d], kv, k_column, v_column, limits[j, _BEGIN], limits[j, _END], place, k_at, bias, scores, total[:d]
-        )
+            query[:d], kv, k_column, v_column, limits[j, _BEGIN], limits[j, _END], place, k_at, bias, scale, buckets,
+            to_queries, to_keys, head * d, scores, total[:d],
+        )  # fmt: skip
         _store(total, d, top, weight, with_state, out, (j * heads + head) * (d + 2 if with_state else d))
 
 
@@ -547,29 +596,29 @@ class HeadLayout(NamedTuple):
 
 @kernel(
     reads(float32, 2), reads(float32, 2), fills(float32, 1), TABLE, TABLE, INT_ARRAY, INT_ARRAY, INT_ARRAY,
-    reads(float32, 2), FLOAT, INT, INT, part=2,
+    reads(float32, 2), INT_ARRAY, reads(float32, 2), reads(float32, 2), FLOAT, INT, INT, part=2,
 )  # fmt: skip
 def attention_units(
-    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, biases: Any, scale: Any,
-    first: int, stop: int,
+    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, biases: Any, buckets: Any,
+    to_queries: Any, to_keys: Any, scale: Any, first: int, stop: int,
 ) -> None:  # fmt: skip
     """Fill out [r, heads, d] (or d + 2 with state, flat) for the units first..stop; a unit is head * tiles + tile.
 
     tiles [tiles, 5]: rows first..stop, of which each sees some of the keys low..high, and from where on keys are parted
     into blocks, whatever the tile. limits [r, 2] are begin and end of each query's keys, layout the table of
     `HeadLayout`. biases [heads, 2 L - 1] are added to scores by the distance between q_at [r] and k_at [s], the rows
-    that queries and keys are; of no columns without.
+    that queries and keys are; of no columns without. buckets [2 L - 1]: by the same distance the row of to_queries and
+    to_keys [rows, heads * d] that queries and keys meet; empty without.
     """
     heads, d, with_state, group = layout[3], layout[4], layout[5], layout[6]
-    queries = np.empty(d * NR, np.float32)
-    scores = np.empty(KEYS * NR, np.float32)
+    queries, scores = np.empty(d * NR, np.float32), np.empty(KEYS * NR, np.float32)
     stride = -(-d // NR) * NR
     most, blocks = _most_keys(tiles)
     copied_keys, values = np.empty(most * d, np.float32), np.empty(blocks * KEYS * stride, np.float32)
     copied_head, copied_low, copied_to, near = -1, 0, 0, False
-    total = np.empty(NR * stride, np.float32)
-    zeros = np.zeros(NR, np.float32)
+    total, zeros = np.empty(NR * stride, np.float32), np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
+    scratch = np.empty((2 * len(to_queries) + d) * NR, np.float32)
     for unit in range(first, stop):
         head, tile = unit // len(tiles), unit % len(tiles)
         row, count = tiles[tile, _FIRST], tiles[tile, _STOP] - tiles[tile, _FIRST]
@@ -582,27 +631,27 @@ def attention_units(
             transpose(q, row, count, column, d, scale * LOG2E, queries)
             high[:] = _MINUS_INF
             norm[:] = ZERO
-            masked = False
             if of_keys != copied_head or low != copied_low:
                 copied_head, copied_low, copied_to = of_keys, low, low
                 # Keys that no other tile reads are read where they lie.
                 near = unit + 1 < stop and tile + 1 < len(tiles) and tiles[tile + 1, _LOW] == low
-            block, at = low, 0
+            masked, block, at = False, low, 0
             while block < end:
                 keys = min(KEYS - (block - anchor) % KEYS, end - block)
                 k, k_stride = kv.ctypes.data + 4 * (block * kv.shape[1] + k_column), kv.shape[1]
-                new = max(block, copied_to)
-                if new < block + keys:
-                    rows = block + keys - new
-                    if near:
-                        _copy_rows(kv, k_column, new, rows, d, copied_keys, (new - low) * d, d, NR)
-                    _copy_rows(kv, v_column, new, rows, d, values, at + (new - block) * NR, NR, KEYS * NR)
-                    copied_to = new + rows
+                new, copied_to = max(block, copied_to), max(block + keys, copied_to)
                 if near:
+                    _copy_rows(kv, k_column, new, copied_to - new, d, copied_keys, (new - low) * d, d, NR)
                     k, k_stride = copied_keys.ctypes.data + 4 * (block - low) * d, d
+                _copy_rows(kv, v_column, new, copied_to - new, d, values, at + (new - block) * NR, NR, KEYS * NR)
                 scores_of(k, k_stride, keys, vectors, queries, d, zeros, scores)
                 if len(bias) > 0:
                     _add_bias(scores, block, keys, row, count, q_at, k_at, bias, LOG2E)
+                if len(buckets) > 0:
+                    _add_positions(
+                        scores, kv, k_column, block, keys, row, count, queries, scale * LOG2E, q_at, k_at, buckets,
+                        to_queries, to_keys, head * d, scratch, zeros,
+                    )  # fmt: skip
                 if not _all_see(limits, row, count, block, block + keys):
                     _mask(scores, block, keys, limits, row, count)
                     masked = True
@@ -615,8 +664,9 @@ def attention_units(
             # A masked key weighs 0, but 0 times a value that is not finite is NaN, which its query must not see.
             alone = masked and _has_nan(total, count, d)
         if alone:
-            _each_alone(q, kv, out, limits, layout, q_at, k_at, bias, scale, row, count, head, scores, total, queries)
+            _each_alone(
+                q, kv, out, limits, layout, q_at, k_at, bias, buckets, to_queries, to_keys, scale, row, count, head,
+                scores, total, queries,
+            )  # fmt: skip
         else:
-            for j in range(count):
-                to = ((row + j) * heads + head) * (d + 2 if with_state else d)
-                _store(total[j * stride :], d, high[j] * LN2, norm[j], with_state, out, to)
+            _store_rows(total, row, count, d, high, norm, with_state, out, heads, head)

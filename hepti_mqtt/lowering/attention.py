@@ -74,7 +74,8 @@ class Attention(HeadedAttention):
     the sequences. causal: a row sees the keys up to its own. window: and those at most so far away, -1 for all. A part
     over some of a row's keys is a state [r, heads, d + 2]: the sum, not normalised, the running maximum and the sum of
     weights. farthest: with a bias by distance, whose table [buckets, heads] `tensors` has, the largest that counts.
-    side: of the grid of patches behind a class token by whose steps the bias goes instead.
+    side: of the grid of patches behind a class token by whose steps the bias goes instead. disentangled: `tensors` are
+    keys and queries of distances instead, [buckets, heads x d] each (DeBERTa, He et al., 2021).
     """
 
     lengths: tuple[int, ...]
@@ -83,6 +84,7 @@ class Attention(HeadedAttention):
     farthest: int = 0
     side: int = 0
     buckets: int = 0
+    disentangled: bool = False
 
     kind = "attention"
 
@@ -131,7 +133,14 @@ class Attention(HeadedAttention):
         r, c = index_count(region[0]), index_count(region[1])
         return (r, c // self.d, self.d + 2) if state else (r, c)
 
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
+        r, c, k = region
+        return tuple((r, (columns,), k) for columns in c) if self.disentangled else (region,)
+
     def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
+        if self.disentangled:
+            (columns,) = region[1]
+            return tuple(WeightRef(name, (0, self.buckets), columns, "plain") for name in self.tensors)
         # The whole table: it is small, and a device's heads may be several ranges of its columns.
         whole = (0, self.buckets), (0, self.space[1] // self.d)
         return tuple(WeightRef(name, *whole, "plain") for name in self.tensors)
@@ -141,7 +150,9 @@ class Attention(HeadedAttention):
         attrs = self.heads(c, operands) | {"q_rows": tuple(indices(r)), "k_rows": k, "lengths": self.lengths}
         attrs |= {"causal": True} if self.causal else {}
         attrs |= {"window": self.window} if self.window >= 0 else {}
-        if self.tensors:
+        if self.disentangled:
+            attrs |= {"disentangled": True, "farthest": self.farthest}
+        elif self.tensors:
             heads = tuple(a // self.d for first, stop in c for a in range(first, stop, self.d))
             attrs |= {"bias_heads": heads} | ({"bias_side": self.side} if self.side else {"farthest": self.farthest})
         kernel = "attention_block" if self.is_state(region) else "attention"

@@ -345,21 +345,21 @@ class GraphBuilder:
         window: int = -1,
         group: int = 1,
         scale: float = 0.0,
-        bias: WeightRef | None = None,
+        bias: Sequence[WeightRef] = (),
         farthest: int = 0,
         side: int = 0,
     ) -> str:
         """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors.
 
-        bias: a table [buckets, heads] of what distances up to `farthest`, or steps on a grid, add to scores. Others as
-        `ops.Attention` has.
+        bias: a table [buckets, heads] of what distances up to `farthest`, or steps on a grid, add to scores; or keys
+        and queries of distances, [buckets, width] each. Others as `ops.Attention` has.
         """
         space = (self.shape_of(q)[0], width, self.shape_of(kv)[0])
-        tensors, buckets = ((bias.tensor,), bias.rows[1]) if bias is not None else ((), 0)
+        tensors, buckets = tuple(ref.tensor for ref in bias), bias[0].rows[1] if bias else 0
         return self._add(
             name, (q, kv), role, tensors, Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
             causal=causal, window=window, group=group, scale=scale, buckets=buckets, farthest=farthest,
-            side=side,
+            side=side, disentangled=len(bias) > 1,
         )  # fmt: skip
 
     def rows(self, name: str, x: str, role: str, rows: Sequence[int] | None = None) -> str:

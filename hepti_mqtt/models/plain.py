@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.lowering import Norm
 from hepti_mqtt.models.shapes import PackedBatch
-from hepti_mqtt.models.transformer import Layer, ModelSpec
+from hepti_mqtt.models.transformer import DISENTANGLED, Layer, ModelSpec
 from hepti_mqtt.spec import HeadActivation, Pooling
 
 Array = npt.NDArray[Any]
@@ -52,18 +52,28 @@ def attention(
     window: int = -1,
     scale: float = 0.0,
     bias: Array | None = None,
+    positions: tuple[Array, Array, Array] | None = None,
 ) -> Array:
     """Return the attention of packed sequences: q [m, a d], k, v [m, * d] -> [m, a d].
 
     causal: no token sees a later one; window: nor one that is farther away, -1 for any. bias: of the score of each
-    query and key, [L, L, a] for sequences of up to L tokens.
+    query and key, [L, L, a] for sequences of up to L tokens. positions: keys and queries of buckets, [buckets, a d]
+    each, which meet queries and keys, and the bucket of each query and key [L, L].
     """
     out, d = np.empty_like(q), q.shape[1] // heads
     for rows in sequence_slices(lengths):
         qs, ks, vs = (z[rows].reshape(-1, z.shape[1] // d, d).transpose(1, 0, 2) for z in (q, k, v))  # [*, t, d] each
         ks, vs = (z.repeat(heads // len(z), axis=0) for z in (ks, vs))  # [a, t, d]
-        scores = qs @ ks.transpose(0, 2, 1) * (scale or 1 / math.sqrt(d))  # [a, t, t]
+        scores = qs @ ks.transpose(0, 2, 1)  # [a, t, t]
         t = np.arange(scores.shape[-1])
+        if positions is not None:
+            met = [
+                z @ table.reshape(len(table), heads, d).transpose(1, 2, 0)  # [a, t, buckets] each
+                for z, table in zip((qs, ks), positions[:2], strict=True)
+            ]
+            found = positions[2][: len(t), : len(t)]
+            scores = scores + met[0][:, t[:, None], found] + met[1][:, t, found]
+        scores = scores * (scale or 1 / math.sqrt(d))
         away = t - t[:, None]  # [t, t]
         if bias is not None:
             scores = scores + bias[: len(t), : len(t)].transpose(2, 0, 1)
@@ -114,6 +124,24 @@ def distance_bias(table: Array, farthest: int, longest: int) -> Array:
         found.append(near + (half if away > 0 else 0))
     t = np.arange(longest)
     return np.asarray(table[found][t - t[:, None] + longest - 1])
+
+
+def log_buckets(buckets: int, farthest: int, longest: int) -> Array:
+    """Return the bucket of each query and key (DeBERTa): [longest, longest].
+
+    Half a span is of one distance each to either side, the rest is as wide as its logarithm says.
+    """
+    span = buckets // 2
+    middle = span // 2
+    found = []
+    for away in range(1 - longest, longest):
+        near = abs(away)
+        if near > middle:
+            wide = np.log(np.float32(near) / np.float32(middle)) / np.log(np.float32((farthest - 1) / middle))
+            near = math.ceil(wide * np.float32(middle - 1)) + middle
+        found.append(min(max(span + (near if away > 0 else -near), 0), buckets - 1))
+    t = np.arange(longest)
+    return np.asarray(np.asarray(found)[t[:, None] - t + longest - 1])
 
 
 def grid_bias(table: Array, side: int) -> Array:
@@ -170,12 +198,15 @@ def _attention(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
         )
     if n.theta:
         q, k = (rotate(z, n.head_dim, n.theta, n.lengths, n.block.rope_scaling) for z in (q, k))
-    bias = None
-    if n.block.buckets:
+    bias, positions = None, None
+    if n.block.disentangled:
+        to_queries, to_keys = (tensors[f"{here}{name}"] for name in DISENTANGLED)
+        positions = to_queries, to_keys, log_buckets(n.block.buckets, n.block.farthest, max(n.lengths))
+    elif n.block.buckets:
         table = tensors["relative_bias" if n.block.shared_bias else f"{here}relative_bias"]
         side, farthest = n.block.side, n.block.farthest
         bias = grid_bias(table, side) if side else distance_bias(table, farthest, max(n.lengths))
-    out = attention(q, k, v, n.heads, n.lengths, n.block.causal, n.window, n.block.scale, bias)
+    out = attention(q, k, v, n.heads, n.lengths, n.block.causal, n.window, n.block.scale, bias, positions)
     return linear(tensors, f"{here}attention_out", out)
 
 

@@ -5,7 +5,7 @@ Canonical names are the same for all families; matrices are in [in, out] orienta
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,27 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
+class Projected:
+    """A layer norm and a dense layer through which rows of a table go when they are read.
+
+    All are alternative names in a checkpoint. matrix: [out, in].
+    """
+
+    matrix: tuple[str, ...]
+    bias: tuple[str, ...]
+    gamma: tuple[str, ...]
+    beta: tuple[str, ...]
+    eps: float
+
+    def rows(self, table: npt.NDArray[Any], read: Callable[[tuple[str, ...]], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """Return rows [n, in] of the table behind norm and layer, [n, out]; read: what returns a tensor of a name."""
+        x = table.astype(np.float64)
+        x = x - x.mean(axis=1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + self.eps) * read(self.gamma) + read(self.beta)
+        return np.asarray(x @ read(self.matrix).astype(np.float64).T + read(self.bias))
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSource:
     """One tensor: its canonical name and shape, and how a checkpoint stores it.
 
@@ -86,8 +107,8 @@ class TensorSource:
     channels_first: of a stored row, what it is there, [C, ...], while its channels come last here. norm: folded in at
     reading, as a factor of each stored row, or, of a vector, which is then stored as the norm's bias, with what the
     norm does to `convolution_bias`, if anything. factor: alternative names of a vector by which each stored row, or
-    element, is multiplied. resized: what becomes of its rows. first: where it begins in what is stored, which other
-    tensors are parts of too: at which of its rows, or elements; None where it is all of it.
+    element, is multiplied. resized, projected: what becomes of its rows. first: where it begins in what is stored,
+    which other tensors are parts of too: at which of its rows, or elements; None where it is all of it.
     """
 
     name: str
@@ -102,6 +123,7 @@ class TensorSource:
     convolution_bias: str = ""
     factor: tuple[str, ...] = ()
     resized: Resized | None = None
+    projected: Projected | None = None
     first: int | None = None
 
     @property
@@ -111,14 +133,25 @@ class TensorSource:
 
     def factor_name(self, stored: Container[str]) -> str:
         """Return the factor's name among those of a checkpoint; empty without a factor."""
-        return next((name for name in self.factor if name in stored), next(iter(self.factor), ""))
+        return chosen(self.factor, stored)
 
     def folded_shapes(self, stored: Container[str] = ()) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the other tensors that it is made of in a checkpoint, which has those of `stored`."""
         names = [self.factor_name(stored), self.convolution_bias]
         if self.norm is not None:
             names += [self.norm.weight, self.norm.mean, self.norm.variance]
-        return {name: self.stored_shape[:1] for name in names if name}
+        found = {name: self.stored_shape[:1] for name in names if name}
+        if (layer := self.projected) is not None:
+            width, made = self.stored_shape[1], self.shape[1]
+            sizes = {layer.matrix: (made, width), layer.bias: (made,), layer.gamma: (width,), layer.beta: (width,)}
+            found |= {chosen(names, stored): size for names, size in sizes.items()}
+        return found
+
+
+def chosen(names: Iterable[str], stored: Container[str]) -> str:
+    """Return the first of alternative names that a checkpoint has, or else the first; empty without any."""
+    names = tuple(names)
+    return next((name for name in names if name in stored), next(iter(names), ""))
 
 
 def prefixed(prefixes: Iterable[str], *suffixes: str) -> tuple[str, ...]:

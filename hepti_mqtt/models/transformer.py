@@ -35,6 +35,7 @@ class TextStem:
 
 
 T = TypeVar("T")
+DISENTANGLED: Final = ("position_keys", "position_queries")  # what buckets have, [buckets, a d] each
 MATRICES: Final = ("qkv", "attention_out", "mlp_up", "mlp_down")
 
 
@@ -47,9 +48,10 @@ class BlockSpec:
     block adds is normed (Gemma 3). gated: the MLP's hidden columns are activation(gate) * up. kv_heads, head_dim: 0 for
     as many as queries have, and h / a. head_norms: each head of queries and keys is normed. scale: of scores, 0 for 1 /
     sqrt(d). causal: rows see no later one. buckets, farthest: of a bias of scores by distance; side: of one by steps on
-    a grid of patches instead; shared_bias: all layers have the same. thetas, windows: of each layer the base of its
-    rotary positions, and the most rows between query and key, -1 for all, from the first one again where there are more
-    layers; none where no layer has them. rope_scaling: see `lowering.Rotate`.
+    a grid of patches instead; shared_bias: all layers have the same. disentangled: a bucket has a key and a query in
+    place of a bias. thetas, windows: of each layer the base of its rotary positions, and the most rows between query
+    and key, -1 for all, from the first one again where there are more layers; none where no layer has them.
+    rope_scaling: see `lowering.Rotate`.
     """
 
     biases: tuple[str, ...] = MATRICES
@@ -68,6 +70,7 @@ class BlockSpec:
     farthest: int = 0
     side: int = 0
     shared_bias: bool = True
+    disentangled: bool = False
     thetas: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
     rope_scaling: tuple[float, ...] = ()
@@ -246,7 +249,7 @@ class Layer(NamedTuple):
     """Sizes of a transformer layer, and what the packed sequences are.
 
     h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
-    theta, window: of this layer, 0 and -1 without. bare: no norm before its attention. bias: the table of a bias by
+    theta, window: of this layer, 0 and -1 without. bare: no norm before its attention. bias: the tables by
     distance. cache, at: rows of a session's keys and values, and the tensor that says how many are there already.
     """
 
@@ -262,12 +265,12 @@ class Layer(NamedTuple):
     theta: float = 0.0
     window: int = -1
     bare: bool = False
-    bias: WeightRef | None = None
+    bias: tuple[WeightRef, ...] = ()
     cache: int = 0
     at: str = ""
 
     @classmethod
-    def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: WeightRef | None = None) -> Layer:
+    def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: tuple[WeightRef, ...] = ()) -> Layer:
         """Return the sizes of layer i of a model in a request."""
         block = spec.block
         return cls(
@@ -292,7 +295,9 @@ def add_layers(
     for i in net.layers(spec.layers):
         if not spec.norm_first:
             net.begin_block()
-        bias = refs.get("relative_bias" if spec.block.shared_bias else f"layers.{i}.relative_bias")
+        here = "" if spec.block.shared_bias else f"layers.{i}."
+        names = DISENTANGLED if spec.block.disentangled else ("relative_bias",)
+        bias = tuple(refs[f"{here}{name}"] for name in names) if spec.block.buckets else ()
         n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at)
         x = layer(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
     net.begin_block()

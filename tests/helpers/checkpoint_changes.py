@@ -47,6 +47,7 @@ IMAGE = (
 CONFIGURED = (
     *("tiny-mpnet-mlm", "tiny-mpnet-classifier", "tiny-modernbert-mlm", "tiny-modernbert-classifier"),
     *("tiny-nomic-mlm", "tiny-nomic-classifier", "tiny-gte-mlm", "tiny-gte", "tiny-qwen3", "tiny-gemma3"),
+    *("tiny-deberta", "tiny-deberta-classifier"),
 )
 LAST = ("tiny-qwen3", "tiny-gemma3")  # causal ones: their last token is read
 KINDS = (*TEXT, *CONFIGURED, *IMAGE)

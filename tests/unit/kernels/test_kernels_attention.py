@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.kernels.attention import relative_buckets
+from hepti_mqtt.kernels.attention import log_buckets, relative_buckets
 from hepti_mqtt.kernels.tile import NR
 from hepti_mqtt.models import plain
 
@@ -110,6 +110,40 @@ def test_a_bias_by_steps_on_a_grid_equals_plain_attention(images, side, data):
     parts = (x.astype("f8") for x in (q[:, 2:-1], kv[:, heads * d + 4 : -1], kv[:, 1 : 1 + heads * d]))
     want = plain.attention(*parts, heads, lengths, bias=plain.grid_bias(table.astype("f8")[:, 1:], side))
     np.testing.assert_allclose(got, want[rows], rtol=2e-5, atol=2e-5)
+
+
+@given(lengths=LENGTHS.filter(min), heads=st.integers(1, 3), data=st.data())
+def test_keys_and_queries_of_distances_equal_plain_attention(lengths, heads, data):
+    m, d = sum(lengths), data.draw(st.sampled_from([7, 16]))
+    rows = sorted(data.draw(st.sets(st.integers(0, m - 1), min_size=1)))
+    tables = [array(data.draw(st.sampled_from([10, 16])), heads * d)]
+    tables.append(array(len(tables[0]), heads * d))
+    q, kv = array(m, heads * d + 3), array(m, 2 * heads * d + 5)
+    attrs = {"disentangled": True, "farthest": 30}
+    got = attention(lengths, heads, d, rows=rows, q=q, kv=kv, weights=tables, **attrs).check()[0]
+    parts = (x.astype("f8") for x in (q[:, 2:-1], kv[:, heads * d + 4 : -1], kv[:, 1 : 1 + heads * d]))
+    found = plain.log_buckets(len(tables[0]), 30, max(lengths))
+    want = plain.attention(*parts, heads, lengths, positions=(*(t.astype("f8") for t in tables), found))
+    np.testing.assert_allclose(got, want[rows], rtol=5e-5, atol=5e-5)
+    edges = data.draw(st.lists(st.integers(0, m), max_size=5))
+    attention(lengths, heads, d, rows=rows, block=ranges_of(m, edges), q=q, kv=kv, weights=tables, **attrs).check()
+
+
+def test_more_keys_than_one_block_meet_queries_of_distances():
+    tables = [array(64, 32), array(64, 32)]
+    attrs = {"weights": tables, "disentangled": True, "farthest": 300}
+    attention((290, 70), 2, 16, **attrs).check()
+    case = attention((6,), 2, 16, **attrs)
+    assert case.kernel.work(case.op, case.slots).flops == 10 * 16 * 2 * 36
+
+
+@pytest.mark.parametrize(("rows", "farthest"), [(8, 40), (14, 40), (512, 600), (64, 33)])
+def test_buckets_of_distances_are_those_of_the_oracle(rows, farthest):
+    longest = 700
+    found = log_buckets(np.arange(1 - longest, longest), rows, farthest)
+    t = np.arange(longest)
+    np.testing.assert_array_equal(found[t[:, None] - t + longest - 1], plain.log_buckets(rows, farthest, longest))
+    assert (np.diff(found) >= 0).all(), "compiled code relies on it"
 
 
 def test_buckets_of_distances_are_those_of_t5():

@@ -16,7 +16,7 @@ from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.models.plain import activate, erf
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput
-from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_program
 from hepti_mqtt.program import Compute, Recv
@@ -131,8 +131,10 @@ def test_every_tensor_matters(checkpoint):
     for name, tensor in tensors.items():
         changed = {**tensors, name: tensor + 0.1 * np.cos(np.arange(tensor.size)).reshape(tensor.shape)}
         _, after = models.reference(spec, changed, inputs, shape)
-        # Softmax does not see what is added to all keys alike, so a key's bias may not matter, unless it is rotated.
-        unseen = name.endswith("key.bias") and not getattr(getattr(spec, "block", None), "thetas", ())
+        # Softmax does not see what is added to all keys alike, so a key's bias may not matter, unless it is rotated or
+        # meets queries of distances.
+        block = getattr(spec, "block", BlockSpec())
+        unseen = name.endswith("key.bias") and not (block.thetas or block.disentangled)
         assert unseen == bool(np.abs(after - before).max() < 1e-9), name
 
 
