@@ -241,7 +241,7 @@ def test_devices(ask: Any, run: Any) -> None:
 
 def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
     own = ask("plan", "tiny")["active"]
-    pinned = ask("infer", "tiny", "--tokens", "16", "--strategy", "row", "--devices", "a,b")["plan"]
+    pinned = ask("infer", "tiny", "--tokens", "16", "--strategy", "megatron", "--devices", "a,b")["plan"]
     found = ask("plan", "tiny", "--svg", str(tmp_path / "x.svg"), "--layout-svg", str(tmp_path / "y.svg"))
     assert found["active"] == own, "what a request has pinned is its own"
     assert pinned["epoch"] in [plan["epoch"] for plan in found["pinned"]]
