@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.errors import BenchError
 from benchmarks.kernel_timing import Contender, Shape
-from hepti_mqtt.kernels import KERNELS, NarrowMatrix, PackedMatrix, Weight, Workers, allocate
+from hepti_mqtt.kernels import KERNELS, NarrowMatrix, Weight, Workers, allocate
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
@@ -101,7 +101,7 @@ def _nbytes(matrix: Weight) -> int:
     """Return the bytes that are read of a matrix: its panels, and what scales them."""
     if isinstance(matrix, NarrowMatrix):
         return matrix.panels.nbytes + matrix.scales.nbytes + matrix.sums.nbytes
-    return matrix.panels.nbytes if isinstance(matrix, PackedMatrix) else matrix.nbytes
+    return matrix.nbytes if isinstance(matrix, np.ndarray) else matrix.panels.nbytes
 
 
 def theirs(of: Data, makers: Mapping[str, Maker], threads: int) -> dict[str, Contender]:

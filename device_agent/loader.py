@@ -22,7 +22,7 @@ from device_agent.budget import Budget, give_way
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
-from hepti_mqtt.kernels import Weight, WeightBuffer, allocate, loading_bytes, part
+from hepti_mqtt.kernels import BlockBuffer, Weight, WeightBuffer, allocate, loading_bytes, part
 from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
@@ -218,7 +218,7 @@ class LoadJob:
     load: Load
     early_manifest: bytes | None = None
     manifest: Manifest | None = None
-    buffers: dict[WeightRef, WeightBuffer] = field(default_factory=dict)
+    buffers: dict[WeightRef, WeightBuffer | BlockBuffer] = field(default_factory=dict)
     tiles_left: dict[WeightRef, int] = field(default_factory=dict)
     destinations: dict[bytes, list[tuple[WeightRef, TileLocation]]] = field(default_factory=dict)
     pinned: set[bytes] = field(default_factory=set)

@@ -11,6 +11,7 @@ PLANNER: Final = "planner"
 ALL_DEVICES: Final = "all"
 RESERVED_NAMES: Final = frozenset({PLANNER, ALL_DEVICES})
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+LONGEST_NAME: Final = 64
 
 
 class Start(NamedTuple):
@@ -37,6 +38,28 @@ class PlanVersion(NamedTuple):
 def valid_name(text: str) -> str:
     """Return a name that may stand in a topic, made from any text; empty where nothing of it may."""
     return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:64]
+
+
+PART_MARK: Final = "."  # not in the name of anything that people name
+
+
+def part_name(model: str, part: str) -> str:
+    """Return the name of a further model that is served under the name of `model`; raise `BadNameError`."""
+    return check_model(f"{model}{PART_MARK}{part}")
+
+
+def asked_name(model: str) -> str:
+    """Return the name under which people ask for a model: its own, or that of the model that it is a part of."""
+    return model.partition(PART_MARK)[0]
+
+
+def check_model(name: str) -> str:
+    """Return the name of a model, or of a further one under its name; raise `BadNameError` for any other."""
+    if isinstance(name, str) and name.count(PART_MARK) == 1 and len(name) <= LONGEST_NAME:
+        for part in name.split(PART_MARK):
+            check_name("model", part)
+        return name
+    return check_name("model", name)
 
 
 def check_name(kind: str, name: str) -> str:

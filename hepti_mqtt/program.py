@@ -13,6 +13,7 @@ import numpy as np
 
 from hepti_mqtt.ids import ALL_DEVICES
 from hepti_mqtt.plan import Range, Route, WeightDtype
+from hepti_mqtt.storage import BlockStorage
 
 WorkKind = Literal["linear", "attention", "rowwise"]
 
@@ -28,7 +29,7 @@ class Work(NamedTuple):
     n: int = 0
     flops: float = 0.0
     nbytes: float = 0.0
-    weight_dtype: WeightDtype = "f32"
+    weight_dtype: WeightDtype | BlockStorage = "f32"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -68,14 +69,15 @@ class WeightRef(NamedTuple):
     [columns] for a tensor of one dimension (rows is (0, 1) there).
 
     weight_dtype: how a packed matrix is kept. `f16`, and int8 with a scale per column (`w8a32`), are widened to f32
-    as they are used; for `w8a8` activations become int8 too, row by row. A plain array is always f32.
+    as they are used; for `w8a8` activations become int8 too, row by row. A plain array is always f32. A matrix that a
+    file has in blocks stays in them (`storage`): its range of rows is in whole blocks.
     """
 
     tensor: str
     rows: Range
     columns: Range
     layout: Layout = "packed"
-    weight_dtype: WeightDtype = "f32"
+    weight_dtype: WeightDtype | BlockStorage = "f32"
 
 
 class SlotSpec(NamedTuple):

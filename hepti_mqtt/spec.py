@@ -21,8 +21,20 @@ Task = Literal[
     "generation",
     "transcription",
 ]
-Pooling = Literal["mean", "sqrt_mean", "weighted_mean", "max", "cls", "last", "mask", "none", "patches", "cls_patches"]
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+Pooling = Literal[
+    "mean",
+    "sqrt_mean",
+    "weighted_mean",
+    "max",
+    "cls",
+    "last",
+    "mask",
+    "none",
+    "patches",
+    "cls_patches",
+    "attention",
+]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden"]
 

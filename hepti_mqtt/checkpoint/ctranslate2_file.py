@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hepti_mqtt.checkpoint.cursor import Cursor
 from hepti_mqtt.checkpoint.formats import explain_file
 from hepti_mqtt.checkpoint.safetensors_file import RowsFile
 from hepti_mqtt.checkpoint.storage import TensorReader
@@ -28,7 +29,6 @@ FILE: Final = "model.bin"
 _VERSION: Final = 6
 _SPEC: Final = "WhisperSpec"
 _MOST: Final = 1 << 16  # variables, and bytes of a name
-_READ: Final = 1 << 13  # bytes that are read at once of what lies between the data
 _TYPES: Final[Mapping[int, tuple[str, str]]] = {  # the name of safetensors, and NumPy's
     0: ("F32", "<f4"),
     1: ("I8", "<i1"),
@@ -74,19 +74,19 @@ class CTranslate2File(RowsFile):
     def _read_variables(self) -> dict[str, _Variable]:
         """Return where each variable is, aliases too."""
         end = self.stamps[0].nbytes
-        take = _Cursor(self.pread, end)
+        take = Cursor(self.pread, end)
         (version,) = take.numbers("<I")
         if version != _VERSION:
             raise UnsupportedModelError(
                 f"{self.path} is no model of CTranslate2 in version {_VERSION} (it begins with {version}); convert the "
                 "original again with a current ct2-transformers-converter, or give the original"
             )
-        if (spec := take.text()) != _SPEC:
+        if (spec := _text(take)) != _SPEC:
             raise UnsupportedModelError(f"{self.path} is a {spec[:80]} of CTranslate2; {_SPEC} is supported alone")
         _, count = take.numbers("<II")
         found: dict[str, _Variable] = {}
         for _ in range(min(count, _MOST)):
-            name = take.text()
+            name = _text(take)
             (rank,) = take.numbers("<B")
             *dims, kind, nbytes = take.numbers(f"<{rank}IBI")
             dtype, stored = _TYPES[kind]
@@ -95,7 +95,7 @@ class CTranslate2File(RowsFile):
                 raise ValueError(f"{name[:80]} of {dims} has {nbytes} bytes")
             take.skip(nbytes)
         for _ in range(min(take.numbers("<I")[0], _MOST)):
-            alias, name = take.text(), take.text()
+            alias, name = _text(take), _text(take)
             found[alias] = found[name]
         return found
 
@@ -168,36 +168,9 @@ class CTranslate2File(RowsFile):
         }
 
 
-class _Cursor:
-    """Reads what lies between the data of a file, a piece at a time."""
-
-    def __init__(self, pread: Callable[[int, int], bytes], end: int) -> None:
-        self._pread, self._end, self.at = pread, end, 0
-        self._piece, self._start = b"", 0
-
-    def _bytes(self, count: int) -> bytes:
-        if self.at + count > self._end:
-            raise ValueError("it ends too early")
-        if self.at < self._start or self.at + count > self._start + len(self._piece):
-            self._start = self.at
-            self._piece = self._pread(self.at, min(max(count, _READ), self._end - self.at))
-        found = self._piece[self.at - self._start :][:count]
-        self.at += count
-        return found
-
-    def numbers(self, form: str) -> tuple[int, ...]:
-        """Return numbers in a form of `struct`."""
-        return struct.unpack(form, self._bytes(struct.calcsize(form)))
-
-    def text(self) -> str:
-        """Return a string."""
-        return self._bytes(self.numbers("<H")[0]).rstrip(b"\0").decode()
-
-    def skip(self, count: int) -> None:
-        """Pass over data."""
-        if self.at + count > self._end:
-            raise ValueError("it ends too early")
-        self.at += count
+def _text(take: Cursor) -> str:
+    """Return a string."""
+    return take.take(take.numbers("<H")[0]).rstrip(b"\0").decode()
 
 
 _LAYER: Final = re.compile(

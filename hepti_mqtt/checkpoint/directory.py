@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import ctranslate2_file, onnx_file, storage
+from hepti_mqtt.checkpoint import ctranslate2_file, gguf_file, onnx_file, storage
 from hepti_mqtt.checkpoint.chat import ChatTemplate, open_template
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
@@ -20,17 +21,28 @@ from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batc
 from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
 from hepti_mqtt.checkpoint.torch_file import TorchFile
 from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
-from hepti_mqtt.ids import check_name, valid_name
-from hepti_mqtt.models import TensorSource, files_in_our_words, spec_from_config, tensor_sources, without_missing_pooler
+from hepti_mqtt.ids import check_name, part_name, valid_name
+from hepti_mqtt.models import (
+    TensorSource,
+    files_in_our_words,
+    matching,
+    models_of,
+    spec_from_config,
+    tensor_sources,
+    with_storages,
+    without_missing_pooler,
+)
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
-from hepti_mqtt.models.shapes import TextInput
+from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
+from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileDtype, TileLocation, tile_hash
+from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileLocation, tile_hash
 from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
+from hepti_mqtt.storage import STORAGES, Storage, StoredRows
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
 _EXTRAS: Final = (
@@ -61,7 +73,9 @@ class _Tile(NamedTuple):
 class Checkpoint:
     """An open model directory; close it, or use it in a `with` statement.
 
-    config: config.json. extras: the directory's other JSON files by relative name. spec: what it computes.
+    model: the name by which people ask for it. name: its own on the site, another one where that has several models.
+    config: config.json, of this model alone where a directory holds several. extras: the directory's other JSON files
+    by relative name. spec: what it computes.
     """
 
     def __init__(
@@ -71,28 +85,40 @@ class Checkpoint:
         config: Mapping[str, Any],
         extras: Mapping[str, Any],
         files: Sequence[WeightsReader],
+        scores: Matching | None = None,
+        name: str = "",
+        tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         self.model = model
+        self.name = name or model
         self.config, self.extras = config, extras = files_in_our_words(config, extras)
         self._files = files
+        self._scores = scores
+        self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
         self._tensors = _match(self._stored, self.spec, path)
+        in_blocks = {source.name: tensor.dtype for source, tensor in self._tensors.items() if tensor.raw is not None}
+        self.spec = with_storages(self.spec, in_blocks)
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
             self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
     @classmethod
-    def open(cls, path: str | Path, model: str | None = None) -> Checkpoint:
-        """Open the directory `path`, or an ONNX file; `model` is its name on the site, by default made from the path's.
+    def open(cls, path: str | Path, model: str | None = None, part: str | None = None) -> Checkpoint:
+        """Open the directory `path`, or a GGUF or ONNX file.
+
+        model: its name on the site, by default made from the path's.
+
+        part: which one of the models in the directory (`model_parts`), by default the first.
 
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
         """
         path = model_directory(Path(path))
-        onnx = onnx_file.find_onnx(path)
-        if onnx is None and not path.is_dir():
+        onnx, gguf = onnx_file.find_onnx(path), gguf_file.find_gguf(path)
+        if onnx is None and gguf is None and not path.is_dir():
             raise ModelError(f"{path} is not a directory; give the Hugging Face directory that holds config.json")
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
@@ -106,6 +132,9 @@ class Checkpoint:
             beside = root / "config.json"
             opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
             return cls(path, name, opened.config, extras, [opened])
+        if gguf is not None:
+            file = gguf_file.GgufFile(gguf)
+            return cls(path, name, file.config, gguf_file.gguf_extras(file, extras), [file], tokenizer=file.tokenizer)
         if (path / _ADAPTER).is_file():
             raise UnsupportedModelError(
                 f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
@@ -115,10 +144,14 @@ class Checkpoint:
         opening = _opening(path)
         config = read_json(described) if described.is_file() or opening is not None else {}
         if opening is None and (converted := ctranslate2_file.find(path)) is not None:
-            file = ctranslate2_file.CTranslate2File(converted, config)
-            return cls(path, name, file.config, extras, [file])
+            made = ctranslate2_file.CTranslate2File(converted, config)
+            return cls(path, name, made.config, extras, [made])
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
+        scores = matching(config)
+        parts = models_of(config)
+        part = next(iter(parts)) if part is None else part
+        config, own = parts[part], name if part == next(iter(parts)) else part_name(name, part)
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
         spec = _plausible_spec(path, *files_in_our_words(config, extras))
         if opening is None:
@@ -126,7 +159,7 @@ class Checkpoint:
         files = [*opening()]
         try:
             files += [_opened_folder(path, projection.path) for projection in spec.head.projections]
-            return cls(path, name, config, extras, files)
+            return cls(path, name, config, extras, files, scores, own)
         except BaseException:
             close_all(files)
             raise
@@ -147,13 +180,17 @@ class Checkpoint:
         """Return all tensors by canonical name: f32, [in, out]; each is read when asked for, and not kept."""
         return _Tensors(self._tensors)
 
+    def weights(self) -> Mapping[str, npt.NDArray[np.float32] | StoredRows]:
+        """Return all tensors as devices get them: as `tensors` does, but matrices in the blocks of the file."""
+        return _Weights(self._tensors)
+
     @cached_property
     def manifest(self) -> Manifest:
         """Return the tiles of all tensors; hashes every weight unless the user's cache knows these files."""
         sources, kept = tuple(self._tensors), self._manifest_cache
-        manifest = storage.load_cached_manifest(kept, self.model)
+        manifest = storage.load_cached_manifest(kept, self.name)
         if manifest is None:
-            manifest = Manifest(self.model, tuple(self._entry(source) for source in sources))
+            manifest = Manifest(self.name, tuple(self._entry(source) for source in sources))
             storage.store_cached_manifest(kept, manifest)
         return manifest
 
@@ -194,21 +231,43 @@ class Checkpoint:
             for row in range(0, rows, TILE)
             for column in range(0, columns, width)
         )
-        dtype: TileDtype = "f16" if self._tensors[source].dtype == "F16" else "f32"
-        return TensorEntry(source.name, source.shape, dtype, source.transposed, hashes)
+        return TensorEntry(source.name, source.shape, self._storage(source).name, source.transposed, hashes)
+
+    def _storage(self, source: TensorSource) -> Storage:
+        """Return how tiles of a tensor are stored."""
+        tensor = self._tensors[source]
+        return STORAGES["f16" if tensor.dtype == "F16" else tensor.dtype if tensor.raw is not None else "f32"]
 
     def _tile_bytes(self, source: TensorSource, rows: tuple[int, int], columns: tuple[int, int]) -> bytes:
         """Return one tile's bytes; the last band of rows is kept, as its tiles are asked for one after the other."""
         band = self._band
         if band is None or band[:2] != (source, rows[0]):
-            band = (source, rows[0], self._tensors[source].read(*rows, _stored_matrix(source)[1]))
+            tensor = self._tensors[source]
+            band = (source, rows[0], (tensor.raw or tensor.read)(*rows, _stored_matrix(source)[1]))
             self._band = band
-        return band[2][:, columns[0] : columns[1]].tobytes()
+        storage = self._storage(source)
+        first, last = (storage.row_bytes(column) if storage.block > 1 else column for column in columns)
+        return band[2][:, first:last].tobytes()
+
+    @cached_property
+    def similarity(self) -> Similarity | None:
+        """Return how vectors of texts and pictures are compared, where the directory has models for both.
+
+        Raises ModelError where the numbers are missing.
+        """
+        return None if self._scores is None else self._scores.similarity(self._number)
+
+    def _number(self, name: str) -> float:
+        found = self._stored.get(name)
+        if found is None or not found.is_float or prod(found.shape) != 1:
+            raise ModelError(f"{self.path} lacks the number {name}, by which texts and pictures are compared; copy it")
+        return float(found.read(0, 1, 1)[0, 0])
 
     @property
     def has_tokenizer(self) -> bool:
-        """Return whether there is a tokenizer, good or bad."""
-        return has_tokenizer(self.path)
+        """Return whether there is a tokenizer, good or bad, and the model has a use for it."""
+        has_one = self._tokenizer is not None or has_tokenizer(self.path)
+        return has_one and not isinstance(self.spec.input_spec, ImageInput)
 
     @cached_property
     def texts(self) -> TextTokenizer:
@@ -221,6 +280,7 @@ class Checkpoint:
             masks=task == "masked_token",
             lower=self.text_rules.lower == "normalizer",
             generates=task == "generation",
+            within=self._tokenizer,
         )
 
     def _check_padding(self) -> None:
@@ -267,6 +327,16 @@ class Checkpoint:
         return tuple(sorted(self.speech.languages)) or ("en",) if speaks else ()
 
     @property
+    def padding_id(self) -> int:
+        """Return the id of the padding token; raises ModelError if the tokenizer names none."""
+        if not self.has_tokenizer or self.texts.padding is None:
+            raise ModelError(
+                f"{self.path}: texts are filled up with the padding token, and no tokenizer names it; copy "
+                "tokenizer.json and tokenizer_config.json, or send ids that are filled up"
+            )
+        return self.texts.padding
+
+    @property
     def mask_id(self) -> int:
         """Return the id of the mask token; raises ModelError if the tokenizer has none."""
         if self.texts.mask is None:
@@ -293,9 +363,28 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
         return len(self._by_name)
 
 
+class _Weights(_Tensors):
+    """The same, but for matrices in blocks."""
+
+    def __getitem__(self, name: str) -> Any:
+        source, tensor = self._by_name[name]
+        if tensor.raw is None or not source.transposed:
+            return super().__getitem__(name)
+        return StoredRows(STORAGES[tensor.dtype], tensor.raw(0, *_stored_matrix(source)))
+
+
 def model_name(path: Path) -> str:
     """Return a name for topics from a directory's: lower case, every other character a hyphen."""
-    return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx")) or "model"
+    return valid_name(repository_name(path.resolve()).lower().removesuffix(".onnx").removesuffix(".gguf")) or "model"
+
+
+def model_parts(path: str | Path) -> tuple[str, ...]:
+    """Return the names of the models in a directory, as `Checkpoint.open` takes them; one without a name for most.
+
+    Raises ModelError for a config.json that cannot be read.
+    """
+    described = model_directory(Path(path)) / "config.json"
+    return tuple(models_of(read_json(described))) if described.is_file() else ("",)
 
 
 def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:

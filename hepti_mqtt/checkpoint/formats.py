@@ -16,7 +16,7 @@ _COPY: Final = "copy it again"
 _MAGIC: Final[Sequence[tuple[bytes, str]]] = (
     (b"<", "it is a web page: download the file itself (its address has /resolve/, not /blob/)"),
     (b"PK\x03\x04", "it is a file of PyTorch: give it its name pytorch_model.bin"),
-    (b"GGUF", "it is a GGUF file, which llama.cpp and Ollama read"),
+    (b"GGUF", "it is a GGUF file: give it a name that ends with .gguf"),
     (b"\x89HDF", "it is an HDF5 file of TensorFlow: download model.safetensors instead"),
 )
 _FETCH: Final = "run `git lfs install && git lfs pull` where it was cloned, or `hf download REPOSITORY --local-dir DIR`"
@@ -24,7 +24,6 @@ _FETCH: Final = "run `git lfs install && git lfs pull` where it was cloned, or `
 # Other programs' formats by a file that a directory of them has.
 _FOREIGN: Final[Sequence[tuple[str, str]]] = (
     ("adapter_model.safetensors", "an adapter (PEFT, LoRA); merge it into its base model, and give that"),
-    ("*.gguf", "a GGUF model, which llama.cpp and Ollama read; give the original model that it was made from"),
     ("openvino_model.xml", "an OpenVINO model, which OpenVINO reads; give the original model"),
     ("*.tflite", "a TensorFlow Lite model, which LiteRT reads; give the original model"),
     ("*.mlpackage", "a Core ML model; give the original model"),

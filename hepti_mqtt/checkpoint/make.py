@@ -7,7 +7,7 @@ import math
 import os
 import string
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from hepti_mqtt.errors import ConfigError, ModelError
-from hepti_mqtt.models import FAMILIES, Kind, spec_from_config, tensor_sources, tokenizer_class
+from hepti_mqtt.models import FAMILIES, Kind, matching, models_of, spec_from_config, tensor_sources, tokenizer_class
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.speech import SpeechInput, last_tokens
 from hepti_mqtt.models.transformer import ModelSpec
@@ -113,39 +113,52 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another path or remove it first")
-    files, spec, spread = _files(kind, layers)
+    files, specs, spread = _files(kind, layers)
+    config = files["config.json"]
     try:
         for name, data in files.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        if isinstance(spec.input_spec, TextInput):
-            roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
-            write_tokenizer(out / "tokenizer.json", spec.input_spec.vocab, roberta)
-            options = _tokenizer_options(str(files["config.json"].get("model_type")), roberta)
-            (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
-        if isinstance(spec.input_spec, SpeechInput):
-            write_speech_tokenizer(out / "tokenizer.json", spec.input_spec.vocab, spec.input_spec.longest)
-        _write_weights(out / "model.safetensors", spec, seed, spread)
+        for spec in specs:
+            _write_words(out, spec, str(config.get("model_type")))
+        compared = matching(config)
+        numbers = {} if compared is None else {n: compared.shape for n in (compared.scale, compared.bias) if n}
+        _write_weights(out / "model.safetensors", specs, numbers, seed, spread)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error}; choose a place with room and permission") from error
     return out
 
 
+def _write_words(out: Path, spec: Spec, model_type: str) -> None:
+    """Write the tokenizer of a model that reads or writes text."""
+    reads = spec.input_spec
+    if isinstance(reads, TextInput):
+        roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
+        write_tokenizer(out / "tokenizer.json", reads.vocab, roberta)
+        options = _tokenizer_options(model_type, roberta)
+        (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
+    if isinstance(reads, SpeechInput):
+        write_speech_tokenizer(out / "tokenizer.json", reads.vocab, reads.longest)
+
+
 def spec_of_kind(kind: str, layers: int | None = None) -> Spec:
-    """Return what `make_model` would write, without weights; raises ConfigError for an unknown kind."""
-    return _files(kind, layers)[1]
+    """Return what `make_model` would write, the first of several, without weights.
+
+    Raises ConfigError for an unknown kind.
+    """
+    return _files(kind, layers)[1][0]
 
 
-def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], Spec, float | None]:
-    """Return a kind's JSON files by name, its spec, and the spread of its weights, if it has one."""
+def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], list[Spec], float | None]:
+    """Return a kind's JSON files by name, the specs of its models, and the spread of its weights, if it has one."""
     if kind not in KINDS:
         raise ConfigError(f"model kind {kind!r} is unknown; known are {', '.join(KINDS)}")
     made = KINDS[kind]
     if layers is not None and made.depth not in made.config:
         raise ConfigError(f"{kind} has no number of layers that could be another; leave --layers out")
     config = dict(made.config) if layers is None else {**made.config, made.depth: layers}
-    spec = spec_from_config(config, made.extras)
-    return {"config.json": config, **made.extras}, spec, config.get("initializer_range")
+    specs = [spec_from_config(one, made.extras) for one in models_of(config).values()]
+    return {"config.json": config, **made.extras}, specs, config.get("initializer_range")
 
 
 class _TensorInit(NamedTuple):
@@ -157,10 +170,12 @@ class _TensorInit(NamedTuple):
     positive: bool = False
 
 
-def _tensor_inits(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
-    """Return what to write by stored name; tensors that are tied have one."""
-    found: dict[str, _TensorInit] = {}
-    for source in (source for source in tensor_sources(spec) if source.stored):
+def _tensor_inits(
+    specs: Iterable[Spec], numbers: Mapping[str, tuple[int, ...]], spread: float | None
+) -> dict[str, _TensorInit]:
+    """Return what to write by stored name; tensors that are tied have one. numbers: names and shapes of single ones."""
+    found = {name: _TensorInit(shape, 0.1, one=True) for name, shape in numbers.items()}
+    for source in (source for spec in specs for source in tensor_sources(spec) if source.stored):
         shape = source.stored_shape
         he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
         own = _TensorInit(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))
@@ -172,9 +187,11 @@ def _tensor_inits(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
     return found
 
 
-def _write_weights(path: Path, spec: Spec, seed: int, spread: float | None) -> None:
+def _write_weights(
+    path: Path, specs: Iterable[Spec], numbers: Mapping[str, tuple[int, ...]], seed: int, spread: float | None
+) -> None:
     """Write model.safetensors, tensor by tensor, under a name of its own until it is whole."""
-    stored = _tensor_inits(spec, spread)
+    stored = _tensor_inits(specs, numbers, spread)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in stored.items():

@@ -22,8 +22,10 @@ import platformdirs
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.models import TensorSource
 from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
+from hepti_mqtt.storage import STORAGES
 
-FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64"})  # names of dtypes as in safetensors
+# Names of dtypes as in safetensors, and of `storage`.
+FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64", *STORAGES})
 
 
 class FileStamp(NamedTuple):
@@ -43,12 +45,14 @@ Rows = Callable[[int, int, int], npt.NDArray[Any]]
 class TensorReader:
     """A tensor in a file.
 
-    read(start, stop, columns): returns rows start..stop as [rows, columns], f16 as stored, other dtypes as f32.
+    read(start, stop, columns): returns rows start..stop as [rows, columns], f16 as stored, other dtypes as f32. raw:
+    returns them as stored, u8 [rows, bytes], where dtype is a storage in blocks.
     """
 
     shape: tuple[int, ...]
     dtype: str
     read: Rows
+    raw: Rows | None = None
 
     @property
     def is_float(self) -> bool:
@@ -165,7 +169,8 @@ def sample_digest(tensors: Mapping[str, TensorReader]) -> str:
         found.update(repr((name, tensor.shape, tensor.dtype)).encode())
         if not tensor.is_float or 0 in tensor.shape:
             continue
-        rows, columns = (tensor.shape[0], math.prod(tensor.shape[1:])) if len(tensor.shape) > 1 else (1, *tensor.shape)
+        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        columns = math.prod(tensor.shape) // rows
         for row in sorted({0, rows // 2, rows - 1}):
             found.update(tensor.read(row, row + 1, columns).tobytes())
     return found.hexdigest()

@@ -42,15 +42,16 @@ _NOTHING: Final = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
 class TextTokenizer:
     """A tokenizer without padding and truncation, and what else is known of its tokens.
 
-    side: which end of a long text is cut off. mask, separator: ids, None where there is none. controls: ids that
-    only the model's own template may bring. typed: whether tokens have the types of the template; None: versions of
-    transformers differ. pair_refusal: why it makes no ids of a pair of texts, empty if it does.
+    side: which end of a long text is cut off. mask, separator, padding: ids, None where there is none. controls: ids
+    that only the model's own template may bring. typed: whether tokens have the types of the template; None: versions
+    of transformers differ. pair_refusal: why it makes no ids of a pair of texts, empty if it does.
     """
 
     tokenizer: Tokenizer
     side: Literal["left", "right"]
     mask: int | None
     separator: int | None
+    padding: int | None
     controls: frozenset[int]
     typed: bool | None = None
     pair_refusal: str = ""
@@ -62,18 +63,26 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def open_tokenizer(
-    path: Path, config: Mapping[str, Any], extras: Mapping[str, Any], *, masks: bool, lower: bool, generates: bool
+    path: Path,
+    config: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    *,
+    masks: bool,
+    lower: bool,
+    generates: bool,
+    within: Mapping[str, Any] | None = None,
 ) -> TextTokenizer:
     """Return the tokenizer of a directory.
 
-    masks: texts may have the mask token. lower: lower case comes first. Raises ModelError if there is none or a bad
-    one, UnsupportedModelError for one that versions of transformers read in different ways.
+    masks: texts may have the mask token. lower: lower case comes first. within: tokenizer.json where the file of the
+    weights has it. Raises ModelError if there is none or a bad one, UnsupportedModelError for one that versions of
+    transformers read in different ways.
     """
     options = JsonConfig(CONFIG, _options(extras))
     options.check_keys(_KEYS)
     known = _class(options, config)
     tokens = {role: _named(options, role, known) for role in _ROLES}
-    data = _data(path, extras, known, tokens["unk"])
+    data = _data(path, extras, known, tokens["unk"]) if within is None else dict(within)
     try:
         parts = _canonical(data)
     except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
@@ -114,6 +123,7 @@ def open_tokenizer(
         left,
         ids.get("mask"),
         ids.get("sep"),
+        ids.get("pad"),
         frozenset(i for i in special | usual if i is not None and i not in free),
         (known.typed if known is not None else None) if inputs is None else "token_type_ids" in inputs,
         _pair_refusal(tokenizer, known, tokens),
@@ -169,6 +179,7 @@ def _data(path: Path, extras: Mapping[str, Any], known: TokenizerClass | None, u
         )
         raise ModelError(f"{path / FILE} is missing, so texts cannot be read or written; {way}")
     model = _model_of_files([path / name for name in known.files], unknown)
+    model |= {key: values[0] for key, values in known.parameters.items() if values[0] is not None}
     added = JsonConfig(ADDED, extras.get(ADDED, {})).data
     entries = [
         {"id": i, "content": token, **dict.fromkeys(_FLAGS, False), "normalized": True} for token, i in added.items()

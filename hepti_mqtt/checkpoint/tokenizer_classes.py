@@ -29,9 +29,12 @@ _BPE: Final = {
     "continuing_subword_prefix": _EMPTY, "end_of_word_suffix": _EMPTY, "fuse_unk": (None, False),
     "byte_fallback": (None, False), "ignore_merges": (None, False),
 }  # fmt: skip
-_QWEN2_WORDS: Final = (
+QWEN2_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CLIP_OLD_WORDS: Final = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+_CLIP_WORDS: Final = rf"<\|startoftext\|>|<\|endoftext\|>|{_CLIP_OLD_WORDS}"
+_CLIP_TOKENS: Final = dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>") | {"bos": "<|startoftext|>"}
 _GEMMA_TOKENS: Final = {"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
 _MARK: Final = "\u2581"  # what stands for a space
 _SPACES: Final = {"type": "WhitespaceSplit"}
@@ -171,12 +174,30 @@ def _nfc(_options: JsonConfig, found: Part) -> Part:
 def _qwen2_words(options: JsonConfig, found: Part) -> Part:
     if options.get("add_prefix_space", False):
         raise differs("pre_tokenizer", "one without a space in front")
-    split = {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
     steps = found["pretokenizers"] if found is not None and found["type"] == "Sequence" else []
     fits = len(steps) == 2 and steps[0] == split and steps[1]["type"] == "ByteLevel" and not steps[1]["use_regex"]
     if found is not None and not (fits and not steps[1]["add_prefix_space"]):
         raise differs("pre_tokenizer", "one that splits by its regular expression, then into bytes")
     return {"type": "Sequence", "pretokenizers": [split, {**_BYTES, "add_prefix_space": False, "use_regex": False}]}
+
+
+def _lower_nfc(_options: JsonConfig, found: Part) -> Part:
+    spaces = {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}
+    steps = {"type": "Sequence", "normalizers": [{"type": "NFC"}, spaces, {"type": "Lowercase"}]}
+    if found not in (None, steps):
+        raise differs("normalizer", "NFC, single spaces, lower case")
+    return steps
+
+
+def _clip_words(_options: JsonConfig, found: Part) -> Part:
+    kept: dict[str, Any] = {"type": "Split", "behavior": "Removed", "invert": True}
+    now, before = ({**kept, "pattern": {"Regex": words}} for words in (_CLIP_WORDS, _CLIP_OLD_WORDS))
+    steps = found["pretokenizers"] if found is not None and found["type"] == "Sequence" else []
+    fits = len(steps) == 2 and steps[0] in (now, before) and steps[1]["type"] == "ByteLevel"
+    if found is not None and not (fits and not steps[1]["add_prefix_space"] and steps[1]["use_regex"]):
+        raise differs("pre_tokenizer", "one that keeps what its regular expression finds, then splits into bytes")
+    return {"type": "Sequence", "pretokenizers": [now, {**_BYTES, "add_prefix_space": False}]}
 
 
 def _marked_spaces(_options: JsonConfig, found: Part) -> Part:
@@ -228,6 +249,16 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
     "GPT2Tokenizer": _GPT2,
     "Qwen2Tokenizer": _GPT2._replace(
         tokens=dict.fromkeys(("eos", "pad"), "<|endoftext|>"), normalizer=_nfc, pre_tokenizer=_qwen2_words
+    ),
+    "CLIPTokenizer": _GPT2._replace(
+        tokens=_CLIP_TOKENS,
+        parameters={**_BPE, "end_of_word_suffix": ("</w>",)},
+        normalizer=_lower_nfc,
+        pre_tokenizer=_clip_words,
+        around=("bos", "eos"),
+        always=True,
+        typed=False,
+        doubled=True,
     ),
     "GemmaTokenizer": TokenizerClass(
         "BPE",

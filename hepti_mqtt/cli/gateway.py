@@ -48,6 +48,7 @@ def gateway(args: argparse.Namespace) -> int:
         import uvicorn
 
         from hepti_mqtt.gateway.app import create_app
+        from hepti_mqtt.gateway.connections import Connection, Server
     from hepti_mqtt.client import Hepti
     from hepti_mqtt.discovery import Announcement
     from hepti_mqtt.gateway.site import Site
@@ -58,9 +59,10 @@ def gateway(args: argparse.Namespace) -> int:
     with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
         hepti.answers()  # from now on they are remembered for the dashboard
         site = Site(hepti, args.timeout, args.model, truncate=args.truncate)
-        server: uvicorn.Server
+        server: Server
         config = uvicorn.Config(
             create_app(site, keys, lambda: server.should_exit),
+            http=Connection,
             log_config=None,
             access_log=args.verbose,
             lifespan="off",
@@ -68,7 +70,7 @@ def gateway(args: argparse.Namespace) -> int:
             timeout_keep_alive=IDLE_S,
             h11_max_incomplete_event_size=HEADER_BYTES,
         )
-        server = uvicorn.Server(config)
+        server = Server(config)
         output.err.print(f"listening on http://{args.bind}:{args.port} (dashboard: /, OpenAI: /v1)", markup=False)
         with contextlib.ExitStack() as stack:
             if args.announce:
@@ -97,7 +99,11 @@ def listen(address: str, port: int) -> socket.socket:
     """Return a listening socket; raises NetworkError if the port is taken."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=CONNECTIONS)
+        listener = socket.create_server((address, port), family=family, backlog=CONNECTIONS)
     except OSError as error:
         why = error.strerror or error
         raise NetworkError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None
+    # Head and body are two writes, between which the client's delayed acknowledgement would cost 40 ms. Accepted
+    # sockets inherit this; asyncio sets it only where the listener was made with the protocol's number.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.checkpoint import Checkpoint, model_parts
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
 from hepti_mqtt.client import Answer, Hepti
@@ -24,6 +25,7 @@ from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.config.options import variant_options
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, PlanError
 from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.service.requests import reader_of
 from hepti_mqtt.spec import Spec
 
 LONG_VECTOR, FEW_NUMBERS = 16, 6
@@ -187,10 +189,11 @@ def check(
         )
     asked = {**body, "want": "hidden"}
     hidden = hepti.infer(args.model, **asked, **pin_arguments(args), timeout_s=args.timeout).hidden
-    with Checkpoint.open(directory, args.model) as checkpoint:
-        if spec_from_dict(checkpoint.spec.to_dict()) != spec:
+    with ExitStack() as stack:
+        found = [stack.enter_context(Checkpoint.open(directory, args.model, p)) for p in model_parts(directory)]
+        if spec not in [spec_from_dict(checkpoint.spec.to_dict()) for checkpoint in found]:
             raise ConfigError(f"{directory} is not the model that answered; name its files with --model-dir DIR")
-        return max_abs_err(checkpoint, body, hidden)
+        return max_abs_err(found[reader_of(found, body)], body, hidden)
 
 
 def max_abs_err(checkpoint: Checkpoint, body: Mapping[str, Any], hidden: NDArray[np.float32]) -> float:

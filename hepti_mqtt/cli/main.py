@@ -99,6 +99,13 @@ def _demo(sub: argparse.ArgumentParser) -> None:
         "--dashboard", action="store_true", help="also start the gateway, and keep all running: a web page"
     )
     sub.add_argument("--port", type=tcp_port, default=gateway.PORT, help=f"of --dashboard (default {gateway.PORT})")
+    sub.add_argument(
+        "--chat",
+        nargs="?",
+        const="What is the capital of France?",
+        metavar="QUESTION",
+        help="ask a small language model instead of the encoder",
+    )
 
 
 def _infer(sub: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from hepti_mqtt import models
-from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint import Checkpoint, make_model, model_parts
 from hepti_mqtt.cli import output
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.ids import PlanVersion
@@ -32,9 +32,15 @@ def _make(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    for part in model_parts(args.directory):
+        _inspect_one(args, part)
+    return 0
+
+
+def _inspect_one(args: argparse.Namespace, part: str) -> None:
     from hepti_mqtt.service.requests import forms
 
-    with Checkpoint.open(args.directory) as checkpoint:
+    with Checkpoint.open(args.directory, part=part) as checkpoint:
         spec = checkpoint.spec
         sources = models.tensor_sources(spec)
         parameters = sum(prod(s.shape) for s in sources)
@@ -48,23 +54,30 @@ def _inspect(args: argparse.Namespace) -> int:
         output.print_json(result)
     else:
         output.print_table(
-            str(args.directory), ("what", "value"), sorted((k, v) for k, v in result.items() if v is not None)
+            " ".join(filter(None, (str(args.directory), part))),
+            ("what", "value"),
+            sorted((k, v) for k, v in result.items() if v is not None),
         )
-    return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    """Run one request through kernels and reference; raises ModelError if they differ."""
+    """Run one request through kernels and reference, of each model; raises ModelError if they differ."""
+    for part in model_parts(args.directory):
+        _verify_one(args, part)
+    return 0
+
+
+def _verify_one(args: argparse.Namespace, part: str) -> None:
     from hepti_mqtt.plan_programs import device_program, make_plan
     from hepti_mqtt.runtime.worker.executor import run_local
 
-    with Checkpoint.open(args.directory) as checkpoint:
+    with Checkpoint.open(args.directory, part=part) as checkpoint:
         spec, tensors = checkpoint.spec, checkpoint.tensors()
         shape = models.representative_shape(spec, 32).with_want("hidden")
         inputs = models.random_inputs(spec, shape, np.random.default_rng(0))
         expected, _ = models.reference(spec, tensors, inputs, shape)
         alone = make_plan(spec, Plan("model", PlanVersion(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
-        got = run_local(device_program(spec, alone, shape, "here"), tensors, inputs)
+        got = run_local(device_program(spec, alone, shape, "here"), checkpoint.weights(), inputs)
     error = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))
     if not error < 2e-4:
         raise ModelError(
@@ -76,4 +89,3 @@ def _verify(args: argparse.Namespace) -> int:
         output.print_lines(
             [f"{args.directory}: {spec.architecture}, {shape.size} tokens, max |difference| {error:.1e}"]
         )
-    return 0

@@ -112,7 +112,8 @@ def random_input(spec: Spec, count: int, seed: int, photographs: bool = False) -
         if count > reads.longest:
             raise RequestError(f"{count} tokens are more than the {reads.longest} that the model reads")
         # The middle of a vocabulary: separators, masks and padding stand at its ends.
-        return {"ids": rng.integers(reads.vocab // 4, 3 * reads.vocab // 4, count).tolist()}
+        ids = rng.integers(reads.vocab // 4, 3 * reads.vocab // 4, count).tolist()
+        return {"ids": ids if reads.end in (None, reads.vocab) else [*ids[:-1], reads.end]}
     if isinstance(reads, SpeechInput):
         return {"audio": base64.b64encode(_hiss(rng, min(count, reads.longest) / ROWS_PER_S)).decode()}
     assert isinstance(reads, ImageInput)

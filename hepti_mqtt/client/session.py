@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.errors import BadNameError, HeptiError, IdInUseError, PlanError, RemoteError, RequestError, WireError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.ids import asked_name, check_name
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import TAKEN_BY, TOKEN, missing_answer_key, missing_record_key, version_mismatch
 from hepti_mqtt.protocol.topics import ANSWERS, ParsedTopic, Topics
@@ -290,8 +290,8 @@ class ClientSession:
         return None
 
     def models(self) -> list[str]:
-        """Return the names of the models that planners serve."""
-        return sorted({key.model for key in self.records if self._served(key)})
+        """Return the names by which people ask for the models that planners serve."""
+        return sorted({asked_name(key.model) for key in self.records if self._served(key)})
 
     def unused(self) -> dict[str, str]:
         """Return why a planner leaves online devices out of all plans, by name, from the readable records."""

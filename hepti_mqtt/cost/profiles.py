@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from hepti_mqtt.plan import DevicePair, Route, WeightDtype
 from hepti_mqtt.program import Work
+from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
 
 # A faster link is loopback: the device runs on the broker's machine. There frames cost CPU time, and the measured rate
 # is noise.
@@ -119,9 +120,13 @@ class DeviceProfile:
         curve = max(self._curves("f32"), key=lambda c: c.k * c.n)
         return 2.0 * rows * curve.k * curve.n / (curve.seconds(rows) * self.slowdown)
 
-    def _curves(self, storage: WeightDtype) -> tuple[Curve, ...]:
-        """Return the curves of a storage, or all where that was not measured (an agent of an older version)."""
-        return tuple(c for c in self.linear if c.storage == storage) or self.linear
+    def _curves(self, storage: WeightDtype | BlockStorage) -> tuple[Curve, ...]:
+        """Return the curves of a storage, or all where that was not measured (an agent of an older version).
+
+        Those of blocks are not measured: they are taken to be as fast as bytes that are widened to f32.
+        """
+        alike = "w8a32" if storage in BLOCK_STORAGES else storage
+        return tuple(c for c in self.linear if c.storage == alike) or self.linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from starlette.routing import Route
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, RemoteError
-from hepti_mqtt.gateway import chat, ollama, routes, tei
-from hepti_mqtt.gateway.bodies import read_form, read_json
+from hepti_mqtt.gateway import chat, immich, llama_cpp, ollama, routes, tei
+from hepti_mqtt.gateway.bodies import Room, media_type, read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
 from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
 from hepti_mqtt.gateway.operations import FORM, JSON, PLAIN, Operation, document
-from hepti_mqtt.gateway.schemas import OBJECT, TEXT, checked
+from hepti_mqtt.gateway.schemas import ANY, OBJECT, TEXT, checked
 from hepti_mqtt.gateway.site import Site
 
 _log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ OPERATIONS: Final = (
     *chat.OPERATIONS,
     *tei.OPERATIONS,
     *ollama.OPERATIONS,
+    *immich.OPERATIONS,
+    *llama_cpp.OPERATIONS,
     Operation("GET", "/ping", ping, {PLAIN: TEXT}, is_open=True),
 )
 
@@ -67,15 +69,18 @@ def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool
 
     keys: those that clients may send as bearer tokens, none for no check. stopping: whether the process ends.
     """
-    metrics, known = Metrics(), [key.encode() for key in keys]
+    metrics, known, room = Metrics(), [key.encode() for key in keys], Room()
 
-    def guarded(one: Operation) -> Callable[[Request], Awaitable[Response]]:
-        wanted = () if one.is_open else known
+    def guarded(several: Sequence[Operation]) -> Callable[[Request], Awaitable[Response]]:
+        """Return what answers a path; of several operations the one that reads the body's type, else the first."""
 
         async def guard(request: Request) -> Response:
+            kind = media_type(request) if len(several) > 1 else ""
+            one = next((one for one in several if one.reads == kind), several[0])
+            wanted = () if one.is_open else known
             begun = time.perf_counter()
             with metrics.running.track_inprogress():
-                response = await _answer(site, one, request, wanted)
+                response = await _answer(site, one, request, wanted, room)
             metrics.requests.labels(one.path, response.status_code).inc()
             metrics.seconds.labels(one.path).observe(time.perf_counter() - begun)
             return response
@@ -94,11 +99,14 @@ def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool
     operations = (
         *OPERATIONS,
         Operation("GET", "/metrics", show_metrics, {PLAIN: TEXT}),
-        Operation("GET", "/events", dashboard.watch, {"text/event-stream": TEXT}, is_open=True),
+        Operation("GET", "/events", dashboard.watch, {"text/event-stream": ANY}, is_open=True),
         Operation("GET", "/openapi.json", openapi, {JSON: OBJECT}, is_open=True),
     )
     described = document(operations, bool(known))
-    found = [Route(one.path, guarded(one), methods=[one.method]) for one in operations]
+    by_route: dict[tuple[str, str], list[Operation]] = {}
+    for one in operations:
+        by_route.setdefault((one.method, one.path), []).append(one)
+    found = [Route(path, guarded(several), methods=[method]) for (method, path), several in by_route.items()]
     refuse = functools.partial(_nothing_here, [f"{one.method} {one.path}" for one in operations])
     return Starlette(routes=[*found, *page_routes()], exception_handlers={404: refuse, 405: refuse})
 
@@ -136,14 +144,15 @@ async def _cancelled_by_hangup(request: Request) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-async def _answer(site: Site, one: Operation, request: Request, keys: Sequence[bytes]) -> Response:
+async def _answer(site: Site, one: Operation, request: Request, keys: Sequence[bytes], room: Room) -> Response:
     try:
         _check_key(request, keys)
-        asked: dict[str, Any] = {}
-        if one.body is not None:
-            asked = checked(await _READ[one.reads](request), one.body)
-        async with _cancelled_by_hangup(request):
-            found = await one.handler(site, asked)
+        with room.part() as take:
+            asked: dict[str, Any] = {}
+            if one.body is not None:
+                asked = checked(await _READ[one.reads](request, take), one.body)
+            async with _cancelled_by_hangup(request):
+                found = await one.handler(site, asked)
         if isinstance(found, Response):
             return found
         return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)

@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.gateway import schemas as s
-from hepti_mqtt.gateway.operations import JSON, MODEL, Operation
+from hepti_mqtt.gateway.operations import JSON, MODEL, TOOL, Operation
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.gateway.tool_calls import Call, ToolText
 
@@ -204,13 +204,13 @@ OPERATIONS: Final = (
         "POST",
         "/v1/chat/completions",
         chat,
-        {JSON: s.answer("ChatCompletion", **_NAMED, choices=s.array(_CHOICE), usage=_USAGE), EVENTS: s.TEXT},
+        {JSON: s.answer("ChatCompletion", **_NAMED, choices=s.array(_CHOICE), usage=_USAGE), EVENTS: s.ANY},
         s.body(
             {"messages": s.array(s.OBJECT, "a list of at least one message", 1)},
             {
                 **_SAMPLED,
                 "max_completion_tokens": s.COUNT,
-                "tools": s.array(s.OBJECT),
+                "tools": s.array(TOOL),
                 "tool_choice": _only({"type": "string", "enum": ["auto", "none"], "default": "auto"}, "auto or none"),
                 "parallel_tool_calls": s.IGNORED,
                 "response_format": _TEXT_FORMAT,
@@ -221,7 +221,7 @@ OPERATIONS: Final = (
         "POST",
         "/v1/completions",
         complete,
-        {JSON: s.answer("Completion", **_NAMED, choices=s.array(_TEXT_CHOICE), usage=_USAGE), EVENTS: s.TEXT},
+        {JSON: s.answer("Completion", **_NAMED, choices=s.array(_TEXT_CHOICE), usage=_USAGE), EVENTS: s.ANY},
         s.body({"prompt": _only(s.TEXT, "one text")}, _SAMPLED),
     ),
 )

@@ -21,6 +21,7 @@ _STATUS: Final[Mapping[str, int]] = {
     "id_in_use": 409,
     "too_large": 413,
     "media_type": 415,
+    "unprocessable": 422,
     "overloaded": 429,
     "no_plan": 503,
     "network": 503,
@@ -38,6 +39,7 @@ MEANINGS: Final[Mapping[int, str]] = {
     409: "a request of this id runs",
     413: "the body is too long",
     415: "the body is of another media type",
+    422: "a form that does not say what is asked",
     429: "the site is overloaded",
     502: "the site failed",
     503: "the site has no device, no planner or no broker now",
@@ -67,6 +69,12 @@ class MediaTypeError(RequestError):
     """The body is not of the type that the route reads."""
 
     code = "media_type"
+
+
+class UnprocessableError(RequestError):
+    """A form that can be read, and does not say what is asked."""
+
+    code = "unprocessable"
 
 
 def status_of(error: HeptiError) -> int:

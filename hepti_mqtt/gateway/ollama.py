@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from hepti_mqtt import __version__
 from hepti_mqtt.client import Answer
 from hepti_mqtt.gateway.chat import Writing
-from hepti_mqtt.gateway.operations import INPUT, JSON, MODEL, VECTOR, Operation, texts_of
+from hepti_mqtt.gateway.operations import INPUT, JSON, MODEL, TOOL, VECTOR, Operation, texts_of
 from hepti_mqtt.gateway.schemas import COUNT, FLAG, IGNORED, INTEGER, NUMBER, OBJECT, TEXT, Schema, answer, array, body
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.gateway.tool_calls import Call
@@ -149,7 +149,7 @@ OPERATIONS: Final = (
         "/api/chat",
         chat,
         {JSON: answer("OllamaMessage", message=OBJECT, **_WHOLE), LINES: TEXT},
-        body({"messages": array(OBJECT, "a list of at least one message", 1)}, {"tools": array(OBJECT), **_WRITTEN}),
+        body({"messages": array(OBJECT, "a list of at least one message", 1)}, {"tools": array(TOOL), **_WRITTEN}),
     ),
     Operation(
         "POST",

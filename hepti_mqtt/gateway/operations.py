@@ -42,6 +42,8 @@ INPUT: Final[Schema] = {
     "that send them must send texts (LangChain: OpenAIEmbeddings(..., check_embedding_ctx_length=False))",
 }
 USAGE: Final = answer("Usage", prompt_tokens=INTEGER, total_tokens=INTEGER)
+_FUNCTION: Final[Schema] = {"type": "object", "properties": {"name": TEXT}, "required": ["name"]}
+TOOL: Final[Schema] = {"type": "object", "properties": {"function": _FUNCTION}, "required": ["function"]}
 VECTOR: Final = array(NUMBER)
 LABEL: Final = answer("Label", label=TEXT, score=NUMBER)
 _OR_NULL: Final[Schema] = {"type": ["string", "null"]}
@@ -59,13 +61,28 @@ def document(operations: Sequence[Operation], locked: bool) -> dict[str, Any]:
     schemas: dict[str, Any] = {}
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
-        paths.setdefault(one.path, {})[one.method.lower()] = _described(one, locked, schemas)
+        path, method = paths.setdefault(one.path, {}), one.method.lower()
+        now = _described(one, locked, schemas)
+        path[method] = _beside(path[method], now) if method in path else now
     errors = {_name(status): _error(status, schemas) for status in MEANINGS}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Hepti gateway", "version": __version__, "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {"schemas": schemas, "responses": errors, "securitySchemes": {"key": _KEY}},
+    }
+
+
+def _beside(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return two operations at one path, which read bodies of different types, as one."""
+    answers = (one["responses"]["200"]["content"][JSON]["schema"] for one in (first, other))
+    content = {**first["responses"]["200"]["content"], JSON: {"schema": {"anyOf": [*answers]}}}
+    bodies = first["requestBody"]["content"] | other["requestBody"]["content"]
+    return {
+        **first,
+        "summary": f"{first['summary']} As a form: {other['summary']}",
+        "responses": {**first["responses"], "200": {"description": "the answer", "content": content}},
+        "requestBody": {"required": True, "content": bodies},
     }
 
 

@@ -6,9 +6,6 @@ import base64
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway import schemas as s
 from hepti_mqtt.gateway.operations import (
@@ -24,9 +21,8 @@ from hepti_mqtt.gateway.operations import (
     Operation,
     texts_of,
 )
-from hepti_mqtt.gateway.site import Site, Spoken
+from hepti_mqtt.gateway.site import Site, Spoken, Vectors
 
-Vectors = NDArray[np.float32]
 Asked = dict[str, Any]
 
 

@@ -60,6 +60,7 @@ INTEGER: Final[Schema] = {"type": "integer"}
 COUNT: Final[Schema] = {"type": "integer", "minimum": 1}
 NUMBER: Final[Schema] = {"type": "number"}
 NULL: Final[Schema] = {"type": "null"}
+ANY: Final[Schema] = {}
 OBJECT: Final[Schema] = {"type": "object"}
 IGNORED: Final[Schema] = {"description": "ignored: it changes nothing of the answer"}
 
@@ -117,6 +118,8 @@ def _checked_object(value: dict[str, Any], schema: Schema, name: str) -> dict[st
         what = " and ".join(f"{key!r} ({_wanted(known[key])})" for key in missing)
         raise RequestError(f"{name} lacks {what}")
     found = {key: checked(value[key], each, repr(key)) for key, each in known.items() if key in value}
+    if schema.get("additionalProperties", True):
+        return value | found
     return {key: each.get("default") for key, each in known.items()} | found
 
 

@@ -60,10 +60,19 @@ class Client(Protocol):
         """Return what became of the site's last requests, everybody's."""
 
 
-class Embedded(NamedTuple):
-    """Embeddings [n, h] in the order of the texts, and the tokens that they took."""
+Vectors = NDArray[np.float32]
 
-    vectors: NDArray[np.float32]
+
+def unit(vectors: Vectors) -> Vectors:
+    """Return vectors [n, h] of length 1; zeros stay."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
+
+
+class Embedded(NamedTuple):
+    """Embeddings [n, h] in the order of the inputs, and the tokens that they took."""
+
+    vectors: Vectors
     tokens: int
 
 
@@ -118,8 +127,11 @@ class Site:
                 self._asked_s = time.monotonic()
             return self._served
 
-    async def model_named(self, name: str | None) -> str:
-        """Return the model that a body names, or the gateway's own; raises UnknownModelError, RequestError."""
+    async def model_named(self, name: str | None, advice: str = "") -> str:
+        """Return the model that a body names, or the gateway's own; raises UnknownModelError, RequestError.
+
+        advice: how a missing model comes to be served.
+        """
         served = await self.models(KNOWN_S)
         wanted = name or self._model or (served[0] if len(served) == 1 else None)
         if wanted is None:
@@ -127,7 +139,9 @@ class Site:
         # Ollama's clients append a tag.
         wanted = wanted.removesuffix(":latest")
         if wanted not in served and wanted not in (served := await self.models()):
-            raise UnknownModelError(f"model {wanted!r} is not served here; served: {', '.join(served) or 'none'}")
+            raise UnknownModelError(
+                f"model {wanted!r} is not served here; served: {', '.join(served) or 'none'}{advice and f'; {advice}'}"
+            )
         return wanted
 
     async def embed(self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any) -> Embedded:
@@ -138,6 +152,11 @@ class Site:
         cut = self.truncate if truncate is None else truncate
         bodies = [{"texts": list(part)} for part in _parts(texts)]
         answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
+        return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
+
+    async def embed_pictures(self, model: str, pictures: Sequence[bytes]) -> Embedded:
+        """Return the embeddings of pictures, each its file; raises as `embed` does."""
+        answers = await self._ask_all(model, [{"image": picture} for picture in pictures])
         return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
     async def hidden(

@@ -4,6 +4,7 @@ A `Compute` op names a kernel of `KERNELS`. Weights are made with `allocate`, pa
 """
 
 from hepti_mqtt.kernels.base import Kernel, Run
+from hepti_mqtt.kernels.blocks import BlockBuffer, BlockMatrix
 from hepti_mqtt.kernels.cpu import isa
 from hepti_mqtt.kernels.jit import Warm, warm_up
 from hepti_mqtt.kernels.registry import KERNELS, works
@@ -23,6 +24,8 @@ from hepti_mqtt.kernels.weights import (
 
 __all__ = [
     "KERNELS",
+    "BlockBuffer",
+    "BlockMatrix",
     "Kernel",
     "NarrowMatrix",
     "PackedMatrix",

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hepti_mqtt.kernels.blocks import BlockMatrix
 from hepti_mqtt.kernels.jit import compile_all, compile_first
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
@@ -37,6 +38,7 @@ REFERENCE_ACTIVATIONS: Final[Mapping[str | None, Callable[[Array], Array]]] = {
     "relu6": lambda x: np.where(x < 0, 0.0, np.where(x > 6, 6.0, x)),
     "leaky_relu": lambda x: np.where(x < 0, 0.1 * x, x),
     "silu": lambda x: x * 0.5 * (1.0 + np.tanh(0.5 * x)),
+    "quick_gelu": lambda x: x * 0.5 * (1.0 + np.tanh(0.851 * x)),
     "sigmoid": lambda x: 0.5 * (1.0 + np.tanh(0.5 * x)),
     "hard_sigmoid": lambda x: np.clip(x + 3.0, 0.0, 6.0) / 6.0,
     "hard_swish": lambda x: x * np.clip(x + 3.0, 0.0, 6.0) / 6.0,
@@ -83,7 +85,8 @@ class Kernel:
         is given (see `checked`), and must not run on two threads at once. Raises ValueError if the op does not fit
         together.
         """
-        (compile_all if self.later or any(isinstance(w, NarrowMatrix) for w in weights) else compile_first)()
+        is_later = self.later or any(isinstance(w, NarrowMatrix | BlockMatrix) for w in weights)
+        (compile_all if is_later else compile_first)()
         try:
             return self.bind_function(op, slots, weights, pool)
         except KeyError as error:
@@ -198,7 +201,7 @@ class Check:
 
     def plain(self, weight: Weight, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Return a weight that must be a plain f32 array of `shape`; -1 matches any extent."""
-        if isinstance(weight, PackedMatrix | NarrowMatrix):
+        if not isinstance(weight, np.ndarray):
             message = f"{self.op.kernel}: needs a plain array, got {_kind(weight)}; fix its WeightRef"
             raise ValueError(message)  # noqa: TRY004
         fits = weight.ndim == len(shape) and all(w in (-1, s) for s, w in zip(weight.shape, shape, strict=True))
@@ -221,6 +224,8 @@ class Check:
 def _kind(weight: Weight) -> str:
     if isinstance(weight, NarrowMatrix):
         return f"a packed {weight.storage} matrix"
+    if isinstance(weight, BlockMatrix):
+        return f"a matrix in blocks of {weight.storage.name}"
     return "a packed matrix" if isinstance(weight, PackedMatrix) else "a plain array"
 
 

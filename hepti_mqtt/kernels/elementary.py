@@ -163,6 +163,16 @@ def silu(x: Any) -> Any:
     return (x if x > ZERO else x * e) / (ONE + e)
 
 
+_QUICK: Final = f32(1.702)
+
+
+@exact
+def quick_gelu(x: Any) -> Any:
+    """Return x / (1 + e**(-1.702 x)), the sigmoid approximation of gelu (Hendrycks and Gimpel)."""
+    e = exp_of_negative(-abs(x * _QUICK))
+    return (x if x > ZERO else x * e) / (ONE + e)
+
+
 @exact
 def sigmoid(x: Any) -> Any:
     """Return 1 / (1 + e**-x)."""

@@ -2,7 +2,8 @@
 
 Reads x, or x and residual [m, n]; writes out [m, n]. Weights: W_1 ... W_p packed [k, n_i], then with a bias b_1 ...
 b_p
-plain [n_i]. Attributes: bias and residual (bool), activation (one of `ACTIVATIONS`).
+plain [n_i]. Attributes: bias and residual (bool), activation (one of `ACTIVATIONS`), and x ("i8") where matrices in
+blocks are multiplied by rows that are rounded (`block_product`).
 
 A tile is finished (activation, residual) while it is in the first-level cache, so that memory is written once; a tile
 that needs neither goes from the registers to its place. Every output is one sum over k in ascending order: its bits
@@ -18,8 +19,9 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels import gemv, quantised
+from hepti_mqtt.kernels import block_product, gemv, quantised
 from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel, Run, nothing
+from hepti_mqtt.kernels.blocks import BlockMatrix
 from hepti_mqtt.kernels.cpu import TILE
 from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.threads import Workers, matmul_parts
@@ -37,7 +39,7 @@ from hepti_mqtt.kernels.tile import (
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.program import Compute, SlotSpec, Work
 
-Matrix = PackedMatrix | NarrowMatrix
+Matrix = PackedMatrix | NarrowMatrix | BlockMatrix
 
 # A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay near while the tiles pass over them. Every piece
 # begins by reading its sums and filling the pipelines: pieces of 512 took up to 2 % longer than those of 1024, those of
@@ -107,12 +109,21 @@ def _linear(
                         store(tile, NR, block + i, count, out, residual, column, valid)
 
 
+def _storage(weight: Weight) -> str:
+    """Return what all matrices of a product have in common; of blocks each may have its own."""
+    if isinstance(weight, BlockMatrix):
+        return "blocks"
+    return weight.storage if isinstance(weight, NarrowMatrix) else "f32"
+
+
 def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[Matrix], list[NDArray[np.float32]]]:
     """Return the matrices, all packed in one storage and as high as x is wide, and their biases, if any."""
-    storages = {w.storage if isinstance(w, NarrowMatrix) else "f32" for w in weights[:count]}
+    storages = {_storage(w) for w in weights[:count]}
     check.that(len(storages) == 1, f"its matrices must all be packed and in one storage, got {sorted(storages)}")
     k = check.reads[0].shape[1]
-    matrices: list[Matrix] = [w if isinstance(w, NarrowMatrix) else check.packed(w) for w in weights[:count]]
+    matrices: list[Matrix] = [
+        w if isinstance(w, NarrowMatrix | BlockMatrix) else check.packed(w) for w in weights[:count]
+    ]
     for place, matrix in enumerate(matrices):
         check.that(matrix.rows == k, f"weight {place} has {matrix.rows} rows, x has {k} columns")
     biases = [check.plain(b, (w.columns,)) for b, w in zip(weights[count:], matrices, strict=False)]
@@ -120,7 +131,7 @@ def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[
 
 
 def panels_of(
-    matrices: Sequence[Matrix], biases: Sequence[NDArray[np.float32]]
+    matrices: Sequence[PackedMatrix], biases: Sequence[NDArray[np.float32]]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return (table of panels: address, first column, valid columns; bias by panel [P, NR])."""
     table: list[tuple[int, int, int]] = []
@@ -155,6 +166,10 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     check.shape(check.writes[0], (m, n))
     if has_residual:
         check.shape(check.reads[1], (m, n))
+    in_blocks = [w for w in matrices if isinstance(w, BlockMatrix)]
+    if in_blocks and m and n:
+        rounded = op.attrs.get("x") == "i8"
+        return block_product.bind((m, k), in_blocks, biases, has_residual, activation, rounded, pool)
     return bind_product((m, k), matrices, biases, has_residual, activation, pool)
 
 
@@ -177,14 +192,15 @@ def bind_product(
     if narrow_ones:
         bind = gemv.bind_quantised if m <= gemv.MOST_ROWS_QUANTISED[narrow_ones[0].storage] else quantised.bind
         return bind(shape, narrow_ones, biases, has_residual, activation, pool)
-    table, bias = panels_of(matrices, biases)
+    packed = [w for w in matrices if isinstance(w, PackedMatrix)]
+    table, bias = panels_of(packed, biases)
     if m <= gemv.MOST_ROWS:
-        return gemv.bind_f32(shape, table, bias, tuple(matrices), has_residual, activation, pool)
+        return gemv.bind_f32(shape, table, bias, tuple(packed), has_residual, activation, pool)
     parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, MR)
-    alive = tuple(matrices)  # the table has only addresses
+    alive = tuple(packed)  # the table has only addresses
     none, product = np.empty((0, 0), np.float32), pool.bind(_linear, parts)
 
-    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[Matrix, ...] = alive) -> None:
+    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
         product(reads[0], writes[0], residual, table, bias, activation)
 
@@ -196,6 +212,8 @@ def _reference(
 ) -> list[Array]:
     count = len(weights) // 2 if op.attrs["bias"] else len(weights)
     x = reads[0].astype(np.float64)
+    if op.attrs.get("x") == "i8":
+        x = block_product.reference_rounded(x)
     biases = weights[count:] if op.attrs["bias"] else [np.zeros(w.shape[1]) for w in weights[:count]]
     parts = [x @ w.astype(np.float64, copy=False) + b for w, b in zip(weights[:count], biases, strict=True)]
     out = REFERENCE_ACTIVATIONS[op.attrs["activation"]](np.concatenate(parts, axis=1))

@@ -79,13 +79,78 @@ _ARGUMENTS: Final = 15
 # first): widening fills the window in which the CPU would find loads by itself.
 LINE: Final = 64
 _AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (2048, 3), "w8a32": (2048, 3)}
-_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * _ARGUMENTS)
 # Exponent of a half moved to that of a float: 2**(127 - 15); and the largest magnitude that is infinity or NaN.
 _REBIAS: Final = float(np.ldexp(1.0, 112))
 _HALF_INFINITY: Final = 0x7C00 << 13
 
 
-class QuantisedTileWriter:
+class VectorWriter:
+    """What functions over vectors of `lanes` numbers are written with; its function takes i64 arguments."""
+
+    def __init__(self, module: ir.Module, name: str, arguments: int, lanes: int) -> None:
+        self.module, self.lanes, self.fma = module, lanes, TILE.fma
+        self.half_in_hardware = HALF_IN_HARDWARE
+        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * arguments), name)
+        self.function.linkage = "internal"
+        self.function.attributes.add("noinline")
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+
+    def _enable(self, features: str) -> None:
+        """Let the function use what LLVM does not detect."""
+        if features:
+            # llvmlite's own `add` takes only attributes without a value.
+            set.add(self.function.attributes, f'"target-features"="{features}"')
+
+    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
+        name = f"llvm.{'fma' if self.fma else 'fmuladd'}.v{self.lanes}f32"
+        return self.builder.call(self._declared(name, total.type, [total.type] * 3), [x, y, total])
+
+    def _half(self, address: Any) -> Any:
+        """Return the f32 of halves in memory."""
+        if self.half_in_hardware:
+            half = self._load(address, ir.VectorType(ir.HalfType(), self.lanes), 2)
+            return self.builder.fpext(half, ir.VectorType(_F32, self.lanes))
+        return self._half_by_bits(self._load(address, ir.VectorType(_I16, self.lanes), 2))
+
+    def _half_by_bits(self, half: Any) -> Any:
+        """Return the f32 of IEEE halves: their bits moved to the places of a float, and the exponent by a product."""
+        b = self.builder
+        words, wide = ir.VectorType(_I32, self.lanes), ir.VectorType(_F32, self.lanes)
+        bits = b.zext(half, words)
+        magnitude = b.shl(b.and_(bits, self._all(words, 0x7FFF)), self._all(words, 13))
+        scaled = b.fmul(b.bitcast(magnitude, wide), self._all(wide, _REBIAS))
+        special = b.icmp_unsigned(">=", magnitude, self._all(words, _HALF_INFINITY))
+        infinite = b.or_(magnitude, self._all(words, 0x7F800000))
+        sign = b.shl(b.and_(bits, self._all(words, 0x8000)), self._all(words, 16))
+        return b.bitcast(b.or_(b.select(special, infinite, b.bitcast(scaled, words)), sign), wide)
+
+    def _declared(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        return self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(result, arguments), name)
+
+    def _pointer(self, address: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def _load(self, address: Any, kind: Any, align: int = 4) -> Any:
+        value = self.builder.load(self._pointer(address, kind))
+        value.align = align
+        return value
+
+    def _splat(self, value: Any, kind: Any) -> Any:
+        undefined = ir.Constant(kind, ir.Undefined)
+        one = self.builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+        mask = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
+        return self.builder.shuffle_vector(one, undefined, mask)
+
+    @staticmethod
+    def _all(kind: Any, value: Any) -> Any:
+        return ir.Constant(kind, [value] * kind.count)
+
+    @staticmethod
+    def _int(value: int) -> Any:
+        return ir.Constant(_I64, value)
+
+
+class QuantisedTileWriter(VectorWriter):
     """Writes the LLVM function of one tile: c = start + a @ panel * column scales * row scales.
 
     Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, bytes between rows of both, column scales,
@@ -105,16 +170,12 @@ class QuantisedTileWriter:
     scale_bytes: Any = None
 
     def __init__(self, module: ir.Module, name: str, shape: Form, rows: int, vectors: int) -> None:
+        super().__init__(module, name, _ARGUMENTS, shape.lanes)
         self.form, self.rows, self.vectors = shape, rows, vectors
-        self.module = module
+        self.fma, self.half_in_hardware = shape.fma, shape.half_in_hardware
         self.vector = ir.VectorType(shape.sums, shape.lanes)
-        self.function = ir.Function(module, _SIGNATURE, name)
-        self.function.linkage = "internal"
-        self.function.attributes.add("noinline")
-        if shape.kind == "w8a8" and shape.dot.enables:
-            # llvmlite's own `add` takes only attributes without a value.
-            set.add(self.function.attributes, f'"target-features"="{shape.dot.enables}"')
-        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        if shape.kind == "w8a8":
+            self._enable(shape.dot.enables)
 
     @classmethod
     def sizes(cls, shape: Form) -> Sequence[tuple[int, int]]:
@@ -235,10 +296,6 @@ class QuantisedTileWriter:
         b = self.builder
         return b.fmul(self._multiply_add(b.fneg(zero), of_codes, b.sitofp(sums, of_codes.type)), scale)
 
-    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
-        name = f"llvm.{'fma' if self.form.fma else 'fmuladd'}.v{self.form.lanes}f32"
-        return self.builder.call(self._declared(name, total.type, [total.type] * 3), [x, y, total])
-
     def _start(self, at_start: list[Any]) -> list[Any]:
         """Return what the sums begin with: f16 the start itself, the others, whose sums are scaled, nothing."""
         b, f = self.builder, self.form
@@ -253,21 +310,7 @@ class QuantisedTileWriter:
             return self._load(address, ir.VectorType(_I8, GROUP * f.lanes), 1)
         if f.kind == "w8a32":
             return b.sitofp(self._load(address, ir.VectorType(_I8, f.lanes), 1), self.vector)
-        if f.half_in_hardware:
-            return b.fpext(self._load(address, ir.VectorType(ir.HalfType(), f.lanes), 2), self.vector)
-        return self._half_by_bits(self._load(address, ir.VectorType(_I16, f.lanes), 2))
-
-    def _half_by_bits(self, half: Any) -> Any:
-        """Return the f32 of IEEE halves: their bits moved to the places of a float, and the exponent by a product."""
-        b = self.builder
-        words = ir.VectorType(_I32, self.form.lanes)
-        bits = b.zext(half, words)
-        magnitude = b.shl(b.and_(bits, self._all(words, 0x7FFF)), self._all(words, 13))
-        scaled = b.fmul(b.bitcast(magnitude, self.vector), self._all(self.vector, _REBIAS))
-        special = b.icmp_unsigned(">=", magnitude, self._all(words, _HALF_INFINITY))
-        infinite = b.or_(magnitude, self._all(words, 0x7F800000))
-        sign = b.shl(b.and_(bits, self._all(words, 0x8000)), self._all(words, 16))
-        return b.bitcast(b.or_(b.select(special, infinite, b.bitcast(scaled, words)), sign), self.vector)
+        return self._half(address)
 
     def _accumulate(self, total: Any, x: Any, weight: Any) -> Any:
         b, f = self.builder, self.form
@@ -284,31 +327,6 @@ class QuantisedTileWriter:
             mask = ir.Constant(ir.VectorType(_I32, f.lanes), [GROUP * lane + q for lane in range(f.lanes)])
             total = b.add(total, b.shuffle_vector(products, ir.Constant(words, ir.Undefined), mask))
         return total
-
-    def _declared(self, name: str, result: Any, arguments: list[Any]) -> Any:
-        return self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(result, arguments), name)
-
-    def _pointer(self, address: Any, kind: Any) -> Any:
-        return self.builder.inttoptr(address, kind.as_pointer())
-
-    def _load(self, address: Any, kind: Any, align: int = 4) -> Any:
-        value = self.builder.load(self._pointer(address, kind))
-        value.align = align
-        return value
-
-    def _splat(self, value: Any, kind: Any) -> Any:
-        undefined = ir.Constant(kind, ir.Undefined)
-        one = self.builder.insert_element(undefined, value, ir.Constant(_I32, 0))
-        mask = ir.Constant(ir.VectorType(_I32, self.form.lanes), [0] * self.form.lanes)
-        return self.builder.shuffle_vector(one, undefined, mask)
-
-    @staticmethod
-    def _all(kind: Any, value: Any) -> Any:
-        return ir.Constant(kind, [value] * kind.count)
-
-    @staticmethod
-    def _int(value: int) -> Any:
-        return ir.Constant(_I64, value)
 
 
 def emit_quantised_tile(shape: Form, writer: type[QuantisedTileWriter] = QuantisedTileWriter) -> Callable[..., Any]:

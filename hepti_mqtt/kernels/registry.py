@@ -33,7 +33,7 @@ from hepti_mqtt.kernels.rowwise import (
     POOL_ROWS,
     SUM,
 )
-from hepti_mqtt.kernels.stem import ADD_TABLE, EMBED_AT, EMBED_TOKENS, FRAMES, PATCHIFY, PREPEND_POSITIONS
+from hepti_mqtt.kernels.stem import ADD_TABLE, EMBED_AT, EMBED_TOKENS, FRAMES, PATCHIFY, PREPEND_POSITIONS, REPEAT_ROW
 from hepti_mqtt.kernels.windows import AVERAGE_POOL2D, GLOBAL_SUM, MAX_POOL2D, SCALE_MAP
 from hepti_mqtt.program import Compute, SlotSpec, Work
 
@@ -65,6 +65,7 @@ _ALL: Final = (
     EMBED_AT,
     FRAMES,
     ADD_TABLE,
+    REPEAT_ROW,
     APPEND_ROWS,
     ATTENTION_AT,
     TO_F16,

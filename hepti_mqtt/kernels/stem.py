@@ -1,6 +1,7 @@
 """Kernels that make rows of a request's inputs: embeddings of tokens, patches of pictures.
 
-embed_tokens       ids i32 [m] -> norm of scale * word[id % V] + position[offset + place in its sequence] +
+embed_tokens       (word may be a packed matrix in blocks, of which rows are then columns)
+                   ids i32 [m] -> norm of scale * word[id % V] + position[offset + place in its sequence] +
                    type[id // V], [m, h], of V words. Attribute parts names the weights in their order: word, and
                    perhaps position, type, gamma (without it there is no norm), beta. Others: lengths, position_offset,
                    scale, those of `base.norm_of`.
@@ -13,8 +14,9 @@ frames             i32 [n] -> f32 of n numbers in any shape: each times the attr
 add_table          x [r, c] -> x + table[first row + i, first column + j]; weight table plain; attribute
                    first (row and column).
 prepend_positions  patches [B n, h] -> [B (k + n), h]: for each image the rows of a prefix [k, h], then its patches.
-                   Weights: parts of the prefix, tables or single rows, and last position [j + n, h], which is added to
-                   the first j rows of the prefix and to the patches; attribute images (B).
+                   Weights: parts of the prefix, if any, tables or single rows, and last position [j + n, h], which is
+                   added to the first j rows of the prefix and to the patches; attribute images (B).
+repeat_row         x [m, *] -> [m, h], whose rows are all the weight row [h]; x says only how many.
 
 An id outside the vocabulary, or of a type that is not there, raises ValueError before anything is read.
 """
@@ -42,6 +44,7 @@ from hepti_mqtt.kernels.base import (
     rowwise,
     starts_of,
 )
+from hepti_mqtt.kernels.blocks import BlockMatrix
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import normalise_row
 from hepti_mqtt.kernels.threads import Workers
@@ -74,7 +77,7 @@ def _positions(op: Compute) -> NDArray[np.int64]:
 
 
 def _parts(op: Compute, weights: Sequence[Any]) -> dict[str, Any]:
-    """Return the weights of embeddings by their names."""
+    """Return the weights of embeddings by their names; a packed word is the matrix of which rows are columns."""
     names = op.attrs["parts"]
     if len(weights) != len(names):
         raise ValueError(f"{op.kernel}: needs {len(names)} weights, {', '.join(names)}, got {len(weights)}")
@@ -89,7 +92,10 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
     none = np.zeros((1, h), np.float32)
+    blocks = parts.pop("word") if isinstance(parts["word"], BlockMatrix) else None
+    vocab = blocks.columns if blocks is not None else 0
     word, position, types = (check.table(parts.get(name, none), h) for name in ("word", "position", "type"))
+    check.that(blocks is None or (blocks.rows == h and "type" not in parts), "a table in blocks has words alone")
     check.that(len(types) > 0, "the table of token types is empty")
     norm = [parts[name] for name in ("gamma", "beta") if name in parts]
     nowhere = np.zeros(0, np.float32)
@@ -100,12 +106,17 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         return nothing
     last, offset = int(positions.max()), int(positions.min())
     check.that(offset >= 0 and last < len(position), f"position {last} is beyond the {len(position)} of the model")
-    scale = np.float32(op.attrs.get("scale", 1.0))
+    scale, every = np.float32(op.attrs.get("scale", 1.0)), np.arange(m, dtype=np.int32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         ids = reads[0]
-        _check_ids(ids, len(word), len(types))
-        _embed_tokens(ids, writes[0], word, position, types, positions, scale, *how)
+        if blocks is None:
+            _check_ids(ids, len(word), len(types))
+            _embed_tokens(ids, writes[0], word, position, types, positions, scale, *how)
+            return
+        _check_ids(ids, vocab)
+        words = blocks.columns_at(ids)
+        _embed_tokens(every, writes[0], words, position, types, positions, scale, *how)
 
     return run
 
@@ -142,6 +153,8 @@ def _reference_embed_tokens(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
     parts = {name: np.atleast_2d(w).astype(np.float64, copy=False) for name, w in _parts(op, weights).items()}
+    if op.weights and op.weights[0].layout == "packed":
+        parts["word"] = parts["word"].T
     kinds, tokens = np.divmod(reads[0], len(parts["word"]))
     total = parts["word"][tokens] * op.attrs.get("scale", 1.0)
     if "position" in parts:
@@ -229,8 +242,8 @@ def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Seq
     check.dtypes()
     check.rank(2)
     images, h = op.attrs["images"], check.writes[0].shape[1]
-    check.that(len(weights) >= 2, f"needs a prefix and positions, got {len(weights)} weights")
-    prefix = np.concatenate([check.table(weight, h) for weight in weights[:-1]])
+    check.that(len(weights) >= 1, "needs positions, got no weights")
+    prefix = np.concatenate([np.empty((0, h), np.float32), *(check.table(weight, h) for weight in weights[:-1])])
     position = check.table(weights[-1], h)
     if not images:
         return nothing
@@ -249,7 +262,7 @@ def _reference_prepend_positions(
 ) -> list[Array]:
     *parts, position = (np.atleast_2d(weight).astype(np.float64) for weight in weights)
     images, h = op.attrs["images"], position.shape[1]
-    prefix = np.concatenate(parts)
+    prefix = np.concatenate([np.empty((0, h)), *parts])
     placed = len(position) - len(reads[0]) // images
     prefix[:placed] += position[:placed]
     patches = reads[0].astype(np.float64).reshape(images, -1, h) + position[placed:]
@@ -305,6 +318,25 @@ def _reference_add_table(
     return [reads[0].astype(np.float64) + weights[0][row : row + r, column : column + c]]
 
 
+def _bind_repeat_row(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+    check = Check(op, slots)
+    check.count(1)
+    check.dtypes()
+    check.rank(2)
+    check.weights(weights, 1)
+    m, h = check.writes[0].shape
+    row = check.plain(weights[0], (h,))
+    check.that(check.reads[0].shape[0] == m, f"{m} rows of {check.reads[0].shape[0]}")
+    return lambda _reads, writes: np.copyto(writes[0], row)
+
+
+def _reference_repeat_row(
+    op: Compute, slots: Sequence[SlotSpec], _reads: Sequence[Array], weights: Sequence[Array]
+) -> list[Array]:
+    return [np.broadcast_to(np.ravel(weights[0]), slots[op.writes[0]].shape)]
+
+
+REPEAT_ROW: Final = Kernel("repeat_row", _bind_repeat_row, _reference_repeat_row, rowwise)
 FRAMES: Final = Kernel("frames", _bind_frames, _reference_frames, rowwise)
 ADD_TABLE: Final = Kernel("add_table", _bind_add_table, _reference_add_table, rowwise)
 PATCHIFY: Final = Kernel("patchify", _bind_patchify, _reference_patchify, rowwise)

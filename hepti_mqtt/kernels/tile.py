@@ -383,13 +383,15 @@ ACTIVATIONS: Final = (
     "sigmoid",
     "hard_sigmoid",
     "hard_swish",
+    "quick_gelu",
 )
-NONE, GELU, GELU_TANH, RELU, TANH, RELU6, LEAKY_RELU, SILU, SIGMOID, HARD_SIGMOID, HARD_SWISH = range(11)
+NONE, GELU, GELU_TANH, RELU, TANH, RELU6, LEAKY_RELU, SILU, SIGMOID, HARD_SIGMOID, HARD_SWISH, QUICK_GELU = range(12)
 
 _LINE: Final = 16  # floats of a cache line
 
 _gelu, _gelu_tanh, _relu, _tanh = elementary.gelu, elementary.gelu_tanh, elementary.relu, elementary.tanh
 _relu6, _leaky_relu, _silu = elementary.relu6, elementary.leaky_relu, elementary.silu
+_quick_gelu = elementary.quick_gelu
 _sigmoid, _hard_sigmoid, _hard_swish = elementary.sigmoid, elementary.hard_sigmoid, elementary.hard_swish
 
 
@@ -423,6 +425,9 @@ def activate(tile: Any, activation: int) -> None:
     elif activation == SILU:
         for i in range(tile.size):
             tile[i] = _silu(tile[i])
+    elif activation == QUICK_GELU:
+        for i in range(tile.size):
+            tile[i] = _quick_gelu(tile[i])
     elif activation == SIGMOID:
         for i in range(tile.size):
             tile[i] = _sigmoid(tile[i])

@@ -1,108 +1,31 @@
-"""Weights as kernels read them: packed panels or plain arrays, filled tile by tile in any order, on huge pages.
+"""Weights as kernels read them: packed panels or plain arrays, filled tile by tile in any order.
 
 A packed matrix [k, n] is stored as panels [ceil(n / NR), k, NR] (NR = `TILE.width`): the micro-kernel walks down one
 panel with every load next to the last one. Columns beyond n are zero. Half precision is stored alike. int8 has a
 scale
 for each column of each block of `BLOCK` rows, and is quantised block by block; a block that no single tile covers is
 held in f32 until all of it has arrived.
-
-A row of activations reads every weight once, and one address translation per 4 KB would cost some 10 %. Many
-weights are
-smaller than a huge page (2 MB), so they lie side by side in one mapping; an array that dies gives its pages back at
-once,
-the mapping goes with the last of its arrays.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 from numba import float32, int8, uint16
 from numpy.typing import NDArray
 
+from hepti_mqtt.kernels.blocks import WIDTH, Arrived, BlockBuffer, BlockMatrix, size_of
 from hepti_mqtt.kernels.cpu import DOT, TILE
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.jit import INT, compile_all, compile_first, fills, helper, kernel, reads
+from hepti_mqtt.kernels.pages import aligned_zeros
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import WeightRef
-
-_LINE: Final = 64  # bytes of a cache line
-_HUGE: Final = 1 << 21
-# Address space of one mapping, of which only what is used takes memory.
-_MAPPING: Final = 32 * _HUGE
-# Smaller arrays stay in the heap: rounded to whole pages they would take too much more than their size.
-_LEAST: Final = 16 * mmap.PAGESIZE
-# Of what a huge page is on Linux alone; elsewhere everything lies in the heap.
-_ADVICE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
-
-
-class _Mapping:
-    """Anonymous memory that is handed out from its first huge page on, in whole pages."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._size = max(_MAPPING, nbytes + _HUGE)
-        self._memory = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._at = -np.frombuffer(self._memory, np.uint8).ctypes.data % _HUGE
-        if _ADVICE is not None:
-            with contextlib.suppress(OSError):  # a kernel that was built without huge pages
-                self._memory.madvise(_ADVICE)
-
-    def take(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Return zeros that begin at a page, or None where no room is left."""
-        start, pages = self._at, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if start + pages > self._size:
-            return None
-        self._at += pages
-        array = np.frombuffer(self._memory, np.uint8, nbytes, start)
-        weakref.finalize(array, self._memory.madvise, mmap.MADV_DONTNEED, start, pages).atexit = False
-        return array
-
-
-_lock = Lock()
-_open: _Mapping | None = None
-
-
-def aligned_zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Return zeros that begin at a cache line, so that no vector lies across two; large ones on huge pages.
-
-    Padding costs no memory until it is touched, but for what its huge page has.
-    """
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    array = None if nbytes < _LEAST or _ADVICE is None else _mapped(nbytes)
-    return (_heap(nbytes) if array is None else array).view(dtype).reshape(shape)
-
-
-def _heap(nbytes: int) -> NDArray[np.uint8]:
-    heap = np.zeros(nbytes + _LINE, np.uint8)
-    skip = -heap.ctypes.data % _LINE
-    return heap[skip : skip + nbytes]
-
-
-def _mapped(nbytes: int) -> NDArray[np.uint8] | None:
-    """Return zeros of a mapping, None where the system gives no more of them.
-
-    A mapping is larger than what it is made for, so the heap may still have that much, or says that it has not.
-    """
-    global _open  # noqa: PLW0603
-    with _lock:
-        array = _open.take(nbytes) if _open is not None else None
-        if array is None:
-            try:
-                _open = _Mapping(nbytes)
-            except OSError:
-                return None
-            array = _open.take(nbytes)
-    return array
-
+from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRows
 
 NR: Final = TILE.width
 
@@ -121,11 +44,12 @@ class Panels(NamedTuple):
     dtype: str
 
 
-PANELS: Final[Mapping[WeightDtype, Panels]] = {
+PANELS: Final[Mapping[WeightDtype | BlockStorage, Panels]] = {
     "f32": Panels(NR, 1, "f4"),
     "f16": Panels(NR, 1, "f2"),
     "w8a32": Panels(NR, 1, "i1"),
     "w8a8": Panels(DOT.width, 4, "i1"),
+    **{name: Panels(WIDTH, 4, "u1") for name in BLOCK_STORAGES},
 }
 
 
@@ -169,7 +93,7 @@ class NarrowMatrix:
         return np.ascontiguousarray(wide[: self.rows, : self.columns])
 
 
-Weight = PackedMatrix | NarrowMatrix | NDArray[np.float32]
+Weight = PackedMatrix | NarrowMatrix | BlockMatrix | NDArray[np.float32]
 
 
 def twin(weight: Weight) -> Weight:
@@ -178,6 +102,8 @@ def twin(weight: Weight) -> Weight:
         return weight.copy()
     panels = _aligned(weight.panels)
     if isinstance(weight, PackedMatrix):
+        return replace(weight, panels=panels)
+    if isinstance(weight, BlockMatrix):
         return replace(weight, panels=panels)
     return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
 
@@ -200,6 +126,8 @@ def weight_bytes(ref: WeightRef) -> int:
         return rows * columns * 4
     width, group, dtype = PANELS[ref.weight_dtype]
     padded = -(-columns // width) * width
+    if ref.weight_dtype in BLOCK_STORAGES:
+        return padded * STORAGES[ref.weight_dtype].row_bytes(rows)
     of_columns = {"w8a8": 8, "w8a32": 4}.get(ref.weight_dtype, 0)
     return -(-rows // group) * group * padded * np.dtype(dtype).itemsize + of_columns * padded * blocks(rows)
 
@@ -239,42 +167,37 @@ class WeightBuffer:
                 self._scales = np.zeros((count, blocks(rows), width), np.float32)
             if group > 1:
                 self._sums = np.zeros((count, blocks(rows), width), np.float32)
-        self._taken: set[tuple[int, int, int, int]] = set()
+        self._arrived = Arrived(ref)
 
-    def put(self, tile: NDArray[Any], row0: int, column0: int) -> int:
+    def put(self, tile: NDArray[Any] | StoredRows, row0: int, column0: int) -> int:
         """Copy what of a tile lies in the range of the weight; return how many elements are new.
 
-        tile: f32 or f16 [k', n'], any strides, whose first element is (row0, column0) of the tensor. Raises ValueError
-        if it is neither, or if it overlaps an earlier tile without being the same.
+        tile: f32 or f16 [k', n'], any strides, or rows in blocks, whose first element is (row0, column0) of the tensor.
+        Raises ValueError if it is neither, or if it overlaps an earlier tile without being the same.
         """
+        if isinstance(tile, StoredRows):
+            tile = tile.values()
         if tile.ndim != 2 or tile.dtype not in (np.float32, np.float16):
             raise ValueError(f"a tile of {self.ref.tensor} must be f32 or f16 [rows, columns], got {_describe(tile)}")
-        (first_row, last_row), (first_column, last_column) = self.ref.rows, self.ref.columns
-        top, bottom = max(row0, first_row), min(row0 + tile.shape[0], last_row)
-        left, right = max(column0, first_column), min(column0 + tile.shape[1], last_column)
-        if top >= bottom or left >= right:
+        found = self._arrived.inside(tile.shape, row0, column0)
+        if found is None:
             return 0
-        new = self._note((top, bottom, left, right))
+        (top, bottom, left, right), new = found
         part = tile[top - row0 : bottom - row0, left - column0 : right - column0]
         if new:
-            self._copy(part, top - first_row, left - first_column)
+            self._copy(part, top - self.ref.rows[0], left - self.ref.columns[0])
         return new
 
     def finish(self) -> Weight:
         """Return the weight; raises ValueError if elements are missing."""
         rows, columns = _size(self.ref)
-        have = sum((b - t) * (r - left) for t, b, left, r in self._taken)
-        if have != rows * columns:
-            raise ValueError(
-                f"{self.ref.tensor}: {rows * columns - have} of {rows * columns} elements of rows {self.ref.rows}, "
-                f"columns {self.ref.columns} never arrived; ask for the missing tiles"
-            )
+        self._arrived.require_all()
         if self._panels is None:
             return self._array[0] if self.ref.rows == (0, 1) else self._array
         if self.ref.weight_dtype == "f32":
             return PackedMatrix(self._array, rows, columns)
         panels = self._array if self._array.ndim == 4 else self._array[..., None]
-        return NarrowMatrix(self.ref.weight_dtype, panels, self._scales, self._sums, rows, columns)
+        return NarrowMatrix(cast(WeightDtype, self.ref.weight_dtype), panels, self._scales, self._sums, rows, columns)
 
     def _copy(self, part: NDArray[Any], row: int, column: int) -> None:
         """Store new elements at (row, column) of the range."""
@@ -319,19 +242,6 @@ class WeightBuffer:
         _quantise(staged[0], codes, self._scales[panel, block])
         if self._sums.size:
             self._sums[panel, block] = codes.sum(axis=(0, 2), dtype=np.int32)
-
-    def _note(self, part: tuple[int, int, int, int]) -> int:
-        if part in self._taken:
-            return 0
-        top, bottom, left, right = part
-        for t, b, first, last in self._taken:
-            if top < b and t < bottom and left < last and first < right:
-                raise ValueError(
-                    f"tiles of {self.ref.tensor} overlap: rows {top}..{bottom}, columns {left}..{right} and rows "
-                    f"{t}..{b}, columns {first}..{last}; cut a tensor into one grid"
-                )
-        self._taken.add(part)
-        return (bottom - top) * (right - left)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -401,26 +311,27 @@ def part(weight: Weight, matrix: WeightRef, ref: WeightRef) -> Weight:
     first, last = (column - matrix.columns[0] for column in ref.columns)
     if isinstance(weight, np.ndarray):
         return weight[first:last]
-    width = weight.panels.shape[2]
+    width = PANELS[matrix.weight_dtype].width
     own = slice(first // width, -(-last // width))
     if isinstance(weight, PackedMatrix):
+        return replace(weight, panels=weight.panels[own], columns=last - first)
+    if isinstance(weight, BlockMatrix):
         return replace(weight, panels=weight.panels[own], columns=last - first)
     scales, sums = weight.scales[own], weight.sums[own]
     return replace(weight, panels=weight.panels[own], scales=scales, sums=sums, columns=last - first)
 
 
-def allocate(ref: WeightRef) -> WeightBuffer:
+def allocate(ref: WeightRef) -> WeightBuffer | BlockBuffer:
     """Return an empty buffer for the weight of `ref`; raises ValueError if its range is invalid."""
-    return WeightBuffer(ref)
+    _size(ref)
+    return BlockBuffer(ref) if ref.weight_dtype in BLOCK_STORAGES else WeightBuffer(ref)
 
 
 def _size(ref: WeightRef) -> tuple[int, int]:
-    rows, columns = ref.rows[1] - ref.rows[0], ref.columns[1] - ref.columns[0]
-    if rows < 0 or columns < 0 or ref.layout not in ("packed", "plain"):
-        raise ValueError(f"{ref} is no range of a tensor: need start <= stop and layout packed or plain")
+    """Return the rows and columns of a range; raises ValueError if it is invalid."""
     if ref.weight_dtype not in PANELS or (ref.layout == "plain" and ref.weight_dtype != "f32"):
         raise ValueError(f"{ref}: a packed matrix is stored as one of {list(PANELS)}, a plain array as f32")
-    return rows, columns
+    return size_of(ref)
 
 
 def _describe(array: NDArray[Any]) -> str:

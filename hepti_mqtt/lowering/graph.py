@@ -34,6 +34,7 @@ from hepti_mqtt.lowering.ops import (
 )
 from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
 from hepti_mqtt.program import SlotDtype, WeightRef
+from hepti_mqtt.storage import BlockStorage
 
 KEPT_BLOCKS: Final = 5  # of a run of equal blocks: two before, the one that is repeated, two behind
 TEMPLATE_BLOCK: Final = 2  # the place of the repeated one among them
@@ -198,7 +199,9 @@ def _op(kind: Callable[..., Op], **what: Any) -> Op:
 class GraphBuilder:
     """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it."""
 
-    def __init__(self) -> None:
+    def __init__(self, storages: Mapping[str, BlockStorage] | None = None) -> None:
+        """storages: of the matrices that stay in the blocks of their file."""
+        self._storages = storages or {}
         self._ops: dict[str, Op] = {}
         self._blocks: list[int] = []
         self._layer = 0
@@ -269,9 +272,11 @@ class GraphBuilder:
         tensors = tuple(f"{t}.weight" for t in matrices) + (tuple(f"{t}.bias" for t in matrices) if bias else ())
         widths = tuple(matrices.values())
         space = (m, sum(widths), k)
+        storages = tuple(self._storages.get(t) for t in tensors[: len(widths)]) if self._storages else ()
         return self._add(
-            name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation
-        )
+            name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation,
+            storages=storages,
+        )  # fmt: skip
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:
         """x -> function(x)."""

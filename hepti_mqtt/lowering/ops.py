@@ -29,6 +29,7 @@ from hepti_mqtt.lowering.regions import (
 )
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import Slot, SlotDtype, WeightRef
+from hepti_mqtt.storage import BLOCK, BlockStorage
 
 T = TypeVar("T")
 
@@ -366,10 +367,12 @@ class Linear(Op):
     """x [r, k] @ [W_1 | W_2 ...] [k, c] + b over (r, c, k), then activation and residual where they are fused.
 
     widths: columns of each matrix; `tensors` are the matrices and then their biases. The part that holds k = 0 adds
-    the bias, so that partial sums add it once.
+    the bias, so that partial sums add it once. storages: of each matrix, None for one that is f32; none of a model
+    without blocks.
     """
 
     widths: tuple[int, ...]
+    storages: tuple[BlockStorage | None, ...] = ()
     bias: bool = True
     activation: str | None = None
     residual: bool = False
@@ -377,7 +380,8 @@ class Linear(Op):
     kind = "linear"
 
     def share_unit(self, dim: int) -> int:
-        return PANEL if dim > 0 and self.space[dim] >= NARROW else 1
+        # Its columns are the next one's k, which is cut in whole blocks.
+        return PANEL if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
@@ -392,7 +396,14 @@ class Linear(Op):
         cut = [
             [(a - first, z - first) for a, z in intersect_sets(c, ((first, stop),))] for first, stop in pairwise(ends)
         ]
-        refs = [WeightRef(t, k[0], columns) for t, ranges in zip(self.tensors, cut, strict=False) for columns in ranges]
+        storages = self.storages or (None,) * n
+        refs = [
+            WeightRef(t, k[0], columns, weight_dtype=storage or "f32")
+            for t, ranges, storage in zip(self.tensors, cut, storages, strict=False)
+            for columns in ranges
+        ]
+        if any(end % BLOCK for ref in refs if ref.weight_dtype != "f32" for end in ref.rows):
+            raise ValueError(f"{self.name}: rows {k} of a matrix in blocks of {BLOCK}; divide it between blocks")
         if self._has_bias(region):
             biases = zip(self.tensors[n:], cut, strict=True)
             refs += [WeightRef(t, (0, 1), columns, "plain") for t, ranges in biases for columns in ranges]

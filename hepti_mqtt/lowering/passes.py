@@ -27,6 +27,7 @@ from hepti_mqtt.program import (
     slots_read,
     slots_written,
 )
+from hepti_mqtt.storage import BLOCK_STORAGES
 
 _KERNEL: Final = "assemble"
 _Place = tuple[Range, ...]
@@ -337,20 +338,22 @@ _PREFIX = "layers."
 
 
 def narrow_weight(ref: WeightRef, storage: WeightDtype) -> WeightRef:
-    """Return a weight as it is kept in `storage`: matrices of the layers alone are narrow."""
-    if ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
+    """Return a weight as it is kept in `storage`: matrices of the layers alone are narrow, unless a file has blocks."""
+    if ref.weight_dtype not in BLOCK_STORAGES and ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
         return ref._replace(weight_dtype=storage)
     return ref
 
 
 def narrow_weights(program: Program, storage: WeightDtype) -> Program:
-    """Return `program` with every packed matrix of its layers kept in `storage`."""
-    return replace(
-        program,
-        ops=tuple(
-            op._replace(weights=tuple(narrow_weight(ref, storage) for ref in op.weights))
-            if isinstance(op, Compute)
-            else op
-            for op in program.ops
-        ),
-    )
+    """Return `program` with every packed matrix of its layers kept in `storage`.
+
+    Those in blocks stay; under w8a8 they are multiplied by activations in int8.
+    """
+    return replace(program, ops=tuple(_narrowed(op, storage) if isinstance(op, Compute) else op for op in program.ops))
+
+
+def _narrowed(op: Compute, storage: WeightDtype) -> Compute:
+    in_blocks = op.kernel == "linear" and any(ref.weight_dtype in BLOCK_STORAGES for ref in op.weights)
+    attrs = {**op.attrs, "x": "i8"} if in_blocks and storage == "w8a8" else op.attrs
+    fused = tuple(_narrowed(part, storage) for part in op.fused)
+    return op._replace(weights=tuple(narrow_weight(ref, storage) for ref in op.weights), attrs=attrs, fused=fused)

@@ -12,6 +12,8 @@ from hepti_mqtt.models.families import (
     is_planned_for,
     largest_shape,
     layer_count,
+    matching,
+    models_of,
     preprocessor,
     random_inputs,
     reference,
@@ -23,6 +25,7 @@ from hepti_mqtt.models.families import (
     tensor_sources,
     tokenizer_class,
     weight_dtypes,
+    with_storages,
     without_missing_pooler,
 )
 from hepti_mqtt.models.kinds import Kind
@@ -42,7 +45,9 @@ __all__ = [
     "is_planned_for",
     "largest_shape",
     "layer_count",
+    "matching",
     "matrix_ref",
+    "models_of",
     "preprocessor",
     "random_inputs",
     "reference",
@@ -55,5 +60,6 @@ __all__ = [
     "tokenizer_class",
     "vector_ref",
     "weight_dtypes",
+    "with_storages",
     "without_missing_pooler",
 ]

@@ -18,13 +18,14 @@ from hepti_mqtt.models.transformer import ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
 
 LOGITS: Final = "lm_head.weight"
+WORDS, HEAD = "stem.word", "head.decoder.weight"  # the table of embeddings, and the matrix to the logits
 
 
 def head_tensors(spec: ModelSpec, words: tuple[str, ...]) -> Iterator[TensorSource]:
     """Yield the matrix to the logits where a model generates; words: names of the embeddings, to which it is tied."""
     if spec.head.task == "generation":
         stored = (LOGITS, *(words if spec.head.tied else ()))
-        logits = weight("head.decoder.weight", stored, spec.hidden, spec.head.outputs)
+        logits = weight(HEAD, stored, spec.hidden, spec.head.outputs)
         yield replace(logits, created_name=words[0] if spec.head.tied else "")
 
 

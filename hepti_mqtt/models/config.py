@@ -15,6 +15,7 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "gelu_new": "gelu_tanh",
     "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",

@@ -19,6 +19,8 @@ from hepti_mqtt.models import (
     albert,
     beit,
     bert,
+    causal,
+    clip,
     decoupled,
     deit,
     dinov2,
@@ -31,6 +33,7 @@ from hepti_mqtt.models import (
     mpnet,
     nomic_bert,
     qwen3,
+    siglip,
     vit,
     whisper,
 )
@@ -42,10 +45,12 @@ from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput, fixed_point
 from hepti_mqtt.models.tensors import TensorSource, whole_ref
-from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.models.towers import Matching, Towers
+from hepti_mqtt.models.transformer import ModelSpec, any_layer
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
+from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, BlockStorage
 
 Array = npt.NDArray[Any]
 
@@ -55,6 +60,7 @@ class Family(Protocol):
 
     It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
     by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
+    `TOWERS` are architectures of checkpoints that hold several models, each of one of its `ARCHITECTURES`.
     `READS` are the keys of config.json that it checks itself, of those that are refused for all others. `KNOWN_CODE`
     begins the names of code that checkpoints bring and that the family computes. And, by model_type, the classes of
     transformers that make ids and pixels, `TOKENIZER_CLASSES` and `PICTURE_CLASSES`, where the model's files name none.
@@ -103,11 +109,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma3": gemma3,
     "gpt2": gpt2,
     "llama": llama,
+    "clip": clip,
+    "siglip": siglip,
     "decoupled": decoupled,
     "whisper": whisper,
     "cnn": cnn,
 }
 _FAMILY_OF: Final[Mapping[str, Family]] = {a: family for family in FAMILIES.values() for a in family.ARCHITECTURES}
+_TOWERS: Final[Mapping[str, Towers]] = {
+    architecture: towers for f in FAMILIES.values() for architecture, towers in getattr(f, "TOWERS", {}).items()
+}
 _TYPES: Final = {kind.config["model_type"]: family for family in FAMILIES.values() for kind in family.KINDS.values()}
 _ENCODERS: Final = [name for name, family in FAMILIES.items() if _spec_class(family) is ModelSpec]
 
@@ -211,6 +222,8 @@ def reference(spec: Spec, tensors: Mapping[str, Array], inputs: Array, shape: Re
 
 def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
     """Return how the weights of a model may be kept."""
+    if isinstance(spec, ModelSpec) and spec.storages:
+        return ("f32", "w8a8")  # nothing is quantised again: this is how activations are
     found: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "STORAGES", get_args(WeightDtype))
     return found
 
@@ -218,6 +231,30 @@ def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
 def layer_count(spec: Spec) -> int:
     """Return the number of layers of a model."""
     return graph(spec, largest_shape(spec)).layer_count()
+
+
+def models_of(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the config.json of each model of a checkpoint, by its name there; most hold one, without a name.
+
+    Raises ModelError.
+    """
+    towers = _towers(config)
+    if towers is None:
+        return {"": config}
+    whole = JsonConfig("config.json", config)
+    whole.check_keys(_CODE_KEYS)
+    return towers.configs(whole)
+
+
+def matching(config: Mapping[str, Any]) -> Matching | None:
+    """Return how texts and pictures are compared, of a checkpoint that holds a model for each; None for others."""
+    towers = _towers(config)
+    return None if towers is None else towers.matching
+
+
+def _towers(config: Mapping[str, Any]) -> Towers | None:
+    named = config.get("architectures")
+    return _TOWERS.get(str(named[0])) if isinstance(named, list) and named else None
 
 
 def files_in_our_words(
@@ -246,10 +283,10 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
         raise checked.bad_value("architectures", "a list with one name", architectures)
     architecture = architectures[0]
     if not isinstance(architecture, str) or architecture not in _FAMILY_OF:
-        near = ", ".join(get_close_matches(str(architecture), _FAMILY_OF, n=3, cutoff=0.5))
+        near = ", ".join(get_close_matches(str(architecture), [*_FAMILY_OF, *_TOWERS], n=3, cutoff=0.5))
         raise UnsupportedModelError(
             f"config.json: architecture {architecture!r} is not supported; {f'nearest: {near}; ' if near else ''}"
-            f"all {len(_FAMILY_OF)} are listed in docs/guide/models.md"
+            f"all {len(_FAMILY_OF) + len(_TOWERS)} are listed in docs/guide/models.md"
         )
     model_type = config.get("model_type")
     if model_type is not None and not _is_of_type(architecture, str(model_type)):
@@ -305,7 +342,51 @@ def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
 
 @lru_cache(maxsize=64)
 def _whole_refs(spec: Spec) -> Mapping[str, WeightRef]:
-    return {source.name: whole_ref(source) for source in tensor_sources(spec)}
+    refs = {source.name: whole_ref(source) for source in tensor_sources(spec)}
+    blocks = _storages(spec)
+    refs |= {name: refs[name]._replace(weight_dtype=storage) for name, storage in blocks.items()}
+    if (head := refs.get(causal.HEAD)) is not None and spec.head.tied and causal.HEAD in blocks:
+        refs[causal.WORDS] = head  # one copy: rows of the table are columns of the matrix
+    return refs
+
+
+@lru_cache(maxsize=64)
+def _storages(spec: Spec) -> Mapping[str, BlockStorage]:
+    """Return the matrices that stay in the blocks of their file."""
+    if not isinstance(spec, ModelSpec) or not spec.storages:
+        return {}
+    found = {source.name: spec.storage_of(source.name) for source in tensor_sources(spec)}
+    return {name: storage for name, storage in found.items() if storage is not None}
+
+
+def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
+    """Return the spec of a model of which these matrices, by name, are stored in blocks.
+
+    Those stay in them that kernels multiply by: all matrices of one product, and what devices divide between blocks.
+    """
+    kept: dict[str, BlockStorage] = {
+        name: storage for name, found in stored.items() for storage in BLOCK_STORAGES if storage == found
+    }
+    if not kept or not isinstance(spec, ModelSpec):
+        return spec
+    group = spec.head_dim * (spec.heads // spec.kv_heads)
+    for source in tensor_sources(spec):
+        together = [source.name]
+        layer, _, part = source.name.removesuffix(".weight").rpartition(".")
+        if part in _ATTENDED:
+            together = [f"{layer}.{other}.weight" for other in _ATTENDED]
+        uneven = part == "attention_out" and group % BLOCK
+        if not source.transposed or source.layout != "packed" or uneven or any(name not in kept for name in together):
+            kept.pop(source.name, None)
+    layers: dict[str, set[BlockStorage | None]] = {}
+    for source in tensor_sources(spec):
+        layers.setdefault(any_layer(source.name), set()).add(kept.get(source.name))
+    alike = {name: found.pop() for name, found in layers.items() if len(found) == 1}
+    named = {name: storage for name, storage in kept.items() if any_layer(name) not in alike}
+    return replace(spec, storages=tuple(sorted((n, s) for n, s in {**alike, **named}.items() if s is not None)))
+
+
+_ATTENDED: Final = ("query", "key", "value")
 
 
 def full_ref(spec: Spec, name: str) -> WeightRef:
@@ -319,6 +400,6 @@ def full_ref(spec: Spec, name: str) -> WeightRef:
 @lru_cache(maxsize=32)
 def graph(spec: Spec, shape: RequestShape) -> Graph:
     """Return the graph of one request: its answer has the spec's `output_shape`."""
-    net = GraphBuilder()
+    net = GraphBuilder(_storages(spec))
     FAMILIES[spec.family].graph(net, spec, shape, _whole_refs(spec))
     return net.build()

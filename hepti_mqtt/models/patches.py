@@ -174,7 +174,7 @@ def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[
     patches = net.opaque(
         "patches", (pixels,), STEM, "patchify", (rows, width), patch=image.patch, mean=image.mean, std=image.std
     )
-    x = net.linear("projected", patches, STEM, {"stem.patch": h})  # [B n, h]
+    x = net.linear("projected", patches, STEM, {"stem.patch": h}, bias="stem.patch.bias" in refs)  # [B n, h]
     weights = [refs[name] for name in ("stem.cls", "stem.registers", "stem.position") if name in refs]
     return net.opaque("embedded", (x,), STEM, "prepend_positions", (shape.tokens, h), weights, images=images)
 
@@ -189,14 +189,15 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[
 def reference_embed(spec: ModelSpec, tensors: plain.Tensors, pixels: plain.Array) -> plain.Array:
     """Return the embeddings of pixels [B, C, S, S]: [m, h]."""
     image = stem_of(spec)
-    dtype = tensors["stem.cls"].dtype
+    dtype = tensors["stem.position"].dtype
     mean, std = (np.array(v, dtype)[:, None, None] for v in (image.mean, image.std))
     values = (pixels.astype(dtype) / 255 - mean) / std  # [B, C, S, S]
     p, side = image.patch, image.side
     blocks = values.reshape(-1, image.channels, side, p, side, p).transpose(0, 2, 4, 1, 3, 5)
     patches = blocks.reshape(len(values), image.patches, -1)  # [B, n, C p p]
     x = plain.linear(tensors, "stem.patch", patches)  # [B, n, h]
-    prefix = np.vstack([tensors[name] for name in ("stem.cls", "stem.registers") if name in tensors])  # [k, h]
+    rows = [tensors[name] for name in ("stem.cls", "stem.registers") if name in tensors]
+    prefix = np.vstack([np.empty((0, spec.hidden), dtype), *rows])  # [k, h]
     x = np.concatenate([np.broadcast_to(prefix, (len(x), *prefix.shape)), x], axis=1)  # [B, k + n, h]
     position = tensors["stem.position"]
     x[:, : len(position) - image.patches] += position[: len(position) - image.patches]

@@ -215,6 +215,8 @@ def activate(activation: HeadActivation, x: Array) -> Array:
         return np.maximum(x, 0)
     if activation == "silu":
         return np.asarray(x * 0.5 * (1 + np.tanh(x * 0.5)))
+    if activation == "quick_gelu":
+        return np.asarray(x * 0.5 * (1 + np.tanh(x * 0.851)))
     if activation == "tanh":
         return np.asarray(np.tanh(x))
     if activation == "gelu_tanh":

@@ -208,13 +208,15 @@ class TextInput:
     """A request brings token ids i32 [m]: of a vocabulary, at most `longest` in a sequence.
 
     masks: the task answers for mask tokens, so that a request has at least one. types: of tokens, 1 where all are
-    alike; a token of another type than the first travels as id + type x vocabulary.
+    alike; a token of another type than the first travels as id + type x vocabulary. end, padded: see `TextStem`.
     """
 
     vocab: int
     longest: int
     masks: bool = False
     types: int = 1
+    end: int | None = None
+    padded: bool = False
 
     @property
     def upper_bound(self) -> int:
@@ -223,7 +225,7 @@ class TextInput:
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
         """Return a request of one sequence: of so many tokens where the model takes them, else the longest."""
-        length = self.longest if tokens is None else min(tokens, self.longest)
+        length = self.longest if tokens is None or self.padded else min(tokens, self.longest)
         return TokenBatch((length,), mask_rows=(0,) if self.masks else ())
 
     def batch(self, lengths: tuple[int, ...], want: Want = "task", mask_rows: tuple[int, ...] = ()) -> TokenBatch:

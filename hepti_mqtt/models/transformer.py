@@ -10,6 +10,7 @@ from hepti_mqtt.lowering import GraphBuilder, Norm, roles
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Activation, InputSpec, RequestShape, TaskHead
+from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,9 @@ class TextStem:
 
     types: 0 where there is no table of token types; with several, an id has its type x vocab added. width: columns of
     the tables where a dense layer takes them to h, 0 where they have h themselves. scale: of the word's row. positions:
-    for which there are rows of a table, or so many as a text may have.
+    for which there are rows of a table, or so many as a text may have. end: the token behind whose first place a text
+    is cut, as its vector is read there; `vocab` for the highest of a text's. padded: a text is filled to the longest
+    with the tokenizer's padding token, which the model reads.
     """
 
     vocab: int
@@ -27,6 +30,8 @@ class TextStem:
     position_offset: int = 0
     width: int = 0
     scale: float = 1.0
+    end: int | None = None
+    padded: bool = False
 
 
 T = TypeVar("T")
@@ -74,7 +79,7 @@ class ImageStem:
 
     shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square. square: the longer
     side is made so long, too. registers: rows between the class token and the patches. grid: patches of a side that the
-    stored positions are for, where pictures have others. positions: rows have any.
+    stored positions are for, where pictures have others. positions: rows have any. classed: there is a class token.
     """
 
     size: int
@@ -87,6 +92,7 @@ class ImageStem:
     registers: int = 0
     grid: int = 0
     positions: bool = True
+    classed: bool = True
 
     @property
     def side(self) -> int:
@@ -101,7 +107,7 @@ class ImageStem:
     @property
     def prefix(self) -> int:
         """Return the rows before the patches."""
-        return 1 + self.registers
+        return self.classed + self.registers
 
     @property
     def rows(self) -> int:
@@ -111,7 +117,10 @@ class ImageStem:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The spec of a transformer: text or images in, layers that are alike, a task head."""
+    """The spec of a transformer: text or images in, layers that are alike, a task head.
+
+    storages: (name, storage) of the matrices that stay in the blocks of their file; `*` in a name is any layer.
+    """
 
     family: str
     architecture: str
@@ -127,6 +136,13 @@ class ModelSpec:
     text: TextStem | None = None
     image: ImageStem | None = None
     block: BlockSpec = BlockSpec()
+    storages: tuple[tuple[str, BlockStorage], ...] = ()
+
+    def storage_of(self, name: str) -> BlockStorage | None:
+        """Return the storage of a tensor, None for one that is kept as numbers."""
+        found = dict(self.storages)
+        own = found.get(name)
+        return own if own is not None else found.get(any_layer(name))
 
     @property
     def head_dim(self) -> int:
@@ -149,7 +165,9 @@ class ModelSpec:
         if self.text is not None and self.head.task == "generation":
             return DecoderInput(self.text.vocab, self.max_tokens)
         if self.text is not None:
-            return TextInput(self.text.vocab, self.max_tokens, self.head.pooling == "mask", max(self.text.types, 1))
+            stem, masks = self.text, self.head.pooling == "mask"
+            types = max(stem.types, 1)
+            return TextInput(stem.vocab, self.max_tokens, masks, types, stem.end, stem.padded)
         assert self.image is not None
         image = self.image
         return ImageInput(image.size, image.channels, image.rows, image.shortest, image.square)
@@ -178,10 +196,23 @@ class ModelSpec:
         plain: Mapping[str, Any] = fields.get("block", {})
         block: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
         fields["block"] = BlockSpec(**block)
+        fields["storages"] = tuple((str(name), _block_storage(of)) for name, of in fields.get("storages", ()))
         made = cls(**fields)
         if made.text is not None and made.max_tokens + made.text.position_offset > made.text.positions:
             raise ValueError(f"{made.max_tokens} tokens do not fit into a table of {made.text.positions} positions")
         return made
+
+
+def any_layer(name: str) -> str:
+    """Return the name of a tensor of a layer with `*` for the layer's number; another one as it is."""
+    first, _, rest = name.partition(".")
+    return f"layers.*.{rest.partition('.')[2]}" if first == "layers" else name
+
+
+def _block_storage(name: Any) -> BlockStorage:
+    if name not in BLOCK_STORAGES:
+        raise ValueError(f"matrices in {name!r}")
+    return name  # type: ignore[no-any-return]
 
 
 def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:

@@ -25,6 +25,7 @@ from hepti_mqtt.planner.search import decide
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, ExchangeKey, Program, Send, Slot, WeightRef
 from hepti_mqtt.schedule import ProgramRun, RunMachine, make_template
 from hepti_mqtt.spec import RequestShape, Spec, Want
+from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
 
 SAMPLE_TOKENS: Final = 32
 LEAST_INPUTS: Final = 3
@@ -100,8 +101,13 @@ def weight_error(spec: Spec, tensors: Mapping[str, Array], weight_dtype: WeightD
     return max(_relative(a, b) for a, b in zip(np.split(other, items), np.split(exact, items), strict=True))
 
 
-def narrowed(weight: Array, weight_dtype: WeightDtype) -> Array:
-    """Return what a matrix [k, n] stands for when it is kept in a narrow dtype, as kernels keep it."""
+def narrowed(weight: Array, weight_dtype: WeightDtype | BlockStorage) -> Array:
+    """Return what a matrix [k, n] stands for when it is kept in a narrow dtype, as kernels keep it.
+
+    In blocks it is what it was read from.
+    """
+    if weight_dtype in BLOCK_STORAGES:
+        return weight
     if weight_dtype == "f16":
         return weight.astype(np.float16).astype(weight.dtype)
     found = np.empty_like(weight)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import PLANNER, PlanVersion, check_name
+from hepti_mqtt.ids import PLANNER, PlanVersion, check_model
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, ExchangeKey, SlotDtype
 from hepti_mqtt.protocol.keys import TAG_BYTES, UNKEYED, FrameKey, frame_tag, same_tag
 from hepti_mqtt.protocol.plausible import COUNT, U32, U63, number
@@ -288,7 +288,7 @@ def _check_text_name(what: str, name: object) -> None:
 @lru_cache(maxsize=1024)  # the same few names come with every frame
 def _check_name(what: str, name: str) -> None:
     try:
-        _ = check_source(name) if what == "source" else check_name(what, name)
+        _ = check_source(name) if what == "source" else check_model(name)
     except BadNameError as error:
         raise WireError(f"the frame's {what}: {error}") from error
 

@@ -1,8 +1,9 @@
 """A model's weights as content-addressed tiles that do not depend on any plan.
 
 Each tensor is cut as the checkpoint stores it ([out, in] for matmul weights) into tiles of at most 256 x 256 elements,
-a vector into pieces of at most 65536. A tile's name is the SHA-256 of its contiguous little-endian bytes. Devices ask
-for tiles by name, check them, and keep them; every strategy's weights are views of the same tiles.
+a vector into pieces of at most 65536. Blocks of a quantised tensor (`storage`) stay as the file has them. A tile's
+name is the SHA-256 of its contiguous little-endian bytes. Devices ask for tiles by name, check them, and keep them;
+every strategy's weights are views of the same tiles.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.errors import HeptiError, WireError
-from hepti_mqtt.ids import check_name
-from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
-
-TileDtype = Literal["f32", "f16"]
+from hepti_mqtt.ids import check_model
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.storage import STORAGES, StoredRows
 
 TILE: Final = 256
 VECTOR_TILE: Final = TILE * TILE
@@ -30,7 +30,6 @@ VECTOR_TILE: Final = TILE * TILE
 TILES_AHEAD: Final = 16
 HASH_BYTES: Final = 32
 VERSION: Final = 1
-DTYPES: Final[tuple[TileDtype, ...]] = ("f32", "f16")
 MAX_DIM: Final = 2**31 - 1
 MAX_NAME: Final = 128
 
@@ -40,7 +39,7 @@ class TileLocation(NamedTuple):
 
     hash: bytes
     nbytes: int
-    dtype: TileDtype
+    dtype: str
     stored_shape: tuple[int, int]
     transposed: bool
     row0: int
@@ -57,7 +56,7 @@ class TensorEntry:
 
     name: str
     shape: tuple[int, ...]
-    dtype: TileDtype
+    dtype: str
     transposed: bool
     hashes: tuple[bytes, ...]
 
@@ -67,7 +66,7 @@ class TensorEntry:
         r0, c0 = row * TILE, column * tile_columns
         shape = (min(TILE, rows - r0), min(tile_columns, columns - c0))
         digest = self.hashes[row * -(-columns // tile_columns) + column]
-        nbytes = shape[0] * shape[1] * DTYPE_BYTES[self.dtype]
+        nbytes = shape[0] * STORAGES[self.dtype].row_bytes(shape[1])
         row0, column0 = (c0, r0) if self.transposed else (r0, c0)
         return TileLocation(digest, nbytes, self.dtype, shape, self.transposed, row0, column0)
 
@@ -118,7 +117,7 @@ class Manifest:
             raise _wrong(f"its version or tile size is not {VERSION}, {TILE}: use the same Hepti on all devices")
         model, tensors = fields[2:]
         try:
-            check_name("model", model)
+            check_model(model)
         except HeptiError as error:
             raise _wrong(str(error)) from error
         if not isinstance(tensors, list):
@@ -167,17 +166,24 @@ def check_tile(digest: bytes, data: bytes | memoryview) -> None:
         )
 
 
-def tile_array(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[Any]:
-    """Return a view of a tile's bytes in canonical [in, out] orientation, [1, n] for a vector.
+def tile_array(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[Any] | StoredRows:
+    """Return a view of a tile's bytes in canonical [in, out] orientation, [1, n] for a vector, or its rows in blocks.
 
     `place.row0` and `place.column0` are the coordinates of its first element. Raises WireError for a wrong size.
     """
+    storage, raw = STORAGES[place.dtype], _raw(place, data)
+    if storage.block > 1 and place.transposed:
+        return StoredRows(storage, raw)
+    stored = storage.rows(raw)
+    return stored.T if place.transposed else stored
+
+
+def _raw(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[np.uint8]:
     if len(data) != place.nbytes:
         raise WireError(
             f"weight tile {place.hash.hex()[:12]} has {len(data)} bytes instead of {place.nbytes}; ask for it again"
         )
-    stored = np.frombuffer(data, NUMPY_DTYPE[place.dtype]).reshape(place.stored_shape)
-    return stored.T if place.transposed else stored
+    return np.frombuffer(data, np.uint8).reshape(place.stored_shape[0], -1)
 
 
 def _stored(shape: tuple[int, ...], transposed: bool) -> tuple[int, int, int]:
@@ -196,10 +202,12 @@ def _entry(fields: Any) -> TensorEntry:
         raise _wrong(f"a tensor's name is not a string of 1 to {MAX_NAME} characters")
     if not isinstance(shape, list) or len(shape) not in (1, 2) or not all(_is_dim(dim) for dim in shape):
         raise _wrong(f"tensor {name!r} has the shape {shape!r}")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _wrong(f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in STORAGES:
+        raise _wrong(f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(STORAGES)}")
     if not isinstance(transposed, bool) or (transposed and len(shape) == 1):
         raise _wrong(f"tensor {name!r} of shape {shape} cannot be stored transposed = {transposed!r}")
+    if shape[0 if transposed else -1] % STORAGES[dtype].block:
+        raise _wrong(f"tensor {name!r} of shape {shape} is not whole blocks of {dtype}")
     rows, columns = grid(tuple(shape), transposed)
     if not isinstance(hashes, bytes) or len(hashes) != rows * columns * HASH_BYTES:
         raise _wrong(f"tensor {name!r} of shape {shape} needs {rows * columns} hashes of {HASH_BYTES} bytes")

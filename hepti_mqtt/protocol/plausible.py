@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
-from hepti_mqtt.ids import PlanVersion, check_name
+from hepti_mqtt.ids import PlanVersion, check_model, check_name
 from hepti_mqtt.protocol.topics import MAX_LAYER
 
 Plain = Mapping[str, Any]
@@ -190,7 +190,7 @@ _RATE: Final = (1e4, 1e16)
 FIELDS: Final[Mapping[str, Check]] = {
     # Control messages.
     "transaction_id": COUNT,
-    "model": lambda value: check_name("model", value),
+    "model": check_model,
     "plan_version": _plan_version,
     "run_id": COUNT,
     "plan": plain,

@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Final, Literal
 
 from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import ALL_DEVICES, PLANNER, check_name
+from hepti_mqtt.ids import ALL_DEVICES, PLANNER, check_model, check_name
 
 Kind = Literal[
     "status",
@@ -133,11 +133,11 @@ class Topics:
 
     def plan(self, model: str, group: str = "") -> str:
         """Return the topic of a model's retained plan, or of a group's plan here."""
-        return f"{self._root}/plan/{check_name('model', model)}{_group(group)}"
+        return f"{self._root}/plan/{check_model(model)}{_group(group)}"
 
     def work(self, model: str, first: str) -> str:
         """Return the topic on which the planner hands out requests to a plan's devices; first: the first of them."""
-        return f"{self._root}/work/{check_name('model', model)}/{check_name('device', first)}"
+        return f"{self._root}/work/{check_model(model)}/{check_name('device', first)}"
 
     def weights(self, to: str) -> str:
         """Return the topic of weight tiles for one device, or for `all`."""
@@ -147,9 +147,7 @@ class Topics:
         """Return the topic of what `source` sends to a device, to the planner or to `all` at a layer."""
         if not 0 <= layer <= MAX_LAYER:
             raise BadNameError(f"layer {layer} cannot stand in a topic: use 0 to {MAX_LAYER}")
-        return (
-            f"{self._root}/x/{check_name('model', model)}/{layer}/{check_source(source)}/{_receiver(to, planner=True)}"
-        )
+        return f"{self._root}/x/{check_model(model)}/{layer}/{check_source(source)}/{_receiver(to, planner=True)}"
 
     def request(self, model: str, client: str) -> str:
         """Return the topic to which a client publishes its requests."""
@@ -227,7 +225,7 @@ class Topics:
 
     def activations_from(self, model: str, source: str, me: str) -> tuple[str, str]:
         """Return the two filters for what `source` sends to `me` and to all, at every layer of a model."""
-        root = f"{self._root}/x/{check_name('model', model)}/+/{check_source(source)}"
+        root = f"{self._root}/x/{check_model(model)}/+/{check_source(source)}"
         return f"{root}/{check_source(me)}", f"{root}/{ALL_DEVICES}"
 
     def weights_for(self, device: str) -> tuple[str, str]:
@@ -312,17 +310,17 @@ def _parse_levels(levels: list[str]) -> ParsedTopic | None:
         case ["planner", "status", group]:
             return ParsedTopic("planner_status", group=check_name("site", group))
         case ["plan", model]:
-            return ParsedTopic("plan", model=check_name("model", model))
+            return ParsedTopic("plan", model=check_model(model))
         case ["plan", model, group]:
-            return ParsedTopic("plan", model=check_name("model", model), group=check_name("site", group))
+            return ParsedTopic("plan", model=check_model(model), group=check_name("site", group))
         case ["work", model, first]:
-            return ParsedTopic("work", model=check_name("model", model), to=check_name("device", first))
+            return ParsedTopic("work", model=check_model(model), to=check_name("device", first))
         case ["weights", to]:
             return ParsedTopic("weights", to=_receiver(to))
         case ["x", model, layer, source, to]:
             return ParsedTopic(
                 "activation",
-                model=check_name("model", model),
+                model=check_model(model),
                 layer=_layer(layer),
                 source=check_source(source),
                 to=_receiver(to, planner=True),

@@ -26,6 +26,7 @@ def decode_output(
     output: npt.NDArray[Any],
     plan: Plan | None = None,
     generation: Generation | None = None,
+    before: Sequence[npt.NDArray[Any]] = (),
 ) -> dict[str, Any]:
     """Return the JSON answer for a model's output of the spec's `output_shape`.
 
@@ -35,7 +36,7 @@ def decode_output(
     "base64"}} for a feature map whose pixels are rows; for a question, what that has. A request with a list (texts,
     pairs, images, ids of ids) gets {"results": [one of these for each]}, except hidden states, which are packed [m, h].
     Raises WireError for an output of another shape, ModelError for one that is not finite. plan: by which it was
-    computed. generation: of its tokens.
+    computed. generation: of its tokens. before: outputs of other models, of which the question is asked too.
     """
     spec, shape = checkpoint.spec, prepared.shape
     if generation is not None and prepared.rules.scored:
@@ -49,7 +50,7 @@ def decode_output(
             f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "
             "use the same version of Hepti and of the model on all of them"
         )
-    values = output.astype(np.float32, copy=False)
+    values = np.concatenate([*before, output]).astype(np.float32, copy=False)
     if not np.isfinite(values).all():
         raise ModelError(f"Model {checkpoint.model} produced NaN or infinity{_narrow_numbers(plan)}")
     if shape.want == "hidden":
@@ -160,9 +161,8 @@ def _shown(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
 
 
 def _decoded_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text of generated tokens; empty without a tokenizer."""
+    """Return the text of generated tokens without those that steer a model; empty without a tokenizer."""
     if not checkpoint.has_tokenizer:
         return ""
-    steering = checkpoint.spec.head.task == "transcription"  # tokens of which a user need not know
-    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=steering)
+    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=True)
     return text

@@ -20,7 +20,7 @@ from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import NetworkError, PacketLimitError, RemoteError
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
-from hepti_mqtt.service.handler import Reply, encode_failure
+from hepti_mqtt.service.handler import Asked, Reply, encode_failure
 from hepti_mqtt.service.requests import peek_id
 from hepti_mqtt.transport import (
     BrokerUrl,
@@ -183,12 +183,12 @@ class Journal:
                 "request."
             )
 
-    def record_waiting(self, raw: RawRequest, request: Request) -> None:
+    def record_waiting(self, raw: RawRequest, request: Request | Asked) -> None:
         """Note the delivery of a request that waits for its answer; several deliveries of it share one answer."""
         with self._lock:
             self._waiting.setdefault((request.key, request.digest), []).append(raw)
 
-    def take_waiting(self, request: Request) -> list[RawRequest]:
+    def take_waiting(self, request: Request | Asked) -> list[RawRequest]:
         """Remove and return all deliveries of a request whose answer goes out."""
         with self._lock:
             return self._waiting.pop((request.key, request.digest), [])

@@ -10,7 +10,7 @@ import threading
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,8 +18,10 @@ import numpy as np
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import RequestPins
 from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.ids import asked_name, check_name
 from hepti_mqtt.models import largest_shape
+from hepti_mqtt.models.shapes import ImageInput, TextInput
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import TAKEN_BY
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
@@ -85,14 +87,53 @@ class OpenModel:
     pins: Pins
 
 
+class Asked(NamedTuple):
+    """A request as its client asked it, under the name that people know, and its digest."""
+
+    key: RequestKey
+    digest: bytes
+
+
+class Joint:
+    """Requests of one client's request, whose answer is made of all their answers; callable on any thread.
+
+    requests: in the order of their models; the last one has the question.
+    """
+
+    def __init__(self) -> None:
+        self.requests: tuple[Request, ...] = ()
+        self._lock = threading.Lock()
+        self._answers: dict[RequestKey, AnswerRequest] = {}
+        self._failed = False
+
+    def add(self, answer: AnswerRequest) -> tuple[AnswerRequest, ...]:
+        """Take an answer; return all of them, in order, with the last one, else nothing."""
+        with self._lock:
+            self._answers[answer.request.key] = answer
+            whole = len(self._answers) == len(self.requests) and not self._failed
+            return tuple(self._answers[request.key] for request in self.requests) if whole else ()
+
+    def fail(self) -> bool:
+        """Take a failure; return whether it is the first one."""
+        with self._lock:
+            before, self._failed = self._failed, True
+            return not before
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _ReplyContext:
-    """How to answer a request; weakly referenced by the memory quota. streams: tokens go out as they come."""
+    """How to answer a request; weakly referenced by the memory quota.
+
+    asked: what its client calls it. streams: tokens go out as they come. joint: of a request whose answer needs the
+    outputs of several models.
+    """
 
     topic: str
     model_input: requests.ModelInput
     received_s: float
     streams: bool
+    asked: Asked
+    joint: Joint | None = None
 
 
 MakeId = Callable[[RawRequest], str]
@@ -115,6 +156,9 @@ class RequestHandler:
         self._topics = Topics(site)
         self._request_pins = request_pins
         self._models = models
+        self._asked: dict[str, list[OpenModel]] = {}  # by the name that people know
+        for model in models.values():
+            self._asked.setdefault(asked_name(model.name), []).append(model)
         self._forecasts = forecasts
         self._quota = MemoryQuota(MAX_WAITING_BYTES)
         self._lock = threading.Lock()  # guards the answers that are kept
@@ -144,10 +188,10 @@ class RequestHandler:
         self, key: RequestKey, data: Mapping[str, Any], now: float, topics: Topics, bare: bool
     ) -> Request | Reply:
         model, client = key.model, key.client
-        served = self._models.get(model)
+        served = self._asked.get(model)
         if served is None:
-            raise UnknownModelError(f"no model {model} is served here; there are: {', '.join(sorted(self._models))}")
-        parts = split_envelope(data, served.pins)
+            raise UnknownModelError(f"no model {model} is served here; there are: {', '.join(sorted(self._asked))}")
+        parts = split_envelope(data, served[0].pins)
         if parts.pins is not None and self._request_pins == "none":
             raise RequestError(
                 f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
@@ -163,28 +207,31 @@ class RequestHandler:
             raise IdInUseError.of(key.id)
         if known is not None:
             return Reply(topic, known.payload, key)
-        prepared = requests.read_input(served.checkpoint, parts.body)
-        batches = split_into_batches(prepared, largest_shape(served.checkpoint.spec).size)
-        generation = None
-        if prepared.new_tokens:
-            prompt, carried = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
-            generation = Generation(
-                tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules, carried
-            )
-        deadline_s = now + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s)
-        context = _ReplyContext(topic, prepared, now, streams=not bare)
-        self._quota.take(prepared.inputs.nbytes, context)
-        return Request(
-            key,
-            batches,
-            context,
-            deadline_s,
-            parts.pins,
-            prepared.wants_result,
-            generation=generation,
-            digest=asked,
-            wants_report=parts.report,
-        )
+        found = _read_by(served, parts.body)
+        joint = Joint() if len(found) > 1 else None
+        made = []
+        for one, prepared in found:
+            context = _ReplyContext(topic, prepared, now, not bare, Asked(key, asked), joint)
+            self._quota.take(prepared.inputs.nbytes, context)
+            made.append(_request(replace(key, model=one.name), one, prepared, context, parts))
+        if joint is not None:
+            joint.requests = tuple(made)
+        return made[0]
+
+    @staticmethod
+    def parts_of(request: Request) -> tuple[Request, ...]:
+        """Return the requests that a client's request is answered by, of which this is the first."""
+        joint = _context(request).joint
+        return (request,) if joint is None else joint.requests
+
+    def keys_of(self, key: RequestKey) -> list[RequestKey]:
+        """Return the keys of the requests that a client's request may be answered by."""
+        return [replace(key, model=model.name) for model in self._asked.get(key.model, ())] or [key]
+
+    @staticmethod
+    def asked(request: Request) -> Asked:
+        """Return what a request's client calls it."""
+        return _context(request).asked
 
     def _topics_of(self, raw: RawRequest) -> Topics:
         return Topics(raw.site) if raw.site else self._topics
@@ -230,23 +277,33 @@ class RequestHandler:
         }
         if command.attempt:  # the text begins again
             told["attempt"] = command.attempt
-        return Reply(_context(request).topic, json.dumps(told).encode(), request.key)
+        return Reply(_context(request).topic, json.dumps(told).encode(), _context(request).asked.key)
 
     def encode_taken(self, request: Request, group: str) -> Reply | None:
         """Return the JSON that says which group has a request; None where only the answer is wanted."""
         if not _context(request).streams:
             return None
         told = {"id": request.key.id, TAKEN_BY: group, "final": False}
-        return Reply(_context(request).topic, json.dumps(told).encode(), request.key)
+        return Reply(_context(request).topic, json.dumps(told).encode(), _context(request).asked.key)
 
-    def encode_answer(self, command: AnswerRequest, now: float) -> Reply:
-        """Return the JSON of a result; an invalid result becomes an error."""
+    def encode_answer(self, command: AnswerRequest, now: float) -> Reply | None:
+        """Return the JSON of a result; an invalid result becomes an error; None while another output is missing."""
+        context = _context(command.request)
+        together = (command,) if context.joint is None else context.joint.add(command)
+        if not together:
+            return None
+        return self._encode_answers(together, now)
+
+    def _encode_answers(self, together: Sequence[AnswerRequest], now: float) -> Reply | None:
+        """Return the JSON of the answer that one output gives, or several together; the plan is the last one's."""
+        command = replace(together[-1], stats=tuple(stats for one in together for stats in one.stats))
         request, context = command.request, _context(command.request)
         model = self._models[request.key.model]
         try:
+            before = [one.request.output() for one in together[:-1]]
             result = (
                 answers.decode_output(
-                    model.checkpoint, context.model_input, request.output(), command.plan, request.generation
+                    model.checkpoint, context.model_input, request.output(), command.plan, request.generation, before
                 )
                 if request.wants_result
                 else None
@@ -267,22 +324,8 @@ class RequestHandler:
             overhead_s + sum(f.seconds * s.expectation[which] for f, s in pairs) for which in range(3)
         )
         told = {
-            "plan": {
-                "id": str(plan.version),
-                "epoch": list(plan.version),
-                "strategy": plan.strategy,
-                "options": dict(plan.options),
-                "wire": plan.wire,
-                "wire_error": plan.wire_error,
-                "weights": plan.weight_dtype,
-                "weight_error": plan.weight_error,
-                "route": plan.route,
-                "devices": shares(forecasts),
-                "reason": plan.reason,
-                "predicted_ms": plan.predicted_s * 1e3,
-                "predicted_tokens": plan.predicted_tokens,
-            },
-            "tokens": context.model_input.shape.size,
+            "plan": _plan_told(plan, shares(forecasts)),
+            "tokens": sum(_context(one.request).model_input.shape.size for one in together),
             "runs": len(command.stats) if request.wants_result else 0,
             "batched_with": sum(s.requests - 1 for s in command.stats),
             **_reported_costs(command.stats),
@@ -296,16 +339,22 @@ class RequestHandler:
         }
         if request.generation is not None:
             told["final"] = True
-        head = {"id": request.key.id, "model": request.key.model, "ok": True}
+        head = {"id": request.key.id, "model": context.asked.key.model, "ok": True}
         text = "null" if result is None else answers.to_json(result)
         payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(told, allow_nan=False)[1:]}'.encode()
-        self._cache_answer(request, payload)
-        return Reply(context.topic, payload, request.key, "ok", str(plan.version), told["predicted_ms"])
+        self._cache_answer(context.asked, payload)
+        return Reply(context.topic, payload, context.asked.key, "ok", str(plan.version), told["predicted_ms"])
 
-    def encode_refusal(self, command: RefuseRequest) -> Reply:
-        """Return the JSON of an error, which is not cached: the same request may be sent again."""
-        key = command.request.key
-        return Reply(_context(command.request).topic, encode_failure(key.id, command.error), key, command.error.code)
+    def encode_refusal(self, command: RefuseRequest) -> Reply | None:
+        """Return the JSON of an error, which is not cached: the same request may be sent again; None if one went out.
+
+        A request whose answer needs several outputs ends with the first error.
+        """
+        context = _context(command.request)
+        if context.joint is not None and not context.joint.fail():
+            return None
+        key = context.asked.key
+        return Reply(context.topic, encode_failure(key.id, command.error), key, command.error.code)
 
     def _cached_answer(self, key: RequestKey) -> _CachedAnswer | None:
         with self._lock:
@@ -314,15 +363,72 @@ class RequestHandler:
                 self._answered.move_to_end(key)
             return known
 
-    def _cache_answer(self, request: Request, payload: bytes) -> None:
+    def _cache_answer(self, asked: Asked, payload: bytes) -> None:
         with self._lock:
-            if (before := self._answered.pop(request.key, None)) is not None:
+            if (before := self._answered.pop(asked.key, None)) is not None:
                 self._answered_bytes -= len(before.payload)
             self._answered_bytes += len(payload)
-            self._answered[request.key] = _CachedAnswer(request.digest, payload)
+            self._answered[asked.key] = _CachedAnswer(asked.digest, payload)
             while len(self._answered) > MAX_CACHED_ANSWERS or self._answered_bytes > MAX_CACHED_BYTES:
                 _, old = self._answered.popitem(last=False)
                 self._answered_bytes -= len(old.payload)
+
+
+def _plan_told(plan: Plan, devices: Mapping[str, float]) -> dict[str, Any]:
+    """Return what an answer says of its plan; devices: with their shares."""
+    return {
+        "id": str(plan.version),
+        "epoch": list(plan.version),
+        "strategy": plan.strategy,
+        "options": dict(plan.options),
+        "wire": plan.wire,
+        "wire_error": plan.wire_error,
+        "weights": plan.weight_dtype,
+        "weight_error": plan.weight_error,
+        "route": plan.route,
+        "devices": dict(devices),
+        "reason": plan.reason,
+        "predicted_ms": plan.predicted_s * 1e3,
+        "predicted_tokens": plan.predicted_tokens,
+    }
+
+
+def _read_by(served: Sequence[OpenModel], body: Mapping[str, Any]) -> list[tuple[OpenModel, requests.ModelInput]]:
+    """Return which of the models under one name read a request, and what; raises RequestError, ModelError."""
+    if any({*form} <= body.keys() for form in requests.MATCHED_FORMS):
+        pair = [m for kind in (TextInput, ImageInput) for m in served if isinstance(m.checkpoint.spec.input_spec, kind)]
+        if len(pair) == 2 and pair[0].checkpoint.similarity is not None:
+            words, pictures = pair
+            return list(zip(pair, requests.read_matched(words.checkpoint, pictures.checkpoint, body), strict=True))
+    place = requests.reader_of([model.checkpoint for model in served], body)
+    chosen, others = served[place], [model.checkpoint for i, model in enumerate(served) if i != place]
+    return [(chosen, requests.read_input(chosen.checkpoint, body, others))]
+
+
+def _request(
+    key: RequestKey,
+    model: OpenModel,
+    prepared: requests.ModelInput,
+    context: _ReplyContext,
+    parts: requests.RequestEnvelope,
+) -> Request:
+    """Return a request to one model."""
+    batches = split_into_batches(prepared, largest_shape(model.checkpoint.spec).size)
+    generation = None
+    if prepared.new_tokens:
+        prompt, carried = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
+        generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules, carried)
+    return Request(
+        key,
+        batches,
+        context,
+        context.received_s + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s),
+        parts.pins,
+        prepared.wants_result,
+        generation=generation,
+        digest=context.asked.digest,
+        wants_report=parts.report,
+    )
 
 
 def _reply_topic(topics: Topics, key: RequestKey, bare: bool) -> str:

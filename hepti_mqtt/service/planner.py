@@ -26,7 +26,7 @@ from hepti_mqtt.errors import (
     RefusedError,
     RemoteError,
 )
-from hepti_mqtt.ids import Start, check_name
+from hepti_mqtt.ids import Start, asked_name, check_name
 from hepti_mqtt.protocol.keys import KEY_BYTES
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.starts import NameHolder
@@ -233,7 +233,8 @@ class _Planner:
     def _home_assistant(self, prefix: str | None) -> HomeAssistant | None:
         if prefix is None:
             return None
-        tasks = {name: model.checkpoint.spec.head.task for name, model in self.models.items()}
+        asked = {name: model for name, model in self.models.items() if asked_name(name) == name}
+        tasks = {name: model.checkpoint.spec.head.task for name, model in asked.items()}
         warn = partial(self.decoder.log.record, "home_assistant")
         return HomeAssistant(self.config.url, self.topics, prefix, tasks, time.monotonic, warn)
 
@@ -314,25 +315,27 @@ class _Planner:
         journal = self.channel.journal
         try:
             journal.check_attempts(raw)
-            request = self.handler.read_request(raw, now, journal.id_for)
+            first = self.handler.read_request(raw, now, journal.id_for)
         except Exception as error:
             self._refuse_unread(raw, error if isinstance(error, HeptiError) else self._internal_error(error))
             return
-        if isinstance(request, RequestKey):
-            self.inbox.post(interface.RequestCancelled(request))
+        if isinstance(first, RequestKey):
+            for key in self.handler.keys_of(first):
+                self.inbox.post(interface.RequestCancelled(key))
             return
-        if isinstance(request, Reply):
-            self.channel.send(request, [raw])
-            if request.outcome != "ok":  # else it is an answer that was given before
-                self.served.record(request, 0.0, time.time())
+        if isinstance(first, Reply):
+            self.channel.send(first, [raw])
+            if first.outcome != "ok":  # else it is an answer that was given before
+                self.served.record(first, 0.0, time.time())
             return
-        journal.record_waiting(raw, request)
-        if raw.site and (taken := self.handler.encode_taken(request, self.config.site)) is not None:
+        journal.record_waiting(raw, self.handler.asked(first))
+        if raw.site and (taken := self.handler.encode_taken(first, self.config.site)) is not None:
             self.channel.send(taken)
-        if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
-            full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
-            self._answer(interface.RefuseRequest(request, full))
-        self.handler.request_forecast(request)  # after its dispatch, which needs the interpreter first
+        for request in self.handler.parts_of(first):
+            if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
+                full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
+                self._answer(interface.RefuseRequest(request, full))
+            self.handler.request_forecast(request)  # after its dispatch, which needs the interpreter first
 
     def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
         reply = self.handler.refuse_unread(raw, error, self.channel.journal.id_for)
@@ -354,7 +357,9 @@ class _Planner:
             )
         except Exception as error:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
-        self.channel.send(reply, self.channel.journal.take_waiting(command.request))
+        if reply is None:
+            return
+        self.channel.send(reply, self.channel.journal.take_waiting(self.handler.asked(command.request)))
         age_s, model = self.handler.age_s(command.request, time.monotonic()), reply.key.model
         self.served.record(reply, 1e3 * age_s, time.time())
         if self.home is not None:

@@ -18,6 +18,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.sentences import CrossEncoder, cross_encoder
+from hepti_mqtt.models.towers import Similarity
 from hepti_mqtt.spec import RequestShape
 
 Floats = npt.NDArray[np.float32]
@@ -149,6 +150,25 @@ def entailment(labels: Sequence[str]) -> tuple[int, int]:
         return -1, -1
     contradicts = next((i for i, name in enumerate(names) if name.startswith("contra")), -1)
     return follows, contradicts if contradicts >= 0 else (0 if follows else len(labels) - 1)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Labels that a picture is said to show; top_k: None for all."""
+
+    labels: tuple[str, ...]
+    similarity: Similarity
+    top_k: int | None
+
+    def results(self, _checkpoint: Checkpoint, _shape: RequestShape, output: Floats) -> list[Result]:
+        """Return the labels of each picture; output: the vectors of sentences about the labels, then of pictures."""
+        factor, bias, apart = self.similarity
+        sentences, pictures = np.split(unit(output), [len(self.labels)])
+        logits = pictures @ sentences.T * np.float32(factor) + np.float32(bias)
+        return [
+            {"labels": [{"label": self.labels[i], "score": float(row[i])} for i in best(row, self.top_k)]}
+            for row in (sigmoid if apart else softmax)(logits)
+        ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

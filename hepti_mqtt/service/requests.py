@@ -32,6 +32,7 @@ from hepti_mqtt.service.messages import read_messages, read_tools
 from hepti_mqtt.service.questions import (
     Entities,
     Extraction,
+    Matched,
     OwnLabels,
     Question,
     Ranking,
@@ -88,6 +89,7 @@ DEFAULT_TOP_K: Final = 5
 MAX_NEW_TOKENS: Final = 4096
 DEFAULT_NEW_TOKENS: Final = 16
 TEMPLATE: Final = "This example is {}."
+PICTURE_TEMPLATE: Final = "This is a photo of {}."
 # Of a question and a part of its context, as extractive question answering of transformers has them.
 WINDOW: Final = 384
 OVERLAP: Final = 128
@@ -98,6 +100,7 @@ AUDIO_FORMS: Final = (("audio",),)
 PAIR_FORMS: Final = (("text", "text_pair"), ("pairs",))
 RANKING_FORM: Final = ("query", "documents")
 LABEL_FORMS: Final = (("text", "candidate_labels"), ("texts", "candidate_labels"))
+MATCHED_FORMS: Final = (("image", "candidate_labels"), ("images", "candidate_labels"))
 ANSWER_FORM: Final = ("question", "context")
 MESSAGES_FORM: Final = ("messages",)
 _FORMS: Final = (
@@ -122,6 +125,7 @@ _TASKS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("temperature", "seed"), ("generation", "transcription")),
 }  # fmt: skip
 _OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", *_INPUTS_OF, *_TASKS_OF})
+_MATCHED_KEYS: Final = ("image", "images", "candidate_labels", "hypothesis_template", "top_k", "truncate")
 # Read by the envelope below.
 PINS: Final = ("strategy", "options", "devices", "wire", "accuracy", "weights", "route", "objective")
 _ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", "report", *PINS})
@@ -156,12 +160,13 @@ class ModelInput:
     seconds: float = 0.0
 
 
-def read_input(checkpoint: Checkpoint, request: Any) -> ModelInput:
+def read_input(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = ()) -> ModelInput:
     """Return the model input of `request`, an object from `json.loads`; docs/reference/requests.md has its keys.
 
-    Raises RequestError naming what is invalid or over a limit, ModelError if the checkpoint lacks a tokenizer.
+    beside: other models of the same name, which read other requests. Raises RequestError naming what is invalid or
+    over a limit, ModelError if the checkpoint lacks a tokenizer.
     """
-    prepared = _prepared(checkpoint, request)
+    prepared = _prepared(checkpoint, request, beside)
     rows, columns = checkpoint.spec.output_shape(prepared.shape)
     if rows * columns > MAX_OUTPUT:
         raise RequestError(
@@ -171,7 +176,13 @@ def read_input(checkpoint: Checkpoint, request: Any) -> ModelInput:
     return prepared
 
 
-def _prepared(checkpoint: Checkpoint, request: Any) -> ModelInput:
+def reader_of(models: Sequence[Checkpoint], request: Mapping[str, Any]) -> int:
+    """Return the place of the model that reads a request, of those under one name; the first where none does."""
+    given = {key for key in _INPUTS if key in request}
+    return next((i for i, one in enumerate(models) if any({*form} == given for form in forms(one))), 0)
+
+
+def _prepared(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = ()) -> ModelInput:
     if not isinstance(request, Mapping):
         raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {describe(request)}')
     unknown = sorted(str(key) for key in request if key not in REQUEST_KEYS)
@@ -183,7 +194,7 @@ def _prepared(checkpoint: Checkpoint, request: Any) -> ModelInput:
             f"{', '.join(sorted(REQUEST_KEYS))}"
         )
     reads = checkpoint.spec.input_spec
-    form = _form(checkpoint, request)
+    form = _form(checkpoint, request, beside)
     want, computes = _want(request)
     top_k = _integer(request, "top_k", DEFAULT_TOP_K, MAX_TOP_K)
     several = _is_several(form, request)
@@ -228,6 +239,7 @@ def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
         return AUDIO_FORMS
     if isinstance(reads, DecoderInput):
         return (("text",), ("ids",), MESSAGES_FORM)
+    assert isinstance(reads, TextInput)
     texts: tuple[Form, ...] = (("text",), ("texts",))
     if head.task == "question_answering":
         return (ANSWER_FORM, ("ids",))
@@ -237,18 +249,21 @@ def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
         entails = LABEL_FORMS if entailment(head.labels)[0] >= 0 else ()
         return (*texts, ("ids",), *ranks, *entails)
     if head.task == "embedding":
-        pairs = () if MODULES in checkpoint.extras else PAIR_FORMS
+        one_text = MODULES in checkpoint.extras or reads.end is not None or reads.padded
+        pairs = () if one_text else PAIR_FORMS
         return (*texts, ("ids",), *pairs, RANKING_FORM)
     return (*texts, ("ids",), *(PAIR_FORMS if head.task == "masked_token" else ()))
 
 
-def _form(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Form:
+def _form(checkpoint: Checkpoint, request: Mapping[str, Any], beside: Sequence[Checkpoint] = ()) -> Form:
     """Return the keys of a request's input; raises RequestError for those that the model does not read together."""
     given = tuple(key for key in _INPUTS if key in request)
     allowed = forms(checkpoint)
     found = next((form for form in allowed if {*form} == {*given}), None)
     if found is None:
-        reads = "; ".join(" and ".join(form) for form in allowed)
+        every = [*allowed, *(form for other in beside for form in forms(other))]
+        every += MATCHED_FORMS if beside and checkpoint.similarity is not None else ()
+        reads = "; ".join(" and ".join(form) for form in every)
         raise RequestError(
             f"a request to model {checkpoint.model} brings one of: {reads}. This one brings "
             f"{' and '.join(given) or 'none'}{_why_not(checkpoint, given)}; send one of those, or ask another model"
@@ -511,12 +526,7 @@ def _read_labels(
     _checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], form: Form, several: bool
 ) -> Read:
     """Read texts and a user's own labels: a pair of each text with a sentence about each label."""
-    labels = [label for _, label in _items("candidate_labels", request["candidate_labels"])]
-    if not all(isinstance(label, str) and label.strip() for label in labels) or len({*labels}) < len(labels):
-        raise RequestError("candidate_labels must be different texts, none of them empty")
-    template = request.get("hypothesis_template", TEMPLATE)
-    if not isinstance(template, str) or template.count("{}") != 1:
-        raise RequestError(f"hypothesis_template must be a text with one {{}} for the label, not {quoted(template)}")
+    labels = _own_labels(request, TEMPLATE)
     items = _items(form[0], request[form[0]], several)
     if len(items) * len(labels) > MAX_SEQUENCES:
         raise RequestError(
@@ -524,11 +534,40 @@ def _read_labels(
             f"{MAX_SEQUENCES} in one request"
         )
     read = [
-        reader.pair((name, "candidate_labels"), (text, template.replace("{}", label)), first_only=True)
+        reader.pair((name, "candidate_labels"), (text, sentence), first_only=True)
         for name, text in items
-        for label in labels
+        for sentence in labels.values()
     ]
     return read, OwnLabels(tuple(labels), _flag(request, "multi_label"), request.get("top_k"))
+
+
+def _own_labels(request: Mapping[str, Any], usual: str) -> dict[str, str]:
+    """Return a user's own labels, and the sentence about each of them; usual: the template without another one."""
+    labels = [label for _, label in _items("candidate_labels", request["candidate_labels"])]
+    if not all(isinstance(label, str) and label.strip() for label in labels) or len({*labels}) < len(labels):
+        raise RequestError("candidate_labels must be different texts, none of them empty")
+    template = request.get("hypothesis_template", usual)
+    if not isinstance(template, str) or template.count("{}") != 1:
+        raise RequestError(f"hypothesis_template must be a text with one {{}} for the label, not {quoted(template)}")
+    return {label: template.replace("{}", label) for label in labels}
+
+
+def read_matched(words: Checkpoint, pictures: Checkpoint, request: Mapping[str, Any]) -> tuple[ModelInput, ModelInput]:
+    """Return the inputs of pictures with a user's own labels: a sentence about each label, and the pictures.
+
+    The question of the second one is asked of the vectors of both. Raises as `read_input` does.
+    """
+    if wrong := sorted(str(key)[:40] for key in request if key not in (*_MATCHED_KEYS, *_ENVELOPE)):
+        raise RequestError(
+            f"labels of pictures go with {', '.join(_MATCHED_KEYS)}, and this request has {', '.join(wrong)}: leave it "
+            "out"
+        )
+    labels, top_k = _own_labels(request, PICTURE_TEMPLATE), request.get("top_k")
+    _integer(request, "top_k", DEFAULT_TOP_K, MAX_TOP_K)
+    sentences = read_input(words, {"texts": [*labels.values()], "truncate": _flag(request, "truncate")})
+    seen = read_input(pictures, {key: request[key] for key in ("image", "images") if key in request})
+    assert words.similarity is not None
+    return sentences, replace(seen, question=Matched(tuple(labels), words.similarity, top_k))
 
 
 def _read_question(

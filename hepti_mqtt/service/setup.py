@@ -10,7 +10,7 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
-from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.checkpoint import Checkpoint, model_parts
 from hepti_mqtt.config import Settings
 from hepti_mqtt.config.options import MAX_WEIGHT_ERROR, PlannerOptions, RequestPins
 from hepti_mqtt.errors import ConfigError, ModelError, PlanError, RequestError, UnsupportedModelError, WireError
@@ -105,21 +105,32 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
         except RequestError as error:
             raise ConfigError(f"model {name}: {error}") from error
         try:
-            checkpoint = stack.enter_context(Checkpoint.open(directory, check_name("model", name)))
-            if checkpoint.has_tokenizer:
-                _ = checkpoint.tokenizer  # now: at the first request the directory may hold another model's
-            _ = checkpoint.languages
-            require_acceptable(checkpoint)
-            config.log.info("model %s: %d tensors", name, len(checkpoint.manifest.entries))
+            opened = _open_parts(directory, check_name("model", name), stack)
+            for part, checkpoint in opened.items():
+                config.log.info("model %s: %d tensors", part, len(checkpoint.manifest.entries))
         except ModelError as error:
             bad.append(error)
             if len(config.models) > 1:
                 config.log.warning("model %s is not served: %s", name, error)
             continue
-        models[name] = OpenModel(name, checkpoint, _supported_pins(config, name, checkpoint, pins))
+        for part, checkpoint in opened.items():
+            models[part] = OpenModel(part, checkpoint, _supported_pins(config, part, checkpoint, pins))
     if not models:
         raise bad[0]
     return models
+
+
+def _open_parts(directory: str | Path, name: str, stack: contextlib.ExitStack) -> dict[str, Checkpoint]:
+    """Return the models in a directory by their names on the site; raises ModelError."""
+    opened = {}
+    for part in model_parts(directory):
+        checkpoint = stack.enter_context(Checkpoint.open(directory, name, part))
+        if checkpoint.has_tokenizer:
+            _ = checkpoint.tokenizer  # now: at the first request the directory may hold another model's
+        _ = checkpoint.languages, checkpoint.similarity
+        require_acceptable(checkpoint)
+        opened[checkpoint.name] = checkpoint
+    return opened
 
 
 def require_acceptable(checkpoint: Checkpoint) -> None:

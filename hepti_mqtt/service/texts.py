@@ -145,7 +145,21 @@ class TextReader:
         if len(value) > reads.longest and not self._truncate:
             raise self._too_long(name)
         typed = value if types is None else [i + reads.vocab * kind for i, kind in zip(value, types, strict=True)]
-        return Tokens(typed[: reads.longest])
+        return Tokens(self._as_read(name, typed[: reads.longest]))
+
+    def _as_read(self, name: str, ids: Sequence[int]) -> Sequence[int]:
+        """Return a text's ids as the model reads them: up to the token at which its vector is read, or filled up."""
+        end, model = self._reads.end, self._checkpoint.model
+        if end is not None:
+            last = max(ids) if end == self._reads.vocab else end
+            if last not in ids:
+                raise RequestError(
+                    f"{name} has no token {end}, at which model {model} reads a text's vector; put it at the end, or "
+                    "send a text"
+                )
+            ids = ids[: ids.index(last) + 1]
+        short = self._reads.longest - len(ids)
+        return [*ids, *[self._checkpoint.padding_id] * short] if self._reads.padded and short else ids
 
     def _check_own(self, name: str, ids: Sequence[int], types: Any) -> None:
         """Raise RequestError for ids of which a model makes something else than was meant."""
@@ -216,7 +230,7 @@ class TextReader:
             raise self._too_long(name)
         types = encoding.type_ids
         if self._reads.types == 1 or not any(types):
-            return Tokens(ids, encoding)
+            return Tokens(self._as_read(name, ids), encoding)
         if checkpoint.texts.typed is None:
             raise ModelError(
                 f"model {checkpoint.model}: tokenizer.json gives token types, and versions of transformers differ in "

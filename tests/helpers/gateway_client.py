@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hepti_mqtt.client import Answer
+from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.errors import HeptiError, NetworkError, RequestError
 
 ROWS = np.random.default_rng(1).standard_normal((200, 5)).astype(np.float32)
@@ -24,6 +25,11 @@ SPOKEN = {
     "doubtful": False, "ids": [7, 8], "temperature": 0.0,
     "segments": [{"start": 0.0, "end": 1.5, "text": "Light on.", "ids": [7, 8]}],
 }  # fmt: skip
+
+
+WRITTEN = Answer(
+    {"result": {"embedding": ROWS[0].tolist(), "ids": [7], "text": "Light on.", "finish": "stop"}, "tokens": 1}, 1.0
+)
 
 
 class Client:
@@ -50,6 +56,13 @@ class Client:
     def models(self, timeout: float = 5.0) -> list[str]:
         return ["m", "labels", "ranker", "any"]
 
+    def stream(self, model: str, request: Any, put: Any) -> AnswerStream:
+        self.asked.append({"model": model, **request})
+        stream = AnswerStream(put)
+        put({"index": 0, "token": 7, "text": "Light on."})
+        stream.set_result(WRITTEN)
+        return stream
+
     def submit(self, model: str, **request: Any) -> Future[Answer]:
         self.asked.append({"model": model, **request})
         future: Future[Answer] = Future()
@@ -75,8 +88,8 @@ class Client:
             packed = {"shape": states.shape, "base64": base64.b64encode(states.tobytes()).decode()}
             future.set_result(Answer({"result": packed, "tokens": len(states)}, 1.0))
             return future
-        if "text" in request or "image" in request:
-            future.set_result(Answer({"result": {"embedding": ROWS[0].tolist()}, "tokens": 1}, 1.0))
+        if {"text", "image", "messages"} & request.keys():
+            future.set_result(WRITTEN)
             return future
         inputs = request.get("texts") or [str(pair) for pair in request.get("pairs") or ()] or request["images"]
         labels = {"labels": [{"label": "a", "score": 0.75}, {"label": "b", "score": 0.25}]}

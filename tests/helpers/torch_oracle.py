@@ -38,6 +38,8 @@ def outputs(path, architecture, inputs, shape, pooling=None):
             given = {"input_ids": torch.from_numpy(inputs[start : start + length].astype(np.int64))[None]}
         with torch.no_grad():
             rows = model.base_model(**given).last_hidden_state[0]
+            if "CLIPVision" in architecture:  # whose states are those before the last norm
+                rows = model.base_model.post_layernorm(rows)
             result = model(**given)
         if shape.session_rows:
             hidden.append(rows.numpy())
@@ -106,14 +108,12 @@ def _task(result, rows, masks, pooling):
         return torch.nn.functional.normalize(mean, dim=1).numpy()
     if "start_logits" in result:
         return torch.stack([result.start_logits[0], result.end_logits[0]], dim=1).numpy()
+    if (vectors := result.get("text_embeds", result.get("image_embeds"))) is not None:
+        return vectors.numpy()
     if "logits" not in result:
         # A family without a pooler gives the first row as it is.
-        return (
-            rows[-1:].numpy()
-            if pooling == "last"
-            else rows[:1].numpy()
-            if result.get("pooler_output") is None
-            else result.pooler_output.numpy()
-        )
+        if result.get("pooler_output") is not None:
+            return result.pooler_output.numpy()
+        return (rows[-1:] if pooling == "last" else rows[:1]).numpy()
     logits = result.logits
     return (logits[0, masks] if logits.ndim == 3 else logits).numpy()

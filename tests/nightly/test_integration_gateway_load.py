@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import resource
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -27,6 +27,18 @@ GROWTH_BYTES = 24 << 20  # after the first quarter
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("load")
     yield from running_site(directory, {"tiny": make_model("tiny-bert", directory / "tiny", seed=3)}, {"a": "100MiB"})
+
+
+@pytest.fixture(scope="module")
+def gateway(site: Site) -> tuple[int, int]:
+    """Return the port and the process id of a gateway that serves."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = int(found.getsockname()[1])
+    with Hepti.connect(site.url, site.name) as hepti:
+        hepti.wait_ready("tiny", PATIENCE_S)
+    process = site.start("gateway", "gateway", "--port", str(port))
+    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
+    return port, process.pid
 
 
 class Load:
@@ -72,19 +84,40 @@ class Load:
         return sizes
 
 
-def test_many_connections_and_requests_end_in_no_error_and_in_no_growth(site: Site, tmp_path: Path) -> None:
+def test_many_connections_and_requests_end_in_no_error_and_in_no_growth(gateway: tuple[int, int]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2 * CONNECTIONS:
         pytest.skip(f"this user may open {hard} files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * CONNECTIONS), hard))
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
-    with Hepti.connect(site.url, site.name) as hepti:
-        hepti.wait_ready("tiny", PATIENCE_S)
-    gateway = site.start("gateway", "gateway", "--port", str(port))
-    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
-    load = Load(port)
-    sizes = asyncio.run(load.run(psutil.Process(gateway.pid)))
+    load = Load(gateway[0])
+    sizes = asyncio.run(load.run(psutil.Process(gateway[1])))
     assert load.statuses == {200: REQUESTS_PER_S * SECONDS}
     assert sizes[-1] - sizes[0] < GROWTH_BYTES, sizes
     print(load.statuses, [size >> 20 for size in sizes])
+
+
+def asked(port: int) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        connection.request("POST", "/embed", b'{"inputs": "a warm room"}')
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_many_who_send_too_slowly_leave_others_served_and_are_sent_away(gateway: tuple[int, int]) -> None:
+    port, _ = gateway
+    head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+    slow = [socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(300)]
+    for number, client in enumerate(slow):
+        client.sendall((b"", head[:30], head + b"\r\n{")[number % 3])
+    assert asked(port) == 200
+    ends = []
+    for client in slow:
+        try:
+            ends.append(client.recv(1 << 16)[9:12])
+        except ConnectionResetError:
+            ends.append(b"")
+        client.close()
+    assert set(ends) == {b"408", b""}
+    assert asked(port) == 200

@@ -39,7 +39,8 @@ CASES = (
     ("tiny-resnet", "map_rows", {"cut": "none", "halo": "ahead"}),
 )
 RANKER = "tiny-bert-ranker"
-KINDS = (*dict.fromkeys(kind for kind, _, _ in CASES), RANKER)
+TOWERS = "tiny-clip"
+KINDS = (*dict.fromkeys(kind for kind, _, _ in CASES), RANKER, TOWERS)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,33 @@ def test_a_picture_in_and_labels_out(site: Site, hepti: Hepti) -> None:
     assert [found["label"] for found in got.labels] == [found["label"] for found in want["labels"]]
     scores = [[found["score"] for found in labels] for labels in (got.labels, want["labels"])]
     np.testing.assert_allclose(*scores, atol=1e-5)
+
+
+def test_texts_and_pictures_under_one_name(site: Site, hepti: Hepti) -> None:
+    """Both over both devices, and labels of a picture, which take vectors of both."""
+    labels = ["a warm room", "a cold door", "light"]
+    sentences = [f"This is a photo of {label}." for label in labels]
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (33, 47, 3), dtype=np.uint8)).save(file, "PNG")
+    pins = {"strategy": "row", "devices": list(AGENTS), "timeout_s": PATIENCE_S}
+    want = []
+    for part, body in (
+        ("text", {"texts": sentences}),
+        ("image", {"image": base64.b64encode(file.getvalue()).decode()}),
+    ):
+        with Checkpoint.open(site.models[TOWERS], TOWERS, part) as checkpoint:
+            prepared = read_input(checkpoint, body)
+            _, vectors = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)
+        got = hepti.infer(TOWERS, **body, **pins)
+        assert {*got.plan["devices"]} == {*AGENTS}
+        np.testing.assert_allclose(np.reshape(got.embeddings, vectors.shape), vectors, atol=1e-5)
+        want.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+    found = hepti.infer(TOWERS, image=file.getvalue(), candidate_labels=labels, **pins).labels
+    best = np.argsort(-(want[1] @ want[0].T)[0])
+    assert [one["label"] for one in found] == [labels[i] for i in best]
+    assert sum(one["score"] for one in found) == pytest.approx(1)
+    assert TOWERS in hepti.models()
+    assert not any("." in name for name in hepti.models())
 
 
 @pytest.mark.parametrize("strategy", ["row", "megatron"])

@@ -23,6 +23,7 @@ from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, ExchangeKey, Program, Recv, Send, Slot, SlotSpec, WeightRef
 from hepti_mqtt.schedule import DropReason, ProgramRun, RunMachine, RunTemplate, make_template
+from hepti_mqtt.storage import StoredRows
 
 Array = NDArray[Any]
 KernelRun = Callable[[Sequence[Array], Sequence[Array]], None]
@@ -354,19 +355,22 @@ class Executor:
 # One Program run to its end in this process: for `model verify`, benchmarks and tests.
 
 
-def pack(tensors: Mapping[str, NDArray[Any]], refs: Iterable[WeightRef]) -> dict[WeightRef, Weight]:
-    """Return weight ranges as the loader would make them, from whole canonical tensors [in, out] or [n]."""
+def pack(tensors: Mapping[str, NDArray[Any] | StoredRows], refs: Iterable[WeightRef]) -> dict[WeightRef, Weight]:
+    """Return weight ranges as the loader would make them, from whole canonical tensors [in, out] or [n], or blocks."""
     held = {}
     for ref in refs:
         buffer = allocate(ref)
         tensor = tensors[ref.tensor]
-        buffer.put(tensor.reshape(1, -1) if tensor.ndim == 1 else tensor, 0, 0)
+        buffer.put(tensor.reshape(1, -1) if isinstance(tensor, np.ndarray) and tensor.ndim == 1 else tensor, 0, 0)
         held[ref] = buffer.finish()
     return held
 
 
 def run_local(
-    program: Program, tensors: Mapping[str, NDArray[Any]], inputs: NDArray[Any], workers: Workers | None = None
+    program: Program,
+    tensors: Mapping[str, NDArray[Any] | StoredRows],
+    inputs: NDArray[Any],
+    workers: Workers | None = None,
 ) -> NDArray[Any]:
     """Return what a Program without peers sends to the planner.
 

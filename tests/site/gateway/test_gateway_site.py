@@ -134,10 +134,3 @@ def test_the_dashboard_shows_requests_of_every_client(site: Site, port: int) -> 
         return answered and any(error["code"] == "bad_request" for error in told["errors"])
 
     poll(shown, "an answer and an error of another client")
-
-
-def test_a_second_gateway_on_the_port_says_that_it_is_taken(site: Site, port: int) -> None:
-    process = site.start("second", "gateway", "--port", str(port))
-    assert process.wait(PATIENCE_S) == 3
-    assert site.running.pop("second") is process
-    assert ask(port, "GET", "/health")[0] == 200

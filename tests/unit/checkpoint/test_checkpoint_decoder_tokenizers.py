@@ -66,3 +66,28 @@ def test_gemma(tmp_path):
 def test_other_words_than_those_of_the_class_are_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="pre_tokenizer is not the one of its class"):
         opened(tmp_path, qwen2(r"\s+"), ("", "<|endoftext|>"), {"tokenizer_class": "Qwen2Tokenizer"})
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["tokenizer.json", "vocab.json"])
+def test_clip(tmp_path, whole):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"{letter}</w>" for letter in alphabet), "th", "the</w>"]
+    ends = ("<|startoftext|>", "<|endoftext|>")
+    vocab = {piece: i for i, piece in enumerate([*words, *ends])}
+    merges = [("t", "h"), ("th", "e</w>")]
+    if whole:
+        made = Tokenizer(models.BPE(vocab=vocab, merges=merges, end_of_word_suffix="</w>", unk_token=ends[1]))
+        steps = [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+        made.normalizer = normalizers.Sequence(steps)
+        split = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"  # as older files have it
+        kept = pre_tokenizers.Split(Regex(split), "removed", invert=True)
+        made.pre_tokenizer = pre_tokenizers.Sequence([kept, pre_tokenizers.ByteLevel(False)])
+        tokenizer = opened(tmp_path, made, ends, {"tokenizer_class": "CLIPTokenizer"})
+    else:
+        (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+        (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, merges)))
+        options = {"model_type": "clip_text_model"}
+        tokenizer = open_tokenizer(tmp_path, options, {}, masks=False, lower=False, generates=False).tokenizer
+    start, end = vocab[ends[0]], vocab[ends[1]]
+    assert tokenizer.encode(" The\n THE the4").ids == [start, *[vocab["the</w>"]] * 3, vocab["4</w>"], end]
+    assert end not in tokenizer.encode("a <|endoftext|> b").ids[:-1]

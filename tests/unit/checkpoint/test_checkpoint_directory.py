@@ -537,7 +537,7 @@ def test_a_truncated_file_says_how_much_is_there(bert):
 
 
 @pytest.mark.parametrize(
-    ("start", "named"), [("<!DOCTYPE html>", "/resolve/"), ("PK\x03\x04", "PyTorch"), ("GGUF\x03\0\0\0", "llama.cpp")]
+    ("start", "named"), [("<!DOCTYPE html>", "/resolve/"), ("PK\x03\x04", "PyTorch"), ("GGUF\x03\0\0\0", ".gguf")]
 )
 def test_what_lies_under_the_name_of_the_weights_is_named(bert, start, named):
     (bert / WEIGHTS).write_text(start * 10)
@@ -550,7 +550,7 @@ def test_what_lies_under_the_name_of_the_weights_is_named(bert, start, named):
     ("files", "named"),
     [
         (("model.bin", "vocabulary.json"), "CTranslate2"),
-        (("bert-q4_k_m.gguf",), "llama.cpp"),
+        (("bert-q4_k_m.gguf",), "bert-q4_k_m.gguf"),
         (("onnx/model.onnx", CONFIG), "onnx/model.onnx"),
         (("tf_model.h5", CONFIG), "TensorFlow"),
         (("model.fp16.safetensors", CONFIG), "model.fp16.safetensors"),

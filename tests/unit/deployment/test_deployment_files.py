@@ -43,7 +43,7 @@ def test_the_open_broker_differs_only_in_who_may_come_in():
 
 def test_every_service_runs_a_command_that_exists():
     services = COMPOSE["services"]
-    assert set(services) == {"broker", "planner", "agent-large", "agent-medium", "agent-small", "agent"}
+    assert set(services) == {"broker", "planner", "agent-large", "agent-medium", "agent-small", "agent", "gateway"}
     for name, service in services.items():
         if name != "broker":
             command = [part.replace("${HEPTI_MODEL:-minilm=/opt/minilm}", "m=/d") for part in service["command"]]
@@ -57,12 +57,12 @@ def test_services_start_when_what_they_need_is_healthy():
     for name, service in services.items():
         # Agents start beside the planner, so that requests find them starting; the image is there with its container.
         needs = {} if name == "broker" else {"broker": HEALTHY}
-        if name.startswith("agent"):
+        if name.startswith("agent") or name == "gateway":
             needs["planner"] = {"condition": "service_started"}
         assert service.get("depends_on", {}) == needs
         words = service["healthcheck"]["test"]
         assert words[0] == "CMD"
-        if name != "broker":
+        if name not in ("broker", "gateway"):
             assert words[1] == "hepti"
             asked = build().parse_args([*words[2:], "--broker", "mqtt://broker"])
             command = build().parse_args(
@@ -70,6 +70,14 @@ def test_services_start_when_what_they_need_is_healthy():
             )
             assert asked.part == service["command"][0]
             assert name == "planner" or asked.id == command.device
+
+
+def test_the_gateway_is_asked_for_and_only_this_machine_reaches_it():
+    service = COMPOSE["services"]["gateway"]
+    assert service["profiles"] == ["gateway"]
+    found = build().parse_args(service["command"])
+    assert all(port.startswith("127.0.0.1:") and port.endswith(f":{found.port}") for port in service["ports"])
+    assert f":{found.port}/ping" in service["healthcheck"]["test"][-1]
 
 
 def test_containers_get_little_of_the_system_and_bounds():
@@ -109,7 +117,7 @@ def test_what_a_container_keeps_stands_in_its_volumes():
     kernels = re.search(r"^ENV NUMBA_CACHE_DIR=(/var/cache/hepti)/", image, re.MULTILINE)
     assert kernels is not None
     for name, service in COMPOSE["services"].items():
-        if name == "broker":
+        if name in ("broker", "gateway"):  # which has nothing to keep
             continue
         mounts = dict(reversed(volume.split(":")[:2]) for volume in service["volumes"] if ":" in volume)
         assert "/home/hepti" in {*mounts, *service["volumes"]}

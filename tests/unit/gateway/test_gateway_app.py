@@ -23,7 +23,7 @@ from hepti_mqtt.gateway.operations import JSON
 from hepti_mqtt.gateway.schemas import checked
 from hepti_mqtt.gateway.site import TEXTS, Site
 
-ANSWERS = {one.path: one.answers for one in OPERATIONS}
+ANSWERS = {one.path: one.answers for one in OPERATIONS if one.path != "/predict" or one.reads == JSON}
 
 
 def documented(answer: Any) -> None:

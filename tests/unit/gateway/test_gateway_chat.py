@@ -138,3 +138,9 @@ def test_ollamas_lines_have_what_its_whole_answer_has(tokens, content, calls):
     assert http.post("/api/generate", json=prompt).json()["response"] == "".join(tokens)
     for wrong in ({"format": "json"}, {"think": True}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
         assert http.post("/api/generate", json=prompt | wrong).status_code == 400
+
+
+@pytest.mark.parametrize("tool", [{}, {"function": {}}, {"function": {"name": 5}}, 5])
+def test_a_tool_without_a_name_is_refused(tool: Any) -> None:
+    status, told = asked(Talker("It"), tools=[tool])
+    assert (status, told["error"]["code"]) == (400, "bad_request")

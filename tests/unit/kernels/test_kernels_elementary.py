@@ -45,7 +45,8 @@ def test_within_two_units_in_the_last_place(name, reference, low, high):
 
 
 @pytest.mark.parametrize(
-    "name", ["gelu", "gelu_tanh", "relu", "relu6", "leaky_relu", "silu", "sigmoid", "hard_sigmoid", "hard_swish"]
+    "name",
+    ["gelu", "gelu_tanh", "relu", "relu6", "leaky_relu", "silu", "quick_gelu", "sigmoid", "hard_sigmoid", "hard_swish"],
 )
 def test_activations_equal_their_references(name):
     x = grid(-20.0, 20.0)
@@ -64,7 +65,7 @@ def test_limits_and_nan():
     x = np.array([-np.inf, np.inf, np.nan, -1e30, 1e30], np.float32)
     assert apply(elementary.exp_of_negative, x[[0, 3]]).tolist() == [0, 0]
     np.testing.assert_array_equal(apply(elementary.tanh, x), [-1, 1, np.nan, -1, 1])
-    for name in ("exp_of_negative", "gelu", "gelu_tanh", "relu", "relu6", "leaky_relu"):
+    for name in ("exp_of_negative", "gelu", "gelu_tanh", "relu", "relu6", "leaky_relu", "quick_gelu"):
         assert np.isnan(apply(getattr(elementary, name), x[2:3])).all()
     np.testing.assert_array_equal(apply(elementary.gelu, x[3:]), [0, x[4]])
     np.testing.assert_array_equal(apply(elementary.relu, x), [0, np.inf, np.nan, 0, x[4]])

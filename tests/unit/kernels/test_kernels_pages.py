@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hepti_mqtt.kernels import weights
-from hepti_mqtt.kernels.weights import aligned_zeros
+from hepti_mqtt.kernels import pages
+from hepti_mqtt.kernels.pages import aligned_zeros
 
 
 @settings(deadline=None)
@@ -56,8 +56,8 @@ def test_where_no_more_can_be_mapped_the_heap_has_it_or_says_that_it_has_not(mon
     def full(nbytes):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(weights, "_Mapping", full)
-    monkeypatch.setattr(weights, "_open", None)
+    monkeypatch.setattr(pages, "_Mapping", full)
+    monkeypatch.setattr(pages, "_open", None)
     array = aligned_zeros((300, 1000), "f4")
     assert array.shape == (300, 1000)
     assert array.ctypes.data % 64 == 0

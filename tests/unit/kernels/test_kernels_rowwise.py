@@ -76,7 +76,7 @@ def test_a_norm_by_root_mean_square_does_not_centre(kernel, weights):
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1), (7, 333)])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
 def test_gate(shape, activation):
     Case("gate", [array(*shape), array(*shape)], [shape], activation=activation).check()
 

@@ -102,6 +102,11 @@ def test_prepend_positions(images, n, h, more, placed):
     Case("prepend_positions", [array(images * n, h)], [(images * (1 + more + n), h)], weights, images=images).check()
 
 
+def test_rows_without_a_prefix_and_the_same_row_again():
+    Case("prepend_positions", [array(6, 4)], [(6, 4)], [array(3, 4)], images=2).check()
+    Case("repeat_row", [array(5, 3)], [(5, 4)], [array(4)]).check()
+
+
 @pytest.mark.parametrize("positions", [1, 4])
 def test_positions_that_are_too_few_or_too_many_are_refused(positions):
     case = Case("prepend_positions", [array(4, 3)], [(6, 3)], [array(3), array(positions, 3)], images=2)

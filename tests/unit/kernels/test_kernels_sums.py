@@ -17,6 +17,7 @@ ACTIVATIONS = [
     "hard_swish",
     "hard_sigmoid",
     "sigmoid",
+    "quick_gelu",
 ]
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple) | st.sampled_from(
     [(1023,), (5, 411), (2049, 1)]

@@ -63,6 +63,7 @@ def float64(tensors):
     [
         ("relu", lambda v: max(v, 0.0)),
         ("silu", lambda v: v / (1 + math.exp(-v))),
+        ("quick_gelu", lambda v: v / (1 + math.exp(-1.702 * v))),
         ("gelu", lambda v: v * (1 + math.erf(v / math.sqrt(2))) / 2),
         ("gelu_tanh", lambda v: v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) / 2),
     ],
@@ -171,8 +172,11 @@ def patchify(op, pixels):
     return np.stack([image[:, y : y + p, x : x + p].ravel() for image in values for y in side for x in side])
 
 
-def linear(op, x, weight, bias=0.0):
-    assert not op.attrs["residual"]
+def linear(op, x, *others):
+    beside, weights = others[: len(op.reads) - 1], others[len(op.reads) - 1 :]
+    count = len(weights) // 2 if op.attrs["bias"] else len(weights)
+    biases = np.concatenate([*map(np.ravel, weights[count:])]) if op.attrs["bias"] else 0.0
+    weight = np.concatenate(weights[:count], axis=1)
     activate = {
         None: lambda v: v,
         "tanh": np.tanh,
@@ -180,13 +184,32 @@ def linear(op, x, weight, bias=0.0):
         "gelu_tanh": lambda v: 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3))),
         "relu": lambda v: np.maximum(v, 0),
         "silu": lambda v: v / (1 + np.exp(-v)),
+        "quick_gelu": lambda v: v / (1 + np.exp(-1.702 * v)),
     }
-    return activate[op.attrs["activation"]](x @ weight + bias)
+    return activate[op.attrs["activation"]](x @ weight + biases) + sum(beside)
+
+
+def attention(op, q, kv):
+    """Rows of one query each, of which `q_rows` says to which sequence they belong."""
+    heads, d = op.attrs["heads"], op.attrs["head_dim"]
+    ends = np.cumsum(op.attrs["lengths"])
+    out = np.empty((len(q), heads * d))
+    for i, row in enumerate(op.attrs["q_rows"]):
+        item = int(np.searchsorted(ends, row, "right"))
+        seen = kv[ends[item] - op.attrs["lengths"][item] : ends[item]]
+        for h in range(heads):
+            asked, keys, values = (
+                rows[..., op.attrs[f"{part}_column"] + h * d :][..., :d]
+                for part, rows in (("q", q[i]), ("k", seen), ("v", seen))
+            )
+            weights = np.exp(keys @ asked * op.attrs["scale"])
+            out[i, h * d : (h + 1) * d] = weights @ values / weights.sum()
+    return out
 
 
 def prepend_positions(op, patches, *weights):
     *prefix, position = weights
-    first, images = np.vstack(prefix), np.split(patches, op.attrs["images"])
+    first, images = np.vstack([np.empty((0, position.shape[1])), *prefix]), np.split(patches, op.attrs["images"])
     placed = len(position) - len(images[0])
     first[:placed] += position[:placed]
     return np.concatenate([np.vstack([first, image + position[placed:]]) for image in images])
@@ -217,6 +240,9 @@ KERNELS = {
     "patchify": patchify,
     "linear": linear,
     "prepend_positions": prepend_positions,
+    "add": lambda _op, x, y: x + y,
+    "attention": attention,
+    "repeat_row": lambda _op, x, row: np.tile(row, (len(x), 1)),
     "layer_norm": norm,
     "assemble": assemble,
     "pool_rows": pool_rows,

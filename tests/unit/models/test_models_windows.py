@@ -65,7 +65,7 @@ BAD = (
     ("tiny-llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
     ("tiny-llama", {"eos_token_id": 211}, "eos_token_id"),
     ("tiny-llama", {"rope_interleaved": True}, "rope_interleaved"),
-    ("tiny-llama", {"hidden_act": "quick_gelu"}, "hidden_act"),
+    ("tiny-llama", {"hidden_act": "gelu_10"}, "hidden_act"),
     ("tiny-modernbert", {"classifier_pooling": "max", "architectures": ["ModernBertForSequenceClassification"]}, "max"),
     ("tiny-nomic", {"auto_map": {"AutoModel": "somebody/else--modeling.NomicBertModel"}}, "auto_map"),
     ("tiny-nomic", {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),

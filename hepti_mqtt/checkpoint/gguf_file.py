@@ -1,0 +1,326 @@
+"""Reads GGUF (versions 2 and 3) as the checkpoint that it was converted from, range by range of rows.
+
+"GGUF"; u32 version; u64 tensors; u64 keys; of each key: string, u32 type, value; of each tensor: string, u32 rank, u64
+per dimension (innermost first), u32 type, u64 offset; then the data, aligned. All little-endian; a string is its u64
+length, then its bytes; an array its u32 type, its u64 length, then its values. Weights stay in the blocks that they are
+stored in (`storage`). What the metadata says is given as config.json and tokenizer.json of the original would.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hepti_mqtt.checkpoint.cursor import Cursor
+from hepti_mqtt.checkpoint.formats import explain_file, has_safetensors
+from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
+from hepti_mqtt.checkpoint.safetensors_file import RowsFile
+from hepti_mqtt.checkpoint.storage import TensorReader
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.storage import STORAGES, Storage
+
+MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_MOST: Final = 1 << 16  # keys, tensors
+_MOST_VALUES: Final = 1 << 22  # of an array
+_MOST_RANK: Final = 4
+_NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_CONFIG: Final = "tokenizer_config.json"
+_KINDS: Final[Mapping[int, str]] = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 8: "q8_0", 12: "q4_k", 14: "q6_k"}
+_OTHERS: Final[Mapping[int, str]] = {
+    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
+    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+
+class _Tensor(NamedTuple):
+    shape: tuple[int, ...]
+    storage: Storage
+    offset: int
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Return the GGUF file that a path names, or that a directory without safetensors has; None if there is none.
+
+    Raises ModelError for a directory with several.
+    """
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    if has_safetensors(path):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise ModelError(f"{path} has {len(found)} GGUF files; give one of them, as in --model NAME={found[0]}")
+    return found[0] if found else None
+
+
+class GgufFile(RowsFile):
+    """An open GGUF file of the architecture `llama`.
+
+    config, tokenizer, tokenizer_config: as the files of the original have them; tokenizer: None where the file has
+    none. Raises ModelError for a file that is none, or cut short, UnsupportedModelError for what is not read here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.tokenizer: dict[str, Any] | None = None
+        self.tokenizer_config: dict[str, Any] = {}
+        try:
+            self._metadata, self._found = self._read()
+            self._refuse()
+            self.config = self._config()
+            self.tensors = dict(self._named())
+            if "tokenizer.ggml.model" in self._metadata:
+                self.tokenizer, self.tokenizer_config = tokenizer_files(path, self._metadata)
+        except (struct.error, KeyError, IndexError, TypeError, UnicodeDecodeError, ValueError, OverflowError) as error:
+            self.close()
+            raise ModelError(f"{path} cannot be read as GGUF ({error}): {explain_file(path)}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the file -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+        """Return the metadata, and where each tensor is."""
+        end = self.stamps[0].nbytes
+        take = Cursor(self.pread, end)
+        if take.take(4) != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        (version,) = take.numbers("<I")
+        if version not in _VERSIONS:
+            raise UnsupportedModelError(f"{self.path} is GGUF in version {version}; versions 2 and 3 are read")
+        tensors, keys = take.numbers("<QQ")
+        if max(tensors, keys) > _MOST:
+            raise ValueError(f"{tensors} tensors and {keys} keys")
+        metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            name = _text(take)
+            metadata[name] = _value(take, take.numbers("<I")[0])
+        rows = [self._info(take) for _ in range(tensors)]
+        align = metadata.get("general.alignment", 32)
+        if not isinstance(align, int) or align < 1:
+            raise ValueError(f"an alignment of {align}")
+        base = -(-take.at // align) * align
+        found: dict[str, _Tensor] = {}
+        for name, tensor in rows:
+            nbytes = math.prod(tensor.shape) // tensor.storage.block * tensor.storage.block_bytes
+            if (stop := base + tensor.offset + nbytes) > end:
+                raise ModelError(
+                    f"{self.path} has {end:,} bytes, and {name} ends at {stop:,}: its copy or download was cut off; "
+                    "copy it again"
+                )
+            if name in found:
+                raise ValueError(f"{name} stands in it twice")
+            found[name] = tensor._replace(offset=base + tensor.offset)
+        return metadata, found
+
+    def _info(self, take: Cursor) -> tuple[str, _Tensor]:
+        name = _text(take)
+        (rank,) = take.numbers("<I")
+        if not 1 <= rank <= _MOST_RANK:
+            raise ValueError(f"{name[:80]} has {rank} dimensions")
+        *dims, kind, offset = take.numbers(f"<{rank}QIQ")
+        if kind not in _KINDS:
+            known = ", ".join(name.upper() for name in _KINDS.values())
+            raise UnsupportedModelError(
+                f"{self.path}: {name[:80]} is stored as {_OTHERS.get(kind, f'type {kind}')}, which is not supported; "
+                f"give the model in one of {known}"
+            )
+        storage = STORAGES[_KINDS[kind]]
+        if not all(0 < dim < 1 << 31 for dim in dims) or dims[0] % storage.block:
+            raise ValueError(f"{name[:80]} of {dims} in blocks of {storage.block}")
+        return name, _Tensor(tuple(reversed(dims)), storage, offset)
+
+    # -- as the original ----------------------------------------------------------------------------------------------
+
+    def _refuse(self) -> None:
+        """Raise UnsupportedModelError for what is not read here: another architecture, options, a part of a model."""
+        architecture = self._metadata.get("general.architecture")
+        if architecture != "llama":
+            raise UnsupportedModelError(
+                f"{self.path} is of the architecture {architecture!r}; of GGUF llama is read, of others the original "
+                "with model.safetensors"
+            )
+        for key, value in self._metadata.items():
+            if key.startswith("llama.") and key not in _KEYS and value != _NEUTRAL.get(key, math.nan):
+                raise UnsupportedModelError(
+                    f"{self.path}: {key} {str(value)[:60]} may change answers, and it is not supported; give the "
+                    "original model with model.safetensors"
+                )
+        if self._metadata.get("split.count", 1) > 1:
+            raise UnsupportedModelError(f"{self.path} is a part of a model; join it first: gguf-split --merge")
+
+    def _config(self) -> dict[str, Any]:
+        """Return config.json of the original, as far as the metadata says it."""
+        data = self._metadata
+        config: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "tie_word_embeddings": "output.weight" not in self._found,
+            "attention_bias": "blk.0.attn_q.bias" in self._found,
+            "vocab_size": self._found["token_embd.weight"].shape[0],
+            **{name: data[key] for key, name in _KEYS.items() if name and key in data},
+        }
+        ends = [data.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        config["eos_token_id"] = sorted({end for end in ends if end is not None})
+        if (size := data.get("llama.vocab_size", config["vocab_size"])) != config["vocab_size"]:
+            raise ValueError(f"{size} words, and embeddings of {config['vocab_size']}")
+        head = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
+            if data.get(key, head) != head:
+                raise UnsupportedModelError(f"{self.path}: {key} {data[key]} is not supported where heads have {head}")
+        if "rope_freqs.weight" in self._found:
+            config["rope_scaling"] = self._scaling(head, config.get("rope_theta", 10_000.0))
+        return config
+
+    def _scaling(self, head: int, theta: float) -> dict[str, Any]:
+        """Return Llama 3's scaling of rotary positions that has the factors in the file.
+
+        Raises UnsupportedModelError for factors that none of the published models has.
+        """
+        found = self._rows("rope_freqs.weight", 0, 1, head // 2)[0]
+        frequencies = theta ** (-np.arange(0, head, 2) / head)
+        for factor in (8.0, 32.0):
+            low, high, before = 1.0, 4.0, 8192
+            smooth = np.clip((before * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
+            if np.allclose(found, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+                return {
+                    "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+                    "original_max_position_embeddings": before,
+                }  # fmt: skip
+        raise UnsupportedModelError(
+            f"{self.path}: its factors of rotary positions (rope_freqs.weight) are not those of Llama 3.1 or 3.2; give "
+            "the original model with model.safetensors"
+        )
+
+    def _named(self) -> Iterator[tuple[str, TensorReader]]:
+        """Yield the tensors under the names of the original."""
+        heads = {"attn_q": self.config["num_attention_heads"]}
+        heads["attn_k"] = self.config.get("num_key_value_heads", heads["attn_q"])
+        for name, tensor in self._found.items():
+            own, end = name.rsplit(".", 1)
+            block, _, part = own.removeprefix("blk.").partition(".")
+            original = _TENSORS.get(own) or (_LAYER.get(part) and f"model.layers.{block}.{_LAYER[part]}")
+            if original is None:
+                raise UnsupportedModelError(f"{self.path}: the tensor {name[:80]} is not known in a llama")
+            if name != "rope_freqs.weight":
+                yield f"{original}.{end}", self._reader(name, tensor, heads.get(part, 0))
+
+    def _reader(self, name: str, tensor: _Tensor, heads: int) -> TensorReader:
+        """Return a tensor's reader. heads: of queries or keys, whose rows the converter has put into another order."""
+        of_vector = len(tensor.shape) == 1
+        rows = tensor.shape[0] // heads if heads else 1
+        storage = tensor.storage
+
+        def raw(start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
+            if not heads:
+                return self._raw(name, start, stop, columns)
+            first, last = start // rows * rows, -(-stop // rows) * rows
+            return self._raw(name, first, last, columns)[_original_rows(start, stop, rows) - first]
+
+        def read(start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+            if heads and of_vector:
+                whole = self._rows(name, 0, 1, tensor.shape[0])
+                return whole[:, _original_rows(0, tensor.shape[0], rows)][:, :columns]
+            return storage.rows(raw(start, stop, columns))
+
+        dtype = {"f32": "F32", "f16": "F16"}.get(storage.name, storage.name)
+        return TensorReader(tensor.shape, dtype, read, raw if storage.block > 1 else None)
+
+    def _raw(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
+        tensor = self._found[name]
+        nbytes = tensor.storage.row_bytes(columns)
+        data = self.pread(tensor.offset + start * nbytes, (stop - start) * nbytes)
+        return np.frombuffer(data, np.uint8).reshape(stop - start, nbytes)
+
+    def _rows(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+        return self._found[name].storage.rows(self._raw(name, start, stop, columns))
+
+
+def _original_rows(start: int, stop: int, head: int) -> npt.NDArray[np.intp]:
+    """Return where rows of the original stand in the file: there the two of a rotated pair are neighbours."""
+    row = np.arange(start, stop)
+    half, pair = np.divmod(row % head, head // 2)
+    return np.asarray(row - row % head + 2 * pair + half, np.intp)
+
+
+def _text(take: Cursor) -> str:
+    return take.take(take.numbers("<Q")[0]).decode()
+
+
+def _value(take: Cursor, kind: int) -> Any:
+    """Return a value of the metadata; arrays of arrays, which no model has, are refused."""
+    if kind == _STRING:
+        return _text(take)
+    if kind == _FLOAT:  # as the original wrote it: 1e-5, not the nearest f32
+        return float(str(np.float32(take.numbers("<f")[0])))
+    if kind != _ARRAY:
+        return take.numbers(f"<{_NUMBERS[kind]}")[0]
+    of, count = take.numbers("<IQ")
+    if count > _MOST_VALUES:
+        raise ValueError(f"an array of {count} values")
+    if of == _STRING:
+        return [_text(take) for _ in range(count)]
+    return list(take.numbers(f"<{count}{_NUMBERS[of]}"))
+
+
+# What the metadata says, and what config.json calls it; "" for what is checked or has no effect.
+_KEYS: Final[Mapping[str, str]] = {
+    "llama.block_count": "num_hidden_layers",
+    "llama.context_length": "max_position_embeddings",
+    "llama.embedding_length": "hidden_size",
+    "llama.feed_forward_length": "intermediate_size",
+    "llama.attention.head_count": "num_attention_heads",
+    "llama.attention.head_count_kv": "num_key_value_heads",
+    "llama.attention.key_length": "head_dim",
+    "llama.attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "llama.rope.freq_base": "rope_theta",
+    "llama.attention.value_length": "",
+    "llama.rope.dimension_count": "",
+    "llama.vocab_size": "",
+    "llama.tensor_data_layout": "",
+}
+_NEUTRAL: Final[Mapping[str, Any]] = {
+    "llama.expert_count": 0,
+    "llama.expert_used_count": 0,
+    "llama.rope.scaling.type": "none",
+    "llama.rope.scaling.factor": 1.0,
+    "llama.attention.sliding_window": 0,
+}
+_TENSORS: Final[Mapping[str, str]] = {
+    "token_embd": "model.embed_tokens",
+    "output": "lm_head",
+    "output_norm": "model.norm",
+    "rope_freqs": "rope_freqs",
+}
+_LAYER: Final[Mapping[str, str]] = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def gguf_extras(file: GgufFile, beside: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the other JSON files of a model: those that a GGUF file has in it, and what a user limits beside it."""
+    found = {name: data for name, data in beside.items() if name == "generation_config.json"}
+    if file.tokenizer is None:
+        return found
+    limits = beside.get(_CONFIG, {})
+    limit = {key: limits[key] for key in ("model_max_length",) if isinstance(limits, Mapping) and key in limits}
+    return {_CONFIG: {**file.tokenizer_config, **limit}, **found}

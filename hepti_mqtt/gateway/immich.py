@@ -1,0 +1,90 @@
+"""Immich's machine learning interface, as far as its search by content asks: vectors of photos and of texts."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from typing import Any, Final
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway import schemas as s
+from hepti_mqtt.gateway.errors import UnprocessableError
+from hepti_mqtt.gateway.operations import FORM, JSON, Operation
+from hepti_mqtt.gateway.site import Site, Vectors, unit
+from hepti_mqtt.ids import valid_name
+
+TASK: Final = "clip"
+_TYPES: Final = {"visual": "image", "textual": "text"}
+_DIGITS: Final = 9  # which distinguish any two f32
+
+
+async def predict_form(site: Site, asked: dict[str, Any]) -> Any:
+    """Vectors of a photo or a searched text, of length 1, as Immich's machine learning gives them."""
+    image, text = asked["image"], asked["text"]
+    name, reads = _asked(asked["entries"])
+    if image is None and text is None:
+        raise RequestError("the form has neither an image nor a text")
+    if (image is None) == (reads == "image"):
+        raise RequestError(f"the form brings {'a text' if image is None else 'an image'}, and {reads} is asked for")
+    model = await site.model_named(valid_name(name), f"{name!r} is served as --model {valid_name(name)}=DIRECTORY")
+    if image is None:
+        found = await site.embed(model, [text], truncate=True)
+        return {TASK: _written(found.vectors)}
+    width, height = await asyncio.to_thread(_size, image)
+    found = await site.embed_pictures(model, [image])
+    return {TASK: _written(found.vectors), "imageHeight": height, "imageWidth": width}
+
+
+def _asked(entries: str | None) -> tuple[str, str]:
+    """Return the model's name and what it is to read; raises UnprocessableError, RequestError for another task."""
+    try:
+        tasks = json.loads(entries or "")
+        asked = [(task, kind, entry["modelName"], entry) for task, by in tasks.items() for kind, entry in by.items()]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise UnprocessableError(f"'entries' is not {{task: {{type: {{modelName}}}}}}: {error!r}") from None
+    if others := sorted(
+        {f"{task} ({kind})"[:60] for task, kind, _, _ in asked if (task, kind in _TYPES) != (TASK, True)}
+    ):
+        raise RequestError(
+            f"the gateway computes {TASK} alone, and {', '.join(others)} is asked for: turn that off in Immich, or add "
+            "the address of Immich's own machine learning behind this one"
+        )
+    if len(asked) != 1:
+        raise UnprocessableError(f"'entries' asks for {len(asked)} vectors; ask for one")
+    _, kind, name, entry = asked[0]
+    options = entry.get("options") or {}
+    # Of texts in several languages, which these models read alike.
+    if entry.keys() > {"modelName", "options"} or not isinstance(options, dict) or options.keys() - {"language"}:
+        raise UnprocessableError(f"'entries' has options that are not known: {json.dumps(entry)[:200]}")
+    if not isinstance(name, str) or not valid_name(name):
+        raise UnprocessableError("modelName is no name")
+    return name, _TYPES[kind]
+
+
+def _size(picture: bytes) -> tuple[int, int]:
+    try:
+        with Image.open(io.BytesIO(picture)) as opened:
+            return opened.size
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        raise RequestError(f"the image is not a picture that can be read ({type(error).__name__})") from None
+
+
+def _written(vectors: Vectors) -> str:
+    """Return a vector as Immich hands it on to its database: a list in a string."""
+    return f"[{','.join(np.format_float_positional(x, _DIGITS, fractional=False, trim='0') for x in unit(vectors)[0])}]"
+
+
+_FORM: Final = s.form(
+    {}, {"entries": s.TEXT, "image": {"type": "file", "description": "a picture's file"}, "text": s.TEXT}
+)
+_ANSWER: Final = {
+    "title": "ImmichPrediction",
+    "type": "object",
+    "properties": {TASK: s.TEXT, "imageHeight": s.INTEGER, "imageWidth": s.INTEGER},
+    "required": [TASK],
+}
+OPERATIONS: Final = (Operation("POST", "/predict", predict_form, {JSON: _ANSWER}, _FORM, FORM),)

@@ -1,0 +1,176 @@
+"""Matrices that stay in the blocks of their file: panels whose 32-bit lane is one output column, filled tile by tile.
+
+A panel is `WIDTH` columns of a matrix [k, n], block after block of 32 k:
+
+    codes      groups of 4 k: [WIDTH][4 bytes]; of nibbles four groups, each with group g + 4 in its high halves
+    scales     f16 [WIDTH]
+    minima     f16 [WIDTH] (q4_1)
+
+It has exactly the bytes of the rows that it is made of: a load of one vector is four k of as many columns, nothing is
+ever added across lanes, and nibbles need no order of their own, as GGUF pairs k and k + 16 too. Columns beyond n have
+scales of 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.cpu import TILE
+from hepti_mqtt.kernels.pages import aligned_zeros
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.storage import BLOCK, STORAGES, Octets, Storage, StoredRows
+
+VECTORS: Final = 2  # of a panel
+LANES: Final = TILE.lanes
+WIDTH: Final = VECTORS * LANES
+_GROUP: Final = 4  # bytes of a lane
+
+
+def code_bytes(storage: Storage) -> int:
+    """Return the bytes of the codes of one block."""
+    return 32 if storage.name == "q8_0" else 16
+
+
+def panel_bytes(storage: Storage, rows: int) -> int:
+    """Return the bytes of one panel."""
+    return WIDTH * storage.row_bytes(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """The right-hand side of a matmul in blocks: panels u8 [ceil(columns / WIDTH), rows / 32, WIDTH * block_bytes]."""
+
+    storage: Storage
+    panels: Octets
+    rows: int
+    columns: int
+
+    def columns_at(self, numbers: NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return the values of some columns, f32 [len(numbers), rows]."""
+        raw = np.empty((len(numbers), self.panels.shape[1], self.storage.block_bytes), np.uint8)
+        panel, lane = np.divmod(numbers, WIDTH)
+        for part, at in _parts(self.panels, self.storage):
+            raw[:, :, at] = part[panel, :, :, lane].reshape(len(numbers), len(raw[0]), -1)
+        return self.storage.rows(raw.reshape(len(numbers), -1))
+
+    def plain(self) -> NDArray[np.float32]:
+        """Return a copy as [rows, columns], in f32."""
+        return np.ascontiguousarray(self.columns_at(np.arange(self.columns)).T)
+
+
+def _parts(panels: Octets, storage: Storage) -> list[tuple[Octets, slice]]:
+    """Return views [P, blocks, groups, WIDTH, bytes] of what a block has, and where that is in a stored block."""
+    codes = code_bytes(storage)
+    heads = storage.block_bytes - codes  # the scale, and the minimum if there is one, are first there and last here
+    shape, inner = panels.shape[:2], codes * WIDTH
+    found = [(panels[:, :, :inner].reshape(*shape, codes // _GROUP, WIDTH, _GROUP), slice(heads, None))]
+    for i in range(heads // 2):
+        first = inner + 2 * i * WIDTH
+        part = panels[:, :, first : first + 2 * WIDTH].reshape(*shape, 1, WIDTH, 2)
+        found.append((part, slice(2 * i, 2 * i + 2)))
+    return found
+
+
+Part = tuple[int, int, int, int]  # rows top..bottom, columns left..right
+
+
+class Arrived:
+    """Which elements of a range have come, by the tiles that they came in."""
+
+    def __init__(self, ref: WeightRef) -> None:
+        self._ref = ref
+        self._taken: set[Part] = set()
+
+    def inside(self, shape: tuple[int, ...], row0: int, column0: int) -> tuple[Part, int] | None:
+        """Return (what of a tile lies in the range, how many elements of it are new), None for nothing.
+
+        Raises ValueError if it overlaps an earlier tile without being the same.
+        """
+        (first_row, last_row), (first_column, last_column) = self._ref.rows, self._ref.columns
+        top, bottom = max(row0, first_row), min(row0 + shape[0], last_row)
+        left, right = max(column0, first_column), min(column0 + shape[1], last_column)
+        if top >= bottom or left >= right:
+            return None
+        part = (top, bottom, left, right)
+        return part, self._note(part)
+
+    def _note(self, part: Part) -> int:
+        if part in self._taken:
+            return 0
+        top, bottom, left, right = part
+        for t, b, first, last in self._taken:
+            if top < b and t < bottom and left < last and first < right:
+                raise ValueError(
+                    f"tiles of {self._ref.tensor} overlap: rows {top}..{bottom}, columns {left}..{right} and rows "
+                    f"{t}..{b}, columns {first}..{last}; cut a tensor into one grid"
+                )
+        self._taken.add(part)
+        return (bottom - top) * (right - left)
+
+    def require_all(self) -> None:
+        """Raise ValueError if elements are missing."""
+        rows, columns = size_of(self._ref)
+        have = sum((b - t) * (r - left) for t, b, left, r in self._taken)
+        if have != rows * columns:
+            raise ValueError(
+                f"{self._ref.tensor}: {rows * columns - have} of {rows * columns} elements of rows {self._ref.rows}, "
+                f"columns {self._ref.columns} never arrived; ask for the missing tiles"
+            )
+
+
+def size_of(ref: WeightRef) -> tuple[int, int]:
+    """Return the rows and columns of a range; raises ValueError if it is invalid."""
+    rows, columns = ref.rows[1] - ref.rows[0], ref.columns[1] - ref.columns[0]
+    if rows < 0 or columns < 0 or ref.layout not in ("packed", "plain"):
+        raise ValueError(f"{ref} is no range of a tensor: need start <= stop and layout packed or plain")
+    return rows, columns
+
+
+class BlockBuffer:
+    """A matrix in blocks while its tiles arrive, in any order; a tile that comes twice counts once."""
+
+    def __init__(self, ref: WeightRef) -> None:
+        self.ref = ref
+        self._storage = STORAGES[ref.weight_dtype]
+        rows, columns = size_of(ref)
+        if ref.rows[0] % BLOCK or rows % BLOCK:
+            raise ValueError(f"{ref}: a range of rows is in whole blocks of {BLOCK}; divide the matrix there")
+        count = -(-columns // WIDTH)
+        shape = (count, rows // BLOCK, WIDTH * self._storage.block_bytes)
+        self._array: Octets = aligned_zeros(shape, "u1")
+        self._arrived = Arrived(ref)
+
+    def put(self, tile: StoredRows | NDArray[Any], row0: int, column0: int) -> int:
+        """Copy what of a tile lies in the range of the weight; return how many elements are new.
+
+        tile: its first element is (row0, column0) of the tensor. Raises ValueError if it is stored in another way, or
+        if it overlaps an earlier tile without being the same.
+        """
+        if not isinstance(tile, StoredRows) or tile.storage != self._storage:
+            found = tile.storage.name if isinstance(tile, StoredRows) else f"{tile.dtype}"
+            raise ValueError(f"a tile of {self.ref.tensor} must be in {self._storage.name}, not in {found}")
+        inside = self._arrived.inside(tile.shape, row0, column0)
+        if inside is None:
+            return 0
+        (top, bottom, left, right), new = inside
+        if new:
+            raw = tile.raw.reshape(tile.shape[1], -1, self._storage.block_bytes)
+            part = raw[left - column0 : right - column0, (top - row0) // BLOCK : (bottom - row0) // BLOCK]
+            first_row, first_column = self.ref.rows[0], self.ref.columns[0]
+            self._copy(part, (top - first_row) // BLOCK, left - first_column)
+        return new
+
+    def _copy(self, part: Octets, block: int, column: int) -> None:
+        n, blocks = part.shape[:2]
+        panel, lane = np.divmod(np.arange(column, column + n), WIDTH)
+        for view, at in _parts(self._array, self._storage):
+            view[panel, block : block + blocks, :, lane] = part[:, :, at].reshape(n, blocks, *view.shape[2::2])
+
+    def finish(self) -> BlockMatrix:
+        """Return the weight; raises ValueError if elements are missing."""
+        self._arrived.require_all()
+        return BlockMatrix(self._storage, self._array, *size_of(self.ref))

@@ -1,0 +1,116 @@
+"""How values of a matrix are stored, from a file to the kernels: as single numbers, or in blocks that share scales.
+
+A block is `block` values that follow each other in a stored row [out, in], in `block_bytes` bytes. Blocks are those of
+GGUF (ggml-common.h, ggml-quants.c): q4_0, q4_1 and q8_0 have 32 values, q4_k and q6_k 256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+# Those that kernels multiply by as they are; others become f32 where they are loaded.
+BlockStorage = Literal["q4_0", "q4_1", "q8_0"]
+BLOCK_STORAGES: Final[tuple[BlockStorage, ...]] = get_args(BlockStorage)
+BLOCK: Final = 32  # values of a block of any of them
+
+Octets = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+class Storage(NamedTuple):
+    """One way of storing: values and bytes of a block, and the values f32 [n, block] of blocks u8 [n, block_bytes]."""
+
+    name: str
+    block: int
+    block_bytes: int
+    decode: Callable[[Octets], Floats]
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of a row of so many values, a multiple of `block`."""
+        return columns // self.block * self.block_bytes
+
+    def rows(self, raw: Octets) -> npt.NDArray[Any]:
+        """Return the values [rows, columns] of stored rows u8 [rows, bytes]: f16 as it is, others as f32."""
+        if self.block == 1:
+            return raw.view({"f16": "<f2", "f32": "<f4"}[self.name])
+        return self.decode(raw.reshape(-1, self.block_bytes)).reshape(len(raw), -1)
+
+
+class StoredRows(NamedTuple):
+    """Rows of a matrix as a file has them: u8 [n, bytes], in blocks along k. A kernel reads it as [k, n]."""
+
+    storage: Storage
+    raw: Octets
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (k, n)."""
+        return self.raw.shape[1] // self.storage.block_bytes * self.storage.block, len(self.raw)
+
+    def values(self) -> Floats:
+        """Return what it stands for, f32 [k, n]."""
+        return np.asarray(self.storage.rows(self.raw).T, np.float32)
+
+
+def _half(raw: Octets, at: int) -> Floats:
+    """Return the f16 at a byte of each block, as f32 [n, 1]."""
+    return np.ascontiguousarray(raw[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(raw: Octets) -> Floats:
+    """Return the low halves of all bytes, then the high ones."""
+    return np.concatenate([raw & 15, raw >> 4], axis=1).astype(np.float32)
+
+
+def _q4_0(raw: Octets) -> Floats:
+    return (_nibbles(raw[:, 2:]) - np.float32(8)) * _half(raw, 0)
+
+
+def _q4_1(raw: Octets) -> Floats:
+    return _nibbles(raw[:, 4:]) * _half(raw, 0) + _half(raw, 2)
+
+
+def _q8_0(raw: Octets) -> Floats:
+    return raw[:, 2:].view(np.int8) * _half(raw, 0)
+
+
+def _q4_k(raw: Octets) -> Floats:
+    """Eight parts of 32, each with a scale and a minimum of 6 bits: part 2 c has the low halves of 32 bytes."""
+    packed, codes = raw[:, 4:16], raw[:, 16:].reshape(-1, 4, 1, 32)
+    low, high, top = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([low & 63, top & 15 | low >> 6 << 4], axis=1).astype(np.float32) * _half(raw, 0)
+    minima = np.concatenate([high & 63, top >> 4 | high >> 6 << 4], axis=1).astype(np.float32) * _half(raw, 2)
+    parts = np.concatenate([codes & 15, codes >> 4], axis=2).reshape(-1, 8, 32).astype(np.float32)
+    return np.asarray(parts * scales[..., None] - minima[..., None], np.float32).reshape(-1, 256)
+
+
+def _q6_k(raw: Octets) -> Floats:
+    """Two halves of 128: 64 bytes of low nibbles, 32 of upper pairs of bits; a scale i8 for each 16 values."""
+    nibbles, pairs = raw[:, :128].reshape(-1, 2, 64), raw[:, 128:192].reshape(-1, 2, 1, 32)
+    upper = pairs >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3  # [n, 2, 4, 32]
+    lower = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(-1, 2, 4, 32)
+    codes = (lower | upper << 4).astype(np.float32) - np.float32(32)
+    scales = raw[:, 192:208].view(np.int8) * _half(raw, 208)
+    return np.asarray(codes.reshape(-1, 16, 16) * scales[..., None], np.float32).reshape(-1, 256)
+
+
+def _single(dtype: str) -> Callable[[Octets], Floats]:
+    return lambda raw: raw.view(dtype).astype(np.float32)
+
+
+STORAGES: Final[Mapping[str, Storage]] = {
+    s.name: s
+    for s in (
+        Storage("f32", 1, 4, _single("<f4")),
+        Storage("f16", 1, 2, _single("<f2")),
+        Storage("q4_0", 32, 18, _q4_0),
+        Storage("q4_1", 32, 20, _q4_1),
+        Storage("q8_0", 32, 34, _q8_0),
+        Storage("q4_k", 256, 144, _q4_k),
+        Storage("q6_k", 256, 210, _q6_k),
+    )
+}

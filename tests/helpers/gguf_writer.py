@@ -1,0 +1,148 @@
+"""Writes GGUF files as llama.cpp's converter does, and quantises as it does, value by value as its C source reads."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import pre_tokenizers
+
+from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.storage import STORAGES
+
+KIND = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "q4_k": 12, "q6_k": 14}
+LAYER = {
+    "attention_norm": "attn_norm",
+    "mlp_norm": "ffn_norm",
+    "query": "attn_q",
+    "key": "attn_k",
+    "value": "attn_v",
+    "attention_out": "attn_output",
+    "mlp_gate": "ffn_gate",
+    "mlp_up": "ffn_up",
+    "mlp_down": "ffn_down",
+}
+WHOLE = {"stem.word": "token_embd", "final_norm": "output_norm", "head.decoder": "output"}
+
+
+def quantised(values: np.ndarray, storage: str) -> np.ndarray:
+    """Return rows [n, k] as stored, u8 [n, bytes]; what k does not divide is f16, as converters do."""
+    values = np.ascontiguousarray(values, np.float32)
+    if storage == "f32":
+        return values.view(np.uint8)
+    if storage == "f16":
+        return values.astype("<f2").view(np.uint8)
+    found = STORAGES[storage]
+    blocks = values.reshape(-1, found.block)
+    return np.stack([_BLOCK[storage](block) for block in blocks]).reshape(len(values), -1)
+
+
+def _half(value: Any) -> np.ndarray:
+    return np.array([value], "<f2").view(np.uint8)
+
+
+def _q4_0(x: np.ndarray) -> np.ndarray:
+    step = x[np.abs(x).argmax()] / -8
+    q = np.clip(np.floor(x / step + 8.5) if step else 8 + 0 * x, 0, 15).astype(np.uint8)
+    return np.concatenate([_half(step), q[:16] | q[16:] << 4])
+
+
+def _q4_1(x: np.ndarray) -> np.ndarray:
+    step = (x.max() - x.min()) / 15
+    q = np.clip(np.floor((x - x.min()) / step + 0.5) if step else 0 * x, 0, 15).astype(np.uint8)
+    return np.concatenate([_half(step), _half(x.min()), q[:16] | q[16:] << 4])
+
+
+def _q8_0(x: np.ndarray) -> np.ndarray:
+    step = np.abs(x).max() / 127
+    return np.concatenate([_half(step), (np.rint(x / step) if step else 0 * x).astype(np.int8).view(np.uint8)])
+
+
+_BLOCK = {"q4_0": _q4_0, "q4_1": _q4_1, "q8_0": _q8_0}
+
+
+def _text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    first, *_ = value
+    items = b"".join(_value(item)[4:] for item in value)
+    return struct.pack("<I", 9) + _value(first)[:4] + struct.pack("<Q", len(value)) + items
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[np.ndarray, str]]) -> Path:
+    """Write a file; tensors: values [rows, columns] or [n], and how they are stored."""
+    infos, data = [], b""
+    for name, (values, storage) in tensors.items():
+        raw = quantised(np.atleast_2d(values), storage)
+        dims = struct.pack(f"<I{values.ndim}Q", values.ndim, *values.shape[::-1])
+        infos.append(_text(name) + dims + struct.pack("<IQ", KIND[storage], len(data)))
+        data += raw.tobytes() + b"\0" * (-raw.nbytes % 32)
+    keys = [_text(key) + _value(value) for key, value in metadata.items()]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(keys)) + b"".join(keys + infos)
+    path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
+    return path
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of queries or keys in the converter's order."""
+    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def converted(original: Path, path: Path, storage: str, table: str = "", **more: Any) -> Path:
+    """Write a Llama as GGUF; storage: of the matrices, table: of the embeddings."""
+    with Checkpoint.open(original) as whole:
+        spec, tensors = whole.spec, dict(whole.tensors())
+        config = whole.config
+    stored: dict[str, tuple[np.ndarray, str]] = {}
+    for name, array in tensors.items():
+        own, end = name.rsplit(".", 1) if name != "stem.word" else (name, "weight")
+        values, how = (array.T if array.ndim == 2 and own != "stem.word" else array), "f32"
+        if own.startswith("layers."):
+            _, layer, part = own.split(".")
+            if part in ("query", "key"):
+                values = permuted(values, spec.heads if part == "query" else spec.kv_heads)
+            own = f"blk.{layer}.{LAYER[part]}"
+        else:
+            own = WHOLE[own]
+            if own == "output" and config["tie_word_embeddings"]:
+                continue
+        if values.ndim == 2:
+            how = (table or "f16") if own in ("token_embd", "output") else storage
+            how = "f16" if values.shape[1] % STORAGES[how].block else how
+        stored[f"{own}.{end}"] = (values, how)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c not in "ĠÃ©", c))
+    tokens = ["<s>", "<unk>", "<|user|>", "</s>", "ab", *letters, *map(str, range(10, 1000))][: spec.head.outputs]
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": spec.layers,
+        "llama.context_length": config["max_position_embeddings"],
+        "llama.embedding_length": spec.hidden,
+        "llama.feed_forward_length": spec.mlp,
+        "llama.attention.head_count": spec.heads,
+        "llama.attention.head_count_kv": spec.kv_heads,
+        "llama.attention.key_length": spec.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        "llama.rope.freq_base": float(config["rope_theta"]),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * 4 + [1] * (len(tokens) - 4),
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+        **more,
+    }
+    return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, stored)

@@ -1,0 +1,106 @@
+"""Clients that break the rules, at a real gateway with keys over a broker of MQTT 3.1.1; others are served on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from site_processes import PATIENCE_S, Site, poll, running_site
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
+
+FORM = "application/x-www-form-urlencoded"
+PAGE = "https://example.org/a.png"
+KEY = {"Authorization": "Bearer a-key", "Content-Type": "application/json"}
+ASKED = {"model": "tiny", "input": "a warm room"}
+LARGE = 100 << 20
+PIECE = b" " * (1 << 20)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("bad-input")
+    tiny = make_model("tiny-bert", directory / "tiny", seed=3)
+    yield from running_site(directory, {"tiny": tiny}, {"a": "100MiB"}, kind="amqtt")
+
+
+@pytest.fixture(scope="module")
+def port(site: Site) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = int(found.getsockname()[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEPTI_GATEWAY_KEYS", "a-key")
+        site.start("gateway", "gateway", "--port", str(port), "--no-announce")
+    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
+    poll(lambda: ask(port)[0] == 200, "the first answer")
+    return port
+
+
+def ask(
+    port: int, body: Any = ASKED, path: str = "/v1/embeddings", headers: dict[str, str] = KEY, method: str = "POST"
+) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body), headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+CASES = {
+    "wrong key": (ASKED, "/v1/embeddings", {**KEY, "Authorization": "Bearer b"}, 401, "unauthorized"),
+    "no key": (ASKED, "/v1/embeddings", {"Content-Type": "application/json"}, 401, "unauthorized"),
+    "unknown model": ({**ASKED, "model": "other"}, "/v1/embeddings", KEY, 404, "model_not_found"),
+    "unknown route": (ASKED, "/v1/other", KEY, 404, "not_found"),
+    "broken JSON": (b'{"model": "tiny", "inp', "/v1/embeddings", KEY, 400, "bad_request"),
+    "no Unicode": (b'{"model": "tiny", "input": "\xff"}', "/v1/embeddings", KEY, 400, "bad_request"),
+    "half a character": (rb'{"model": "tiny", "input": "\ud800"}', "/v1/embeddings", KEY, 400, "bad_request"),
+    "deep JSON": (b'{"input": ' + b"[" * 100_000, "/v1/embeddings", KEY, 400, "bad_request"),
+    "a form": (b"input=x", "/v1/embeddings", {**KEY, "Content-Type": FORM}, 415, "media_type"),
+    "no form": (ASKED, "/v1/audio/transcriptions", KEY, 415, "media_type"),
+    "a picture's address": ({"input": [{"image": PAGE}]}, "/v1/classify", KEY, 400, "bad_request"),
+    "an address elsewhere": ({"image": "http://example.org/a.png"}, "/infer", KEY, 400, "bad_request"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_answer(port: int, case: str) -> None:
+    body, path, headers, status, code = CASES[case]
+    found, told = ask(port, body, path, headers)
+    assert (found, told["error"]["code"]) == (status, code)
+    assert ask(port)[0] == 200
+
+
+@pytest.mark.parametrize("length", [f"Content-Length: {LARGE}", "Transfer-Encoding: chunked"])
+def test_a_body_of_100_mb_is_refused_while_it_comes(port: int, length: str) -> None:
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as client:
+        head = ["POST /embed HTTP/1.1", "Host: x", "Authorization: Bearer a-key", length, "", ""]
+        client.sendall("\r\n".join(head).encode())
+        frame = b"%x\r\n%s\r\n" % (len(PIECE), PIECE) if "chunked" in length else PIECE
+        for _ in range(LARGE // len(PIECE)):
+            client.sendall(frame)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 413")
+    assert ask(port)[0] == 200
+
+
+def test_all_states_are_those_that_mqtt_gives(site: Site, port: int) -> None:
+    texts = ["a warm room", "a door"]
+    with Hepti.connect(site.url, site.name) as hepti:
+        wanted = [hepti.infer("tiny", text=text, want="hidden", timeout_s=PATIENCE_S).hidden for text in texts]
+    status, found = ask(port, {"inputs": texts}, "/embed_all")
+    assert status == 200
+    assert all(np.array_equal(np.array(a, np.float32), b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_second_gateway_on_the_port_ends_and_the_first_goes_on(site: Site, port: int) -> None:
+    process = site.start("second", "gateway", "--port", str(port))
+    assert process.wait(PATIENCE_S) == 3
+    assert site.running.pop("second") is process
+    assert ask(port)[0] == 200

@@ -1,0 +1,177 @@
+"""GGUF files: a converted model is the original in everything, and what is none or not known is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_writer import converted, quantised
+
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.storage import STORAGES
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_model("tiny-llama", tmp_path_factory.mktemp("llama") / "original")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "rope_scaling": None}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("storage", "error"), [("f32", 0), ("f16", 1e-3), ("q8_0", 0.01), ("q4_1", 0.1), ("q4_0", 0.2)]
+)
+def test_a_converted_model_is_the_original(original: Path, tmp_path: Path, storage: str, error: float) -> None:
+    """Of queries and keys, too, whose rows stand in another order in the file."""
+    path = converted(original, tmp_path / "m.gguf", storage, table="f16" if error else "f32")
+    with Checkpoint.open(original) as want, Checkpoint.open(path) as got:
+        assert replace(got.spec, storages=()) == want.spec
+        assert got.end_tokens == want.end_tokens
+        for name, array in want.tensors().items():
+            np.testing.assert_allclose(got.tensors()[name], array, rtol=0, atol=error * np.abs(array).max())
+        assert all(got.tile(digest) for entry in got.manifest.entries for digest in entry.hashes)
+
+
+def test_a_directory_with_one_file_is_its_model(original: Path, tmp_path: Path) -> None:
+    path = converted(original, tmp_path / "model.Q8_0.gguf", "q8_0")
+    with Checkpoint.open(tmp_path) as of_directory, Checkpoint.open(path) as of_file:
+        assert of_directory.manifest.entries == of_file.manifest.entries
+    (tmp_path / "other.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(ModelError):
+        Checkpoint.open(tmp_path)
+
+
+def test_texts_are_read_by_the_files_own_tokenizer(original: Path, tmp_path: Path) -> None:
+    """Digits one by one, control tokens as text, and BOS where the file says so."""
+    for has_bos in (False, True):
+        more: dict[str, Any] = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": has_bos}
+        with Checkpoint.open(converted(original, tmp_path / f"{has_bos}.gguf", "f16", **more)) as model:
+            encoding = model.tokenizer.encode("ab10</s>")
+            assert encoding.tokens == ["<s>"] * has_bos + ["ab", "1", "0", "<", "/", "s", ">"]
+            assert model.tokenizer.decode(model.tokenizer.encode("aé b").ids) == "aé b"
+            assert {0, 2, 3} <= model.texts.controls
+            assert model.extras["tokenizer_config.json"]["chat_template"] == "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"general.architecture": "gemma2"},
+        {"llama.expert_count": 8},
+        {"llama.rope.scaling.type": "yarn"},
+        {"llama.attention.sliding_window": 16},
+        {"tokenizer.ggml.pre": "an unknown one"},
+        {"tokenizer.ggml.model": "llama"},
+        {"llama.attention.value_length": 16},
+        {"split.count": 3},
+    ],
+)
+def test_what_is_not_computed_is_refused(original: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError):
+        Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **more))
+
+
+def test_a_file_of_another_size_or_content_is_refused(original: Path, tmp_path: Path) -> None:
+    """Cut anywhere, or with any of its bytes changed, it is read or refused; nothing of a claimed size is made."""
+    path = converted(original, tmp_path / "m.gguf", "q8_0")
+    whole = path.read_bytes()
+    for size in (0, 3, 4, 20, 100, 1000, 3000, len(whole) // 2, len(whole) - 40):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ModelError):
+            Checkpoint.open(path)
+    rng = random.Random(3)
+    for _ in range(300):
+        data, at = bytearray(whole), rng.randrange(8000)  # metadata and the list of tensors
+        data[at : at + 8] = rng.choice([b"\xff" * 8, rng.randbytes(8), b"\0" * 8])
+        path.write_bytes(data)
+        with contextlib.suppress(ModelError):
+            Checkpoint.open(path).close()
+
+
+def test_a_quantisation_that_is_not_read_is_named(original: Path, tmp_path: Path) -> None:
+    path = converted(original, tmp_path / "m.gguf", "q8_0")
+    name, data = b"blk.0.attn_q.weight", bytearray(path.read_bytes())
+    kind = data.index(name) + len(name) + 4 + 16
+    assert data[kind] == 8
+    data[kind] = 13
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedModelError, match="Q5_K"):
+        Checkpoint.open(path)
+
+
+def test_blocks_are_decoded_as_the_format_defines_them() -> None:
+    """Those of 256 values by ggml's own loops, of values at random."""
+    rng = np.random.default_rng(1)
+    for name, scales, slow in (("q4_k", (0, 2), _q4_k), ("q6_k", (208,), _q6_k)):
+        raw = rng.integers(0, 256, (8, STORAGES[name].block_bytes), np.uint8)
+        for at in scales:
+            raw[:, at : at + 2] = rng.standard_normal((8, 1)).astype("<f2").view(np.uint8)
+        np.testing.assert_allclose(STORAGES[name].decode(raw), [slow(block) for block in raw], rtol=1e-6)
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    for name, steps in (("q4_0", 8), ("q4_1", 30), ("q8_0", 254)):
+        wrong = np.abs(STORAGES[name].rows(quantised(x, name)) - x).max()
+        assert wrong < np.abs(x).max() / steps * 2
+
+
+def _half(block: np.ndarray, at: int) -> float:
+    return float(block[at : at + 2].view("<f2")[0])
+
+
+def _q4_k(block: np.ndarray) -> list[float]:
+    packed, codes = [int(v) for v in block[4:16]], [int(v) for v in block[16:]]
+    out = []
+    for j in range(8):
+        if j < 4:
+            scale, least = packed[j] & 63, packed[j + 4] & 63
+        else:
+            scale = packed[j + 4] & 15 | packed[j - 4] >> 6 << 4
+            least = packed[j + 4] >> 4 | packed[j] >> 6 << 4
+        for i in range(32):
+            code = codes[j // 2 * 32 + i] >> 4 * (j % 2) & 15
+            out.append(_half(block, 0) * scale * code - _half(block, 2) * least)
+    return out
+
+
+def _q6_k(block: np.ndarray) -> list[float]:
+    low, high, scales = [int(v) for v in block[:128]], [int(v) for v in block[128:192]], block[192:208].view(np.int8)
+    out = [0.0] * 256
+    for n in range(2):
+        for i in range(32):
+            for part in range(4):
+                nibble = low[64 * n + i + 32 * (part % 2)] >> 4 * (part // 2) & 15
+                code = nibble | (high[32 * n + i] >> 2 * part & 3) << 4
+                at = 128 * n + 32 * part + i
+                out[at] = _half(block, 208) * int(scales[at // 16]) * (code - 32)
+    return out
+
+
+def test_messages_become_ids_by_the_files_own_template(original: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}</s>"
+    path = converted(original, tmp_path / "m.gguf", "q8_0", **{"tokenizer.chat_template": template})
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 40, "chat_template": "another"}')
+    with Checkpoint.open(path) as model:
+        assert model.chat is not None
+        words = [i for text in ("ab", "</s>") for i in model.tokenizer.encode(text).ids]
+        assert model.chat.ids([{"role": "user", "content": "ab</s>"}], None) == [2, *words, 3]
+        assert model.spec.max_tokens == 40
+
+
+def test_what_stays_in_blocks_is_told_by_the_spec(original: Path, tmp_path: Path) -> None:
+    """Heads of 8 x 2 columns are no whole blocks, 48 columns of the MLP neither; a head of its own is a matrix."""
+    with Checkpoint.open(converted(original, tmp_path / "m.gguf", "q4_0", table="q8_0")) as model:
+        blocks = {"key", "mlp_gate", "mlp_up", "query", "value"}
+        matrices = {f"layers.*.{name}.weight": "q4_0" for name in blocks}
+        assert dict(model.spec.storages) == {**matrices, "head.decoder.weight": "q8_0"}
+        assert spec_from_dict(json.loads(json.dumps(model.spec.to_dict()))) == model.spec
+        dtypes = {entry.name: entry.dtype for entry in model.manifest.entries}
+        assert dtypes["layers.0.query.weight"] == dtypes["layers.0.attention_out.weight"] == "q4_0"
+        assert dtypes["layers.0.mlp_down.weight"] == "f16"

@@ -1,0 +1,56 @@
+"""Models in the blocks of their file under plans: k is divided between blocks, and embeddings are stored once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import full_ref, tensor_sources, weight_dtypes, with_storages
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights
+from hepti_mqtt.program import Compute
+from hepti_mqtt.storage import BLOCK
+
+SPEC = spec_of_kind("smollm2-135m")
+STORED = {s.name: "q4_1" for s in tensor_sources(SPEC) if s.layout == "packed"} | {"head.decoder.weight": "q8_0"}
+
+
+def test_shares_divide_matrices_between_blocks() -> None:
+    spec = with_storages(SPEC, STORED)
+    devices = ("a", "b", "c")
+    plan = make_plan(spec, Plan("m", PlanVersion(1, 1), "decoder", devices, "a"), "decoder", {}, (1.0, 0.37, 0.71))
+    for device in devices:
+        refs = resident_weights(spec, plan, device)
+        in_blocks = [ref for ref in refs if ref.weight_dtype != "f32"]
+        assert {ref.tensor for ref in refs if ref.layout == "packed"} == {ref.tensor for ref in in_blocks}
+        assert all(end % BLOCK == 0 for ref in in_blocks for end in ref.rows)
+
+
+def test_tied_embeddings_are_the_columns_of_the_head() -> None:
+    spec = with_storages(SPEC, STORED)
+    assert full_ref(spec, "stem.word") == full_ref(spec, "head.decoder.weight")
+    untied = with_storages(replace(SPEC, head=replace(SPEC.head, tied=False)), STORED)
+    assert full_ref(untied, "stem.word").layout == "plain"
+
+
+def test_what_kernels_do_not_multiply_by_becomes_f32() -> None:
+    """Matrices of one product have one kind, and a stored name says for all layers what is alike in all."""
+    assert with_storages(SPEC, dict.fromkeys(STORED, "q6_k")) == SPEC
+    mixed = with_storages(SPEC, STORED | {"layers.3.value.weight": "q6_k", "layers.5.mlp_up.weight": "q8_0"})
+    assert mixed.storage_of("layers.3.query.weight") is None
+    assert mixed.storage_of("layers.4.query.weight") == "q4_1"
+    assert mixed.storage_of("layers.5.mlp_up.weight") == "q8_0"
+    assert len(with_storages(SPEC, STORED).storages) == 8
+
+
+def test_int8_activations_leave_the_weights_as_they_are() -> None:
+    spec = with_storages(SPEC, STORED)
+    assert set(weight_dtypes(spec)) == {"f32", "w8a8"}
+    shape = spec.input_spec.shape(1)
+    for dtype, how in (("f32", None), ("w8a8", "i8")):
+        plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", weight_dtype=dtype)
+        (program,) = device_programs(spec, plan, shape).values()
+        products = [op for op in program.ops if isinstance(op, Compute) and op.kernel == "linear"]
+        assert {op.attrs.get("x") for op in products} == {how}
+        assert {ref.weight_dtype for op in products for ref in op.weights} == {"q4_1", "q8_0"}
