@@ -66,10 +66,11 @@ def test_what_is_wrong_or_does_not_fit_has_no_times(capsys: pytest.CaptureFixtur
 
 def test_a_site_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with start_broker() as broker:
-        site = Site(tmp_path, broker, {"model": make_model("minilm", tmp_path / "model", layers=1)})
+        site = Site(tmp_path, broker, {"model": make_model("tiny-bert", tmp_path / "model", layers=2)})
         try:
             for name in ("agent1", "agent2"):
                 site.agent(name, "300MiB")
+            for name in ("agent1", "agent2"):
                 poll(lambda name=name: "is online" in site.log(name), f"{name} online")
             site.planner()
             words = ["--methods", "auto,row/kv", "--lengths", "16", "--rounds", "1", "--repeat", "1", "--json"]

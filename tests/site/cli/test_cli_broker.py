@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import queue
 import signal
 import socket
 import stat
@@ -122,21 +123,18 @@ def test_what_waits_for_somebody_at_a_closed_sites_broker_outlives_it(
 TOPICS = Topics("home")
 
 
-def health(url, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "hepti_mqtt.cli", "health", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HEPTI_BROKER": url},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def health(capsys, url, *arguments):
+    """Return exit code, stdout and stderr of `hepti health`."""
+    code = main(["health", "--broker", str(url), *arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
 
 
-def test_the_exit_code_says_who_is_online():
+def test_the_exit_code_says_who_is_online(capsys):
     with start_broker() as broker:
-        acknowledged = []
+        acknowledged = queue.SimpleQueue()
         transport = PahoTransport(
-            BrokerUrl.parse(broker.url), "test", on_message=lambda *_: acknowledged.append(1), on_state=lambda _: None
+            BrokerUrl.parse(broker.url), "test", on_message=lambda *_: acknowledged.put(1), on_state=lambda _: None
         )
         transport.subscribe([("#", 1)])
         transport.connect()
@@ -147,18 +145,15 @@ def test_the_exit_code_says_who_is_online():
         }
         for topic, status in words.items():
             transport.publish(topic, encode_status(status), 1, True)
-        while len(acknowledged) < len(words):
-            pass
-        planner, a, b = (
-            health(broker.url, *who) for who in (["planner"], ["agent", "--id", "a"], ["agent", "--id", "b"])
-        )
-        missing = health(broker.url, "agent", "--id", "c", "--timeout", "0.2")
+        for _ in words:
+            acknowledged.get(timeout=PATIENCE_S)
+        assert health(capsys, broker.url, "planner")[:2] == (0, "online\n")
+        assert health(capsys, broker.url, "agent", "--id", "a")[:2] == (1, "starting: compiling kernels 4 of 23\n")
+        assert health(capsys, broker.url, "agent", "--id", "b")[0] == 1
+        code, _, err = health(capsys, broker.url, "agent", "--id", "c", "--timeout", "0.2")
         transport.close()
-    assert (planner.returncode, planner.stdout) == (0, "online\n")
-    assert (a.returncode, a.stdout) == (1, "starting: compiling kernels 4 of 23\n")
-    assert b.returncode == 1
-    assert missing.returncode not in (0, 1)
-    assert "agent" in missing.stderr
+    assert code not in (0, 1)
+    assert "agent" in err
 
 
 @pytest.fixture(scope="module")

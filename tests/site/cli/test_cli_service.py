@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from site_processes import SITE, Voice
+from site_processes import SITE, Voice, trust_measurement
 
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.embedded_broker import start_broker
@@ -72,6 +72,7 @@ def test_a_service_comes_online_keeps_what_it_has_and_leaves_nothing(machine: Pa
     own, status = ["--user"], Topics(SITE).status("pi-1")
     with start_broker() as broker:
         install = ["agent", "install", "--broker", str(broker.url), "--site", SITE, "--id", "pi-1", "--threads", "1"]
+        trust_measurement()
         assert main([*install, *own]) == 0
         assert "pi-1 is online" in capsys.readouterr().out
         login = machine / "config/hepti/agent.login"
@@ -79,6 +80,7 @@ def test_a_service_comes_online_keeps_what_it_has_and_leaves_nothing(machine: Pa
         first = (machine / "tools/pid").read_text()
         kept = {path for path in (machine / "cache").rglob("*") if path.is_file()}
         assert kept
+        trust_measurement()
         assert main(["agent", "upgrade", *own]) == 0
         assert (machine / "tools/pid").read_text() != first
         assert {path for path in (machine / "cache").rglob("*") if path.is_file()} >= kept

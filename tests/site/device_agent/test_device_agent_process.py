@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 from broker_kinds import broker_of, needs_mosquitto
+from site_processes import trust_measurement
 
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.machine import LOADING_BYTES
@@ -187,6 +188,7 @@ class Agents:
         self.url, self.cache, self.processes = url, cache, []
 
     def start(self, device, *options, url=None, cache=None):
+        trust_measurement()
         command = [
             sys.executable,
             "-W",
@@ -217,7 +219,18 @@ def agents(broker, tmp_path):
     made.close()
 
 
-def test_join_describe_beat_and_leave(planner, agents):
+@pytest.fixture(scope="module")
+def pair(broker, tmp_path_factory):
+    """Start two agents, which two tests share: two1 and two2."""
+    made = Agents(broker.url, tmp_path_factory.mktemp("pair"))
+    for device in ("two1", "two2"):
+        made.start(device)
+    yield made
+    made.close()
+
+
+def test_join_describe_beat_die_come_back_and_leave(planner, agents):
+    """A killed agent leaves its will, and comes back with a higher term."""
     process = agents.start("join1", "--memory", "1GiB")
     caps = planner.wait("join1", protocol_messages.Caps)
     first = planner.wait("join1", protocol_messages.Status)
@@ -237,25 +250,19 @@ def test_join_describe_beat_and_leave(planner, agents):
     assert later.slowdown == 1.0
     assert later.rss_bytes > 0
     assert later.counters["control_published"] >= 3
+    process.kill()
+    will = planner.wait("join1", protocol_messages.Status, STARTED)
+    start = status.start
+    assert will == protocol_messages.Status("offline", start.boot, version=__version__, term=start.term)
+    process = agents.start("join1")
+    assert planner.online("join1", after=start).term == start.term + 1
     process.send_signal(signal.SIGTERM)
     assert planner.wait("join1", protocol_messages.Status, STARTED).state == "offline"
     assert process.wait(PATIENCE_S) == 0
     assert "Traceback" not in process.stderr.read()
 
 
-def test_a_killed_agent_leaves_its_will_and_comes_back_with_a_higher_term(planner, agents):
-    process = agents.start("kill1")
-    start = planner.online("kill1")
-    process.kill()
-    will = planner.wait("kill1", protocol_messages.Status, STARTED)
-    assert will == protocol_messages.Status("offline", start.boot, version=__version__, term=start.term)
-    agents.start("kill1")
-    assert planner.online("kill1", after=start).term == start.term + 1
-
-
-def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner, agents):
-    first = agents.start("two1")
-    agents.start("two2")
+def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner, pair):
     start = planner.online("two1")
     planner.online("two2")
     plan = planner.plan(("two1", "two2"), "row", {"variant": "kv"})
@@ -264,8 +271,8 @@ def test_a_request_through_two_agents_and_a_restart_that_moves_no_bytes(planner,
     planner.infer(plan, 2, (16,))
     sent = planner.tiles_sent
     assert sent > 0
-    first.kill()
-    agents.start("two1")
+    pair.processes[0].kill()
+    pair.start("two1")
     planner.online("two1", after=start)
     again = planner.plan(("two1", "two2"), "row", {"variant": "kv"}, number=2)
     planner.prepare(again)
@@ -289,34 +296,38 @@ def deep(tmp_path_factory):
             yield opened
 
 
-def test_a_run_goes_on_under_another_plan_and_then_on_one_device(planner, agents, deep):
+def test_a_run_goes_on_under_another_plan_and_then_on_one_device(planner, pair, deep):
     """Rows move to another device in the middle of a run, and in that of a second one all of them."""
     planner.checkpoint = deep
-    processes = {device: agents.start(device) for device in ("on1", "on2")}
-    for device in processes:
+    for device in ("two1", "two2"):
         planner.online(device)
+    other = pair.processes[1]
     row = ("row", {"variant": "kv"})
-    halves, uneven = (planner.plan(("on1", "on2"), *row, number=n, shares=s) for n, s in ((1, (1, 1)), (2, (3, 1))))
-    single, shape = planner.plan(("on1",), number=3), TokenBatch((14,))
+    halves, uneven = (planner.plan(("two1", "two2"), *row, number=n, shares=s) for n, s in ((3, (1, 1)), (4, (3, 1))))
+    single, shape = planner.plan(("two1",), number=5), TokenBatch((14,))
     for plan in (halves, uneven, single):
         planner.prepare(plan, shape)
     ids = np.arange(5, 19, dtype=np.int32)
-    want = planner.answer(single, 1, shape, ids)
-    for run_id, after in ((2, uneven), (4, single)):
-        processes["on2"].send_signal(signal.SIGSTOP)  # so that on1 waits before the border
+    want = planner.answer(single, 11, shape, ids)
+    for run_id, after in ((12, uneven), (14, single)):
+        other.send_signal(signal.SIGSTOP)  # so that two1 waits before the border
         planner.begin(halves, run_id, shape, ids)
         planner.begin(after, run_id + 1, shape, ids, frames.Continued(run_id, LAYERS // 2))
-        if "on2" not in after.devices:
+        if "two2" not in after.devices:
             left = messages.HandOver(MODEL, halves.version, run_id, LAYERS // 2, run_id + 1, after.to_dict())
-            planner.tell("on2", left)
-        processes["on2"].send_signal(signal.SIGCONT)
+            planner.tell("two2", left)
+        other.send_signal(signal.SIGCONT)
         np.testing.assert_allclose(planner.end(after, run_id + 1), want, atol=1e-3)
 
 
-def test_a_broker_that_restarts_is_met_again(planners, agents):
+def test_a_broker_is_waited_for_and_met_again_when_it_restarts(planners, agents):
     with start_broker() as broker:
+        broker.stop()
+        process = agents.start("again1", url=broker.url)
+        line = next(line for line in process.stderr if "no broker answers" in line)
+        assert "retrying" in line
+        broker.start()
         planner = planners(broker.url)
-        agents.start("again1", url=broker.url)
         planner.online("again1")
         plan = planner.plan(("again1",))
         planner.prepare(plan)
@@ -335,6 +346,7 @@ def test_second_agent_of_one_name_on_another_machine_takes_over(planner, agents,
     planner.online("same2", after=start)
 
 
+@pytest.mark.nightly
 @needs_mosquitto
 def test_of_two_agents_of_one_name_that_start_together_one_ends(planner, agents, tmp_path):
     both = [agents.start("same3", cache=tmp_path / place) for place in ("one", "other")]
@@ -396,16 +408,6 @@ def test_no_broker_without_patience_is_an_error(tmp_path, capsys):
         main(["agent", "--broker", url, "--id", "own1", "--cache", str(tmp_path), "--no-retry"])
         == NetworkError.exit_code
     )
-
-
-def test_an_absent_broker_is_waited_for(planners, agents):
-    with start_broker() as broker:
-        broker.stop()
-        process = agents.start("wait1", url=broker.url)
-        line = next(line for line in process.stderr if "no broker answers" in line)
-        assert "retrying" in line
-        broker.start()
-        planners(broker.url).online("wait1")
 
 
 def test_an_absent_broker_is_waited_for_no_longer_than_until_stop(agents, tmp_path):

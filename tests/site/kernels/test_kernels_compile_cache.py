@@ -46,8 +46,16 @@ def test_what_several_save_at_once_into_one_file_is_all_there(tmp_path):
 
 
 @pytest.mark.skipif(not jit.JIT, reason="about compiled code")
-@pytest.mark.parametrize("ending", ["nbi", "nbc"])
-@pytest.mark.parametrize("left", [0.0, 0.5, 1.0], ids=["nothing", "a half", "zeros"])
+@pytest.mark.parametrize(
+    ("ending", "left"),
+    [
+        *(("nbi", 0.5), ("nbc", 1.0)),
+        *(
+            pytest.param(*how, marks=pytest.mark.nightly)
+            for how in (("nbi", 0.0), ("nbi", 1.0), ("nbc", 0.0), ("nbc", 0.5))
+        ),
+    ],
+)  # 1.0: of zeros
 def test_a_file_that_a_power_cut_has_damaged_is_compiled_again(tmp_path, kept_code, ending, left):
     for path, whole in kept_code.items():
         place = tmp_path / path

@@ -14,6 +14,7 @@ from hepti_mqtt.kernels.jit import JIT
 HERE = Path(__file__).parents[2] / "helpers"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not JIT or not sys.platform.startswith("linux"), reason="about compiled code and glibc's heap")
 def test_kernels_leave_memory_alone_that_other_threads_allocate_meanwhile():
     paths = os.pathsep.join([str(HERE.parents[1]), str(HERE), str(HERE.parent / "unit" / "kernels")])

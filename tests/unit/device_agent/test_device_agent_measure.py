@@ -39,6 +39,14 @@ def curves(workers):
     return measure(workers, 1 << 30)
 
 
+@pytest.fixture
+def hasty(monkeypatch):
+    """Let a measurement take every number once, with weights beyond a small cache."""
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    monkeypatch.setattr(measuring, "WINDOW_S", 0.002)
+    monkeypatch.setattr(measuring, "last_level_cache_bytes", lambda: 1 << 20)
+
+
 def caps(curves):
     return Caps("d1", 1, 1, 1, 1, 1, "x", "0", curves, 0, 5)
 
@@ -60,9 +68,8 @@ def test_the_planner_can_read_it_after_the_wire(curves):
     assert profile.mesh_copy_bytes_per_s > 0
 
 
-def test_little_memory_leaves_large_shapes_out(workers, monkeypatch):
-    monkeypatch.setattr(measuring, "REPEATS", 1)
-
+@pytest.mark.usefixtures("hasty")
+def test_little_memory_leaves_large_shapes_out(workers):
     def shapes(memory_bytes, storage="f32"):
         curves = measure(workers, memory_bytes)["linear"]
         return [(c["k"], c["n"]) for c in curves if c.get("storage", "f32") == storage]
@@ -72,6 +79,7 @@ def test_little_memory_leaves_large_shapes_out(workers, monkeypatch):
     assert shapes(10 << 20, "w8a8") == [(384, 1536)], "narrower weights in one of the shapes that fit"
 
 
+@pytest.mark.usefixtures("hasty")
 def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
     made, alive = [], WeakSet()
 
@@ -87,7 +95,6 @@ def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
             return run
 
     monkeypatch.setattr(measuring, "_ColdMatmul", Counted)
-    monkeypatch.setattr(measuring, "REPEATS", 1)
     measure(workers, 10 << 20)
     assert len(made) == 2 + 1 + len(measuring.STORAGES) - 1, "shapes, what fills the caches, narrower storages"
 
@@ -118,8 +125,8 @@ def test_the_largest_cache_is_told(tmp_path):
     assert last_level_cache_bytes() > 0
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_slow_device_leaves_large_shapes_out(workers, monkeypatch):
-    monkeypatch.setattr(measuring, "REPEATS", 1)
     monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
     assert {(c["k"], c["n"]) for c in measure(workers, 1 << 30)["linear"]} == {(384, 384)}
 
@@ -214,20 +221,20 @@ def test_what_others_did_while_a_curve_was_measured_is_taken_out():
     assert monotone([]) == []
 
 
+@pytest.mark.usefixtures("hasty")
 def test_narrow_weights_are_measured_when_their_kernels_are_there(workers, tmp_path, monkeypatch):
-    monkeypatch.setattr(measuring, "REPEATS", 1)
     monkeypatch.setattr(measuring, "_still_accurate", lambda *_: True)
-    first, cached = load_or_measure(tmp_path / "m.json", workers, 1 << 30, with_narrow_weights=False)
+    first, cached = load_or_measure(tmp_path / "m.json", workers, 10 << 20, with_narrow_weights=False)
     assert not cached
     assert not measuring.has_narrow_curves(first)
-    whole, cached = load_or_measure(tmp_path / "m.json", workers, 1 << 30)
+    whole, cached = load_or_measure(tmp_path / "m.json", workers, 10 << 20)
     assert not cached
     assert measuring.has_narrow_curves(whole)
     assert whole["linear"][: len(first["linear"])] == first["linear"], "only what is missing is measured"
-    assert load_or_measure(tmp_path / "m.json", workers, 1 << 30) == (whole, True)
-    again, cached = load_or_measure(tmp_path / "m.json", workers, 1 << 30, force=True, may_store=lambda: False)
+    assert load_or_measure(tmp_path / "m.json", workers, 10 << 20) == (whole, True)
+    again, cached = load_or_measure(tmp_path / "m.json", workers, 10 << 20, force=True, may_store=lambda: False)
     assert not cached
-    assert load_or_measure(tmp_path / "m.json", workers, 1 << 30) == (whole, True), "what was disturbed is not kept"
+    assert load_or_measure(tmp_path / "m.json", workers, 10 << 20) == (whole, True), "what was disturbed is not kept"
     assert again != whole
 
 
@@ -299,8 +306,8 @@ def test_frames_are_not_measured_for_ever(monkeypatch):
     assert measuring._frames(lambda: None)["frame_s"] == pytest.approx(5e-4)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_what_no_device_can_be_is_measured_once_more_and_then_an_error(workers, monkeypatch):
-    monkeypatch.setattr(measuring, "REPEATS", 1)
     told = iter([3.0, 1e-5, 3.0, 3.0])
     monkeypatch.setattr(measuring, "_op_overhead", lambda *_: next(told))
     assert measure(workers, 1, narrow=False)["op_overhead_s"] == 1e-5

@@ -153,6 +153,7 @@ def lower_many(rng: random.Random) -> None:
             program_of(SPEC, plan, TokenBatch((length,)), "a")
 
 
+@pytest.mark.nightly
 def test_a_device_keeps_as_much_of_many_plans_as_of_few() -> None:
     rng = random.Random(1)
     tracemalloc.start()

@@ -66,8 +66,12 @@ def question(spec: ModelSpec, site: Cluster, tokens: int = 128, **pins) -> Quest
     return Question(TopicNames("home", "m"), spec, site, TokenBatch((tokens,)), PlanVersion(1, 1), **pins)
 
 
-def four_pis(mbit: float, memory: float = 8e9) -> Cluster:
-    return cluster(*(device(f"pi{i}", 24.6, memory) for i in range(4)), mbit=mbit)
+def four_pis(mbit: float, memory: float = 8e9, count: int = 4) -> Cluster:
+    return cluster(*(device(f"pi{i}", 24.6, memory) for i in range(count)), mbit=mbit)
+
+
+def two_pis(mbit: float, memory: float = 8e9) -> Cluster:
+    return four_pis(mbit, memory, 2)
 
 
 @cache
@@ -153,9 +157,9 @@ def test_equal_budgets_that_hold_equal_shares_fit_whatever_the_speeds(speeds):
 def test_pins_are_obeyed():
     whole = models.graph(BASE, models.largest_shape(BASE))
     for name in (n for n, s in STRATEGIES.items() if s.why_unsupported(whole) is None):
-        decision = decide(question(BASE, four_pis(100), strategy=name))
+        decision = decide(question(BASE, two_pis(100), strategy=name))
         assert decision.chosen.plan.strategy == name
-    decision = decide(question(BASE, four_pis(100), strategy="row", options={"variant": "heads"}))
+    decision = decide(question(BASE, two_pis(100), strategy="row", options={"variant": "heads"}))
     assert decision.chosen.plan.options == {"variant": "heads"}
     decision = decide(question(BASE, four_pis(940), devices=("pi2", "pi1")))
     assert set(decision.chosen.plan.devices) <= {"pi1", "pi2"}
@@ -232,7 +236,7 @@ def test_shares_are_not_moved_to_where_packets_do_not_get_through():
 
 def test_a_broker_that_takes_no_weights_is_named_with_its_setting():
     with pytest.raises(PacketLimitError) as caught:
-        decide(question(BASE, four_pis(940), packet_bytes=limits(100_000)))
+        decide(question(BASE, two_pis(940), packet_bytes=limits(100_000)))
     assert "max_packet_size" in str(caught.value)
     limit = tile_packet(question(BASE, four_pis(940)))
     with pytest.raises(PacketLimitError):
@@ -267,7 +271,7 @@ def site_of(seed: int) -> Question:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 20))])
 def test_the_same_plan_is_chosen_without_comparing_every_method(seed):
     whole, quick = both(site_of(seed))
     assert replace(quick.chosen.plan, reason="") == replace(whole.chosen.plan, reason="")
@@ -540,7 +544,7 @@ def test_without_a_device_there_is_no_plan():
 @pytest.mark.parametrize("pins", [{"strategy": "pipeline"}, {}], ids=str)
 def test_where_memory_forbids_it_what_is_missing_is_named(pins):
     with pytest.raises(PlanError) as caught:
-        decide(question(FAMILIES["bert-embedding"], four_pis(940, memory=2**17 - 2**15), **pins))
+        decide(question(FAMILIES["bert-embedding"], two_pis(940, memory=2**17 - 2**15), **pins))
     assert "0.1 MiB" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     lines = caught.value.detail

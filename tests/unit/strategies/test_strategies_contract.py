@@ -105,7 +105,7 @@ def test_same_plan_and_batch_same_bits_whatever_the_order_of_arrival(method):
     weights = (1.0, 2.0, 1.5) if method in methods_for(3) else (1.0,)
     shape, inputs = request(spec, (13, 4), "hidden")
     parts = bound(device_programs(spec, plan(spec, method, weights), shape), held)
-    assert len({run_together(parts, inputs, seed).tobytes() for seed in range(8)}) == 1
+    assert len({run_together(parts, inputs, seed).tobytes() for seed in range(4)}) == 1
 
 
 share = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
@@ -227,10 +227,14 @@ def batches(spec):
 
 @pytest.mark.parametrize(("kind", "name"), ABLE)
 def test_other_families_equal_the_reference(kind, name):
+    """Every variant where it is possible first, and one of them in turn wherever devices differ."""
     spec, method = SPECS[kind], STRATEGIES[name]
-    held = tensors(spec)
+    held, seen = tensors(spec), []
     for turn, weights in enumerate(SHARES[: method.max_devices]):
-        for options in method.variants_for(len(weights), models.graph(spec, models.largest_shape(spec))):
+        variants = method.variants_for(len(weights), models.graph(spec, models.largest_shape(spec)))
+        chosen = [o for place, o in enumerate(variants) if o not in seen or place == turn % len(variants)]
+        seen += chosen
+        for options in chosen:
             want, lengths = ("task", "hidden")[turn % 2], batches(spec)[turn // 2 % len(batches(spec))]
             shape, inputs = request(spec, lengths, want)
             fixed = plan(spec, (name, options), weights)
@@ -306,9 +310,9 @@ def test_all_of_a_step_is_needed_for_its_token(name, weights, head, tokens):
 def test_all_of_a_run_is_needed_for_its_answer(family, method):
     spec = FAMILIES[family]
     weights = (1.0, 3.0, 0.5) if STRATEGIES[method[0]].max_devices is None else (1.0,)
-    for want in ("task", "hidden"):
-        shape, _ = request(spec, (9, 4), want)
-        assert not unneeded(device_programs(spec, plan(spec, method, weights), shape))
+    want = ("task", "hidden")[(list(FAMILIES).index(family) + METHODS.index(method)) % 2]
+    shape, _ = request(spec, (9, 4), want)
+    assert not unneeded(device_programs(spec, plan(spec, method, weights), shape))
 
 
 def at_once(program: Program) -> Counter[str]:
@@ -349,12 +353,10 @@ def test_equals_the_reference_whatever_the_order_of_arrival(family, method):
     place = list(FAMILIES).index(family) + METHODS.index(method)
     site = sites_of(method)[place % len(sites_of(method))]
     chosen = plan(spec, method, division(method, site))
-    for batch in (2 * place % 4, (2 * place + 1) % 4):
-        want = "hidden" if batch % 2 else "task"
-        shape, inputs = request(spec, list(BATCHES.values())[batch], want)
-        hidden, output = models.reference(spec, held, inputs, shape)
-        got = run_together(bound(device_programs(spec, chosen, shape), held), inputs, place, duplicates=0.2)
-        np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE)
+    shape, inputs = request(spec, list(BATCHES.values())[place % 4], want := "hidden" if place % 2 else "task")
+    hidden, output = models.reference(spec, held, inputs, shape)
+    got = run_together(bound(device_programs(spec, chosen, shape), held), inputs, place, duplicates=0.2)
+    np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "options", "devices"), OTHERS, ids=str)
