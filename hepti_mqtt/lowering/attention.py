@@ -152,7 +152,7 @@ class Attention(HeadedAttention):
         attrs |= {"window": self.window} if self.window >= 0 else {}
         if self.disentangled:
             attrs |= {"disentangled": True, "farthest": self.farthest}
-        elif self.tensors:
+        elif self.buckets:  # what reads x itself has other tensors
             heads = tuple(a // self.d for first, stop in c for a in range(first, stop, self.d))
             attrs |= {"bias_heads": heads} | ({"bias_side": self.side} if self.side else {"farthest": self.farthest})
         kernel = "attention_block" if self.is_state(region) else "attention"

@@ -112,7 +112,8 @@ def test_no_answer_in_time_says_who_is_to_blame(broker, hepti, planner, site):
 def test_a_request_that_timed_out_is_not_sent_again(hepti, planner):
     with pytest.raises(DeadlineError):
         hepti.infer("m", text="x", timeout_s=0.01)
-    planner.next()
+    asked, back = planner.next()[1], planner.next()[1]
+    assert back == {"cancel": asked["id"]}
     planner.online(boot=2)
     future = hepti.submit("m", text="y")
     assert planner.next()[1]["text"] == "y"

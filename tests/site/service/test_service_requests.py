@@ -653,7 +653,7 @@ def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(t
             read_input(checkpoint, {"text": "a"})
     with Checkpoint.open(decoder) as checkpoint:
         prepared = read_input(checkpoint, {"ids": [1, 2], "max_new_tokens": 2})
-        assert decode_output(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": ""}
+        assert decode_output(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": "", "finish": "length"}
         assert token_text(checkpoint, (7, 8)) == ""
     with Checkpoint.open(plain) as checkpoint:
         assert read_input(checkpoint, {"ids": [1, 2]}).shape.size == 2

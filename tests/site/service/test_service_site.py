@@ -67,7 +67,7 @@ def test_ten_tokens_come_one_by_one(site: Site, ready: Hepti) -> None:
     parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=10, **DIVIDED, timeout_s=PATIENCE_S)
     tokens, text, answer = tokens_of(parts)
     assert tokens == expected_tokens(site, PROMPT, 10)
-    assert answer.result == {"ids": tokens, "text": text}
+    assert answer.result == {"ids": tokens, "text": text, "finish": "length"}
     assert (answer.plan["strategy"], set(answer.plan["devices"])) == ("decoder", {"a", "b"})
     assert answer.raw["final"] is True
     assert answer.raw["runs"] == len(tokens)
@@ -93,7 +93,8 @@ def test_a_generation_over_plain_mqtt(site: Site, ready: Hepti) -> None:
     assert {topic for topic, _ in told} == {user.topics.response("gpt", user.name, "mine")}
     assert [(p["request"], p["index"], p["final"]) for p in parts] == [("mine", i, False) for i in range(len(parts))]
     assert answer["id"] == "mine"
-    assert answer["result"] == {"ids": [p["token"] for p in parts], "text": "".join(p["text"] for p in parts)}
+    text = "".join(p["text"] for p in parts)
+    assert answer["result"] == {"ids": [p["token"] for p in parts], "text": text, "finish": "length"}
 
 
 def test_hidden_states_of_a_decoder_equal_the_reference(site: Site, ready: Hepti) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -121,7 +122,8 @@ def descriptors():
 
 def test_nothing_is_left_of_connections_and_meshes():
     """Descriptors and threads after many plans and restarts are those from before."""
-    before = descriptors(), threading.active_count()
+    gc.collect()  # what earlier tests have left
+    before, threads = descriptors(), threading.active_count()
     a = Node("a")
     held = None
     for epoch in range(20):
@@ -141,7 +143,8 @@ def test_nothing_is_left_of_connections_and_meshes():
         held = held or descriptors()
     assert descriptors() <= held  # the first one may have met a socket that was about to close
     a.mesh.close()
-    assert (descriptors(), threading.active_count()) == before
+    assert descriptors() <= before  # more may be collected meanwhile
+    assert threading.active_count() == threads
 
 
 def has_ipv6():
