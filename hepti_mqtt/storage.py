@@ -30,7 +30,7 @@ class Storage(NamedTuple):
     decode: Callable[[Octets], Floats]
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row of so many values, a multiple of `block`."""
+        """Return the bytes of a row of a number of values, a multiple of `block`."""
         return columns // self.block * self.block_bytes
 
     def rows(self, raw: Octets) -> npt.NDArray[Any]:

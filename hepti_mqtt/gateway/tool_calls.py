@@ -59,7 +59,7 @@ class ToolText:
         return len(self._text) - next(ends, 0)
 
     def _calls(self) -> tuple[int, list[Call]]:
-        """Return where the text ends that is no call, and the calls behind it."""
+        """Return where the text before the calls ends, and the calls."""
         whole = len(self._text)
         if not self._names:
             return whole, []

@@ -76,7 +76,7 @@ def _calls(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools of a request, None without any; raises RequestError for one that is none."""
+    """Return the tools of a request, None without any; raises RequestError for what is no tool."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) > MAX_TOOLS:

@@ -56,7 +56,7 @@ class NodeBuilder:
         function: str = "",
         dense: bool = False,
     ) -> str:
-        """Add a convolution: with a bias of its own, unless a norm is behind it; then an activation.
+        """Add a convolution: with a bias of its own, unless a norm follows; then an activation.
 
         dense: it is stored as a dense layer.
         """
