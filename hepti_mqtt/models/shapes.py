@@ -201,6 +201,20 @@ class ImageBatch:
 
 
 CACHE_ROWS: Final = 64  # of the smallest cache; others are twice, four times ... as large
+CHUNK_ROWS: Final = 128  # of a session's largest run; the others have powers of two below it
+
+
+def next_rows(cached: int, total: int) -> tuple[int, int]:
+    """Return which rows the next run of a session computes, of `total` of which the first ones are cached.
+
+    The last run begins over rows that are cached already: they give the same keys and values again, and no Program is
+    needed but those of powers of two.
+    """
+    left = total - cached
+    if left >= CHUNK_ROWS:
+        return cached, cached + CHUNK_ROWS
+    size = 1 << (left - 1).bit_length()
+    return (total - size, total) if size <= total else (cached, cached + size // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +252,10 @@ class TextInput:
             raise ValueError(f"a model without sessions cannot keep {plain.session_rows} rows")
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows)
 
+    def program_shape(self, shape: TokenBatch) -> TokenBatch:
+        """Return the shape whose Program computes this one, too: itself."""
+        return shape
+
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
         return (shape.size,), "i32"
@@ -248,17 +266,21 @@ class DecoderInput(TextInput):
     """A request brings i32 [1 + m]: how many rows the cache of its session has already, then token ids."""
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
-        """Return one step with a cache for a sequence of so many tokens, else the longest sequence in one run.
+        """Return one step with a cache for a sequence of so many tokens, else the largest run of the longest sequence.
 
         What a step costs depends on its position: the kernels reckon with the mean over a cache.
         """
         if tokens is None:
-            return TokenBatch((self.longest,), cache=self.cache(self.longest))
+            return TokenBatch((min(self.longest, CHUNK_ROWS),), cache=self.longest)
         return TokenBatch((1,), cache=self.cache(tokens))
 
     def shape_of(self, plain: PlainShape) -> TokenBatch:
         """Return the shape that travelled."""
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows, plain.session_rows)
+
+    def program_shape(self, shape: TokenBatch) -> TokenBatch:
+        """Return the shape whose Program computes this one, too: with room for the longest text."""
+        return replace(shape, cache=self.longest)
 
     def cache(self, tokens: int) -> int:
         """Return the rows of the cache of a sequence that ends with so many tokens."""
@@ -305,6 +327,10 @@ class ImageInput:
         if made.plain() != plain:
             raise ValueError(f"pictures of this model have {self.rows} rows each, no marks and no session")
         return made
+
+    def program_shape(self, shape: ImageBatch) -> ImageBatch:
+        """Return the shape whose Program computes this one, too: itself."""
+        return shape
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["u8"]]:
         """Return shape and dtype of what a request brings."""

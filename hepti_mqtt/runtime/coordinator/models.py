@@ -280,15 +280,15 @@ class PlanGroup:
         a plan, only the first queued shapes hold them up.
         """
         waiting = dict.fromkeys(self._waiting())
-        shapes = dict.fromkeys(
-            (*waiting, *reversed(self.recent_shapes), representative_shape(self.served.spec, self.typical_length()))
-        )
+        usual = representative_shape(self.served.spec, self.typical_length())
+        program_shape = self.served.spec.input_spec.program_shape
+        shapes = dict.fromkeys(map(program_shape, (*waiting, *reversed(self.recent_shapes), usual)))
         first = [s for s in shapes if len(s.sizes) + len(s.plain().mask_rows) <= MAX_SHAPE_NUMBERS][
             :MAX_PREBUILT_SHAPES
         ]
         if not waiting or self.plans.in_use is not None:
             return tuple(first), len(first)
-        urgent = set(islice(waiting, MAX_URGENT_SHAPES))
+        urgent = set(islice(dict.fromkeys(map(program_shape, waiting)), MAX_URGENT_SHAPES))
         return tuple(first), max(sum(s in urgent for s in first), 1)
 
     def resident_decision(self) -> Decision | None:

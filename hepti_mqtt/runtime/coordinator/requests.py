@@ -19,6 +19,7 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules, Verdict
+from hepti_mqtt.models.shapes import next_rows
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
@@ -93,7 +94,8 @@ class Pins:
 class GeneratedToken(NamedTuple):
     """What followed from a run: a token of a text so far, or with place -1 the end of the prompt.
 
-    tokens: the text's own list, which grows. place: in it. attempt: the text's number.
+    tokens: the text's own list, which grows. place: in it. token: -1 of a run whose rows were cached and no more.
+    attempt: the text's number.
     """
 
     tokens: list[int]
@@ -120,7 +122,8 @@ class Generation:
     tokens. scores: logarithms of the probabilities of the tokens; silence: the probability that there is nothing to
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
-    of them is the answer. steps: what followed from each run.
+    of them is the answer. steps: what followed from each run. states: of all rows, where they are wanted instead of
+    tokens.
     """
 
     prompt: tuple[int, ...]
@@ -138,10 +141,18 @@ class Generation:
     tried: list[Attempt] = field(default_factory=list)
     steps: list[GeneratedToken] = field(default_factory=list)
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
+    states: list[Array] = field(default_factory=list)
+
+    @property
+    def wants_states(self) -> bool:
+        """Return whether the final hidden states of the prompt are wanted instead of tokens."""
+        return self.shape.want == "hidden"
 
     @property
     def done(self) -> bool:
-        """Return whether the last token is there."""
+        """Return whether the last token, or the last state, is there."""
+        if self.wants_states:
+            return self.cached_rows == len(self.prompt)
         return len(self.tokens) >= self.max_new_tokens or self.rules.ends(self.tokens)
 
     @property
@@ -156,18 +167,37 @@ class Generation:
         return next((one.verdict for one in self.tried if one.tokens is self.tokens), None)
 
     def start_session(self, plan_version: PlanVersion, session: int) -> None:
-        """Start over under a plan version: the next run computes the prompt and all tokens so far."""
+        """Start over under a plan version: the next runs compute the prompt and all tokens so far."""
         self.plan_version, self.session, self.cached_rows = plan_version, session, 0
+        self.states.clear()
 
     def next_batch(self) -> tuple[Batch, DecoderSession]:
-        """Return the next run: the tokens that are not cached, and whether it is the session's last."""
-        ids = (*self.prompt, *self.tokens)[self.cached_rows :]
-        inputs, begins = np.array([self.cached_rows, *ids], np.int32), not self.cached_rows
+        """Return the next run, of tokens that are not cached, and whether it is the session's last."""
+        total = len(self.prompt) + len(self.tokens)
+        first, stop = self._rows_behind(self.cached_rows, total)
+        inputs, begins = np.array([first, *self._ids(first, stop)], np.int32), not self.cached_rows
         if begins and self.carried.size:
             inputs = np.concatenate([inputs, self.carried])
         is_last = len(self.tokens) + 1 >= self.max_new_tokens and len(self.tried) + 1 >= len(self.rules.temperatures)
-        final = is_last and not self._lacks_choice
-        return Batch(self.shape.decode_step(len(ids), begins), inputs), DecoderSession(self.session, final)
+        final = is_last and stop == total and not self._lacks_choice
+        return Batch(self.shape.decode_step(stop - first, begins), inputs), DecoderSession(self.session, final)
+
+    def shapes_to(self, total: int) -> list[RequestShape]:
+        """Return the shapes of the runs that cache so many rows, from the first one on."""
+        shapes, cached = list[RequestShape](), 0
+        while cached < total:
+            first, stop = self._rows_behind(cached, total)
+            shapes.append(self.shape.decode_step(stop - first, begins=not cached))
+            cached = stop
+        return shapes
+
+    def _rows_behind(self, cached: int, total: int) -> tuple[int, int]:
+        """Return the rows of the next run; what it carries is beside the whole prompt."""
+        return (0, len(self.prompt)) if self.carried.size and not cached else next_rows(cached, total)
+
+    def _ids(self, first: int, stop: int) -> Sequence[int]:
+        behind = len(self.prompt)
+        return (*self.prompt[first:stop], *self.tokens[max(first - behind, 0) : max(stop - behind, 0)])
 
     @property
     def _lacks_choice(self) -> bool:
@@ -176,12 +206,17 @@ class Generation:
     def append_token(self, logits: Array) -> GeneratedToken:
         """Take the logits [r, V] of the run that `next_batch` gave; return the token that follows.
 
-        A text that is whole may be followed by another one.
+        Without one, where more rows are to be cached first. A text that is whole may be followed by another one.
         """
-        if not self.cached_rows and self.silence is None:
+        total, cached = len(self.prompt) + len(self.tokens), self.cached_rows
+        if not cached and self.silence is None:
             self.silence = self.rules.silence(logits)
-        self.cached_rows = len(self.prompt) + len(self.tokens)
-        if self._lacks_choice:
+        first, self.cached_rows = self._rows_behind(cached, total)
+        if self.wants_states:
+            self.states.append(logits[cached - first :])
+        if self.wants_states or self.cached_rows < total:
+            step = GeneratedToken(self.tokens, len(self.tokens), -1, len(self.tried), 0.0)
+        elif self._lacks_choice:
             step = GeneratedToken(self.tokens, -1, self.rules.choose_prompt(logits), 0, 0.0)
             self._end_prompt(step.token)
         else:
@@ -197,6 +232,8 @@ class Generation:
 
     def follows(self, step: GeneratedToken, logits: Array) -> bool:
         """Return whether a step follows from the logits of its run."""
+        if step.token < 0:
+            return True
         if step.place < 0:
             return self.rules.choose_prompt(logits) == step.token
         return self.rules.choose(logits, step.tokens[: step.place], step.temperature)[0] == step.token
@@ -220,10 +257,10 @@ class Generation:
     def rewind(self, run: int) -> None:
         """Take back what has followed since a run; what is cached may be wrong, so a new session begins."""
         step = self.steps[run]
+        if any(later.place < 0 for later in self.steps[run:]):
+            self.prompt, self.asked = self.asked, ()
         del self.steps[run:]
         self.plan_version = None
-        if step.place < 0:
-            self.prompt, self.asked = self.asked, ()
         published = self.published_tokens if step.tokens is self.tokens else ()
         self.published_tokens = max(published, tuple(step.tokens), key=len)
         self.scores = self.tried[step.attempt].scores if step.attempt < len(self.tried) else self.scores
@@ -267,20 +304,23 @@ class Request:
 
     def run_shapes(self) -> list[RequestShape]:
         """Return the shape of every run that the request may take, with one per generated token."""
-        chunks = [chunk.shape for chunk in self.batches]
-        if self.generation is None:
-            return chunks
-        return chunks + [self.generation.shape.decode_step(1)] * (self.generation.max_new_tokens - 1)
+        made = self.generation
+        if made is None:
+            return [chunk.shape for chunk in self.batches]
+        return made.shapes_to(len(made.prompt)) + [made.shape.decode_step(1)] * (made.max_new_tokens - 1)
 
     def upcoming_shapes(self, chunk: int) -> list[RequestShape]:
         """Return the shapes of the runs that a waiting chunk leads to, should the plan change before the first."""
-        if self.generation is None:
+        made = self.generation
+        if made is None:
             return [self.batches[chunk].shape]
-        rows = len(self.generation.prompt) + len(self.generation.tokens)
-        return [self.generation.shape.decode_step(rows, begins=True), self.generation.shape.decode_step(1)]
+        shapes = made.shapes_to(len(made.prompt) + len(made.tokens))
+        return list(dict.fromkeys((*shapes, made.shape.decode_step(1))))
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""
+        if self.generation is not None and self.generation.wants_states:
+            return np.concatenate(self.generation.states)
         if self.generation is not None:
             return np.array(self.generation.tokens, np.int32)
         return np.concatenate([self.outputs[i] for i in range(len(self.batches))])
@@ -652,6 +692,10 @@ class FairQueue:
     def prepend(self, items: Iterable[WorkItem]) -> None:
         """Add items before all others, in their order; they cost their clients no turn."""
         self._front.extendleft(reversed(list(items)))
+
+    def resume(self, item: WorkItem) -> None:
+        """Add an item that continues before all that have not begun, behind the others that continue."""
+        self._front.append(item)
 
     def remove(self, items: Iterable[WorkItem]) -> None:
         """Remove items; each counts as a turn of its client."""

@@ -580,7 +580,7 @@ class Scheduler:
         request, generation, stats = run.items[0].request, run.items[0].request.generation, run.stats()
         assert generation is not None
         if not reported:
-            if not run.waiting_requests or not _usable(run.output()):
+            if not run.waiting_requests or generation.wants_states or not _usable(run.output()):
                 return []
             run.early_stats, run.run_index = stats, len(generation.steps)
             return self._append_token(group, run, stats)
@@ -595,11 +595,11 @@ class Scheduler:
         return self._answer_generation(group, run)
 
     def _append_token(self, group: PlanGroup, run: Run, stats: RunStats) -> list[CoordinatorCommand]:
-        """Take a token; queue the next run of its session before all others, so that few sessions are open at once."""
+        """Take a token; queue the next run of its session before all that have none, so that few are open at once."""
         item, logits = run.items[0], run.output()
         request, generation = item.request, item.request.generation
         assert generation is not None
-        if not _usable(logits):
+        if not generation.wants_states and not _usable(logits):
             error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
             return self.fail_request(group, request, error)
         published = generation.published_tokens
@@ -607,16 +607,18 @@ class Scheduler:
         place, token = step.place, step.token
         request.stats.append(stats)
         out: list[CoordinatorCommand] = []
-        if place >= len(published):
+        if token < 0:
+            pass
+        elif place >= len(published):
             out.append(TokenReady(request, place, tuple(step.tokens), step.attempt))
         elif place >= 0 and token != published[place]:
             text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat the "
             text += "request; a device may be faulty (see `hepti devices`)."
             return self.fail_request(group, request, RemoteError(text))
-        if not 0 <= place < len(published):
+        if token >= 0 and not 0 <= place < len(published):
             request.losses.clear()
         if not generation.done:
-            group.queue.prepend([item])
+            group.queue.resume(item)
         return out + self._answer_generation(group, run)
 
     def _answer_generation(self, group: PlanGroup, run: Run) -> list[CoordinatorCommand]:

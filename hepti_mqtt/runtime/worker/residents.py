@@ -52,14 +52,17 @@ def check_prepare(
 
 
 def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
-    """Return a request's shape; raises PlanError for none of the family's, or larger than the plan was made for."""
+    """Return the shape of the Program that computes a request.
+
+    Raises PlanError for a shape that is none of the family's, or larger than the plan was made for.
+    """
     largest = largest_shape(spec)
     if plain.size > largest.size:
         raise _wrong("shape", plain.size, f"tokens or rows are more than the {largest.size} that a run has at the most")
     if plain.session_rows > largest.session_rows:
         raise _wrong("shape", plain.session_rows, f"rows of a cache are more than {largest.session_rows}")
     try:
-        return spec.input_spec.shape_of(plain)
+        return spec.input_spec.program_shape(spec.input_spec.shape_of(plain))
     except ValueError as error:
         raise _wrong("shape", plain.size, f"is not valid for {spec.architecture}: {error}") from error
 

@@ -139,18 +139,19 @@ class DecoderSessions:
         stop: int,
         most: int,
         busy: frozenset[SessionKey] = frozenset(),
+        begins: bool = True,
     ) -> Mapping[str, Array]:
-        """Return the arrays of a session for a run that adds rows at..stop; at 0 the session begins.
+        """Return the arrays of a session for a run that adds rows at..stop.
 
-        most: sessions kept per plan; the least recently used one that is not `busy` is dropped. Number 0: a run without
-        a session, with arrays of its own. Raises SessionLostError if rows before `at` are missing.
+        begins: whether the run may begin the session, at 0. most: sessions kept per plan; the least recently used one
+        that is not `busy` is dropped. Number 0: a run without a session, with arrays of its own. Raises SessionLostError if rows before `at` are missing.
         """
         states = program.session_arrays()
         if not states:
             return {}
         number = key[2]
         known = self._open.get(key)
-        if at > (known.rows if known else 0):
+        if at > (known.rows if known else 0) or not (known or begins):
             self._counters["session_lost"] += 1
             raise SessionLostError(f"session {number} has no rows before {at} here")
         if known is None:
@@ -488,7 +489,8 @@ class WorkerRuns:
         at, plan = int(inputs[0]), resident.plan
         key = (plan.model, plan.version, session.number)
         busy = frozenset((*r.key, r.session.number) for r in self._runs.values())
-        return self._sessions.arrays(key, bound.template.program, at, at + shape.new_rows, resident.sessions, busy)
+        stop, begins = at + shape.new_rows, shape == shape.decode_step(shape.new_rows, begins=True)
+        return self._sessions.arrays(key, bound.template.program, at, stop, resident.sessions, busy, begins)
 
     def handle_tensor(self, frame: Frame, now: float) -> list[Command]:
         """Take what a peer has sent, or keep it until its request is here."""

@@ -13,12 +13,13 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = spec_of_kind("tiny-gpt2")
 
 
-PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 7).astype(np.int32)
+PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 8).astype(np.int32)
 
 
 MOST = 10
@@ -79,6 +80,35 @@ def test_ten_tokens_equal_those_of_whole_passes(kind, name):
     swarm.run(1)
     for host in swarm.hosts.values():
         assert host.session.runs.open_sessions == 0, "the last run ends the session"
+
+
+@pytest.mark.parametrize("kind", ["tiny-gpt2", "tiny-llama"])
+def test_a_prompt_of_any_length_is_computed_in_runs_of_few_sizes(kind, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 16)
+    spec = spec_of_kind(kind)
+    swarm = site("decoder", (1.0, 2.0), spec, duplicates=0.2, jitter_s=0.01)
+    sizes = set()
+    for length in (3, 5, 16, 37):
+        prompt = np.random.default_rng(length).integers(0, spec.text.vocab, length).astype(np.int32)
+        swarm.generate(length, spec, prompt, 2)
+        finish(swarm, length)
+        (answer, stats), *_ = swarm.answers[length]
+        assert answer.tolist() == greedy(prompt, 2, spec)[0]
+        sizes |= {s.shape.tokens for s in stats}
+    assert sizes <= {1, 2, 4, 8, 16}
+    assert swarm.hosts["d0"].session.counters["programs_built_late"] <= 5
+
+
+def test_the_states_of_a_long_text_are_those_of_one_run(monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 16)
+    swarm = site("decoder", (1.0, 1.0))
+    prompt = np.random.default_rng(1).integers(0, SPEC.text.vocab, 43).astype(np.int32)
+    shape, inputs = models.single_sequence(SPEC, prompt, "hidden")
+    swarm.begin("r", Batch(shape, inputs), Generation(tuple(prompt.tolist()), 0, shape))
+    finish(swarm, "r")
+    (found, stats), *_ = swarm.answers["r"]
+    np.testing.assert_allclose(found, models.reference(SPEC, tensors(SPEC), inputs, shape)[0], atol=TOLERANCE)
+    assert [s.shape.tokens for s in stats] == [16, 16, 16]
 
 
 def test_several_users_at_once_each_get_their_own_tokens():
