@@ -9,14 +9,15 @@ from typing import Final
 
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
+from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered_for_longest, run_passes
 from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, slots_written
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
 from hepti_mqtt.spec import Spec
 
-# Sessions of a model that may stay open on a device beside those of the runs in flight: their user has left, or what
-# they said ended early, and no run of theirs comes that says so.
+# Sessions as long as the model allows that have room on a device beside those of the runs in flight: in it, and in what
+# the others leave, stay those of requests that have ended.
 EXTRA_SESSIONS: Final = 1
 KEPT_PROGRAMS: Final = 12  # request shapes whose Programs a device keeps for each plan: those foreseen, and a few more
 # Of a Program that is bound to its weights, at most as measured: Python's objects and the kernels' scratch per op, and
@@ -111,6 +112,11 @@ def max_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> i
     made = tuple(lowered_for_longest(spec, plan, device))
     buffers = max(live_bytes(run_passes(m.compact_program(device), plan)) for m in made)
     return runs * buffers + (runs + EXTRA_SESSIONS) * max(session_bytes(m, device) for m in made)
+
+
+def session_rows(spec: Spec, in_flight: int) -> int:
+    """Return how many rows all sessions of a plan may have together on each of its devices."""
+    return (max(in_flight, 1) + EXTRA_SESSIONS) * largest_shape(spec).session_rows
 
 
 def programs_bytes(spec: Spec, plan: Plan, device: str) -> int:

@@ -201,20 +201,33 @@ class ImageBatch:
 
 
 CACHE_ROWS: Final = 64  # of the smallest cache; others are twice, four times ... as large
-CHUNK_ROWS: Final = 128  # of a session's largest run; the others have powers of two below it
+# Of a session's largest run; the others have powers of two below it. From 32 rows on a row takes as long in runs of any
+# size, and what runs beside a long prompt waits for one of its runs at a time.
+CHUNK_ROWS: Final = 128
+OVERLAP_ROWS: Final = 16  # that are computed again at most: about what one more run costs
+
+
+def cache_rows(tokens: int, longest: int) -> int:
+    """Return the rows that are set aside for a session of so many tokens, where the longest text has `longest`."""
+    rows = CACHE_ROWS
+    while rows < tokens:
+        rows *= 2
+    return min(rows, longest)
 
 
 def next_rows(cached: int, total: int) -> tuple[int, int]:
     """Return which rows the next run of a session computes, of `total` of which the first ones are cached.
 
-    The last run begins over rows that are cached already: they give the same keys and values again, and no Program is
-    needed but those of powers of two.
+    The last run may begin over rows that are cached already: they give the same keys and values again, and no Program
+    is needed but those of powers of two.
     """
     left = total - cached
     if left >= CHUNK_ROWS:
         return cached, cached + CHUNK_ROWS
     size = 1 << (left - 1).bit_length()
-    return (total - size, total) if size <= total else (cached, cached + size // 2)
+    if size <= min(total, left + OVERLAP_ROWS):
+        return total - size, total
+    return cached, cached + size // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +297,7 @@ class DecoderInput(TextInput):
 
     def cache(self, tokens: int) -> int:
         """Return the rows of the cache of a sequence that ends with so many tokens."""
-        rows = CACHE_ROWS
-        while rows < tokens:
-            rows *= 2
-        return min(rows, self.longest)
+        return cache_rows(tokens, self.longest)
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""

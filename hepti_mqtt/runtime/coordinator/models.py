@@ -22,6 +22,7 @@ from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, ServedModel, is_same_division
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     Expectation,
@@ -151,6 +152,17 @@ class PlanGroup:
     def requests(self) -> list[Request]:
         """Return the requests that wait or run; one of several runs comes several times."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
+
+    @property
+    def longest_rows(self) -> int:
+        """Return the rows that a session may have."""
+        return largest_shape(self.served.spec).session_rows
+
+    def held_texts(self) -> list[HeldText]:
+        """Return the texts that sessions of requests hold which have not ended."""
+        made = {id(r): r.generation for r in self.requests() if r.generation is not None and not r.finished}
+        texts = (generation.held(self.longest_rows) for generation in made.values())
+        return [text for text in texts if text is not None and len(text.ids)]
 
     def typical_length(self) -> int:
         """Return the request length to plan for: the median recently ones, or the served default."""

@@ -24,6 +24,7 @@ from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.task_queue import TaskQueue
 
@@ -122,8 +123,8 @@ class Generation:
     tokens. scores: logarithms of the probabilities of the tokens; silence: the probability that there is nothing to
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
-    of them is the answer. steps: what followed from each run. states: of all rows, where they are wanted instead of
-    tokens.
+    of them is the answer. source: the session whose rows it begins with, 0 without one; reuses: it began with rows of
+    another text. steps: what followed from each run. states: of all rows, where they are wanted instead of tokens.
     """
 
     prompt: tuple[int, ...]
@@ -137,6 +138,8 @@ class Generation:
     session: int = 0
     plan_version: PlanVersion | None = None
     cached_rows: int = 0
+    source: int = 0
+    reuses: bool = False
     published_tokens: tuple[int, ...] = ()
     tried: list[Attempt] = field(default_factory=list)
     steps: list[GeneratedToken] = field(default_factory=list)
@@ -166,10 +169,20 @@ class Generation:
         """Return what the text is worth, None unless it is whole and judged."""
         return next((one.verdict for one in self.tried if one.tokens is self.tokens), None)
 
-    def start_session(self, plan_version: PlanVersion, session: int) -> None:
-        """Start over under a plan version: the next runs compute the prompt and all tokens so far."""
-        self.plan_version, self.session, self.cached_rows = plan_version, session, 0
+    def start_session(self, plan_version: PlanVersion, session: int, rows: int = 0, source: int = 0) -> None:
+        """Start over under a plan version: the next runs compute the prompt and all tokens so far.
+
+        rows: that the session has already, of its own or of the one that is its source.
+        """
+        self.plan_version, self.session, self.cached_rows, self.source = plan_version, session, rows, source
+        self.reuses = rows > 0
         self.states.clear()
+
+    def held(self, longest: int) -> HeldText | None:
+        """Return the text that the session holds; None without a session that another text may begin with."""
+        if self.plan_version is None or self.carried.size:
+            return None
+        return HeldText((self.plan_version, self.session), np.array(self._ids(0, self.cached_rows), np.int32), longest)
 
     def next_batch(self) -> tuple[Batch, DecoderSession]:
         """Return the next run, of tokens that are not cached, and whether it is the session's last."""
@@ -179,8 +192,9 @@ class Generation:
         if begins and self.carried.size:
             inputs = np.concatenate([inputs, self.carried])
         is_last = len(self.tokens) + 1 >= self.max_new_tokens and len(self.tried) + 1 >= len(self.rules.temperatures)
-        final = is_last and stop == total and not self._lacks_choice
-        return Batch(self.shape.decode_step(stop - first, begins), inputs), DecoderSession(self.session, final)
+        final = is_last and bool(self.carried.size) and not self._lacks_choice  # else other texts may begin like it
+        session = DecoderSession(self.session, final, self.source if first else 0)
+        return Batch(self.shape.decode_step(stop - first, begins), inputs), session
 
     def shapes_to(self, total: int) -> list[RequestShape]:
         """Return the shapes of the runs that cache so many rows, from the first one on."""
@@ -212,6 +226,7 @@ class Generation:
         if not cached and self.silence is None:
             self.silence = self.rules.silence(logits)
         first, self.cached_rows = self._rows_behind(cached, total)
+        self.source = 0
         if self.wants_states:
             self.states.append(logits[cached - first :])
         if self.wants_states or self.cached_rows < total:

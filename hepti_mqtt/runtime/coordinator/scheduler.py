@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
 from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
@@ -27,6 +28,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids
+from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     MICRO_BATCH_TOKENS,
@@ -127,6 +129,7 @@ class Scheduler:
         self._number = 0
         self._burst_until_s = -inf
         self._session = 0
+        self._sessions = HeldSessions()
 
     @property
     def due_s(self) -> float:
@@ -298,7 +301,8 @@ class Scheduler:
         out: list[CoordinatorCommand] = [LogEvent("request_failed", f"{device}: {message.text}")]
         if message.code in ("wire", "session", "link", "passed"):
             same_loss = message.code == "link" and self._is_same_link_loss(run, now)
-            return out + self.retry(group, run, blameless=same_loss or message.code == "passed")
+            reused = message.code == "session" and self._forget_reused(run)
+            return out + self.retry(group, run, blameless=same_loss or message.code == "passed" or reused)
         # What reached the device may have been forged, as this may be, or its memory short.
         return out + self._retry_or_fail(group, run, RemoteError(message.text), 2)
 
@@ -316,6 +320,14 @@ class Scheduler:
             item.request.unbatchable.add(item.index)
         group.queue.prepend(run.open_items)
         return out
+
+    def _forget_reused(self, run: Run) -> bool:
+        """Forget the sessions of ended requests that a run went on with; return whether there were any."""
+        made = [item.request.generation for item in run.items if item.request.generation is not None]
+        for generation in made:
+            for session in (generation.session, generation.source):
+                self._sessions.forget((run.plan_version, session))
+        return any(generation.reuses for generation in made)
 
     @staticmethod
     def _is_same_link_loss(run: Run, now: float) -> bool:
@@ -430,8 +442,7 @@ class Scheduler:
         generation = items[0].request.generation
         if generation is not None:
             if generation.plan_version != plan.version:
-                self._session = self._session % MAX_SESSION + 1
-                generation.start_session(plan.version, self._session)
+                self._begin_session(group, plan, generation)
             part, session = generation.next_batch()
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
@@ -470,6 +481,19 @@ class Scheduler:
             before=None if continued is None else continued[0],
         )
         return [Publish(topic, payload, 1)]
+
+    def _begin_session(self, group: PlanGroup, plan: Plan, generation: Generation) -> None:
+        """Begin a session under a plan: with rows of one whose text begins alike, if devices hold any."""
+        self._session = self._session % MAX_SESSION + 1
+        ids = () if generation.carried.size or generation.wants_states else (*generation.prompt, *generation.tokens)
+        known = self._sessions.find(plan.version, ids, group.held_texts())
+        if known is None:
+            generation.start_session(plan.version, self._session)
+        elif known.moves:
+            self._sessions.forget((plan.version, known.session))
+            generation.start_session(plan.version, known.session, known.rows)
+        else:
+            generation.start_session(plan.version, self._session, known.rows, known.session)
 
     def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
@@ -631,6 +655,9 @@ class Scheduler:
         if not request.generation.carried.size:  # most texts end long before they are as long as they may be
             group.recent_lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
         request.finished = True
+        if (text := request.generation.held(group.longest_rows)) is not None:
+            room_rows = session_rows(group.served.spec, self._in_flight)
+            self._sessions.keep(text, group.held_texts(), room_rows)
         return [AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))]
 
     def _rewind(self, group: PlanGroup, run: Run, error: HeptiError, tries: int) -> list[CoordinatorCommand]:

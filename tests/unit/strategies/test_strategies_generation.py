@@ -77,9 +77,8 @@ def test_ten_tokens_equal_those_of_whole_passes(kind, name):
     assert [s.shape.tokens for s in stats] == [len(PROMPT)] + [1] * (MOST - 1), "each token is computed once"
     for got, want in zip(swarm.logits.values(), logits, strict=True):
         np.testing.assert_allclose(got, want, atol=TOLERANCE)
-    swarm.run(1)
-    for host in swarm.hosts.values():
-        assert host.session.runs.open_sessions == 0, "the last run ends the session"
+    held = {host.session.runs.open_sessions for host in swarm.hosts.values()}
+    assert max(held) == 1, "kept for a text that begins alike"
 
 
 @pytest.mark.parametrize("kind", ["tiny-gpt2", "tiny-llama"])
@@ -109,6 +108,44 @@ def test_the_states_of_a_long_text_are_those_of_one_run(monkeypatch):
     (found, stats), *_ = swarm.answers["r"]
     np.testing.assert_allclose(found, models.reference(SPEC, tensors(SPEC), inputs, shape)[0], atol=TOLERANCE)
     assert [s.shape.tokens for s in stats] == [16, 16, 16]
+
+
+BEGINNING = np.random.default_rng(9).integers(0, SPEC.text.vocab, 40).astype(np.int32)
+
+
+def rows_of(swarm: Swarm, name: str) -> int:
+    """Return the rows that were computed for a request."""
+    (_, stats), *_ = swarm.answers[name]
+    return sum(s.shape.tokens for s in stats)
+
+
+def ask(swarm: Swarm, name: str, *behind: int, most: int = 4) -> list[int]:
+    """Ask for a text behind the beginning and some ids; return the tokens of whole passes."""
+    prompt = np.array([*BEGINNING, *behind], np.int32)
+    swarm.generate(name, SPEC, prompt, most)
+    return greedy(prompt, most)[0]
+
+
+@pytest.mark.parametrize("lost", ["nothing", "one session", "a device"])
+def test_a_text_that_begins_alike_computes_the_rest(lost):
+    swarm = site("decoder", (1.0, 2.0), duplicates=0.2, jitter_s=0.01)
+    texts = {"first": ask(swarm, "first", 1, 2, 3)}
+    finish(swarm, "first")
+    assert rows_of(swarm, "first") >= 43 + 3
+    if lost == "one session":
+        swarm.hosts["d1"].session.runs._sessions.forget("m", plan_of(swarm).version)
+    elif lost == "a device":
+        swarm.kill("d1")
+        swarm.join("d1", 1e9, 1 << 30)
+    texts |= {"again": ask(swarm, "again", 1, 2, 3)}
+    finish(swarm, "again")
+    texts |= {"other": ask(swarm, "other", 4, 5), "beside": ask(swarm, "beside", 6)}
+    finish(swarm, "other", "beside")
+    for name, text in texts.items():
+        assert swarm.answers[name][0][0].tolist() == text
+    again, other, beside = (rows_of(swarm, name) for name in ("again", "other", "beside"))
+    assert (again <= 5) == (lost == "nothing"), "else the prompt is computed again"
+    assert max(other, beside) <= 8, "one goes on in the session, the other one has a copy"
 
 
 def test_several_users_at_once_each_get_their_own_tokens():

@@ -1,0 +1,99 @@
+"""Sessions that devices still hold when their requests have ended: a text that begins alike goes on from there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import cache_rows
+
+LEAST_ROWS: Final = 16  # fewer rows are computed as fast as they are looked for
+MAX_KEPT: Final = 64  # sessions
+
+Ids = NDArray[np.int32]
+SessionId = tuple[PlanVersion, int]
+
+
+class Prefix(NamedTuple):
+    """The first `rows` rows of a session; moves: its request has ended, and what is behind them is worth less."""
+
+    session: int
+    rows: int
+    moves: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldText:
+    """The text that a session holds the rows of; longest: rows that one may have."""
+
+    session: SessionId
+    ids: Ids
+    longest: int
+
+    @property
+    def capacity(self) -> int:
+        """Return the rows that devices have set aside for it."""
+        return cache_rows(len(self.ids), self.longest)
+
+
+def common_rows(one: Ids, other: Ids) -> int:
+    """Return how many tokens two texts have in common from the first on."""
+    most = min(len(one), len(other))
+    different = one[:most] != other[:most]
+    return int(different.argmax()) if different.any() else most
+
+
+class HeldSessions:
+    """The sessions of ended requests, least recently used first, as far as devices have room for their rows.
+
+    Devices keep the same account by the same rule. Where one has dropped more, it says so, and the prompt is computed.
+    """
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[SessionId, HeldText] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[HeldText]:
+        return iter(self._held.values())
+
+    def find(self, version: PlanVersion, ids: Sequence[int], used: Iterable[HeldText]) -> Prefix | None:
+        """Return the longest beginning of a text that a session under a plan holds; used: those of running requests.
+
+        The last token's row is none of it: what follows the token is asked for.
+        """
+        wanted = np.asarray(ids[:-1], np.int32)
+        ended = [text for text in self._held.values() if text.session[0] == version]
+        texts = [*((text, True) for text in ended), *((text, False) for text in used if text.session[0] == version)]
+        best = max(((common_rows(wanted, text.ids), idle, text) for text, idle in texts), default=None, key=_by_rows)
+        if best is None or best[0] < LEAST_ROWS:
+            return None
+        rows, idle, text = best
+        return Prefix(text.session[1], rows, idle and len(text.ids) - rows <= rows)
+
+    def keep(self, text: HeldText, used: Iterable[HeldText], room_rows: int) -> None:
+        """Keep the session of a request that has ended; room_rows: of all sessions on each device."""
+        self._held[text.session] = text
+        version = text.session[0]
+        room = room_rows - sum(one.capacity for one in used if one.session[0] == version)
+        for one in reversed([each for each in self._held.values() if each.session[0] == version]):
+            room -= one.capacity
+            if room < 0:
+                del self._held[one.session]
+        while len(self._held) > MAX_KEPT:
+            self._held.popitem(last=False)
+
+    def forget(self, session: SessionId) -> None:
+        """Forget a session that devices have dropped, or that goes on with another request."""
+        self._held.pop(session, None)
+
+
+def _by_rows(found: tuple[int, bool, Any]) -> tuple[int, bool]:
+    return found[:2]
