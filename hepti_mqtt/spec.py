@@ -121,6 +121,9 @@ class InputSpec(Protocol):
     def shape_of(self, plain: PlainShape) -> RequestShape:
         """Return the shape that travelled; raises ValueError for one that no request of the model has."""
 
+    def program_shape(self, shape: Any, /) -> RequestShape:
+        """Return the shape whose Program computes this one, too: runs of sessions have it in common."""
+
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32", "u8"]]:
         """Return shape and dtype of what a request brings."""
 

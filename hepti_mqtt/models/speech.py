@@ -136,6 +136,10 @@ class SpeechInput:
             raise ValueError(f"{size} rows of {plain.session_rows} are no sound of at most {self.longest} and its text")
         return made
 
+    def program_shape(self, shape: SpeechRun) -> SpeechRun:
+        """Return the shape whose Program computes this one, too: itself."""
+        return shape
+
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
         rows = shape.session_rows - self.positions
