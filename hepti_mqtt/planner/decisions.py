@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -250,10 +250,10 @@ def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inside a run: whether it goes on under another plan from a block on.
+# Inside a request: whether a run goes on under another plan from a block on, or a text behind a token.
 
 
-LEAST_REST_S: Final = 1.0  # a run that ends sooner ends under its plan
+LEAST_REST_S: Final = 1.0  # what ends sooner ends under its plan
 LEAD: Final = 2  # blocks: devices are within one of each other, and the next one has begun when they hear of it
 HEARD_S: Final = 0.1  # for a message to all devices, Programs of the rest, and frames of the border beside its bytes
 
@@ -270,16 +270,62 @@ class Border:
     block: int
     moved_s: float = 0.0
 
+    @property
+    def steps(self) -> _Steps:
+        """Return the blocks that are left."""
+        return _Steps(self.blocks - self.here, self.block - self.here, 0.0, 1 / self.blocks)
+
+    def __str__(self) -> str:
+        return f"from block {self.block} of {self.blocks}, in block {self.here} now"
+
+
+TEXT_LEFT: Final = 0.5  # of the tokens that a text may still have, as many are expected: it may end at any of them
+
 
 @dataclass(frozen=True, slots=True)
-class GoingOn:
+class TextBorder:
+    """A place in a text where it might go on under another plan.
+
+    tokens: it has; most: it may still have. again: as many tokens take as long as its rows, which are computed again.
+    each: part of a prediction that a token takes. moved_s: 0, since nothing is moved.
+    """
+
+    tokens: int
+    most: int
+    again: float
+    each: float = 1.0
+    moved_s: float = 0.0
+
+    @property
+    def steps(self) -> _Steps:
+        """Return the tokens that are expected."""
+        return _Steps(TEXT_LEFT * self.most, 0.0, self.again, self.each)
+
+    def __str__(self) -> str:
+        return f"after {self.tokens} tokens, at most {self.most} more, what there is takes as long as {self.again:.0f}"
+
+
+class _Steps(NamedTuple):
+    """What is left of a request: steps, those until the border, those computed again, the part of a price of each."""
+
+    left: float
+    until: float
+    again: float
+    price: float
+
+
+B = TypeVar("B", Border, TextBorder)
+
+
+@dataclass(frozen=True, slots=True)
+class GoingOn(Generic[B]):
     """What the rule says of going on under another plan, in numbers.
 
     rest_s: expected without it; gain_s: how much less with it, and the probability that it is less. goes: whether it is
     done. why: not, beside the numbers.
     """
 
-    border: Border
+    border: B
     rest_s: float
     gain_s: float
     probability: float
@@ -287,18 +333,16 @@ class GoingOn:
     why: str = ""
 
     def __str__(self) -> str:
-        b = self.border
-        place = f"from block {b.block} of {b.blocks}, in block {b.here} now"
         less = f"{self.gain_s:.1f} s less of {self.rest_s:.1f} s (probability {self.probability:.2f})"
-        return f"{place}: {less}" + (f"; {self.why}" if self.why else "")
+        return f"{self.border}: {less}" + (f"; {self.why}" if self.why else "")
 
 
-def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
-    """Return whether a run under `active` goes on under `other`; both prices are those of the run's shape."""
-    each_s = active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds))) / border.blocks
-    left, until = border.blocks - border.here, border.block - border.here
+def goes_on(active: Option, other: Option, border: B) -> GoingOn[B]:
+    """Return whether what began under `active` goes on under `other`; both prices are those of the run's shape."""
+    left, until, again, price = border.steps
+    each_s = price * active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds)))
     stay_s = left * each_s
-    go_s = until * each_s + (left - until) * other.seconds / border.blocks + border.moved_s + HEARD_S
+    go_s = until * each_s + (left - until + again) * price * other.seconds + border.moved_s + HEARD_S
     rest_s, probability = float(stay_s.mean()), float((go_s < stay_s).mean())
     goes = left > until and rest_s > LEAST_REST_S and probability >= SURE
     return GoingOn(border, rest_s, rest_s - float(go_s.mean()), probability, goes)

@@ -26,6 +26,7 @@ from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     Expectation,
     FairQueue,
+    Generation,
     Pins,
     Request,
     Run,
@@ -151,6 +152,10 @@ class PlanGroup:
     def requests(self) -> list[Request]:
         """Return the requests that wait or run; one of several runs comes several times."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
+
+    def waiting_texts(self) -> list[Generation]:
+        """Return the texts between two tokens."""
+        return [item.request.generation for item in self.queue if item.request.generation is not None]
 
     def typical_length(self) -> int:
         """Return the request length to plan for: the median recently ones, or the served default."""

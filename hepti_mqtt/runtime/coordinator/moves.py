@@ -13,6 +13,7 @@ import numpy as np
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.lowering.handover import HandoverError
+from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import handover_moves
 from hepti_mqtt.planner.decisions import (
@@ -24,6 +25,7 @@ from hepti_mqtt.planner.decisions import (
     GoingOn,
     Option,
     Situation,
+    TextBorder,
     Verdict,
     decide,
     goes_on,
@@ -34,7 +36,7 @@ from hepti_mqtt.planner.decisions import (
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord, is_same_division
-from hepti_mqtt.runtime.coordinator.requests import Run, length_factor
+from hepti_mqtt.runtime.coordinator.requests import Request, Run, length_factor
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -152,7 +154,7 @@ class Moves:
         group.judged_s, group.is_fresh, group.verdict = now, False, verdict
         return verdict
 
-    def go_on(self, group: PlanGroup, run: Run, now: float) -> tuple[Plan, GoingOn] | None:
+    def go_on(self, group: PlanGroup, run: Run, now: float) -> tuple[Plan, GoingOn[Border]] | None:
         """Return under which plan a run goes on and what the rule says of that; None where there is none to ask about.
 
         run: under a plan before the active one, of which devices have said how far it is.
@@ -162,7 +164,7 @@ class Moves:
         beliefs, spec = self._beliefs(group, now), group.served.spec
         if record is None or before is None or not all(self._is_there(r.plan, beliefs) for r in (record, before)):
             return None
-        then, ours = (self._of_run(group, r, run, beliefs, now) for r in (before, record))
+        then, ours = (self._of_size(group, r, run.shape.size, beliefs, now) for r in (before, record))
         blocks, progress = group.served.block_count(run.shape), run.progress
         assert progress is not None
         # Since that word it may have been as fast as was expected, or as is believed now.
@@ -182,11 +184,29 @@ class Moves:
         moved_s = max((n / beliefs.cluster.links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
         return record.plan, goes_on(then, ours, replace(border, moved_s=moved_s))
 
-    def _of_run(self, group: PlanGroup, record: PlanRecord, run: Run, beliefs: Beliefs, now: float) -> Option:
+    def go_on_with_text(self, group: PlanGroup, request: Request, now: float) -> GoingOn[TextBorder] | None:
+        """Return what the rule says of a text whose session is under a plan before the active one.
+
+        None where it has to go on under the active one.
+        """
+        generation, record = request.generation, group.plans.active
+        assert generation is not None
+        before = next((r for r in group.plans.retiring if generation.plan_version in r.versions), None)
+        beliefs = self._beliefs(group, now)
+        if record is None or before is None or not all(self._is_there(r.plan, beliefs) for r in (record, before)):
+            return None
+        then, ours = (self._of_size(group, r, 1, beliefs, now) for r in (before, record))
+        tokens, (prompt_s, token_s) = len(generation.tokens), request.measured_s(now)
+        again = prompt_s / token_s * (1 + tokens / len(generation.prompt))
+        is_for_steps = is_planned_for(group.served.spec, generation.shape.decode_step(1))
+        each = 1.0 if is_for_steps else token_s / prompt_s  # else plans are made for the first run
+        return goes_on(then, ours, TextBorder(tokens, generation.max_new_tokens - tokens, again, each))
+
+    def _of_size(self, group: PlanGroup, record: PlanRecord, size: int, beliefs: Beliefs, now: float) -> Option:
         """Return a plan as an option for a run of another length."""
         priced = Priced(record.decision.chosen, record.decision.cluster)
         option = self._option(group, priced, outlook(priced, beliefs), beliefs, (), now)
-        return replace(option, seconds=option.seconds * length_factor(record.plan, run.shape.size))
+        return replace(option, seconds=option.seconds * length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
         """Return whether the active plan is to be judged: now and then, and after a change at once.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, pairwise
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
@@ -112,6 +113,9 @@ class Attempt(NamedTuple):
     verdict: Verdict
 
 
+LEAST_TOKEN_S: Final = 1e-6
+
+
 @dataclass(slots=True)
 class Generation:
     """The generation of tokens: the prompt, the tokens so far, and the session that caches them.
@@ -137,6 +141,7 @@ class Generation:
     published_tokens: tuple[int, ...] = ()
     tried: list[Attempt] = field(default_factory=list)
     steps: list[GeneratedToken] = field(default_factory=list)
+    judged_for: PlanVersion | None = None  # the plan under which it might go on, when the rule was asked first
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
 
     @property
@@ -158,6 +163,11 @@ class Generation:
     def start_session(self, plan_version: PlanVersion, session: int) -> None:
         """Start over under a plan version: the next run computes the prompt and all tokens so far."""
         self.plan_version, self.session, self.cached_rows = plan_version, session, 0
+
+    def leave(self, versions: AbstractSet[PlanVersion]) -> None:
+        """Start over under the next plan if the session is under one of these."""
+        if self.plan_version in versions:
+            self.plan_version = None
 
     def next_batch(self) -> tuple[Batch, DecoderSession]:
         """Return the next run: the tokens that are not cached, and whether it is the session's last."""
@@ -278,6 +288,14 @@ class Request:
             return [self.batches[chunk].shape]
         rows = len(self.generation.prompt) + len(self.generation.tokens)
         return [self.generation.shape.decode_step(rows, begins=True), self.generation.shape.decode_step(1)]
+
+    def measured_s(self, now: float) -> tuple[float, float]:
+        """Return what a text's prompt took, and the fastest token behind it: as long as a row where there is none."""
+        began = [*(run.dispatched_s or 0.0 for run in self.stats), now]
+        took = [(run.shape.size, stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)]
+        rows = max(sum(size for size, _ in took if size > 1), 1)
+        prompt_s = max(sum(seconds for size, seconds in took if size > 1), LEAST_TOKEN_S)
+        return prompt_s, max(min((s for size, s in took if size == 1), default=prompt_s / rows), LEAST_TOKEN_S)
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""

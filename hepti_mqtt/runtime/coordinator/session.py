@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from math import inf
 from typing import Final
 
@@ -319,6 +320,8 @@ class CoordinatorSession:
                 plans.request_search(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
+                for text in group.waiting_texts():
+                    text.leave(record.versions)
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
                     group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
@@ -620,12 +623,33 @@ class CoordinatorSession:
                 ]
         return out
 
+    def _go_on_with_texts(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Let texts under a plan before the active one go on under that, where the rule says so or they have to."""
+        active, out = group.plans.active, list[CoordinatorCommand]()
+        queued = [(item.request, item.request.generation) for item in group.queue] if group.plans.retiring else ()
+        for record, (request, text) in product(group.plans.retiring, queued):
+            if text is None or text.plan_version not in record.versions:
+                continue
+            verdict = None if active is None else self._moves.go_on_with_text(group, request, now)
+            if verdict is None or verdict.goes:
+                text.leave(record.versions)
+            if active is None or verdict is None:
+                continue
+            is_first, text.judged_for = text.judged_for != active.version, active.version
+            what = f"a text {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
+            if is_first or verdict.goes:
+                group.plans.tell(record.version, active.version if verdict.goes else record.version, what, now)
+            if verdict.goes:
+                out.append(LogEvent("continued", what))
+        return out
+
     def _advance(self, now: float) -> list[CoordinatorCommand]:
         """Do what has become possible: release, prepare, dispatch, search."""
         out: list[CoordinatorCommand] = []
         for group in self.groups:
             group.queue.discard_finished()
-            out += [*self._go_on(group, now), *self._rollout.release_idle(group, now)]
+            out += [*self._go_on(group, now), *self._go_on_with_texts(group, now)]
+            out += self._rollout.release_idle(group, now)
         for slot in self.groups.pinned():
             if slot.idle and slot.plans.in_use is None and slot.plans.preparing is None:
                 out += self._rollout.close_group(slot, now, "there is no plan, and nobody waits for one")
