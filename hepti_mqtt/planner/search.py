@@ -286,8 +286,8 @@ class Search:
 
         What each device does beside its part of the work grows with their number, so larger ones would be slower still.
         """
-        waiting, devices = self._larger.get(c.name), len(c.plan.devices)
-        ready = waiting and devices >= min(THOROUGH, len(waiting[0].plan.devices) // 2)
+        waiting, devices = self._larger.get(c.name, []), len(c.plan.devices)
+        ready = bool(waiting) and devices >= min(THOROUGH, len(waiting[0].plan.devices) // 2)
         if isinstance(c, Draft) and ready and min(floor.bound_unpriced(w.plan) for w in waiting) < self._best_s:
             c = price_draft(self.question, c)  # which costs a fraction of a larger one's price, and says much of it
             floor.observe(c)
@@ -297,7 +297,7 @@ class Search:
             fewer = min((s for (name, n), s in self._least.items() if name == c.name and n < devices), default=inf)
             if c.price.seconds > fewer:
                 return
-        if not waiting or not ready:
+        if not ready:
             return
         size = len(waiting[0].plan.devices)
         while waiting and len(waiting[0].plan.devices) == size:
