@@ -17,6 +17,7 @@ from hepti_mqtt.lowering.layouts import PLANNER_INDEX
 from hepti_mqtt.lowering.lower import ForwardWalk, HeldRegion, Lowered
 from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.lowering.regions import Region, disjoint, format_region, index_count, intersect, subtract, volume
+from hepti_mqtt.lowering.tiles import UncoveredError
 from hepti_mqtt.program import DTYPE_BYTES, Compute, ExchangeKey, Program, Recv, Send, Slot, slots_written
 from hepti_mqtt.program import Op as ProgramOp
 
@@ -230,7 +231,11 @@ class _Handover(ForwardWalk):
         node, region = self.places[slot]
         op = self._at(node)
         shape = self.out.slots[slot].shape
-        whole = self.gather(op, region[: op.rank] + op.full_region[op.rank :])
+        try:
+            whole = self.gather(op, region[: op.rank] + op.full_region[op.rank :])
+        except UncoveredError as error:  # the whole Program brings them here on a way that has passed the border
+            missing = format_region(error.missing[0])
+            raise HandoverError(f"{op.name}: {self.name} holds {missing} of it for others alone") from error
         if self.out.slots[whole.slot].shape != shape:
             raise HandoverError(f"{op.name} lies in another shape")
         ranges = tuple((0, n) for n in shape)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 from zlib import crc32
 
@@ -405,6 +406,10 @@ def _with_loads(spec: Spec, c: Candidate, held: Sequence[Plan], active: Candidat
     return replace(c, load_bytes=lacks, fits_beside=fits)
 
 
-def load_seconds(nbytes: Mapping[str, int], bytes_per_s: Mapping[str, float]) -> float:
-    """Return the seconds of a load, all devices at once; bytes_per_s: by device."""
-    return max((n / bytes_per_s[d] for d, n in nbytes.items()), default=0.0)
+def load_seconds(nbytes: Mapping[str, int], bytes_per_s: Mapping[str, float], leave_bytes_per_s: float = inf) -> float:
+    """Return the seconds of a load, all devices at once.
+
+    bytes_per_s: by device. leave_bytes_per_s: what the machine that has the weights sends to all of them together.
+    """
+    each_s = max((n / bytes_per_s[d] for d, n in nbytes.items()), default=0.0)
+    return max(each_s, sum(nbytes.values()) / leave_bytes_per_s)

@@ -21,7 +21,7 @@ from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
-from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, ServedModel, is_same_division
+from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     Expectation,
@@ -243,19 +243,19 @@ class PlanGroup:
             if 1 / PLAUSIBLE_SLOWDOWN < slowdown < PLAUSIBLE_SLOWDOWN:
                 self.site.record_compute(device, log(slowdown), now)
 
-    def learn_search(self, decision: Decision, active: Candidate | None, *, is_whole: bool) -> Decision:
+    def learn_search(self, decision: Decision, active: Candidate | None, search: Search) -> Decision:
         """Take the plans that a search has found, and the active one's new price; return the decision with all known.
 
-        is_whole: else it has priced some that were known again.
+        One that was brief, or priced some plans that were known again, leaves the others known.
         """
         ranking = (decision.chosen, *decision.ranking[1:])
         found = tuple(Priced(c, decision.cluster) for c in ranking if c.price.feasible or c is decision.chosen)
         others: tuple[Priced, ...] = ()
-        if not is_whole:
+        if search.plans or search.is_brief:
             fresh = [k.candidate.plan for k in found]
             others = tuple(k for k in self.known if not any(is_same_division(k.candidate.plan, p) for p in fresh))
             decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in others)))
-        else:  # what has changed since the search began is no part of what it was made for
+        if not search.plans:  # what has changed since the search began is no part of what it was made for
             self.made_with = self.search_inputs
         self.known, self.last_decision = (*found, *others), decision
         record = self.plans.active

@@ -289,7 +289,7 @@ class Moves:
             seen.seconds,
             group.methods.sd(candidate.plan),
             load_bytes=sum(candidate.load_bytes.values()),
-            load_s=load_seconds(candidate.load_bytes, rates),
+            load_s=load_seconds(candidate.load_bytes, rates, beliefs.cluster.broker_bytes_per_s),
             beside=candidate.fits_beside,
             unheard_s=self._fleet.estimates.unheard_s(set(candidate.plan.devices).difference(used), now)
             if used

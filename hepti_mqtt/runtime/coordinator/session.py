@@ -481,7 +481,7 @@ class CoordinatorSession:
     ) -> list[CoordinatorCommand]:
         """Move to a plan that a search has found, if the rule says so."""
         plans = group.plans
-        decision = group.learn_search(decision, event.active, is_whole=not search.plans)
+        decision = group.learn_search(decision, event.active, search)
         # What the rule has asked to be priced is all that is asked: else two plans could be priced in turn for ever.
         # A hurried search knows what stands, so that what its plans load is compared.
         only = decision.chosen.plan if search.plans or (search.forced and not event.hurried) else None

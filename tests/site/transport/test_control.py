@@ -15,7 +15,7 @@ from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Subscribed, Will
-from hepti_mqtt.transport.sockets import local
+from hepti_mqtt.transport.sockets import connect_any, local
 
 PATIENCE_S = 20.0
 
@@ -197,9 +197,9 @@ def test_a_filter_that_mqtt_does_not_allow_is_refused(mosquitto, peers, wrong):
 
 def test_connect_gives_up_an_attempt_that_is_late_and_may_be_called_again(mosquitto, peers, monkeypatch):
     monkeypatch.setattr("hepti_mqtt.transport.control.LATE_S", 0.0)
-    peer, found, honest = peers(mosquitto.url, connect=False), threading.Event(), socket.create_connection
+    peer, found = peers(mosquitto.url, connect=False), threading.Event()
     monkeypatch.setattr(
-        "paho.mqtt.client.socket.create_connection", lambda *a, **o: found.wait(PATIENCE_S) and honest(*a, **o)
+        "hepti_mqtt.transport.control.connect_any", lambda *a: found.wait(PATIENCE_S) and connect_any(*a)
     )
     with pytest.raises(NetworkError, match="no broker answers"):
         peer.transport.connect(0.0)

@@ -30,6 +30,7 @@ from hepti_mqtt.planner.decisions import (
     Situation,
     decide,
     goes_on,
+    load_seconds,
     pays_to_hold,
 )
 from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
@@ -65,6 +66,15 @@ def test_a_sure_gain_counts_from_five_parts_of_a_hundred_on(gain: float, moves: 
     verdict = decide(situation(option(1.0), option(1.0 - gain, "block")))
     assert (verdict.move is not None) is moves
     assert not moves or verdict.move.kind == "go"
+
+
+def test_what_all_devices_load_leaves_by_one_link() -> None:
+    whole, part = dict.fromkeys("abcd", 800), dict.fromkeys("abcd", 200)
+    links = dict.fromkeys("abcd", 20.0)
+    assert load_seconds({"a": 800}, links, 20.0) == 40.0
+    assert load_seconds(whole, links) == 40.0
+    assert load_seconds(whole, links, 20.0) == 160.0
+    assert load_seconds({**part, "a": 800}, links, 40.0) == 40.0, "the one that loads most"
 
 
 def test_bytes_that_nobody_loads_come_before_some() -> None:
