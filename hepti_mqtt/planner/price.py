@@ -204,19 +204,22 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
     return kept + max(live, loading_overhead_bytes(refs))
 
 
-PLENTY: Final = 2  # a device with so many times the memory that it needs alone has room for its part of any plan
+PLENTY: Final = 2  # a device that holds its part of any plan so many times has room for two plans
+# Its part of a plan needs at most so much more than all of the model on it alone: what it receives, and larger Programs.
+MORE: Final = 1.25
+MORE_BYTES: Final = 64 << 20
 
 
 def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Memory:
     """Return what memory a plan needs and lacks, by device.
 
-    Not exactly: of a plan of many devices that all have plenty, a search takes what each needs alone.
+    Not exactly: of a plan of many devices that all have plenty, a search takes a bound.
     """
     many = len(plan.devices) > THOROUGH and not question.is_exhaustive and question.objective != "memory"
     if many and not exactly:
-        alone = _bytes_alone(question.spec, question.weight_dtype, question.in_flight)
-        if all(question.cluster.devices[d].memory_bytes >= PLENTY * alone for d in plan.devices):
-            return Memory(dict.fromkeys(plan.devices, alone), {})
+        most = _most_bytes(question.spec, question.weight_dtype, question.in_flight)
+        if all(question.cluster.devices[d].memory_bytes >= PLENTY * most for d in plan.devices):
+            return Memory(dict.fromkeys(plan.devices, most), {})
     needs = {}
     for device in plan.devices:
         question.pause()
@@ -226,9 +229,10 @@ def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Me
 
 
 @lru_cache(maxsize=8)
-def _bytes_alone(spec: Spec, storage: WeightDtype, in_flight: int) -> int:
+def _most_bytes(spec: Spec, storage: WeightDtype, in_flight: int) -> int:
     name = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
-    return peak_bytes(spec, Plan("", PlanVersion(0, 0), name, ("",), "", weight_dtype=storage), "", in_flight)
+    alone = Plan("", PlanVersion(0, 0), name, ("",), "", weight_dtype=storage)
+    return int(MORE * peak_bytes(spec, alone, "", in_flight)) + MORE_BYTES
 
 
 def plan_packet(question: Question, plan: Plan) -> int:

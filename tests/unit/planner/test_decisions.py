@@ -28,6 +28,7 @@ from hepti_mqtt.planner.decisions import (
     Border,
     Option,
     Situation,
+    TextBorder,
     decide,
     goes_on,
     load_seconds,
@@ -319,6 +320,19 @@ def test_a_run_goes_on_where_its_rest_surely_takes_less(other_s: float, here: in
     verdict = goes_on(option(10.0), option(other_s, "block"), Border(26, here, here + LEAD, moved_s))
     assert verdict.goes is goes
     assert verdict.rest_s == pytest.approx(10.0 * (26 - here) / 26)
+
+
+@pytest.mark.parametrize(
+    ("other_s", "most", "again", "goes"),
+    [
+        (0.25, 60, 8.0, True),  # 30 tokens are expected
+        (0.9, 60, 8.0, False),  # they gain less than the rows so far take
+        (0.25, 60, 200.0, False),  # a long prompt
+        (0.25, 1, 0.0, False),  # it is nearly over
+    ],
+)
+def test_a_text_goes_on_where_its_rest_gains_more_than_its_rows_take(other_s, most, again, goes) -> None:
+    assert goes_on(option(1.0), option(other_s, "block"), TextBorder(5, most, again)).goes is goes
 
 
 def test_a_short_run_ends_under_its_plan() -> None:
