@@ -15,6 +15,7 @@ from hepti_mqtt.lowering.graph import TEMPLATE_BLOCK, Graph, Repeat
 from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Piece, Table, checked_pieces
 from hepti_mqtt.lowering.ops import Call, Input, Op, Operand
 from hepti_mqtt.lowering.regions import (
+    IndexSet,
     Region,
     disjoint,
     format_region,
@@ -457,7 +458,7 @@ class ForwardWalk:
 
 
 @lru_cache(maxsize=KEPT_COPIES)
-def _copies(pieces: tuple[Region, ...], cells: Region) -> tuple[tuple[int, Region, Region], ...]:
+def _copies(pieces: tuple[Region, ...], cells: Region) -> tuple[tuple[int, IndexSet, IndexSet], ...]:
     """Return the copies of plain rectangles, (number of the piece, source, target), that put pieces together."""
     copies = []
     for n, inner in enumerate(pieces):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal
 from zlib import crc32
 
 import numpy as np
@@ -259,74 +259,48 @@ LEAD: Final = 2  # blocks: devices are within one of each other, and the next on
 HEARD_S: Final = 0.1  # for a message to all devices, Programs of the rest, and frames of the border beside its bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Border:
-    """Where a run might go on under another plan.
-
-    blocks: of its graph; here: in which it is by now at the most; block: from which on. moved_s: of what devices send.
-    """
-
-    blocks: int
-    here: int
-    block: int
-    moved_s: float = 0.0
-
-    @property
-    def steps(self) -> _Steps:
-        """Return the blocks that are left."""
-        return _Steps(self.blocks - self.here, self.block - self.here, 0.0, 1 / self.blocks)
-
-    def __str__(self) -> str:
-        return f"from block {self.block} of {self.blocks}, in block {self.here} now"
-
-
 TEXT_LEFT: Final = 0.5  # of the tokens that a text may still have, as many are expected: it may end at any of them
 
 
 @dataclass(frozen=True, slots=True)
-class TextBorder:
-    """A place in a text where it might go on under another plan.
+class Border:
+    """Where a request might go on under another plan, in steps: blocks of a run's graph, or tokens of a text.
 
-    tokens: it has; most: it may still have. again: as many tokens take as long as its rows, which are computed again.
-    each: part of a prediction that a token takes. moved_s: 0, since nothing is moved.
+    steps: in all; here: those behind it, at the most; start: the first one under the other plan. moved_s: of what
+    devices send. again: steps take as long as what is computed again. each: part of a price that a step takes.
     """
 
-    tokens: int
-    most: int
-    again: float
-    each: float = 1.0
+    steps: float
+    here: int
+    start: int
+    each: float
     moved_s: float = 0.0
+    again: float = 0.0
 
-    @property
-    def steps(self) -> _Steps:
-        """Return the tokens that are expected."""
-        return _Steps(TEXT_LEFT * self.most, 0.0, self.again, self.each)
+    @classmethod
+    def of_run(cls, blocks: int, here: int, moved_s: float = 0.0) -> Border:
+        """Return the next border of a run that is in a block by now at the most."""
+        return cls(blocks, here, here + LEAD, 1 / blocks, moved_s)
+
+    @classmethod
+    def of_text(cls, tokens: int, most: int, again: float, each: float = 1.0) -> Border:
+        """Return the border behind the tokens of a text that may still have so many."""
+        return cls(tokens + TEXT_LEFT * most, tokens, tokens, each, again=again)
 
     def __str__(self) -> str:
-        return f"after {self.tokens} tokens, at most {self.most} more, what there is takes as long as {self.again:.0f}"
-
-
-class _Steps(NamedTuple):
-    """What is left of a request: steps, those until the border, those computed again, the part of a price of each."""
-
-    left: float
-    until: float
-    again: float
-    price: float
-
-
-B = TypeVar("B", Border, TextBorder)
+        again = f", with rows that take as long as {self.again:.0f}" if self.again else ""
+        return f"at {self.here} of {self.steps:.0f}, from {self.start} on{again}"
 
 
 @dataclass(frozen=True, slots=True)
-class GoingOn(Generic[B]):
+class GoingOn:
     """What the rule says of going on under another plan, in numbers.
 
     rest_s: expected without it; gain_s: how much less with it, and the probability that it is less. goes: whether it is
     done. why: not, beside the numbers.
     """
 
-    border: B
+    border: Border
     rest_s: float
     gain_s: float
     probability: float
@@ -338,12 +312,12 @@ class GoingOn(Generic[B]):
         return f"{self.border}: {less}" + (f"; {self.why}" if self.why else "")
 
 
-def goes_on(active: Option, other: Option, border: B) -> GoingOn[B]:
+def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
     """Return whether what began under `active` goes on under `other`; both prices are those of the run's shape."""
-    left, until, again, price = border.steps
-    each_s = price * active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds)))
+    each_s = border.each * active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds)))
+    left, until = border.steps - border.here, border.start - border.here
     stay_s = left * each_s
-    go_s = until * each_s + (left - until + again) * price * other.seconds + border.moved_s + HEARD_S
+    go_s = until * each_s + (left - until + border.again) * border.each * other.seconds + border.moved_s + HEARD_S
     rest_s, probability = float(stay_s.mean()), float((go_s < stay_s).mean())
     goes = left > until and rest_s > LEAST_REST_S and probability >= SURE
     return GoingOn(border, rest_s, rest_s - float(go_s.mean()), probability, goes)
