@@ -204,6 +204,7 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
     return kept + max(live, loading_overhead_bytes(refs))
 
 
+SINGLE: Final = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
 PLENTY: Final = 2  # a device that holds its part of any plan so many times has room for two plans
 # Its part needs at most so much more than all of the model on it alone: what it receives, and larger Programs.
 MORE: Final = 1.25
@@ -230,9 +231,12 @@ def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Me
 
 @lru_cache(maxsize=8)
 def _most_bytes(spec: Spec, storage: WeightDtype, in_flight: int) -> int:
-    name = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
-    alone = Plan("", PlanVersion(0, 0), name, ("",), "", weight_dtype=storage)
-    return int(MORE * peak_bytes(spec, alone, "", in_flight)) + MORE_BYTES
+    return int(MORE * peak_bytes(spec, plan_alone(storage), "", in_flight)) + MORE_BYTES
+
+
+def plan_alone(storage: WeightDtype) -> Plan:
+    """Return the plan of one device, whatever its name and the model's."""
+    return Plan("", PlanVersion(0, 0), SINGLE, ("",), "", weight_dtype=storage)
 
 
 def plan_packet(question: Question, plan: Plan) -> int:

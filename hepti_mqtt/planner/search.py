@@ -35,6 +35,7 @@ from hepti_mqtt.planner.candidates import (
     with_route,
 )
 from hepti_mqtt.planner.price import (
+    SINGLE,
     Budget,
     Price,
     Question,
@@ -46,7 +47,6 @@ from hepti_mqtt.planner.price import (
     tile_packet,
 )
 from hepti_mqtt.planner.refine import (
-    SINGLE,
     Draft,
     balance_shares,
     best_route_and_wire,
