@@ -175,6 +175,10 @@ class PlanGroup:
         texts = (generation.held(self.longest_rows) for generation in self._sessions())
         return [text for text in texts if text is not None and len(text.ids)]
 
+    def waiting_texts(self) -> list[Generation]:
+        """Return the texts between two tokens."""
+        return [item.request.generation for item in self.queue if item.request.generation is not None]
+
     def typical_length(self) -> int:
         """Return the request length to plan for: the median recently ones, or the served default."""
         lengths = sorted(self.recent_lengths) or [self.served.default_length]

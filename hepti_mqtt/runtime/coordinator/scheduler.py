@@ -221,7 +221,7 @@ class Scheduler:
             if now < due_s:
                 held[id(group)] = due_s
                 continue
-            plan = self._replica_with_cache(group, items[0].request.generation) or assigned.plan
+            plan = self._plan_of_session(group, items[0].request.generation) or assigned.plan
             if not self._has_room(group, plan):
                 held[id(group)] = inf
                 continue
@@ -259,11 +259,13 @@ class Scheduler:
         return out
 
     @staticmethod
-    def _replica_with_cache(group: PlanGroup, generation: Generation | None) -> Plan | None:
-        """Return the replica that has a session's cache, None if none has."""
+    def _plan_of_session(group: PlanGroup, generation: Generation | None) -> Plan | None:
+        """Return the plan, or the replica of one, that has a session's cache, None if none has."""
         if generation is None:
             return None
-        return next((p for p in group.usable_executables if p.version == generation.plan_version), None)
+        before = (run for record in group.plans.retiring for run in record.plan.executables)
+        able = (*group.usable_executables, *before)
+        return next((p for p in able if p.version == generation.plan_version), None)
 
     def handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         """Take a part of the output, or a device's report of its run; the last one of a request answers it."""
