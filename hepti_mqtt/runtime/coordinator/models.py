@@ -20,6 +20,7 @@ from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, S
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
+from hepti_mqtt.runtime.coordinator.guesses import StepPace
 from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
@@ -91,6 +92,7 @@ class PlanGroup:
     failed_preparations: int = 0
     missing_bytes: dict[str, int] = field(default_factory=dict)
     crash_backoff: CrashBackoff = field(default_factory=CrashBackoff)
+    paced: tuple[PlanVersion, StepPace] | None = None
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
     recent_shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # the last one last
     published_transitions: int = 0
@@ -234,6 +236,12 @@ class PlanGroup:
         predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
         between = interval(seen.seconds / predicted_s, self.methods.run_sd(whole))
         self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, *between))
+
+    def step_pace(self, plan: Plan) -> StepPace:
+        """Return how long steps of generations take under a plan, as far as it is known."""
+        if self.paced is None or self.paced[0] != plan.version:
+            self.paced = plan.version, StepPace()
+        return self.paced[1]
 
     def expected(self, run: Plan) -> Expectation:
         """Return what runs under a plan take over its prediction, or under that of which it is a replica."""
