@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from math import hypot, inf, log
 from typing import Final
 
@@ -195,10 +195,11 @@ class PlanGroup:
         """Return what runs next of what waits, and when: at once unless others may come to run with it.
 
         Nothing where all that waits must have a session first and has no room for it. share: no more than so many,
-        where others run on other replicas. room_rows: of all sessions under a plan.
+        where others run on other replicas. room_rows: of all sessions under a plan, 0 of a model without them.
         """
-        turns = list(self._with_room(room_rows))
-        return self._next(iter(turns), share) if turns else ((), inf)
+        turns = self._with_room(room_rows) if room_rows else self.queue.in_turn()
+        first = next(turns, None)
+        return ((), inf) if first is None else self._next(chain([first], turns), share)
 
     def _with_room(self, room_rows: int) -> Iterator[WorkItem]:
         """Yield what waits in turn; behind a session that has no room yet, none begins."""
@@ -206,8 +207,7 @@ class PlanGroup:
         used = max((self.reserved_rows(version) for version in versions), default=0)
         for item in self.queue.in_turn():
             made = item.request.generation
-            begins = made is not None and made.plan_version not in versions
-            needed = made.reserved_rows if made is not None and begins and room_rows else 0
+            needed = 0 if made is None or made.plan_version in versions else made.reserved_rows
             if needed and used + needed > room_rows:
                 used = room_rows
                 continue
