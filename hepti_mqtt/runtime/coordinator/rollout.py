@@ -120,11 +120,12 @@ class Rollout:
     # -- what has become possible ---------------------------------------------------------------------------------
 
     def release_idle(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Release plans whose last run has ended."""
+        """Release plans whose last run, and last text, has ended."""
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
             runs = [each for run in group.runs.values() for each in (run, run.before) if each is not None]
-            if not any(run.plan_version in record.versions for run in runs):
+            used = {run.plan_version for run in runs} | {text.plan_version for text in group.waiting_texts()}
+            if not used & record.versions:
                 group.plans.step(record, "idle", now)
                 group.note_left(record.plan)
                 out += self.release(record.plan)
