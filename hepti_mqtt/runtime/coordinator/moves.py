@@ -187,11 +187,12 @@ class Moves:
         if (plans := self._before_and_active(group, generation.plan_version, beliefs)) is None:
             return None
         then, ours = (self._of_size(group, r, 1, beliefs, now) for r in plans)
-        tokens, (prompt_s, token_s) = len(generation.tokens), request.measured_s(now)
-        # A row among others takes no longer than a token alone.
-        again = (prompt_s + tokens * min(prompt_s / len(generation.prompt), token_s)) / token_s
+        tokens, (rows, rows_s, token_s) = len(generation.tokens), request.measured_s(now)
+        # A row among others takes no longer than a token alone; of speech the first run is computed again, too.
+        beside = max(len(generation.prompt) + tokens - rows, tokens)
+        again = (rows_s + beside * min(rows_s / rows, token_s)) / token_s
         is_for_steps = is_planned_for(group.served.spec, generation.shape.decode_step(1))
-        each = 1.0 if is_for_steps else token_s / prompt_s  # else plans are made for the first run
+        each = 1.0 if is_for_steps else token_s / rows_s  # else plans are made for the first run
         return goes_on(then, ours, Border.of_text(tokens, generation.max_new_tokens - tokens, again, each))
 
     def _before_and_active(

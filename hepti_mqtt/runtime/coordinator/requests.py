@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -119,8 +118,8 @@ class Attempt(NamedTuple):
     verdict: Verdict
 
 
-ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
 LEAST_TOKEN_S: Final = 1e-6
+ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
 
 
 @dataclass(slots=True)
@@ -197,11 +196,6 @@ class Generation:
         if self.plan_version is not None:
             self.left.append((self.plan_version, self.session))
         self.plan_version = None
-
-    def leave(self, versions: AbstractSet[PlanVersion]) -> None:
-        """Start over under the next plan if the session is under one of these."""
-        if self.plan_version in versions:
-            self.leave_session()
 
     def held(self, longest: int) -> HeldText | None:
         """Return the text that the session holds; None without a session that another text may begin with."""
@@ -393,17 +387,12 @@ class Request:
         shapes = made.shapes_to(len(made.prompt) + len(made.tokens))
         return list(dict.fromkeys((*shapes, made.shape.decode_step(1))))
 
-    def measured_s(self, now: float) -> tuple[float, float]:
-        """Return what a text's prompt took, and the fastest token behind it: as long as a row where there is none."""
+    def measured_s(self, now: float) -> tuple[int, float, float]:
+        """Return the rows of the largest run of a text and what it took, and what the fastest one took."""
         began = [*(run.dispatched_s or 0.0 for run in self.stats), now]
-        steps = [] if self.generation is None else self.generation.steps
-        prompt_s, rows, tokens_s = LEAST_TOKEN_S, 1, list[float]()
-        for run, step, (start, stop) in zip(self.stats, steps, pairwise(began), strict=True):
-            if run.shape.size > step.rows:
-                prompt_s, rows = prompt_s + stop - start, rows + run.shape.size
-            else:
-                tokens_s.append((stop - start) / max(len(step.taken), 1))
-        return prompt_s, max(min(tokens_s, default=prompt_s / rows), LEAST_TOKEN_S)
+        took = [(run.shape.size, stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)]
+        rows, seconds = max(took, key=lambda run: run[0], default=(1, 0.0))
+        return rows, max(seconds, LEAST_TOKEN_S), max(min((s for _, s in took), default=0.0), LEAST_TOKEN_S)
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""

@@ -124,8 +124,7 @@ class Rollout:
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
             runs = [each for run in group.runs.values() for each in (run, run.before) if each is not None]
-            used = {run.plan_version for run in runs} | {text.plan_version for text in group.waiting_texts()}
-            if not used & record.versions:
+            if not any(run.plan_version in record.versions for run in runs) and not group.waiting_texts(record):
                 group.plans.step(record, "idle", now)
                 group.note_left(record.plan)
                 out += self.release(record.plan)

@@ -322,8 +322,8 @@ class CoordinatorSession:
                 plans.request_search(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
-                for text in group.waiting_texts():
-                    text.leave(record.versions)
+                for text in group.waiting_texts(record):
+                    text.leave_session()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
                     group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
@@ -625,7 +625,7 @@ class CoordinatorSession:
                 is_first, text.judged_for = text.judged_for != active.version, active.version
                 yield from self._tell_going_on(group, "a text", record.version, verdict, is_first, now)
             if verdict is None or verdict.goes:
-                text.leave(record.versions)
+                text.leave_session()
 
     @staticmethod
     def _tell_going_on(
