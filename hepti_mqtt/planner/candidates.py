@@ -548,7 +548,8 @@ class LowerBound:
         if not seen:
             return SPEEDUP_SLACK * together * self._factor(plan)
         ways = self._paths_by_route(plan)
-        more = min(s.more_s * _better(ways, s.path) for s in seen)
+        nearest = max(s.devices for s in seen)
+        more = min(s.more_s * _better(ways, s.path) for s in seen if s.devices == nearest)
         return (together + OVERHEAD_SLACK * more) * self._factor(plan)
 
     def bound_refined(self, plan: Plan, priced_s: float) -> float:

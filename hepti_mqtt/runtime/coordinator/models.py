@@ -118,6 +118,11 @@ class PlanGroup:
         return tuple(run for run in record.plan.executables if run.version not in record.suspect_versions)
 
     @property
+    def session_plans(self) -> tuple[Plan, ...]:
+        """Return the plans that sessions may be under: those of the next runs, and those that texts stay with."""
+        return (*self.usable_executables, *(run for record in self.plans.retiring for run in record.plan.executables))
+
+    @property
     def has_suspect_replica(self) -> bool:
         """Return whether a part of the active plan is to be prepared again, whatever a search finds."""
         record = self.plans.active
@@ -155,6 +160,11 @@ class PlanGroup:
     def requests(self) -> list[Request]:
         """Return the requests that wait or run; one of several runs comes several times."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
+
+    def waiting_texts(self, record: PlanRecord) -> list[Generation]:
+        """Return the texts between two tokens whose sessions are under a plan."""
+        made = (item.request.generation for item in self.queue)
+        return [text for text in made if text is not None and text.plan_version in record.versions]
 
     @property
     def longest_rows(self) -> int:
@@ -201,9 +211,10 @@ class PlanGroup:
         """Yield what waits in turn; behind a session that has no room yet, none begins."""
         versions = {plan.version for plan in self.usable_executables}
         used = max((self.reserved_rows(version) for version in versions), default=0)
+        begun = {plan.version for plan in self.session_plans}
         for item in self.queue.in_turn():
             made = item.request.generation
-            needed = 0 if made is None or made.plan_version in versions else made.reserved_rows
+            needed = 0 if made is None or made.plan_version in begun else made.reserved_rows
             if needed and used + needed > room_rows:
                 used = room_rows
                 continue
