@@ -265,12 +265,12 @@ class Generation:
         whole may be followed by another one.
         """
         total, cached = len(self.prompt) + len(self.tokens), self.cached_rows
-        if not cached and self.silence is None:
-            self.silence = self.rules.silence(logits)
         first, self.cached_rows = self._rows_behind(cached, total)
         self.source = 0
         if self.wants_states:
             self.states.append(logits[cached - first :])
+        elif not cached and self.silence is None:
+            self.silence = self.rules.silence(logits)
         if self.wants_states or self.cached_rows < total:
             step = GeneratedTokens(self.tokens, len(self.tokens), (), len(self.tried), 0.0)
         elif self._lacks_choice:
@@ -279,7 +279,7 @@ class Generation:
         else:
             step = self._take(logits)
         self.steps.append(step)
-        if self.rules.judge is not None and self.done:
+        if self.rules.judge is not None and not self.wants_states and self.done:
             self._conclude(self.rules.judge(self.tokens, self.scores, self.silence or 0.0))
         return step
 
