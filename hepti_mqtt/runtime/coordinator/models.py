@@ -28,6 +28,7 @@ from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     Expectation,
     FairQueue,
+    Generation,
     Pins,
     Request,
     Run,
@@ -160,10 +161,18 @@ class PlanGroup:
         """Return the rows that a session may have."""
         return largest_shape(self.served.spec).session_rows
 
+    def _sessions(self) -> list[Generation]:
+        """Return the generations of requests that have not ended."""
+        made = {id(r): r.generation for r in self.requests() if r.generation is not None and not r.finished}
+        return [generation for generation in made.values() if generation is not None]
+
+    def reserved_rows(self, version: PlanVersion) -> int:
+        """Return the rows that open sessions under a plan will have at the end."""
+        return sum(made.shape.session_rows for made in self._sessions() if made.plan_version == version)
+
     def held_texts(self) -> list[HeldText]:
         """Return the texts that sessions of requests hold which have not ended."""
-        made = {id(r): r.generation for r in self.requests() if r.generation is not None and not r.finished}
-        texts = (generation.held(self.longest_rows) for generation in made.values())
+        texts = (generation.held(self.longest_rows) for generation in self._sessions())
         return [text for text in texts if text is not None and len(text.ids)]
 
     def typical_length(self) -> int:
@@ -178,15 +187,30 @@ class PlanGroup:
         if len(self.recent_shapes) > MAX_PREBUILT_SHAPES:
             self.recent_shapes.popitem(last=False)
 
-    def next_batch(self, share: int | None = None) -> tuple[tuple[WorkItem, ...], float]:
+    def next_batch(self, share: int | None, room_rows: int) -> tuple[tuple[WorkItem, ...], float]:
         """Return what runs next of what waits, and when: at once unless others may come to run with it.
 
-        share: no more than so many, where others run on other replicas.
+        Nothing where all that waits must have a session first and has no room for it. share: no more than so many,
+        where others run on other replicas. room_rows: of all sessions under a plan.
         """
-        return self._next(self.queue, share)
+        turns = list(self._with_room(room_rows))
+        return self._next(iter(turns), share) if turns else ((), inf)
 
-    def _next(self, queue: FairQueue, share: int | None = None) -> tuple[tuple[WorkItem, ...], float]:
-        return select_batch(queue.in_turn(), self.served.batching, largest_shape(self.served.spec).size, share)
+    def _with_room(self, room_rows: int) -> Iterator[WorkItem]:
+        """Yield what waits in turn; behind a session that has no room yet, none begins."""
+        versions = {plan.version for plan in self.usable_executables}
+        used = max((self.reserved_rows(version) for version in versions), default=0)
+        for item in self.queue.in_turn():
+            made = item.request.generation
+            begins = made is not None and made.plan_version not in versions
+            needed = made.shape.session_rows if made is not None and begins and room_rows else 0
+            if not needed or used + needed <= room_rows:
+                yield item
+            elif needed:
+                used = room_rows
+
+    def _next(self, turns: Iterator[WorkItem], share: int | None = None) -> tuple[tuple[WorkItem, ...], float]:
+        return select_batch(turns, self.served.batching, largest_shape(self.served.spec).size, share)
 
     def _waiting(self) -> Iterator[RequestShape]:
         """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
@@ -195,7 +219,7 @@ class PlanGroup:
         for _ in range(MAX_PREBUILT_SHAPES):
             if not queue:
                 return
-            items, _ = self._next(queue)
+            items, _ = self._next(queue.in_turn())
             queue.remove(items)
             if len(items) > 1:
                 yield concatenate([item.batch for item in items]).shape

@@ -14,7 +14,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import cache_rows
 
 LEAST_ROWS: Final = 16  # fewer rows are computed as fast as they are looked for
-MAX_KEPT: Final = 64  # sessions
+MAX_KEPT: Final = 64  # sessions of a plan
 
 Ids = NDArray[np.int32]
 SessionId = tuple[PlanVersion, int]
@@ -50,10 +50,7 @@ def common_rows(one: Ids, other: Ids) -> int:
 
 
 class HeldSessions:
-    """The sessions of ended requests, least recently used first, as far as devices have room for their rows.
-
-    Devices keep the same account by the same rule. Where one has dropped more, it says so, and the prompt is computed.
-    """
+    """The sessions of ended requests, least recently used first, as far as devices have room for their rows."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[SessionId, HeldText] = OrderedDict()
@@ -78,17 +75,27 @@ class HeldSessions:
         rows, idle, text = best
         return Prefix(text.session[1], rows, idle and len(text.ids) - rows <= rows)
 
-    def keep(self, text: HeldText, used: Iterable[HeldText], room_rows: int) -> None:
-        """Keep the session of a request that has ended; room_rows: of all sessions on each device."""
+    def keep(self, text: HeldText) -> None:
+        """Keep the session of a request that has ended."""
         self._held[text.session] = text
-        version = text.session[0]
-        room = room_rows - sum(one.capacity for one in used if one.session[0] == version)
-        for one in reversed([each for each in self._held.values() if each.session[0] == version]):
-            room -= one.capacity
-            if room < 0:
-                del self._held[one.session]
-        while len(self._held) > MAX_KEPT:
-            self._held.popitem(last=False)
+        self._held.move_to_end(text.session)
+
+    def make_room(self, version: PlanVersion, room_rows: int, source: int = 0) -> list[int]:
+        """Return which sessions under a plan devices must drop, so that all others have room in so many rows.
+
+        source: the session that is about to be copied. Those beyond `MAX_KEPT` go, too.
+        """
+        texts = [text for text in self._held.values() if text.session[0] == version]
+        rows, most = sum(text.capacity for text in texts), len(texts)
+        dropped = list[int]()
+        for text in texts:
+            if rows <= room_rows and most <= MAX_KEPT:
+                break
+            if text.session[1] != source:
+                rows, most = rows - text.capacity, most - 1
+                del self._held[text.session]
+                dropped.append(text.session[1])
+        return dropped
 
     def forget(self, session: SessionId) -> None:
         """Forget a session that devices have dropped, or that goes on with another request."""

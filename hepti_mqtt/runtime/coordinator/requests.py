@@ -127,8 +127,9 @@ class Generation:
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
     of them is the answer. source: the session whose rows it begins with, 0 without one; reuses: it began with rows of
-    another text. steps: what followed from each run. guesses: of what follows, None without; guessed:
-    what the run under way has behind the last token. states: of all rows, where they are wanted instead of tokens.
+    another text; left: sessions that it had before. steps: what followed from each run. guesses: of what follows, None
+    without; guessed: what the run under way has behind the last token. states: of all rows, where they are wanted
+    instead of tokens.
     """
 
     prompt: tuple[int, ...]
@@ -144,6 +145,7 @@ class Generation:
     cached_rows: int = 0
     source: int = 0
     reuses: bool = False
+    left: list[tuple[PlanVersion, int]] = field(default_factory=list)
     published_tokens: tuple[int, ...] = ()
     tried: list[Attempt] = field(default_factory=list)
     steps: list[GeneratedTokens] = field(default_factory=list)
@@ -184,9 +186,15 @@ class Generation:
         self.reuses = rows > 0
         self.states.clear()
 
+    def leave_session(self) -> None:
+        """Give its session up: what is cached may be wrong or incomplete, so another one begins."""
+        if self.plan_version is not None:
+            self.left.append((self.plan_version, self.session))
+        self.plan_version = None
+
     def held(self, longest: int) -> HeldText | None:
         """Return the text that the session holds; None without a session that another text may begin with."""
-        if self.plan_version is None or self.carried.size:
+        if self.plan_version is None or self.carried.size or not longest:
             return None
         return HeldText((self.plan_version, self.session), np.array(self._ids(0, self.cached_rows), np.int32), longest)
 
@@ -286,7 +294,7 @@ class Generation:
         self.asked = self.prompt
         self.prompt = (*self.rules.opening, *self.prompt, token, *self.rules.forced)
         if self.rules.opening:  # then the rows that are cached stand at other places
-            self.plan_version = None
+            self.leave_session()
 
     def _conclude(self, verdict: Verdict) -> None:
         """Begin another text if this one is not good enough, else take the best one."""
@@ -304,7 +312,7 @@ class Generation:
         if any(later.place < 0 for later in self.steps[run:]):
             self.prompt, self.asked = self.asked, ()
         del self.steps[run:]
-        self.plan_version = None
+        self.leave_session()
         published = self.published_tokens if step.tokens is self.tokens else ()
         self.published_tokens = max(published, tuple(step.tokens), key=len)
         self.scores = self.tried[step.attempt].scores if step.attempt < len(self.tried) else self.scores

@@ -11,6 +11,7 @@ import numpy as np
 
 from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import task_count
@@ -215,7 +216,7 @@ class Scheduler:
             if assigned is None:
                 held[id(group)] = inf
                 continue
-            items, due_s = group.next_batch(assigned.max_items)
+            items, due_s = group.next_batch(assigned.max_items, self._room_rows(group))
             if now < due_s:
                 held[id(group)] = due_s
                 continue
@@ -365,7 +366,7 @@ class Scheduler:
                 back.append(item)
         for item in back:
             if item.request.generation is not None:  # start a new session: devices may have cached different rows
-                item.request.generation.plan_version = None
+                item.request.generation.leave_session()
             if item.request.losses[item.index] > 1:  # it may be what brings runs to nothing
                 item.request.unbatchable.add(item.index)
         group.queue.prepend(back)
@@ -400,6 +401,8 @@ class Scheduler:
         out: list[CoordinatorCommand] = []
         for run in [r for r in group.runs.values() if not r.waiting_requests and r.early_stats is None]:
             out += self._cancel(group, run)
+        if (made := request.generation) is not None and made.plan_version is not None:
+            out += self._end_sessions(group, made.plan_version, [made.session])
         return [*out, RefuseRequest(request, error)]
 
     def refuse_expired(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
@@ -436,13 +439,13 @@ class Scheduler:
         continued: tuple[Run, int] | None = None,
     ) -> list[CoordinatorCommand]:
         """Dispatch items under a plan; continued: as the rest of a run, from a block on."""
-        run_id = self._ids.next_run()
+        out, run_id = list[CoordinatorCommand](), self._ids.next_run()
         before = None if continued is None else Continued(continued[0].run_id, continued[1])
         part, session = concatenate([item.batch for item in items]), DecoderSession()
         generation = items[0].request.generation
         if generation is not None:
             if generation.plan_version != plan.version:
-                self._begin_session(group, plan, generation)
+                out += self._begin_session(group, plan, generation)
             part, session = generation.next_batch(group.step_pace(plan))
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
@@ -480,20 +483,39 @@ class Scheduler:
             frame_key=key,
             before=None if continued is None else continued[0],
         )
-        return [Publish(topic, payload, 1)]
+        return [*out, Publish(topic, payload, 1)]
 
-    def _begin_session(self, group: PlanGroup, plan: Plan, generation: Generation) -> None:
+    def _begin_session(self, group: PlanGroup, plan: Plan, generation: Generation) -> list[CoordinatorCommand]:
         """Begin a session under a plan: with rows of one whose text begins alike, if devices hold any."""
         self._session = self._session % MAX_SESSION + 1
         ids = () if generation.carried.size or generation.wants_states else (*generation.prompt, *generation.tokens)
-        known = self._sessions.find(plan.version, ids, group.held_texts())
+        version, ended = plan.version, [session for under, session in generation.left if under == plan.version]
+        known = self._sessions.find(version, ids, group.held_texts())
         if known is None:
-            generation.start_session(plan.version, self._session)
+            generation.start_session(version, self._session)
         elif known.moves:
-            self._sessions.forget((plan.version, known.session))
-            generation.start_session(plan.version, known.session, known.rows)
+            self._sessions.forget((version, known.session))
+            generation.start_session(version, known.session, known.rows)
         else:
-            generation.start_session(plan.version, self._session, known.rows, known.session)
+            generation.start_session(version, self._session, known.rows, known.session)
+        generation.left.clear()
+        room_rows = self._room_rows(group) - group.reserved_rows(version) - generation.shape.session_rows
+        ended += self._sessions.make_room(version, room_rows, generation.source)
+        return self._end_sessions(group, version, ended)
+
+    def _room_rows(self, group: PlanGroup) -> int:
+        return session_rows(group.served.spec, self._in_flight)
+
+    def _end_sessions(
+        self, group: PlanGroup, version: PlanVersion, sessions: Sequence[int]
+    ) -> list[CoordinatorCommand]:
+        """Let devices forget sessions; those of a plan that is gone have gone with it."""
+        plans = (run for record in group.plans.records() for run in record.plan.executables)
+        plan = next((run for run in plans if run.version == version), None)
+        if plan is None or not sessions:
+            return []
+        message = messages.EndSessions(plan.model, version, tuple(sessions))
+        return [self._command(device, message) for device in plan.devices]
 
     def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
@@ -655,10 +677,15 @@ class Scheduler:
         if not request.generation.carried.size:  # most texts end long before they are as long as they may be
             group.recent_lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
         request.finished = True
+        out: list[CoordinatorCommand] = [
+            AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))
+        ]
         if (text := request.generation.held(group.longest_rows)) is not None:
-            room_rows = session_rows(group.served.spec, self._in_flight)
-            self._sessions.keep(text, group.held_texts(), room_rows)
-        return [AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))]
+            version = text.session[0]
+            self._sessions.keep(text)
+            room_rows = self._room_rows(group) - group.reserved_rows(version)
+            out += self._end_sessions(group, version, self._sessions.make_room(version, room_rows))
+        return out
 
     def _rewind(self, group: PlanGroup, run: Run, error: HeptiError, tries: int) -> list[CoordinatorCommand]:
         """Take back the tokens since a run whose output may be forged, and compute them again; fail after `tries`."""

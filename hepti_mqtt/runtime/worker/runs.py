@@ -153,6 +153,11 @@ class DecoderSessions:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def rows(self) -> int:
+        """Return for how many rows all arrays have room."""
+        return sum(session.capacity for session in self._open.values())
+
     def arrays(
         self, key: SessionKey, program: Program, run: SessionRun, room_rows: int, busy: frozenset[SessionKey]
     ) -> Mapping[str, Array]:
@@ -292,6 +297,11 @@ class WorkerRuns:
         return len(self._sessions)
 
     @property
+    def session_rows(self) -> int:
+        """Return for how many rows the arrays of all sessions have room."""
+        return self._sessions.rows
+
+    @property
     def idle(self) -> bool:
         """Return whether no request is under way."""
         return not self._runs
@@ -343,6 +353,11 @@ class WorkerRuns:
             self._counters["unknown_cancel"] += 1
             return
         self.end(run_id)
+
+    def end_sessions(self, key: PlanKey, numbers: Iterable[int]) -> None:
+        """Forget sessions of a plan."""
+        for number in numbers:
+            self._sessions.end((*key, number))
 
     # -- Programs -------------------------------------------------------------------------------------------------
 

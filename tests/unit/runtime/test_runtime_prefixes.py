@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models.shapes import cache_rows
-from hepti_mqtt.runtime.coordinator.prefixes import LEAST_ROWS, HeldSessions, HeldText
+from hepti_mqtt.runtime.coordinator.prefixes import LEAST_ROWS, MAX_KEPT, HeldSessions, HeldText
 
 ONE, TWO = PlanVersion(1, 1), PlanVersion(1, 2)
 TEXT = tuple(range(100))
@@ -20,7 +19,7 @@ def held(number: int, *ids: int, version: PlanVersion = ONE) -> HeldText:
 
 def test_a_text_goes_on_with_the_session_that_begins_like_it():
     sessions = HeldSessions()
-    sessions.keep(held(1, *TEXT[:50]), (), 4096)
+    sessions.keep(held(1, *TEXT[:50]))
     running = [held(2, *TEXT[:70])]
     assert sessions.find(ONE, TEXT, ()) == (1, 50, True)
     assert sessions.find(ONE, TEXT, running) == (2, 70, False), "of one that runs there is a copy"
@@ -33,12 +32,18 @@ def test_a_text_goes_on_with_the_session_that_begins_like_it():
     assert sessions.find(ONE, TEXT, ()) is None
 
 
-@given(st.lists(st.integers(1, 1024), max_size=30), st.integers(0, 3))
-def test_what_is_kept_has_room_beside_what_runs_and_the_newest_stays(lengths, running):
-    sessions, used = HeldSessions(), [held(1000 + i, *range(1000)) for i in range(running)]
+@given(st.lists(st.integers(1, 1024), max_size=100), st.integers(0, 4096), st.integers(0, 100))
+def test_the_sessions_used_longest_ago_make_room(lengths, room_rows, source):
+    sessions = HeldSessions()
+    sessions.keep(held(1, *TEXT, version=TWO))
     for number, length in enumerate(lengths, 1):
-        sessions.keep(held(number, *range(length)), used, 4096)
-        sessions.keep(held(number, *range(length), version=TWO), (), 1024)
-        kept = [text for text in sessions if text.session[0] == ONE]
-        assert sum(cache_rows(len(text.ids), 1024) for text in (*kept, *used)) <= 4096
-        assert not kept or kept[-1].session[1] == number
+        sessions.keep(held(number, *range(length)))
+    dropped = sessions.make_room(ONE, room_rows, source)
+    kept = {text.session[1]: text.capacity for text in sessions if text.session[0] == ONE}
+    assert sorted((*dropped, *kept)) == list(range(1, len(lengths) + 1))
+    assert source not in dropped
+    kept.pop(source, None)
+    assert sum(kept.values()) <= room_rows
+    assert len(kept) <= MAX_KEPT
+    assert not dropped or not kept or max(dropped) < min(kept)
+    assert sum(text.session[0] == TWO for text in sessions) == 1, "other plans have rooms of their own"

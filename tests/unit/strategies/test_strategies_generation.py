@@ -11,6 +11,7 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
@@ -160,6 +161,26 @@ def test_several_users_at_once_each_get_their_own_tokens():
     assert given_up == 0, "no more sessions are open than are kept"
 
 
+def test_sessions_wait_for_room_and_those_of_ended_requests_make_it(monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_IN_FLIGHT", 1)  # room for one session and a little
+    swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
+    room_rows = session_rows(SPEC, 2)
+    prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 3 + 20 * n) for n in range(4)}
+    for name, prompt in prompts.items():
+        swarm.generate(name, SPEC, prompt.astype(np.int32), 20)
+    while not prompts.keys() <= swarm.answers.keys():
+        before = swarm.now
+        swarm.run(1, until=lambda: bool(swarm.errors))
+        assert not swarm.errors
+        assert swarm.now > before
+        for host in swarm.hosts.values():
+            assert host.session.runs.session_rows <= room_rows
+    for name, prompt in prompts.items():
+        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 20)[0]
+    swarm.run(1)
+    assert {host.session.runs.open_sessions for host in swarm.hosts.values()} == {1}
+
+
 @pytest.mark.parametrize("after", [0, 1, 4, 8])
 def test_a_lost_device_costs_no_token_and_repeats_none(after):
     swarm = Swarm(
@@ -209,9 +230,9 @@ def test_methods_that_keep_no_cache_say_so(name):
 
 
 def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():
-    from hepti_mqtt.cost.memory import EXTRA_SESSIONS, max_live_bytes
+    from hepti_mqtt.cost.memory import max_live_bytes
 
     chosen = plan(SPEC, ("decoder", {}), (1.0, 1.0))
     one, two = (max_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))
     cache = SPEC.layers * SPEC.max_tokens * 2 * (SPEC.hidden // 2) * 4  # of the own half of the heads
-    assert 2 * one - two == EXTRA_SESSIONS * cache
+    assert 2 * one - two == cache, "of a session beside those of the runs in flight"
