@@ -647,11 +647,12 @@ def _waits_until(delay_s: float, item: WorkItem) -> float:
 
 
 def concatenate(chunks: Sequence[Batch]) -> Batch:
-    """Return one batch of several with the same `want`, in their order."""
+    """Return one batch of several with the same `want`, in their order; places of sessions stand before all ids."""
     if len(chunks) == 1:
         return chunks[0]
     first, *others = (chunk.shape for chunk in chunks)
-    return Batch(first.concatenate(others), np.concatenate([chunk.inputs for chunk in chunks]))
+    parts = [np.split(c.inputs, [len(c.shape.sizes) if c.shape.session_rows else 0]) for c in chunks]
+    return Batch(first.concatenate(others), np.concatenate([*(p for p, _ in parts), *(ids for _, ids in parts)]))
 
 
 def split_into_micro_batches(chunks: Sequence[Batch]) -> tuple[Batch, ...]:
