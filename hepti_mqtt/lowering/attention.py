@@ -259,14 +259,18 @@ class Rotate(Op):
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         r, c = region
         keys = span(self.q_columns, self.q_columns + self.k_columns)
-        attrs = {
-            "head_dim": self.d,
-            "q_heads": self._heads(intersect_sets(c, span(0, self.q_columns))),
-            "k_heads": self._heads(intersect_sets(c, keys)),
-            "theta": self.theta,
-            "rows": tuple(indices(r)),
-            "lengths": self.lengths,
-        } | ({"places": self.places} if self.places else {}) | ({"scaling": self.scaling} if self.scaling else {})
+        attrs = (
+            {
+                "head_dim": self.d,
+                "q_heads": self._heads(intersect_sets(c, span(0, self.q_columns))),
+                "k_heads": self._heads(intersect_sets(c, keys)),
+                "theta": self.theta,
+                "rows": tuple(indices(r)),
+                "lengths": self.lengths,
+            }
+            | ({"places": self.places} if self.places else {})
+            | ({"scaling": self.scaling} if self.scaling else {})
+        )
         return Call("rotate", self.weight_refs(region), attrs | (self.norm.attrs if self.norm else {}))
 
     def _heads(self, c: IndexSet) -> int:

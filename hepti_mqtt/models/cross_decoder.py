@@ -53,7 +53,9 @@ def graph(
             pair = net.session_state(f"{name}cross", kept, rows=shape.rows, width=2 * h, role=task)  # [S, 2h]
         else:
             pair = net.linear(f"{name}pair", states, task, {f"{here}cross_key": h, f"{here}cross_value": h})  # [S, 2h]
-            (pair,) = net.append_to_cache(f"{name}cross", kept, pair, at, rows=shape.rows, start=0, role=task)  # [S, 2h]
+            (pair,) = net.append_to_cache(
+                f"{name}cross", kept, pair, at, rows=shape.rows, start=0, role=task
+            )  # [S, 2h]
         heard = net.attention(
             f"{name}heard", q, pair, task, heads=heads, width=h, columns=(0, 0, h), lengths=(shape.rows,)
         )  # [m, h]

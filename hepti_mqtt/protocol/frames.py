@@ -458,9 +458,7 @@ def check_shape(shape: PlainShape) -> None:
     rows = shape.mask_rows
     if rows and (rows[0] < 0 or rows[-1] >= tokens or any(a >= b for a, b in pairwise(rows))):
         raise WireError(f"mask rows must rise within 0 to {tokens - 1}")
-    if shape.session_rows and (
-        sequences > MAX_TOGETHER or not max(shape.sizes) <= shape.session_rows <= MAX_TOKENS
-    ):
+    if shape.session_rows and (sequences > MAX_TOGETHER or not max(shape.sizes) <= shape.session_rows <= MAX_TOKENS):
         raise WireError(f"a cache of {shape.session_rows} rows is not for {sequences} sequences of {tokens} tokens")
 
 

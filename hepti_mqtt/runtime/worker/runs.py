@@ -184,7 +184,8 @@ class DecoderSessions:
         grows = all(spec.shape[0] == run.longest for spec in states.values())
         capacity = cache_rows(run.stop, run.longest) if grows else run.longest
         if known is None or run.source or known.capacity < capacity:
-            self._make_room(key, capacity, room_rows, busy | {source})
+            if number:
+                self._make_room(key, capacity, room_rows, busy | {source})
             before = {} if known is None else known.arrays
             made = {name: _grown(spec, capacity, before.get(name), run.at) for name, spec in states.items()}
             known = _Session(made, capacity=capacity)
