@@ -167,8 +167,8 @@ class PlanGroup:
         return [generation for generation in made.values() if generation is not None]
 
     def reserved_rows(self, version: PlanVersion) -> int:
-        """Return the rows that open sessions under a plan will have at the end."""
-        return sum(made.shape.session_rows for made in self._sessions() if made.plan_version == version)
+        """Return for how many rows open sessions under a plan must have room."""
+        return sum(made.reserved_rows for made in self._sessions() if made.plan_version == version)
 
     def held_texts(self) -> list[HeldText]:
         """Return the texts that sessions of requests hold which have not ended."""
@@ -210,11 +210,12 @@ class PlanGroup:
             if made is not None and made.joins and made.plan_version in stepping:
                 continue
             begins = made is not None and made.plan_version not in versions
-            needed = made.shape.session_rows if made is not None and begins and room_rows else 0
-            if not needed or used + needed <= room_rows:
-                yield item
-            elif needed:
+            needed = made.reserved_rows if made is not None and begins and room_rows else 0
+            if needed and used + needed > room_rows:
                 used = room_rows
+                continue
+            used += needed
+            yield item
 
     def _next(self, turns: Iterator[WorkItem], share: int | None = None) -> tuple[tuple[WorkItem, ...], float]:
         return select_batch(turns, self.served.batching, largest_shape(self.served.spec).size, share)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules, Verdict
-from hepti_mqtt.models.shapes import next_rows
+from hepti_mqtt.models.shapes import cache_rows, next_rows
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import MAX_TOGETHER, DecoderSession, Frame
@@ -116,6 +116,9 @@ class Attempt(NamedTuple):
     scores: list[float]
     temperature: float
     verdict: Verdict
+
+
+ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
 
 
 @dataclass(slots=True)
@@ -225,6 +228,19 @@ class Generation:
         session = DecoderSession(self.session, final, self.source if first else 0)
         shape = self.shape.decode_step(len(ids), begins)
         return Batch(shape.answering(len(ids)) if self.guessed else shape, inputs), session
+
+    @property
+    def reserved_rows(self) -> int:
+        """Return for how many rows its session must have room: for the tokens so far, and some more."""
+        if self.carried.size:
+            return self.shape.session_rows
+        return cache_rows(len(self.prompt) + len(self.tokens) + ROWS_AHEAD, self.shape.session_rows)
+
+    @property
+    def next_size(self) -> int:
+        """Return the size of the next run."""
+        first, stop = self._rows_behind(self.cached_rows, len(self.prompt) + len(self.tokens))
+        return self.shape.decode_step(stop - first, begins=not self.cached_rows).size
 
     def shapes_to(self, total: int) -> list[RequestShape]:
         """Return the shapes of the runs that cache so many rows, from the first one on."""
@@ -399,8 +415,9 @@ class WorkItem:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of its own batch."""
-        return self.batch.shape.size
+        """Return the tokens of its own batch, or of its next run."""
+        made = self.request.generation
+        return self.batch.shape.size if made is None else made.next_size
 
     @property
     def batchable(self) -> bool:
@@ -664,16 +681,9 @@ def select_batch(
 
 
 def _select_steps(first: WorkItem, turns: Iterator[WorkItem], most: int) -> tuple[WorkItem, ...]:
-    """Return the next step of a session with those that may be made beside it: every client's first one first."""
-    if not first.batchable:
-        return (first,)
-    ready = [first, *(item for item in turns if item.batchable and first.joins(item))]
-    before, turn = Counter[str](), list[int]()  # of its client
-    for item in ready:
-        turn.append(before[item.request.key.client])
-        before[item.request.key.client] += 1
-    order = sorted(range(len(ready)), key=turn.__getitem__)
-    return tuple(ready[i] for i in order[:most])
+    """Return the next run of a session, where that is a step with the steps that may be made beside it."""
+    others = (item for item in turns if item.batchable and first.joins(item))
+    return (first, *(islice(others, most - 1) if first.batchable else ()))
 
 
 def pack_steps(runs: Sequence[tuple[Batch, DecoderSession]]) -> tuple[Batch, tuple[DecoderSession, ...]]:
@@ -733,10 +743,14 @@ def split_output(spec: Spec, chunks: Sequence[Batch], output: Array) -> list[Arr
 # A fair queue: the client with the fewest tokens served so far is next.
 
 
-class FairQueue:
-    """The queue of a plan group: one line per client, and one before all for items that continue or were lost.
+MAX_REMEMBERED_CLIENTS: Final = 1024
 
-    A new client starts even with the next one in turn, so that idle clients save up no turns.
+
+class FairQueue:
+    """The queue of a plan group: one line per client, and one before all for items that were lost.
+
+    A new client starts even with the next one in turn, so that idle clients save up no turns. A generation waits in its
+    client's line before each of its runs, so that all users' texts grow side by side.
     """
 
     def __init__(self) -> None:
@@ -744,12 +758,14 @@ class FairQueue:
         self._lines: dict[str, deque[WorkItem]] = {}
         self._tokens_served: dict[str, int] = {}  # tokens of clients that wait
         self._last_served_tokens = 0  # tokens that the last client in turn had had
+        self._served_before: OrderedDict[str, int] = OrderedDict()  # tokens of clients of whom nothing waits now
 
     def copy(self) -> FairQueue:
         """Return a queue of its own with the same items."""
         made = FairQueue()
         made._front, made._tokens_served = deque(self._front), dict(self._tokens_served)
         made._last_served_tokens = self._last_served_tokens
+        made._served_before = self._served_before.copy()
         made._lines = {client: deque(line) for client, line in self._lines.items()}
         return made
 
@@ -785,17 +801,21 @@ class FairQueue:
     def append(self, items: Iterable[WorkItem]) -> None:
         """Add items to the ends of their clients' lines."""
         for item in items:
-            client = item.request.key.client
-            self._lines.setdefault(client, deque()).append(item)
-            self._tokens_served.setdefault(client, self._last_served_tokens)
+            self._line(item.request.key.client).append(item)
 
     def prepend(self, items: Iterable[WorkItem]) -> None:
         """Add items before all others, in their order; they cost their clients no turn."""
         self._front.extendleft(reversed(list(items)))
 
     def resume(self, item: WorkItem) -> None:
-        """Add an item that continues before all that have not begun, behind the others that continue."""
-        self._front.append(item)
+        """Add an item that continues before all others of its client."""
+        self._line(item.request.key.client).appendleft(item)
+
+    def _line(self, client: str) -> deque[WorkItem]:
+        if client not in self._lines:
+            before = self._served_before.pop(client, 0)
+            self._lines[client], self._tokens_served[client] = deque(), max(before, self._last_served_tokens)
+        return self._lines[client]
 
     def remove(self, items: Iterable[WorkItem]) -> None:
         """Remove items; each counts as a turn of its client."""
@@ -819,6 +839,10 @@ class FairQueue:
             self._forget(client)
 
     def _forget(self, client: str) -> None:
-        """Forget a client of whom nothing waits."""
-        if not self._lines[client]:
-            del self._lines[client], self._tokens_served[client]
+        """End the line of a client of whom nothing waits."""
+        if self._lines[client]:
+            return
+        del self._lines[client]
+        self._served_before[client] = self._tokens_served.pop(client)
+        if len(self._served_before) > MAX_REMEMBERED_CLIENTS:
+            self._served_before.popitem(last=False)

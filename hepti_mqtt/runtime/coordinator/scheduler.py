@@ -213,6 +213,7 @@ class Scheduler:
             if not able:
                 break
             group = min(able, key=lambda group: group.queue.oldest_sequence())
+            out += self._suspend_sessions(group)
             assigned = next_assignment(now, self._replica_loads(group, now), group.queue)
             if assigned is None:
                 held[id(group)] = inf
@@ -518,9 +519,30 @@ class Scheduler:
         else:
             generation.start_session(version, self._session, known.rows, known.session)
         generation.left.clear()
-        room_rows = self._room_rows(group) - group.reserved_rows(version) - generation.shape.session_rows
+        room_rows = self._room_rows(group) - group.reserved_rows(version) - generation.reserved_rows
         ended += self._sessions.make_room(version, room_rows, generation.source)
         return self._end_sessions(group, version, ended)
+
+    def _suspend_sessions(self, group: PlanGroup) -> list[CoordinatorCommand]:
+        """Take the sessions of the latest requests back while those that are open have grown beyond their room.
+
+        Never that of the earliest one: it ends, and makes room.
+        """
+        out, room_rows = list[CoordinatorCommand](), self._room_rows(group)
+        for version in {plan.version for plan in group.usable_executables} if room_rows else ():
+            while group.reserved_rows(version) > room_rows:
+                earliest = min(r.sequence for r in group.requests() if r.generation and not r.finished)
+                waiting = (item.request for item in group.queue if item.request.sequence > earliest)
+                last = max(
+                    (r for r in waiting if r.generation and r.generation.plan_version == version),
+                    key=lambda r: r.sequence,
+                    default=None,
+                )
+                if last is None or last.generation is None:
+                    break
+                out += self._end_sessions(group, version, [last.generation.session])
+                last.generation.leave_session()
+        return out
 
     def _room_rows(self, group: PlanGroup) -> int:
         return session_rows(group.served.spec, self._in_flight)
@@ -677,7 +699,7 @@ class Scheduler:
     def _take_tokens(
         self, group: PlanGroup, run: Run, item: WorkItem, logits: Array, stats: RunStats, now: float
     ) -> list[CoordinatorCommand]:
-        """Take what follows; queue the next run of a session before all others, so that few are open at once."""
+        """Take what follows, and queue the next run of its session."""
         request, generation = item.request, item.request.generation
         assert generation is not None
         if not generation.wants_states and not _usable(logits):

@@ -161,6 +161,23 @@ def test_several_users_at_once_each_get_their_own_tokens():
     assert given_up == 0, "no more sessions are open than are kept"
 
 
+def test_short_requests_of_others_come_between_the_runs_of_long_prompts(monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 4)
+    swarm = site("decoder", (1.0, 1.0))
+    long = np.random.default_rng(1).integers(0, SPEC.text.vocab, 80).astype(np.int32)
+    for n in range(2):  # as many as run at once
+        swarm.generate(f"long{n}", SPEC, np.roll(long, n), 8, f"patient{n}")
+    swarm.run(60, until=lambda: len(swarm.logits) > 6)
+    for n in range(2):
+        swarm.generate(f"short{n}", SPEC, long[n : n + 4], 3, f"hasty{n}")
+    finish(swarm, "short0", "short1")
+    assert not swarm.tokens.keys() & {"long0", "long1"}, "none of them is so far yet"
+    finish(swarm, "long0", "long1")
+    for n in range(2):
+        assert swarm.answers[f"long{n}"][0][0].tolist() == greedy(np.roll(long, n), 8)[0]
+        assert len(swarm.answers[f"long{n}"][0][1]) == 20 + 7, "no session was given up for another"
+
+
 def test_sessions_wait_for_room_and_those_of_ended_requests_make_it(monkeypatch):
     monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_IN_FLIGHT", 1)  # room for one session and a little
     swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
@@ -179,6 +196,23 @@ def test_sessions_wait_for_room_and_those_of_ended_requests_make_it(monkeypatch)
         assert swarm.answers[name][0][0].tolist() == greedy(prompt, 20)[0]
     swarm.run(1)
     assert {host.session.runs.open_sessions for host in swarm.hosts.values()} == {1}
+
+
+def test_texts_that_outgrow_the_room_wait_for_those_that_came_before(monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_IN_FLIGHT", 1)
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CACHE_ROWS", 8)
+    monkeypatch.setattr("hepti_mqtt.runtime.coordinator.requests.ROWS_AHEAD", 4)
+    swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
+    prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 4).astype(np.int32) for n in range(4)}
+    for name, prompt in prompts.items():
+        swarm.generate(name, SPEC, prompt, 50, name)
+    swarm.run(60, until=lambda: len(swarm.tokens) == 4)
+    assert not swarm.answers, "all of them begin"
+    finish(swarm, *prompts)
+    for name, prompt in prompts.items():
+        assert swarm.tokens[name] == list(enumerate(greedy(prompt, 50)[0]))
+    runs = {name: len(swarm.answers[name][0][1]) for name in prompts}
+    assert runs["r0"] == 50 < max(runs.values()), "the earliest one was never taken back"
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 8])
