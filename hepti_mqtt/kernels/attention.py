@@ -30,9 +30,8 @@ attention_reordered  q [r, *], x [s, w] -> [r, heads d]: ((q Wk.T) x.T), then (P
                      of
                      keys adds the same to all scores of a query and is not used. Other attributes as `attention` has.
 
-`at` is an i32 slot [B], the rows that the cache of each item holds; rows beyond the cache raise ValueError before anything is
-written. A
-query without a key gives 0.
+`at` is an i32 slot [B], the rows that the cache of each item holds; rows beyond the cache raise ValueError before
+anything is written. A query without a key gives 0.
 """
 
 from __future__ import annotations

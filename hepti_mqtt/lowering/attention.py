@@ -232,8 +232,8 @@ class Rotate(Op):
 
     q_columns, k_columns: how many of the columns are of queries, and then of keys. lengths: of the packed sequences.
     norm: of each head of queries and keys before; `tensors` are its gamma for queries and for keys. places: in
-    sessions, how many a sequence has; the second input is then `at`, the place of the first row of each. scaling: of frequencies as in Llama 3.1, none or its factor, its
-    low and high factors, and the positions that there were before.
+    sessions, how many a sequence has; the second input is then `at`, the place of the first row of each. scaling: of
+    frequencies as in Llama 3.1, none or its factor, its low and high factors, and the positions that there were before.
     """
 
     d: int

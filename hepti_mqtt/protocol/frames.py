@@ -308,10 +308,10 @@ def _body_view(frame: Frame) -> memoryview:
 
 # -- requests --------------------------------------------------------------------------------------------------------
 #
-# The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session, final,
-# source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the inputs are: index
-# of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block from which on, node
-# and part the lower and the upper 32 bits of the other's run id; else they are 0.
+# The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session,
+# final, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the inputs are:
+# index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block from which on,
+# node and part the lower and the upper 32 bits of the other's run id; else they are 0.
 
 
 class DecoderSession(NamedTuple):
@@ -355,7 +355,8 @@ def encode_work(
     """Return the frame that hands a request to the devices; continued: with the rest of a run.
 
     inputs: token ids int32 [m], packed, those of a decoder [B + m] behind the rows that the cache of each item has
-    already, or pixels uint8 [B, channels, size, size]. sessions: of all items, none where they have none. Raises `WireError` if they do not fit `shape` or break a limit.
+    already, or pixels uint8 [B, channels, size, size]. sessions: of all items, none where they have none. Raises
+    `WireError` if they do not fit `shape` or break a limit.
     """
     dtype: SlotDtype = "u8" if inputs.dtype == NUMPY_DTYPE["u8"] else "i32"
     if inputs.dtype != NUMPY_DTYPE[dtype]:

@@ -481,12 +481,12 @@ class Run:
     expected_end_s: predicted end, after earlier runs on its devices. probe_at_s: when its devices are probed; probed_s:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
     output before all reports. places: of this run among those of each item's request, once its tokens were taken, None
-    of a request that had ended. steps: of sessions. task_queue: of leased tasks. lost_devices: devices without which it continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan;
-    only_beside_loads: and had bytes to load all the time. beside_search, only_beside_search: the planner's machine
-    searched, and did so all the time. frame_key: of its frames. progress: how far it is, as far as devices have said.
-    before: the run that it goes on with under another plan. asked: the plan and the progress that the rule was last
-    asked about. is_late: it is not as far as it should be; was_searched_for: a brief search for a plan that it may go
-    on under was made.
+    of a request that had ended. steps: of sessions. task_queue: of leased tasks. lost_devices: devices without which it
+    continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan; only_beside_loads: and had
+    bytes to load all the time. beside_search, only_beside_search: the planner's machine searched, and did so all the
+    time. frame_key: of its frames. progress: how far it is, as far as devices have said. before: the run that it goes
+    on with under another plan. asked: the plan and the progress that the rule was last asked about. is_late: it is not
+    as far as it should be; was_searched_for: a brief search for a plan that it may go on under was made.
     """
 
     run_id: int
@@ -655,8 +655,9 @@ def select_batch(
     """Return the items of the next run, from all queued ones in their order, and when it is due.
 
     It is the first item with others that may run with it: a power of two, sorted by length, so that shapes repeat.
-    Batches of one request run apart, as its forecast said. Steps of sessions wait for no others. A batch with room for more is due when its first item has
-    waited for the delay; a full one, and one that was lost before, at once. max_items: the others run elsewhere.
+    Batches of one request run apart, as its forecast said. Steps of sessions wait for no others. A batch with room for
+    more is due when its first item has waited for the delay; a full one, and one that was lost before, at once.
+    max_items: the others run elsewhere.
     """
     first = next(turns)
     if first.request.generation is not None:

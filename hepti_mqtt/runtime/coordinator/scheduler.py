@@ -416,9 +416,7 @@ class Scheduler:
         out: list[CoordinatorCommand] = []
         for run in [r for r in group.runs.values() if not r.waiting_requests and r.early_stats is None]:
             out += self._cancel(group, run)
-        if (made := request.generation) is not None and made.plan_version is not None:
-            out += self._end_sessions(group, made.plan_version, [made.session])
-        return [*out, RefuseRequest(request, error)]
+        return [*out, *self._end_session_of(group, request), RefuseRequest(request, error)]
 
     def refuse_expired(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Refuse the requests whose deadline has passed."""
@@ -558,6 +556,16 @@ class Scheduler:
         message = messages.EndSessions(plan.model, version, tuple(sessions))
         return [self._command(device, message) for device in plan.devices]
 
+    def _end_session_of(self, group: PlanGroup, request: Request) -> list[CoordinatorCommand]:
+        """Let devices forget the session of a request that has failed, once no run with it is under way."""
+        made = request.generation
+        if made is None or made.plan_version is None or not request.finished or made.done:
+            return []
+        if any(run.is_computing and any(i.request is request for i in run.items) for run in group.runs.values()):
+            return []
+        version, made.plan_version = made.plan_version, None
+        return self._end_sessions(group, version, [made.session])
+
     def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
         request.finished = True
@@ -626,7 +634,7 @@ class Scheduler:
             cancel = messages.Cancel(each.plan.model, each.plan_version, each.run_id)
             out += [self._command(device, cancel) for device in (run.before or run).plan.devices]
         for item in run.items:  # which may have waited for its reports alone
-            out += self._answer_generation(group, item)
+            out += self._answer_generation(group, item) + self._end_session_of(group, item.request)
         return out
 
     # -- leased tasks ---------------------------------------------------------------------------------------------
@@ -692,7 +700,9 @@ class Scheduler:
         ]
         run.places = tuple(places)
         for item, output in taken:
-            if not item.request.finished:
+            if item.request.finished:
+                out += self._end_session_of(group, item.request)
+            else:
                 out += self._take_tokens(group, run, item, output, stats, now)
         return out
 

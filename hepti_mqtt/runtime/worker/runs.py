@@ -168,9 +168,9 @@ class DecoderSessions:
     ) -> Mapping[str, Array]:
         """Return the arrays of a session for a run of it, which may grow.
 
-        states: what the run takes for them. room_rows: of all sessions of the plan; the least recently used ones that are not `busy` are dropped where there
-        is no room. Number 0: a run without a session, with arrays of its own. Raises SessionLostError if rows before
-        the run's own are missing.
+        states: what the run takes for them. room_rows: of all sessions of the plan; the least recently used ones that
+        are not `busy` are dropped where there is no room. Number 0: a run without a session, with arrays of its own.
+        Raises SessionLostError if rows before the run's own are missing.
         """
         if not states:
             return {}
@@ -250,9 +250,9 @@ class PreparedSend(NamedTuple):
 class WorkerRun:
     """A run on this device, begun by `frame` under `plan`.
 
-    sessions: of its items. inputs: kept for tasks that are leased later. compute_s: of its ops so far. sent_bytes: of its PUBLISH packets.
-    outputs_sent: parts of the output that were sent. frame_key: of its plan. reported_s: when the planner last heard
-    how far it is. run_id_bytes: the end of its frames' headers.
+    sessions: of its items. inputs: kept for tasks that are leased later. compute_s: of its ops so far. sent_bytes: of
+    its PUBLISH packets. outputs_sent: parts of the output that were sent. frame_key: of its plan. reported_s: when the
+    planner last heard how far it is. run_id_bytes: the end of its frames' headers.
     """
 
     plan: Plan
