@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
@@ -118,6 +118,7 @@ class Attempt(NamedTuple):
     verdict: Verdict
 
 
+LEAST_TOKEN_S: Final = 1e-6
 ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
 
 
@@ -154,6 +155,7 @@ class Generation:
     steps: list[GeneratedTokens] = field(default_factory=list)
     guesses: Guesses | None = None
     guessed: tuple[int, ...] = ()
+    judged_for: PlanVersion | None = None  # the plan under which it might go on, when the rule was asked first
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
     states: list[Array] = field(default_factory=list)
 
@@ -391,6 +393,13 @@ class Request:
             return [self.batches[chunk].shape]
         shapes = made.shapes_to(len(made.prompt) + len(made.tokens))
         return list(dict.fromkeys((*shapes, made.shape.decode_step(1))))
+
+    def measured_s(self, now: float) -> tuple[int, float, float]:
+        """Return the rows of the largest run of a text and what it took, and what the fastest one took."""
+        began = [*(run.dispatched_s or 0.0 for run in self.stats), now]
+        took = [(run.shape.size, stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)]
+        rows, seconds = max(took, key=lambda run: run[0], default=(1, 0.0))
+        return rows, max(seconds, LEAST_TOKEN_S), max(min((s for _, s in took), default=0.0), LEAST_TOKEN_S)
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""
