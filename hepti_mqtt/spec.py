@@ -98,6 +98,9 @@ class RequestShape(Hashable, Protocol):
     def decode_step(self, rows: int, begins: bool = False) -> Self:
         """Return the run of a number of rows in the same session, or that begins it; raises ValueError without one."""
 
+    def answering(self, rows: int) -> Self:
+        """Return the same run of a session, which answers for its last rows; raises ValueError without a session."""
+
     def concatenate(self, others: Sequence[Self]) -> Self:
         """Return the batch of these items and of others behind them, which want the same."""
 
@@ -120,6 +123,9 @@ class InputSpec(Protocol):
 
     def shape_of(self, plain: PlainShape) -> RequestShape:
         """Return the shape that travelled; raises ValueError for one that no request of the model has."""
+
+    def program_shape(self, shape: Any, /) -> RequestShape:
+        """Return the shape whose Program computes this one, too: runs of sessions have it in common."""
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32", "u8"]]:
         """Return shape and dtype of what a request brings."""

@@ -9,15 +9,16 @@ from typing import Final
 
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
+from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered_for_longest, run_passes
 from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, slots_written
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
 from hepti_mqtt.spec import Spec
 
-# Sessions of a model that may stay open on a device beside those of the runs in flight: their user has left, or what
-# they said ended early, and no run of theirs comes that says so.
-EXTRA_SESSIONS: Final = 1
+# Rows for each run in flight that have room on a device beside one session as long as the model allows. In what is left
+# of both stay the sessions of requests that have ended.
+ROWS_IN_FLIGHT: Final = 4096
 KEPT_PROGRAMS: Final = 12  # request shapes whose Programs a device keeps for each plan: those foreseen, and a few more
 # Of a Program that is bound to its weights, at most as measured: Python's objects and the kernels' scratch per op, and
 # what the kernels note per panel of a matrix (its address, columns, and bias padded to the panel).
@@ -105,12 +106,20 @@ def live_bytes(program: Program) -> int:
 def max_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> int:
     """Return the most bytes that runs of any requests need beside the weights on a device under a plan.
 
-    Buffers of `in_flight` runs at once, and the arrays of their sessions and of `EXTRA_SESSIONS` more.
+    Buffers of `in_flight` runs at once, and the arrays of as many rows of sessions as `session_rows` says.
     """
     runs = max(in_flight, 1)
     made = tuple(lowered_for_longest(spec, plan, device))
     buffers = max(live_bytes(run_passes(m.compact_program(device), plan)) for m in made)
-    return runs * buffers + (runs + EXTRA_SESSIONS) * max(session_bytes(m, device) for m in made)
+    longest = max(largest_shape(spec).session_rows, 1)
+    sessions = max(session_bytes(m, device) for m in made) * session_rows(spec, runs) // longest
+    return runs * buffers + sessions
+
+
+def session_rows(spec: Spec, in_flight: int) -> int:
+    """Return how many rows all sessions of a plan may have together on each of its devices."""
+    longest = largest_shape(spec).session_rows
+    return longest + max(in_flight, 1) * min(longest, ROWS_IN_FLIGHT)
 
 
 def programs_bytes(spec: Spec, plan: Plan, device: str) -> int:

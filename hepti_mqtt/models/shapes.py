@@ -39,10 +39,10 @@ def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
 class TokenBatch:
     """A packed batch of token sequences; its unit of size is the token.
 
-    lengths: tokens of each sequence. mask_rows: packed rows of mask tokens (masked_token task only). want: `task` for
-    the task's output, `hidden` for the final hidden states of all rows [m, h]. cache: rows for which a decoder's cache
-    has room, those of this run included; its inputs are the number of rows there already, then the ids, so that one
-    Program serves every position.
+    lengths: tokens of each sequence. mask_rows: packed rows of mask tokens (masked_token task), or those for which a
+    session's run answers, none for the last one alone. want: `task` for the task's output, `hidden` for the final
+    hidden states of all rows [m, h]. cache: rows for which a decoder's cache has room, those of this run included; its
+    inputs are the number of rows there already, then the ids, so that one Program serves every position.
     """
 
     lengths: tuple[int, ...]
@@ -94,6 +94,10 @@ class TokenBatch:
     def decode_step(self, rows: int, begins: bool = False) -> TokenBatch:  # noqa: ARG002
         """Return the run of a number of tokens in the same session; the first one is like the others."""
         return replace(self, lengths=(rows,))
+
+    def answering(self, rows: int) -> TokenBatch:
+        """Return the same run, which answers for each of its last rows instead of the last one alone."""
+        return replace(self, mask_rows=tuple(range(self.tokens - rows, self.tokens)))
 
     def concatenate(self, others: Sequence[TokenBatch]) -> TokenBatch:
         """Return the batch of these sequences and of others behind them, which want the same."""
@@ -183,6 +187,10 @@ class ImageBatch:
         """Raise ValueError: images have no session."""
         raise ValueError(f"images have no session that could go on with {rows} rows")
 
+    def answering(self, rows: int) -> ImageBatch:
+        """Raise ValueError: images have no session."""
+        raise ValueError(f"images have no session that could answer for {rows} rows")
+
     def concatenate(self, others: Sequence[ImageBatch]) -> ImageBatch:
         """Return the batch of these images and of others behind them, which want the same."""
         return replace(self, count=self.count + sum(other.count for other in others))
@@ -201,6 +209,33 @@ class ImageBatch:
 
 
 CACHE_ROWS: Final = 64  # of the smallest cache; others are twice, four times ... as large
+# Of a session's largest run; the others have powers of two below it. From 32 rows on a row takes as long in runs of any
+# size, and what runs beside a long prompt waits for one of its runs at a time.
+CHUNK_ROWS: Final = 128
+OVERLAP_ROWS: Final = 16  # that are computed again at most: about what one more run costs
+
+
+def cache_rows(tokens: int, longest: int) -> int:
+    """Return the rows that are set aside for a session of so many tokens, where the longest text has `longest`."""
+    rows = CACHE_ROWS
+    while rows < tokens:
+        rows *= 2
+    return min(rows, longest)
+
+
+def next_rows(cached: int, total: int) -> tuple[int, int]:
+    """Return which rows the next run of a session computes, of `total` of which the first ones are cached.
+
+    The last run may begin over rows that are cached already: they give the same keys and values again, and no Program
+    is needed but those of powers of two.
+    """
+    left = total - cached
+    if left >= CHUNK_ROWS:
+        return cached, cached + CHUNK_ROWS
+    size = 1 << (left - 1).bit_length()
+    if size <= min(total, left + OVERLAP_ROWS):
+        return total - size, total
+    return cached, cached + size // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +273,10 @@ class TextInput:
             raise ValueError(f"a model without sessions cannot keep {plain.session_rows} rows")
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows)
 
+    def program_shape(self, shape: TokenBatch) -> TokenBatch:
+        """Return the shape whose Program computes this one, too: itself."""
+        return shape
+
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
         return (shape.size,), "i32"
@@ -248,24 +287,25 @@ class DecoderInput(TextInput):
     """A request brings i32 [1 + m]: how many rows the cache of its session has already, then token ids."""
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
-        """Return one step with a cache for a sequence of so many tokens, else the longest sequence in one run.
+        """Return one step with a cache for a sequence of so many tokens, else the largest run of the longest sequence.
 
         What a step costs depends on its position: the kernels reckon with the mean over a cache.
         """
         if tokens is None:
-            return TokenBatch((self.longest,), cache=self.cache(self.longest))
+            return TokenBatch((min(self.longest, CHUNK_ROWS),), cache=self.longest)
         return TokenBatch((1,), cache=self.cache(tokens))
 
     def shape_of(self, plain: PlainShape) -> TokenBatch:
         """Return the shape that travelled."""
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows, plain.session_rows)
 
+    def program_shape(self, shape: TokenBatch) -> TokenBatch:
+        """Return the shape whose Program computes this one, too: with room for the longest text."""
+        return replace(shape, cache=self.longest)
+
     def cache(self, tokens: int) -> int:
         """Return the rows of the cache of a sequence that ends with so many tokens."""
-        rows = CACHE_ROWS
-        while rows < tokens:
-            rows *= 2
-        return min(rows, self.longest)
+        return cache_rows(tokens, self.longest)
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
@@ -305,6 +345,10 @@ class ImageInput:
         if made.plain() != plain:
             raise ValueError(f"pictures of this model have {self.rows} rows each, no marks and no session")
         return made
+
+    def program_shape(self, shape: ImageBatch) -> ImageBatch:
+        """Return the shape whose Program computes this one, too: itself."""
+        return shape
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["u8"]]:
         """Return shape and dtype of what a request brings."""

@@ -72,6 +72,10 @@ class SpeechRun:
         """Return the run of a number of tokens in the same session."""
         return replace(self, tokens=rows, encodes=begins, start=self.start if begins else 0)
 
+    def answering(self, rows: int) -> SpeechRun:
+        """Raise ValueError: a run of speech answers for its last row."""
+        raise ValueError(f"a run of speech does not answer for {rows} rows")
+
     def concatenate(self, others: Sequence[SpeechRun]) -> SpeechRun:
         """Return itself; raises ValueError for several: a session is of one recording."""
         if others:
@@ -135,6 +139,10 @@ class SpeechInput:
         if not fits or made.plain() != plain:
             raise ValueError(f"{size} rows of {plain.session_rows} are no sound of at most {self.longest} and its text")
         return made
+
+    def program_shape(self, shape: SpeechRun) -> SpeechRun:
+        """Return the shape whose Program computes this one, too: itself."""
+        return shape
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""

@@ -307,17 +307,21 @@ def _body_view(frame: Frame) -> memoryview:
 
 # -- requests --------------------------------------------------------------------------------------------------------
 #
-# The body of a work frame: int32 [want, B, n_mask, cache, session, final, lengths (B), mask rows (n_mask)], zeros to a
-# multiple of 64, then the inputs. The header's numbers say what the inputs are: index of their dtype, then their
-# dimensions. Of a run that goes on with another one, layer is the block from which on, node and part the lower and the
-# upper 32 bits of the other's run id; else they are 0.
+# The body of a work frame: int32 [want, B, n_mask, cache, session, final, source, lengths (B), mask rows (n_mask)],
+# zeros to a multiple of 64, then the inputs. The header's numbers say what the inputs are: index of their dtype, then
+# their dimensions. Of a run that goes on with another one, layer is the block from which on, node and part the lower
+# and the upper 32 bits of the other's run id; else they are 0.
 
 
 class DecoderSession(NamedTuple):
-    """The session that a run belongs to: its number, 0 for none, and whether this is its last run."""
+    """The session that a run belongs to: its number, 0 for none, and whether this is its last run.
+
+    source: the session whose rows before the run's own this one begins with, 0 for none.
+    """
 
     number: int = 0
     final: bool = False
+    source: int = 0
 
 
 class Continued(NamedTuple):
@@ -328,7 +332,7 @@ class Continued(NamedTuple):
 
 
 _NO_SESSION: Final = DecoderSession()
-_COUNTS: Final = 6  # numbers before the lengths
+_COUNTS: Final = 7  # numbers before the lengths
 
 
 def work_bytes(shape: RequestShape | PlainShape, input_nbytes: int) -> int:
@@ -407,10 +411,10 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
 
 def decode_session(frame: Frame) -> DecoderSession:
     """Return the session of a work frame that `decode_work` has read."""
-    number, final = np.frombuffer(_body_view(frame)[16:24], NUMPY_DTYPE["i32"]).tolist()
+    number, final, source = np.frombuffer(_body_view(frame)[16:28], NUMPY_DTYPE["i32"]).tolist()
     if final not in (0, 1):
         raise WireError(f"a run cannot be final {final}")
-    return DecoderSession(number, bool(final))
+    return DecoderSession(number, bool(final), source)
 
 
 def decode_continued(frame: Frame) -> Continued | None:
@@ -419,7 +423,8 @@ def decode_continued(frame: Frame) -> Continued | None:
 
 
 def _check_session(shape: PlainShape, session: DecoderSession) -> None:
-    if not 0 <= session.number <= MAX_SESSION or (not shape.session_rows and session != _NO_SESSION):
+    known = 0 <= session.number <= MAX_SESSION and 0 <= session.source <= MAX_SESSION
+    if not known or (not (shape.session_rows and session.number) and session != _NO_SESSION):
         raise WireError(f"a run with a cache of {shape.session_rows} rows cannot belong to session {session}")
 
 

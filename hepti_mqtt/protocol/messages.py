@@ -250,6 +250,15 @@ class HandOver:
 
 
 @dataclass(frozen=True, slots=True)
+class EndSessions:
+    """Planner to agent: forget the keys and values of these sessions of a plan."""
+
+    model: str
+    plan_version: PlanVersion
+    sessions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseAll:
     """Planner to agent: release every plan and cancel its runs."""
 
@@ -336,7 +345,7 @@ class RunProgress:
     block: int
 
 
-Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks | HandOver
+Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks | HandOver | EndSessions
 Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone | RunProgress
 Message = Command | Report
 
@@ -349,6 +358,7 @@ CODES: Final[Mapping[int, type[Any]]] = {
     5: ReleaseAll,
     6: LeaseTasks,
     7: HandOver,
+    8: EndSessions,
     100: Ready,
     101: PrepareProgress,
     102: PrepareFailed,

@@ -210,6 +210,7 @@ FIELDS: Final[Mapping[str, Check]] = {
     "block": Number("", 0, MAX_LAYER),
     "heir": COUNT,
     "tasks": bounded("tasks", MAX_TASKS, COUNT),
+    "sessions": bounded("sessions", MAX_TASKS, COUNT),
     # Status and capabilities.
     "state": one_of("online", "offline", "starting"),
     "boot": Number("", 0, U32),

@@ -24,8 +24,9 @@ from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import TAKEN_BY
 from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
-from hepti_mqtt.runtime.coordinator.requests import Generation, Pins, Request, RequestKey, RunStats
+from hepti_mqtt.runtime.coordinator.requests import Batch, Generation, Pins, Request, RequestKey, RunStats
 from hepti_mqtt.service import answers, requests
 from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts, shares
@@ -337,7 +338,7 @@ class RequestHandler:
             "predicted_bytes": round(sum(f.nbytes for f in forecasts)),
             "latency_ms": (now - context.received_s) * 1e3,
         }
-        if request.generation is not None:
+        if context.model_input.new_tokens:
             told["final"] = True
         head = {"id": request.key.id, "model": context.asked.key.model, "ok": True}
         text = "null" if result is None else answers.to_json(result)
@@ -413,11 +414,14 @@ def _request(
     parts: requests.RequestEnvelope,
 ) -> Request:
     """Return a request to one model."""
-    batches = split_into_batches(prepared, largest_shape(model.checkpoint.spec).size)
     generation = None
-    if prepared.new_tokens:
+    if not prepared.shape.session_rows:
+        batches = split_into_batches(prepared, largest_shape(model.checkpoint.spec).size)
+    else:  # its session is divided into runs
+        batches = (Batch(prepared.shape, prepared.inputs),)
         prompt, carried = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
         generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules, carried)
+        generation.guesses = Guesses() if prepared.guesses and generation.rules.judge is None else None
     return Request(
         key,
         batches,

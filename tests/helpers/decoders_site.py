@@ -15,7 +15,7 @@ from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation, Request, RequestKey
 
-PROMPT = (3, 1, 4)
+PROMPT = (3, 1, 4, 1)
 
 
 def following(ids: list[int]) -> int:

@@ -87,6 +87,10 @@ class Reads:
     def shape(self, size: int | None = None) -> Series:
         return Series(((min(size or LONGEST, LONGEST), 0),))
 
+    def program_shape(self, shape: Series) -> Series:
+        """Return itself: there are no sessions."""
+        return shape
+
     def shape_of(self, plain: PlainShape) -> Series:
         if len(plain.mask_rows) != len(plain.sizes):
             raise ValueError("one reading of each series is asked about")

@@ -206,14 +206,14 @@ class Swarm:
         job = Request(RequestKey(MODEL, "user", str(token)), (Batch(shape, inputs),), token, deadline_s, pins)
         self.tell_planner(coordinator_interface.RequestArrived(job))
 
-    def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int) -> None:
+    def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int, client: str = "user") -> None:
         """Hand a request for `most` tokens behind `ids` to the planner."""
         shape, inputs = single_sequence(spec, ids, tokens=len(ids) + most)
-        self.begin(token, Batch(shape, inputs), Generation(tuple(ids.tolist()), most, shape))
+        self.begin(token, Batch(shape, inputs), Generation(tuple(ids.tolist()), most, shape), client)
 
-    def begin(self, token: object, first: Batch, generation: Generation) -> None:
+    def begin(self, token: object, first: Batch, generation: Generation, client: str = "user") -> None:
         """Hand a request that generates tokens to the planner."""
-        key = RequestKey(MODEL, "user", str(token))
+        key = RequestKey(MODEL, client, str(token))
         job = Request(key, (first,), token, None, generation=generation)
         self.tell_planner(coordinator_interface.RequestArrived(job))
 

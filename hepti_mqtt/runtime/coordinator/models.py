@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from math import hypot, inf, log
 from typing import Final
 
@@ -20,12 +20,15 @@ from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, S
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
+from hepti_mqtt.runtime.coordinator.guesses import StepPace
 from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     Expectation,
     FairQueue,
+    Generation,
     Pins,
     Request,
     Run,
@@ -89,6 +92,7 @@ class PlanGroup:
     failed_preparations: int = 0
     missing_bytes: dict[str, int] = field(default_factory=dict)
     crash_backoff: CrashBackoff = field(default_factory=CrashBackoff)
+    paced: tuple[PlanVersion, StepPace] | None = None
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
     recent_shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # the last one last
     published_transitions: int = 0
@@ -112,6 +116,11 @@ class PlanGroup:
         if record is None:
             return ()
         return tuple(run for run in record.plan.executables if run.version not in record.suspect_versions)
+
+    @property
+    def session_plans(self) -> tuple[Plan, ...]:
+        """Return the plans that sessions may be under: those of the next runs, and those that texts stay with."""
+        return (*self.usable_executables, *(run for record in self.plans.retiring for run in record.plan.executables))
 
     @property
     def has_suspect_replica(self) -> bool:
@@ -152,6 +161,30 @@ class PlanGroup:
         """Return the requests that wait or run; one of several runs comes several times."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
 
+    def waiting_texts(self, record: PlanRecord) -> list[Generation]:
+        """Return the texts between two tokens whose sessions are under a plan."""
+        made = (item.request.generation for item in self.queue)
+        return [text for text in made if text is not None and text.plan_version in record.versions]
+
+    @property
+    def longest_rows(self) -> int:
+        """Return the rows that a session may have."""
+        return largest_shape(self.served.spec).session_rows
+
+    def _sessions(self) -> list[Generation]:
+        """Return the generations of requests that have not ended."""
+        made = {id(r): r.generation for r in self.requests() if r.generation is not None and not r.finished}
+        return [generation for generation in made.values() if generation is not None]
+
+    def reserved_rows(self, version: PlanVersion) -> int:
+        """Return for how many rows open sessions under a plan must have room."""
+        return sum(made.reserved_rows for made in self._sessions() if made.plan_version == version)
+
+    def held_texts(self) -> list[HeldText]:
+        """Return the texts that sessions of requests hold which have not ended."""
+        texts = (generation.held(self.longest_rows) for generation in self._sessions())
+        return [text for text in texts if text is not None and len(text.ids)]
+
     def typical_length(self) -> int:
         """Return the request length to plan for: the median recently ones, or the served default."""
         lengths = sorted(self.recent_lengths) or [self.served.default_length]
@@ -164,15 +197,32 @@ class PlanGroup:
         if len(self.recent_shapes) > MAX_PREBUILT_SHAPES:
             self.recent_shapes.popitem(last=False)
 
-    def next_batch(self, share: int | None = None) -> tuple[tuple[WorkItem, ...], float]:
+    def next_batch(self, share: int | None, room_rows: int) -> tuple[tuple[WorkItem, ...], float]:
         """Return what runs next of what waits, and when: at once unless others may come to run with it.
 
-        share: no more than so many, where others run on other replicas.
+        Nothing where all that waits must have a session first and has no room for it. share: no more than so many,
+        where others run on other replicas. room_rows: of all sessions under a plan, 0 of a model without them.
         """
-        return self._next(self.queue, share)
+        turns = self._with_room(room_rows) if room_rows else self.queue.in_turn()
+        first = next(turns, None)
+        return ((), inf) if first is None else self._next(chain([first], turns), share)
 
-    def _next(self, queue: FairQueue, share: int | None = None) -> tuple[tuple[WorkItem, ...], float]:
-        return select_batch(queue.in_turn(), self.served.batching, largest_shape(self.served.spec).size, share)
+    def _with_room(self, room_rows: int) -> Iterator[WorkItem]:
+        """Yield what waits in turn; behind a session that has no room yet, none begins."""
+        versions = {plan.version for plan in self.usable_executables}
+        used = max((self.reserved_rows(version) for version in versions), default=0)
+        begun = {plan.version for plan in self.session_plans}
+        for item in self.queue.in_turn():
+            made = item.request.generation
+            needed = 0 if made is None or made.plan_version in begun else made.reserved_rows
+            if needed and used + needed > room_rows:
+                used = room_rows
+                continue
+            used += needed
+            yield item
+
+    def _next(self, turns: Iterator[WorkItem], share: int | None = None) -> tuple[tuple[WorkItem, ...], float]:
+        return select_batch(turns, self.served.batching, largest_shape(self.served.spec).size, share)
 
     def _waiting(self) -> Iterator[RequestShape]:
         """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
@@ -181,7 +231,7 @@ class PlanGroup:
         for _ in range(MAX_PREBUILT_SHAPES):
             if not queue:
                 return
-            items, _ = self._next(queue)
+            items, _ = self._next(queue.in_turn())
             queue.remove(items)
             if len(items) > 1:
                 yield concatenate([item.batch for item in items]).shape
@@ -197,6 +247,12 @@ class PlanGroup:
         predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
         between = interval(seen.seconds / predicted_s, self.methods.run_sd(whole))
         self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, *between))
+
+    def step_pace(self, plan: Plan) -> StepPace:
+        """Return how long steps of generations take under a plan, as far as it is known."""
+        if self.paced is None or self.paced[0] != plan.version:
+            self.paced = plan.version, StepPace()
+        return self.paced[1]
 
     def expected(self, run: Plan) -> Expectation:
         """Return what runs under a plan take over its prediction, or under that of which it is a replica."""
@@ -280,15 +336,15 @@ class PlanGroup:
         a plan, only the first queued shapes hold them up.
         """
         waiting = dict.fromkeys(self._waiting())
-        shapes = dict.fromkeys(
-            (*waiting, *reversed(self.recent_shapes), representative_shape(self.served.spec, self.typical_length()))
-        )
+        usual = representative_shape(self.served.spec, self.typical_length())
+        program_shape = self.served.spec.input_spec.program_shape
+        shapes = dict.fromkeys(map(program_shape, (*waiting, *reversed(self.recent_shapes), usual)))
         first = [s for s in shapes if len(s.sizes) + len(s.plain().mask_rows) <= MAX_SHAPE_NUMBERS][
             :MAX_PREBUILT_SHAPES
         ]
         if not waiting or self.plans.in_use is not None:
             return tuple(first), len(first)
-        urgent = set(islice(waiting, MAX_URGENT_SHAPES))
+        urgent = set(islice(dict.fromkeys(map(program_shape, waiting)), MAX_URGENT_SHAPES))
         return tuple(first), max(sum(s in urgent for s in first), 1)
 
     def resident_decision(self) -> Decision | None:

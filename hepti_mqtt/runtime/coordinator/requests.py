@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, pairwise
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
@@ -19,10 +19,13 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules, Verdict
+from hepti_mqtt.models.shapes import cache_rows, next_rows
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
+from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.task_queue import TaskQueue
 
@@ -90,17 +93,20 @@ class Pins:
         return ", ".join(word for word in words if word) or "auto"
 
 
-class GeneratedToken(NamedTuple):
-    """What followed from a run: a token of a text so far, or with place -1 the end of the prompt.
+class GeneratedTokens(NamedTuple):
+    """What followed from a run: tokens of a text so far, or with place -1 the one that ends the prompt.
 
-    tokens: the text's own list, which grows. place: in it. attempt: the text's number.
+    tokens: the text's own list, which grows. place: of the first one in it. taken: those that followed, none from a run
+    whose rows were cached and no more; one or more of a run that had guesses. attempt: the text's number. rows: for
+    which the run answered.
     """
 
     tokens: list[int]
     place: int
-    token: int
+    taken: tuple[int, ...]
     attempt: int
     temperature: float
+    rows: int = 1
 
 
 class Attempt(NamedTuple):
@@ -112,6 +118,10 @@ class Attempt(NamedTuple):
     verdict: Verdict
 
 
+LEAST_TOKEN_S: Final = 1e-6
+ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
+
+
 @dataclass(slots=True)
 class Generation:
     """The generation of tokens: the prompt, the tokens so far, and the session that caches them.
@@ -120,7 +130,10 @@ class Generation:
     tokens. scores: logarithms of the probabilities of the tokens; silence: the probability that there is nothing to
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
-    of them is the answer. steps: what followed from each run.
+    of them is the answer. source: the session whose rows it begins with, 0 without one; reuses: it began with rows of
+    another text; left: sessions that it had before. steps: what followed from each run. guesses: of what follows, None
+    without; guessed: what the run under way has behind the last token. states: of all rows, where they are wanted
+    instead of tokens.
     """
 
     prompt: tuple[int, ...]
@@ -134,14 +147,28 @@ class Generation:
     session: int = 0
     plan_version: PlanVersion | None = None
     cached_rows: int = 0
+    source: int = 0
+    reuses: bool = False
+    left: list[tuple[PlanVersion, int]] = field(default_factory=list)
     published_tokens: tuple[int, ...] = ()
     tried: list[Attempt] = field(default_factory=list)
-    steps: list[GeneratedToken] = field(default_factory=list)
+    steps: list[GeneratedTokens] = field(default_factory=list)
+    guesses: Guesses | None = None
+    guessed: tuple[int, ...] = ()
+    judged_for: PlanVersion | None = None  # the plan under which it might go on, when the rule was asked first
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
+    states: list[Array] = field(default_factory=list)
+
+    @property
+    def wants_states(self) -> bool:
+        """Return whether the final hidden states of the prompt are wanted instead of tokens."""
+        return self.shape.want == "hidden"
 
     @property
     def done(self) -> bool:
-        """Return whether the last token is there."""
+        """Return whether the last token, or the last state, is there."""
+        if self.wants_states:
+            return self.cached_rows == len(self.prompt)
         return len(self.tokens) >= self.max_new_tokens or self.rules.ends(self.tokens)
 
     @property
@@ -155,57 +182,137 @@ class Generation:
         """Return what the text is worth, None unless it is whole and judged."""
         return next((one.verdict for one in self.tried if one.tokens is self.tokens), None)
 
-    def start_session(self, plan_version: PlanVersion, session: int) -> None:
-        """Start over under a plan version: the next run computes the prompt and all tokens so far."""
-        self.plan_version, self.session, self.cached_rows = plan_version, session, 0
+    def start_session(self, plan_version: PlanVersion, session: int, rows: int = 0, source: int = 0) -> None:
+        """Start over under a plan version: the next runs compute the prompt and all tokens so far.
 
-    def next_batch(self) -> tuple[Batch, DecoderSession]:
-        """Return the next run: the tokens that are not cached, and whether it is the session's last."""
-        ids = (*self.prompt, *self.tokens)[self.cached_rows :]
-        inputs, begins = np.array([self.cached_rows, *ids], np.int32), not self.cached_rows
+        rows: that the session has already, of its own or of the one that is its source.
+        """
+        self.plan_version, self.session, self.cached_rows, self.source = plan_version, session, rows, source
+        self.reuses = rows > 0
+        self.states.clear()
+
+    def leave_session(self) -> None:
+        """Give its session up: what is cached may be wrong or incomplete, so another one begins."""
+        if self.plan_version is not None:
+            self.left.append((self.plan_version, self.session))
+        self.plan_version = None
+
+    def held(self, longest: int) -> HeldText | None:
+        """Return the text that the session holds; None without a session that another text may begin with."""
+        if self.plan_version is None or self.carried.size or not longest:
+            return None
+        return HeldText((self.plan_version, self.session), np.array(self._ids(0, self.cached_rows), np.int32), longest)
+
+    def next_batch(self, pace: StepPace) -> tuple[Batch, DecoderSession]:
+        """Return the next run, of tokens that are not cached, and whether it is the session's last.
+
+        Where the last token alone is not cached, guesses of what follows it may come behind it.
+        """
+        total = len(self.prompt) + len(self.tokens)
+        first, stop = self._rows_behind(self.cached_rows, total)
+        self.guessed = ()
+        if self.guesses is not None and self.tokens and total - self.cached_rows == 1:
+            most = self.max_new_tokens - len(self.tokens) - 1
+            self.guessed = self.guesses.propose(self.prompt, self.tokens, most, pace)
+        ids = (*self._ids(first, stop), *self.guessed)
+        inputs, begins = np.array([first, *ids], np.int32), not self.cached_rows
         if begins and self.carried.size:
             inputs = np.concatenate([inputs, self.carried])
         is_last = len(self.tokens) + 1 >= self.max_new_tokens and len(self.tried) + 1 >= len(self.rules.temperatures)
-        final = is_last and not self._lacks_choice
-        return Batch(self.shape.decode_step(len(ids), begins), inputs), DecoderSession(self.session, final)
+        final = is_last and bool(self.carried.size) and not self._lacks_choice  # else other texts may begin like it
+        session = DecoderSession(self.session, final, self.source if first else 0)
+        shape = self.shape.decode_step(len(ids), begins)
+        return Batch(shape.answering(len(ids)) if self.guessed else shape, inputs), session
+
+    @property
+    def reserved_rows(self) -> int:
+        """Return for how many rows its session must have room: for the tokens so far, and some more."""
+        if self.carried.size:
+            return self.shape.session_rows
+        return cache_rows(len(self.prompt) + len(self.tokens) + ROWS_AHEAD, self.shape.session_rows)
+
+    @property
+    def next_size(self) -> int:
+        """Return the size of the next run."""
+        first, stop = self._rows_behind(self.cached_rows, len(self.prompt) + len(self.tokens))
+        return self.shape.decode_step(stop - first, begins=not self.cached_rows).size
+
+    def shapes_to(self, total: int) -> list[RequestShape]:
+        """Return the shapes of the runs that cache so many rows, from the first one on."""
+        shapes, cached = list[RequestShape](), 0
+        while cached < total:
+            first, stop = self._rows_behind(cached, total)
+            shapes.append(self.shape.decode_step(stop - first, begins=not cached))
+            cached = stop
+        return shapes
+
+    def _rows_behind(self, cached: int, total: int) -> tuple[int, int]:
+        """Return the rows of the next run; what it carries is beside the whole prompt."""
+        return (0, len(self.prompt)) if self.carried.size and not cached else next_rows(cached, total)
+
+    def _ids(self, first: int, stop: int) -> Sequence[int]:
+        behind = len(self.prompt)
+        return (*self.prompt[first:stop], *self.tokens[max(first - behind, 0) : max(stop - behind, 0)])
 
     @property
     def _lacks_choice(self) -> bool:
         return bool(self.rules.choices) and not self.asked
 
-    def append_token(self, logits: Array) -> GeneratedToken:
-        """Take the logits [r, V] of the run that `next_batch` gave; return the token that follows.
+    def append_tokens(self, logits: Array) -> GeneratedTokens:
+        """Take the logits [r, V] of the run that `next_batch` gave; return the tokens that follow.
 
-        A text that is whole may be followed by another one.
+        None, where more rows are to be cached first; several, where what was guessed is what follows. A text that is
+        whole may be followed by another one.
         """
-        if not self.cached_rows and self.silence is None:
+        total, cached = len(self.prompt) + len(self.tokens), self.cached_rows
+        if not cached and self.silence is None:
             self.silence = self.rules.silence(logits)
-        self.cached_rows = len(self.prompt) + len(self.tokens)
-        if self._lacks_choice:
-            step = GeneratedToken(self.tokens, -1, self.rules.choose_prompt(logits), 0, 0.0)
-            self._end_prompt(step.token)
+        first, self.cached_rows = self._rows_behind(cached, total)
+        self.source = 0
+        if self.wants_states:
+            self.states.append(logits[cached - first :])
+        if self.wants_states or self.cached_rows < total:
+            step = GeneratedTokens(self.tokens, len(self.tokens), (), len(self.tried), 0.0)
+        elif self._lacks_choice:
+            step = GeneratedTokens(self.tokens, -1, (self.rules.choose_prompt(logits),), 0, 0.0)
+            self._end_prompt(step.taken[0])
         else:
-            temperature = self.temperature
-            token, score = self.rules.choose(logits, self.tokens, temperature)
-            step = GeneratedToken(self.tokens, len(self.tokens), token, len(self.tried), temperature)
-            self.tokens.append(token)
-            self.scores.append(score)
+            step = self._take(logits)
         self.steps.append(step)
         if self.rules.judge is not None and self.done:
             self._conclude(self.rules.judge(self.tokens, self.scores, self.silence or 0.0))
         return step
 
-    def follows(self, step: GeneratedToken, logits: Array) -> bool:
+    def _take(self, logits: Array) -> GeneratedTokens:
+        """Take tokens as long as the guesses are right, and the one behind them."""
+        place, temperature, rows = len(self.tokens), self.temperature, len(self.guessed) + 1
+        for guess, row in zip((*self.guessed, None), logits[len(logits) - rows :], strict=True):
+            token, score = self.rules.choose(row[None], self.tokens, temperature)
+            self.tokens.append(token)
+            self.scores.append(score)
+            if token != guess or self.done:
+                break
+        taken = tuple(self.tokens[place:])
+        self.cached_rows += len(taken) - 1
+        if self.guesses is not None and self.guessed:
+            right = sum(map(int.__eq__, taken, self.guessed))
+            self.guesses.record(min(len(taken), len(self.guessed)), right)
+        return GeneratedTokens(self.tokens, place, taken, len(self.tried), temperature, rows)
+
+    def follows(self, step: GeneratedTokens, logits: Array) -> bool:
         """Return whether a step follows from the logits of its run."""
         if step.place < 0:
-            return self.rules.choose_prompt(logits) == step.token
-        return self.rules.choose(logits, step.tokens[: step.place], step.temperature)[0] == step.token
+            return self.rules.choose_prompt(logits) == step.taken[0]
+        return all(
+            self.rules.choose(row[None], step.tokens[: step.place + i], step.temperature)[0] == token
+            for i, (token, row) in enumerate(zip(step.taken, logits[len(logits) - step.rows :], strict=False))
+        )
 
     def _end_prompt(self, token: int) -> None:
         self.asked = self.prompt
         self.prompt = (*self.rules.opening, *self.prompt, token, *self.rules.forced)
         if self.rules.opening:  # then the rows that are cached stand at other places
-            self.plan_version = None
+            self.leave_session()
 
     def _conclude(self, verdict: Verdict) -> None:
         """Begin another text if this one is not good enough, else take the best one."""
@@ -220,10 +327,10 @@ class Generation:
     def rewind(self, run: int) -> None:
         """Take back what has followed since a run; what is cached may be wrong, so a new session begins."""
         step = self.steps[run]
-        del self.steps[run:]
-        self.plan_version = None
-        if step.place < 0:
+        if any(later.place < 0 for later in self.steps[run:]):
             self.prompt, self.asked = self.asked, ()
+        del self.steps[run:]
+        self.leave_session()
         published = self.published_tokens if step.tokens is self.tokens else ()
         self.published_tokens = max(published, tuple(step.tokens), key=len)
         self.scores = self.tried[step.attempt].scores if step.attempt < len(self.tried) else self.scores
@@ -267,20 +374,30 @@ class Request:
 
     def run_shapes(self) -> list[RequestShape]:
         """Return the shape of every run that the request may take, with one per generated token."""
-        chunks = [chunk.shape for chunk in self.batches]
-        if self.generation is None:
-            return chunks
-        return chunks + [self.generation.shape.decode_step(1)] * (self.generation.max_new_tokens - 1)
+        made = self.generation
+        if made is None:
+            return [chunk.shape for chunk in self.batches]
+        return made.shapes_to(len(made.prompt)) + [made.shape.decode_step(1)] * (made.max_new_tokens - 1)
 
     def upcoming_shapes(self, chunk: int) -> list[RequestShape]:
         """Return the shapes of the runs that a waiting chunk leads to, should the plan change before the first."""
-        if self.generation is None:
+        made = self.generation
+        if made is None:
             return [self.batches[chunk].shape]
-        rows = len(self.generation.prompt) + len(self.generation.tokens)
-        return [self.generation.shape.decode_step(rows, begins=True), self.generation.shape.decode_step(1)]
+        shapes = made.shapes_to(len(made.prompt) + len(made.tokens))
+        return list(dict.fromkeys((*shapes, made.shape.decode_step(1))))
+
+    def measured_s(self, now: float) -> tuple[int, float, float]:
+        """Return the rows of the largest run of a text and what it took, and what the fastest one took."""
+        began = [*(run.dispatched_s or 0.0 for run in self.stats), now]
+        took = [(run.shape.size, stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)]
+        rows, seconds = max(took, key=lambda run: run[0], default=(1, 0.0))
+        return rows, max(seconds, LEAST_TOKEN_S), max(min((s for _, s in took), default=0.0), LEAST_TOKEN_S)
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""
+        if self.generation is not None and self.generation.wants_states:
+            return np.concatenate(self.generation.states)
         if self.generation is not None:
             return np.array(self.generation.tokens, np.int32)
         return np.concatenate([self.outputs[i] for i in range(len(self.batches))])
@@ -300,8 +417,9 @@ class WorkItem:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of its own batch."""
-        return self.batch.shape.size
+        """Return the tokens of its own batch, or of its next run."""
+        made = self.request.generation
+        return self.batch.shape.size if made is None else made.next_size
 
     @property
     def batchable(self) -> bool:
@@ -593,10 +711,14 @@ def split_output(spec: Spec, chunks: Sequence[Batch], output: Array) -> list[Arr
 # A fair queue: the client with the fewest tokens served so far is next.
 
 
-class FairQueue:
-    """The queue of a plan group: one line per client, and one before all for items that continue or were lost.
+MAX_REMEMBERED_CLIENTS: Final = 1024
 
-    A new client starts even with the next one in turn, so that idle clients save up no turns.
+
+class FairQueue:
+    """The queue of a plan group: one line per client, and one before all for items that were lost.
+
+    A new client starts even with the next one in turn, so that idle clients save up no turns. A generation waits in its
+    client's line before each of its runs, so that all users' texts grow side by side.
     """
 
     def __init__(self) -> None:
@@ -604,12 +726,14 @@ class FairQueue:
         self._lines: dict[str, deque[WorkItem]] = {}
         self._tokens_served: dict[str, int] = {}  # tokens of clients that wait
         self._last_served_tokens = 0  # tokens that the last client in turn had had
+        self._served_before: OrderedDict[str, int] = OrderedDict()  # tokens of clients of whom nothing waits now
 
     def copy(self) -> FairQueue:
         """Return a queue of its own with the same items."""
         made = FairQueue()
         made._front, made._tokens_served = deque(self._front), dict(self._tokens_served)
         made._last_served_tokens = self._last_served_tokens
+        made._served_before = self._served_before.copy()
         made._lines = {client: deque(line) for client, line in self._lines.items()}
         return made
 
@@ -645,13 +769,21 @@ class FairQueue:
     def append(self, items: Iterable[WorkItem]) -> None:
         """Add items to the ends of their clients' lines."""
         for item in items:
-            client = item.request.key.client
-            self._lines.setdefault(client, deque()).append(item)
-            self._tokens_served.setdefault(client, self._last_served_tokens)
+            self._line(item.request.key.client).append(item)
 
     def prepend(self, items: Iterable[WorkItem]) -> None:
         """Add items before all others, in their order; they cost their clients no turn."""
         self._front.extendleft(reversed(list(items)))
+
+    def resume(self, item: WorkItem) -> None:
+        """Add an item that continues before all others of its client."""
+        self._line(item.request.key.client).appendleft(item)
+
+    def _line(self, client: str) -> deque[WorkItem]:
+        if client not in self._lines:
+            before = self._served_before.pop(client, 0)
+            self._lines[client], self._tokens_served[client] = deque(), max(before, self._last_served_tokens)
+        return self._lines[client]
 
     def remove(self, items: Iterable[WorkItem]) -> None:
         """Remove items; each counts as a turn of its client."""
@@ -675,6 +807,10 @@ class FairQueue:
             self._forget(client)
 
     def _forget(self, client: str) -> None:
-        """Forget a client of whom nothing waits."""
-        if not self._lines[client]:
-            del self._lines[client], self._tokens_served[client]
+        """End the line of a client of whom nothing waits."""
+        if self._lines[client]:
+            return
+        del self._lines[client]
+        self._served_before[client] = self._tokens_served.pop(client)
+        if len(self._served_before) > MAX_REMEMBERED_CLIENTS:
+            self._served_before.popitem(last=False)

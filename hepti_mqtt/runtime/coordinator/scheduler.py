@@ -9,7 +9,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import task_count
@@ -27,6 +29,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids
+from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions
 from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     MICRO_BATCH_TOKENS,
@@ -127,6 +130,7 @@ class Scheduler:
         self._number = 0
         self._burst_until_s = -inf
         self._session = 0
+        self._sessions = HeldSessions()
 
     @property
     def due_s(self) -> float:
@@ -208,15 +212,16 @@ class Scheduler:
             if not able:
                 break
             group = min(able, key=lambda group: group.queue.oldest_sequence())
+            out += self._suspend_sessions(group)
             assigned = next_assignment(now, self._replica_loads(group, now), group.queue)
             if assigned is None:
                 held[id(group)] = inf
                 continue
-            items, due_s = group.next_batch(assigned.max_items)
+            items, due_s = group.next_batch(assigned.max_items, self._room_rows(group))
             if now < due_s:
                 held[id(group)] = due_s
                 continue
-            plan = self._replica_with_cache(group, items[0].request.generation) or assigned.plan
+            plan = self._plan_of_session(group, items[0].request.generation) or assigned.plan
             if not self._has_room(group, plan):
                 held[id(group)] = inf
                 continue
@@ -254,11 +259,11 @@ class Scheduler:
         return out
 
     @staticmethod
-    def _replica_with_cache(group: PlanGroup, generation: Generation | None) -> Plan | None:
-        """Return the replica that has a session's cache, None if none has."""
+    def _plan_of_session(group: PlanGroup, generation: Generation | None) -> Plan | None:
+        """Return the plan, or the replica of one, that has a session's cache, None if none has."""
         if generation is None:
             return None
-        return next((p for p in group.usable_executables if p.version == generation.plan_version), None)
+        return next((p for p in group.session_plans if p.version == generation.plan_version), None)
 
     def handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         """Take a part of the output, or a device's report of its run; the last one of a request answers it."""
@@ -287,7 +292,7 @@ class Scheduler:
         if run.complete():
             return [*out, *self._complete(group, run, now)]
         is_whole = run.early_stats is None and run.has_whole_output(group.served.spec.output_shape(run.shape))
-        return [*out, *self._deliver(group, run, reported=False)] if is_whole else out
+        return [*out, *self._deliver(group, run, now, reported=False)] if is_whole else out
 
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
         """Retry a run that was lost on the wire, and once a run that a device could not compute."""
@@ -298,7 +303,8 @@ class Scheduler:
         out: list[CoordinatorCommand] = [LogEvent("request_failed", f"{device}: {message.text}")]
         if message.code in ("wire", "session", "link", "passed"):
             same_loss = message.code == "link" and self._is_same_link_loss(run, now)
-            return out + self.retry(group, run, blameless=same_loss or message.code == "passed")
+            reused = message.code == "session" and self._forget_reused(run)
+            return out + self.retry(group, run, blameless=same_loss or message.code == "passed" or reused)
         # What reached the device may have been forged, as this may be, or its memory short.
         return out + self._retry_or_fail(group, run, RemoteError(message.text), 2)
 
@@ -316,6 +322,14 @@ class Scheduler:
             item.request.unbatchable.add(item.index)
         group.queue.prepend(run.open_items)
         return out
+
+    def _forget_reused(self, run: Run) -> bool:
+        """Forget the sessions of ended requests that a run went on with; return whether there were any."""
+        made = [item.request.generation for item in run.items if item.request.generation is not None]
+        for generation in made:
+            for session in (generation.session, generation.source):
+                self._sessions.forget((run.plan_version, session))
+        return any(generation.reuses for generation in made)
 
     @staticmethod
     def _is_same_link_loss(run: Run, now: float) -> bool:
@@ -353,7 +367,7 @@ class Scheduler:
                 back.append(item)
         for item in back:
             if item.request.generation is not None:  # start a new session: devices may have cached different rows
-                item.request.generation.plan_version = None
+                item.request.generation.leave_session()
             if item.request.losses[item.index] > 1:  # it may be what brings runs to nothing
                 item.request.unbatchable.add(item.index)
         group.queue.prepend(back)
@@ -388,6 +402,8 @@ class Scheduler:
         out: list[CoordinatorCommand] = []
         for run in [r for r in group.runs.values() if not r.waiting_requests and r.early_stats is None]:
             out += self._cancel(group, run)
+        if (made := request.generation) is not None and made.plan_version is not None:
+            out += self._end_sessions(group, made.plan_version, [made.session])
         return [*out, RefuseRequest(request, error)]
 
     def refuse_expired(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
@@ -424,15 +440,14 @@ class Scheduler:
         continued: tuple[Run, int] | None = None,
     ) -> list[CoordinatorCommand]:
         """Dispatch items under a plan; continued: as the rest of a run, from a block on."""
-        run_id = self._ids.next_run()
+        out, run_id = list[CoordinatorCommand](), self._ids.next_run()
         before = None if continued is None else Continued(continued[0].run_id, continued[1])
         part, session = concatenate([item.batch for item in items]), DecoderSession()
         generation = items[0].request.generation
         if generation is not None:
             if generation.plan_version != plan.version:
-                self._session = self._session % MAX_SESSION + 1
-                generation.start_session(plan.version, self._session)
-            part, session = generation.next_batch()
+                out += self._begin_session(group, plan, generation)
+            part, session = generation.next_batch(group.step_pace(plan))
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
         key = self._fleet.frame_key(plan)
@@ -469,7 +484,60 @@ class Scheduler:
             frame_key=key,
             before=None if continued is None else continued[0],
         )
-        return [Publish(topic, payload, 1)]
+        return [*out, Publish(topic, payload, 1)]
+
+    def _begin_session(self, group: PlanGroup, plan: Plan, generation: Generation) -> list[CoordinatorCommand]:
+        """Begin a session under a plan: with rows of one whose text begins alike, if devices hold any."""
+        self._session = self._session % MAX_SESSION + 1
+        ids = () if generation.carried.size or generation.wants_states else (*generation.prompt, *generation.tokens)
+        version, ended = plan.version, [session for under, session in generation.left if under == plan.version]
+        known = self._sessions.find(version, ids, group.held_texts())
+        if known is None:
+            generation.start_session(version, self._session)
+        elif known.moves:
+            self._sessions.forget((version, known.session))
+            generation.start_session(version, known.session, known.rows)
+        else:
+            generation.start_session(version, self._session, known.rows, known.session)
+        generation.left.clear()
+        room_rows = self._room_rows(group) - group.reserved_rows(version) - generation.reserved_rows
+        ended += self._sessions.make_room(version, room_rows, generation.source)
+        return self._end_sessions(group, version, ended)
+
+    def _suspend_sessions(self, group: PlanGroup) -> list[CoordinatorCommand]:
+        """Take the sessions of the latest requests back while those that are open have grown beyond their room.
+
+        Never that of the earliest one: it ends, and makes room.
+        """
+        out, room_rows = list[CoordinatorCommand](), self._room_rows(group)
+        for version in {plan.version for plan in group.session_plans} if room_rows else ():
+            while group.reserved_rows(version) > room_rows:
+                earliest = min(r.sequence for r in group.requests() if r.generation and not r.finished)
+                waiting = (item.request for item in group.queue if item.request.sequence > earliest)
+                last = max(
+                    (r for r in waiting if r.generation and r.generation.plan_version == version),
+                    key=lambda r: r.sequence,
+                    default=None,
+                )
+                if last is None or last.generation is None:
+                    break
+                out += self._end_sessions(group, version, [last.generation.session])
+                last.generation.leave_session()
+        return out
+
+    def _room_rows(self, group: PlanGroup) -> int:
+        return session_rows(group.served.spec, self._in_flight)
+
+    def _end_sessions(
+        self, group: PlanGroup, version: PlanVersion, sessions: Sequence[int]
+    ) -> list[CoordinatorCommand]:
+        """Let devices forget sessions; those of a plan that is gone have gone with it."""
+        plans = (run for record in group.plans.records() for run in record.plan.executables)
+        plan = next((run for run in plans if run.version == version), None)
+        if plan is None or not sessions:
+            return []
+        message = messages.EndSessions(plan.model, version, tuple(sessions))
+        return [self._command(device, message) for device in plan.devices]
 
     def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
@@ -495,15 +563,15 @@ class Scheduler:
         if not run.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
             text = "The devices' partial outputs do not form a whole answer. Install one version on all devices."
             return self._retry_or_fail(group, run, RemoteError(text), MAX_ATTEMPTS)
-        return self._deliver(group, run, reported=True)
+        return self._deliver(group, run, now, reported=True)
 
-    def _deliver(self, group: PlanGroup, run: Run, reported: bool) -> list[CoordinatorCommand]:
+    def _deliver(self, group: PlanGroup, run: Run, now: float, *, reported: bool) -> list[CoordinatorCommand]:
         """Give the whole output of a run to its requests; before all devices have reported, to those that do not wait.
 
         Such a run stays until all devices have reported; if they do not, it is overdue.
         """
         if run.items[0].request.generation is not None:
-            return self._continue_generation(group, run, reported)
+            return self._continue_generation(group, run, now, reported)
         takers = [item for item in run.items if reported or not item.request.wants_report]
         if not takers:
             return []
@@ -575,48 +643,50 @@ class Scheduler:
     # rows and the next run starts at once; reports are counted as they come. A published token cannot be taken back:
     # if its run was forged it is computed again, and a different token is an error.
 
-    def _continue_generation(self, group: PlanGroup, run: Run, reported: bool) -> list[CoordinatorCommand]:
+    def _continue_generation(self, group: PlanGroup, run: Run, now: float, reported: bool) -> list[CoordinatorCommand]:
         """Take the token of a run's output, and its reports once all are in."""
         request, generation, stats = run.items[0].request, run.items[0].request.generation, run.stats()
         assert generation is not None
         if not reported:
-            if not run.waiting_requests or not _usable(run.output()):
+            if not run.waiting_requests or generation.wants_states or not _usable(run.output()):
                 return []
             run.early_stats, run.run_index = stats, len(generation.steps)
-            return self._append_token(group, run, stats)
+            return self._take_tokens(group, run, stats, now)
         if request.finished:
             return []
         if run.run_index is None:
-            return self._append_token(group, run, stats)
+            return self._take_tokens(group, run, stats, now)
         if not generation.follows(generation.steps[run.run_index], run.output()):  # by the reports a part was forged
             error = RemoteError("parts of an answer are not those that devices have sent")
             return self._rewind(group, run, error, MAX_ATTEMPTS)
         request.stats[run.run_index] = stats
         return self._answer_generation(group, run)
 
-    def _append_token(self, group: PlanGroup, run: Run, stats: RunStats) -> list[CoordinatorCommand]:
-        """Take a token; queue the next run of its session before all others, so that few sessions are open at once."""
+    def _take_tokens(self, group: PlanGroup, run: Run, stats: RunStats, now: float) -> list[CoordinatorCommand]:
+        """Take what follows, and queue the next run of its session."""
         item, logits = run.items[0], run.output()
         request, generation = item.request, item.request.generation
         assert generation is not None
-        if not _usable(logits):
+        if not generation.wants_states and not _usable(logits):
             error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
             return self.fail_request(group, request, error)
         published = generation.published_tokens
-        step = generation.append_token(logits)
-        place, token = step.place, step.token
+        step = generation.append_tokens(logits)
+        if run.ran_alone:
+            group.step_pace(run.plan).record(run.shape.size, now - run.dispatched_s)
         request.stats.append(stats)
         out: list[CoordinatorCommand] = []
-        if place >= len(published):
-            out.append(TokenReady(request, place, tuple(step.tokens), step.attempt))
-        elif place >= 0 and token != published[place]:
-            text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat the "
-            text += "request; a device may be faulty (see `hepti devices`)."
-            return self.fail_request(group, request, RemoteError(text))
-        if not 0 <= place < len(published):
-            request.losses.clear()
+        for place, token in enumerate(step.taken, step.place):
+            if place >= len(published):
+                out.append(TokenReady(request, place, tuple(step.tokens[: place + 1]), step.attempt))
+            elif place >= 0 and token != published[place]:
+                text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat "
+                text += "the request; a device may be faulty (see `hepti devices`)."
+                return self.fail_request(group, request, RemoteError(text))
+            if not 0 <= place < len(published):
+                request.losses.clear()
         if not generation.done:
-            group.queue.prepend([item])
+            group.queue.resume(item)
         return out + self._answer_generation(group, run)
 
     def _answer_generation(self, group: PlanGroup, run: Run) -> list[CoordinatorCommand]:
@@ -629,7 +699,15 @@ class Scheduler:
         if not request.generation.carried.size:  # most texts end long before they are as long as they may be
             group.recent_lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
         request.finished = True
-        return [AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))]
+        out: list[CoordinatorCommand] = [
+            AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))
+        ]
+        if (text := request.generation.held(group.longest_rows)) is not None:
+            version = text.session[0]
+            self._sessions.keep(text)
+            room_rows = self._room_rows(group) - group.reserved_rows(version)
+            out += self._end_sessions(group, version, self._sessions.make_room(version, room_rows))
+        return out
 
     def _rewind(self, group: PlanGroup, run: Run, error: HeptiError, tries: int) -> list[CoordinatorCommand]:
         """Take back the tokens since a run whose output may be forged, and compute them again; fail after `tries`."""

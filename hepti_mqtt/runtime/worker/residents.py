@@ -13,12 +13,12 @@ from math import isfinite
 from typing import Final, Literal, get_args
 
 from hepti_mqtt.cost.memory import (
-    EXTRA_SESSIONS,
     KEPT_PROGRAMS,
     loading_overhead_bytes,
     matrices,
     max_live_bytes,
     programs_bytes,
+    session_rows,
     weights_bytes,
 )
 from hepti_mqtt.errors import BadNameError, PlanError, WireError
@@ -52,14 +52,17 @@ def check_prepare(
 
 
 def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
-    """Return a request's shape; raises PlanError for none of the family's, or larger than the plan was made for."""
+    """Return the shape of the Program that computes a request.
+
+    Raises PlanError for a shape that is none of the family's, or larger than the plan was made for.
+    """
     largest = largest_shape(spec)
     if plain.size > largest.size:
         raise _wrong("shape", plain.size, f"tokens or rows are more than the {largest.size} that a run has at the most")
     if plain.session_rows > largest.session_rows:
         raise _wrong("shape", plain.session_rows, f"rows of a cache are more than {largest.session_rows}")
     try:
-        return spec.input_spec.shape_of(plain)
+        return spec.input_spec.program_shape(spec.input_spec.shape_of(plain))
     except ValueError as error:
         raise _wrong("shape", plain.size, f"is not valid for {spec.architecture}: {error}") from error
 
@@ -150,12 +153,12 @@ class ResidentPlan:
 
     manifest: its digest. matrices: of each weight range the resident one of which it is a view.
     transaction_id: of the last Prepare. working_bytes: buffers and sessions of all runs in flight. loading_bytes:
-    beside the weights while they load. programs_bytes: of the cached Programs. sources: devices that it hears.
-    urgent_shapes, prebuild_shapes: shapes
-    whose Programs are to be built; `prebuild_shapes` only while idle. mesh_sources: peers whose frames come directly;
-    the filters are for the others. loaded: with the urgent Programs. subscribed: the filters are acknowledged and the
-    peers were joined. programs: by what they are for, least recently used first. state: changed by `ResidentPlans`
-    only. frame_key: of all frames of the plan.
+    beside the weights while they load. in_flight: runs at once. programs_bytes: of the cached Programs.
+    sources: devices that it hears. urgent_shapes, prebuild_shapes: shapes whose Programs are to be built;
+    `prebuild_shapes` only while idle. mesh_sources: peers whose frames come directly; the filters are for the others.
+    loaded: with the urgent Programs. subscribed: the filters are acknowledged and the peers were joined. programs: by
+    what they are for, least recently used first. state: changed by `ResidentPlans` only. frame_key: of all frames of
+    the plan.
     """
 
     plan: Plan
@@ -164,7 +167,7 @@ class ResidentPlan:
     manifest: bytes
     refs: tuple[WeightRef, ...]
     working_bytes: int
-    sessions: int
+    in_flight: int
     loading_bytes: int
     programs_bytes: int
     sources: tuple[str, ...]
@@ -187,6 +190,11 @@ class ResidentPlan:
     def key(self) -> tuple[str, PlanVersion]:
         """Return the model and the plan version."""
         return (self.plan.model, self.plan.version)
+
+    @property
+    def session_rows(self) -> int:
+        """Return how many rows all sessions may have together."""
+        return session_rows(self.spec, self.in_flight)
 
     @property
     def places(self) -> dict[Place, None]:
@@ -242,7 +250,7 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         manifest=message.manifest,
         refs=refs,
         working_bytes=live,
-        sessions=_sessions(message),
+        in_flight=message.in_flight,
         loading_bytes=loading_overhead_bytes(refs),
         programs_bytes=programs,
         sources=sources,
@@ -264,7 +272,7 @@ def renewed(ended: ResidentPlan, message: Prepare, device: str, topics: Topics) 
     try:
         plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
         alike = plan.division == ended.plan.division and (spec, message.manifest) == (ended.spec, ended.manifest)
-        if not alike or _sessions(message) != ended.sessions:
+        if not alike or message.in_flight != ended.in_flight:
             return None
         shapes = check_prepare(device, plan, spec, message.shapes, message.in_flight)
         filters, heard = _ways(message, plan, device, ended.sources, topics)
@@ -298,10 +306,6 @@ def _ways(
     )
     relayed = [source for source in sources if source not in {peer.device for peer in heard}]
     return tuple(sorted(f for s in relayed for f in topics.activations_from(plan.model, s, device))), heard
-
-
-def _sessions(message: Prepare) -> int:
-    return max(message.in_flight, 1) + EXTRA_SESSIONS
 
 
 def resident_bytes(residents: Iterable[ResidentPlan]) -> int:

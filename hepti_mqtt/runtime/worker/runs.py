@@ -11,8 +11,9 @@ import numpy as np
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.models.shapes import cache_rows
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import NUMPY_DTYPE, Program, SlotDtype, publish_targets
+from hepti_mqtt.program import NUMPY_DTYPE, Program, SlotDtype, SlotSpec, publish_targets
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import (
     Continued,
@@ -117,12 +118,33 @@ class SessionLostError(Exception):
 
 @dataclass(slots=True)
 class _Session:
+    """The arrays of a session, by name. rows: that are cached. capacity: rows that it counts for in the account."""
+
     arrays: dict[str, Array]
-    rows: int = 0  # that have been asked for so far
+    rows: int = 0
+    capacity: int = 0
+
+
+class SessionRun(NamedTuple):
+    """A run of a session: it adds rows at..stop; begins: it needs nothing of the session where that has no rows.
+
+    source: number of the session whose rows before `at` it begins with, 0 without one. longest: rows that a session
+    may have.
+    """
+
+    at: int
+    stop: int
+    longest: int
+    begins: bool = True
+    source: int = 0
 
 
 class DecoderSessions:
-    """The open sessions, least recently used first. counters: dropped sessions, and runs that miss theirs."""
+    """The open sessions, least recently used first. counters: dropped sessions, and runs that miss theirs.
+
+    Sessions of a plan stay as long as their rows have room together: their requests may have ended, but another text
+    may begin alike.
+    """
 
     def __init__(self, counters: Counter[str]) -> None:
         self._open: OrderedDict[SessionKey, _Session] = OrderedDict()
@@ -131,39 +153,41 @@ class DecoderSessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def arrays(
-        self,
-        key: SessionKey,
-        program: Program,
-        at: int,
-        stop: int,
-        most: int,
-        busy: frozenset[SessionKey] = frozenset(),
-    ) -> Mapping[str, Array]:
-        """Return the arrays of a session for a run that adds rows at..stop; at 0 the session begins.
+    @property
+    def rows(self) -> int:
+        """Return for how many rows all arrays have room."""
+        return sum(session.capacity for session in self._open.values())
 
-        most: sessions kept per plan; the least recently used one that is not `busy` is dropped. Number 0: a run without
-        a session, with arrays of its own. Raises SessionLostError if rows before `at` are missing.
+    def arrays(
+        self, key: SessionKey, program: Program, run: SessionRun, room_rows: int, busy: frozenset[SessionKey]
+    ) -> Mapping[str, Array]:
+        """Return the arrays of a session for a run of it, which may grow.
+
+        room_rows: of all sessions of the plan; the least recently used ones that are not `busy` are dropped where there
+        is no room. Number 0: a run without a session, with arrays of its own. Raises SessionLostError if rows before
+        the run's own are missing.
         """
         states = program.session_arrays()
         if not states:
             return {}
         number = key[2]
-        known = self._open.get(key)
-        if at > (known.rows if known else 0):
+        source = (*key[:2], run.source) if run.source else key
+        known = self._open.get(source)
+        if run.at > (known.rows if known else 0) or not (known or run.begins):
             self._counters["session_lost"] += 1
-            raise SessionLostError(f"session {number} has no rows before {at} here")
-        if known is None:
-            known = _Session({name: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for name, spec in states.items()})
-            if number:
-                self._open[key] = known
-                self._give_up(key, most, busy)
-        if any(known.arrays[name].shape != spec.shape for name, spec in states.items()):
-            self._counters["session_lost"] += 1
-            raise SessionLostError(f"session {number} was begun with another cache")
+            raise SessionLostError(f"session {source[2]} has no rows before {run.at} here")
+        # What has a row for each token grows; else there are rows of what a request carries, all from the start.
+        grows = all(spec.shape[0] == run.longest for spec in states.values())
+        capacity = cache_rows(run.stop, run.longest) if grows else run.longest
+        if known is None or run.source or known.capacity < capacity:
+            self._make_room(key, capacity, room_rows, busy | {source})
+            before = {} if known is None else known.arrays
+            made = {name: _grown(spec, capacity, before.get(name), run.at) for name, spec in states.items()}
+            known = _Session(made, capacity=capacity)
         if number:
+            self._open[key] = known
             self._open.move_to_end(key)
-        known.rows = max(known.rows, stop)
+        known.rows = run.stop
         return known.arrays
 
     def end(self, key: SessionKey) -> None:
@@ -175,12 +199,24 @@ class DecoderSessions:
         for key in [k for k in self._open if k[:2] == (model, plan_version)]:
             del self._open[key]
 
-    def _give_up(self, newest: SessionKey, most: int, busy: frozenset[SessionKey]) -> None:
-        alike = [k for k in self._open if k[:2] == newest[:2]]
-        idle = [k for k in alike if k != newest and k not in busy]
-        for key in idle[: max(len(alike) - most, 0)]:
-            del self._open[key]
-            self._counters["session_given_up"] += 1
+    def _make_room(self, newest: SessionKey, rows: int, room_rows: int, busy: frozenset[SessionKey]) -> None:
+        """Drop sessions of the same plan until one more has room, or none is left that may be dropped."""
+        others = [key for key in self._open if key[:2] == newest[:2] and key != newest]
+        rows += sum(self._open[key].capacity for key in others)
+        for key in others:
+            if rows <= room_rows:
+                return
+            if key not in busy:
+                rows -= self._open.pop(key).capacity
+                self._counters["session_given_up"] += 1
+
+
+def _grown(spec: SlotSpec, capacity: int, held: Array | None, rows: int) -> Array:
+    """Return an array of a session with room for so many rows, of which the first ones are held."""
+    made = np.empty((min(capacity, spec.shape[0]), *spec.shape[1:]), NUMPY_DTYPE[spec.dtype])
+    if held is not None:
+        made[:rows] = held[:rows]
+    return made
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -261,6 +297,11 @@ class WorkerRuns:
         return len(self._sessions)
 
     @property
+    def session_rows(self) -> int:
+        """Return for how many rows the arrays of all sessions have room."""
+        return self._sessions.rows
+
+    @property
     def idle(self) -> bool:
         """Return whether no request is under way."""
         return not self._runs
@@ -312,6 +353,11 @@ class WorkerRuns:
             self._counters["unknown_cancel"] += 1
             return
         self.end(run_id)
+
+    def end_sessions(self, key: PlanKey, numbers: Iterable[int]) -> None:
+        """Forget sessions of a plan."""
+        for number in numbers:
+            self._sessions.end((*key, number))
 
     # -- Programs -------------------------------------------------------------------------------------------------
 
@@ -488,7 +534,9 @@ class WorkerRuns:
         at, plan = int(inputs[0]), resident.plan
         key = (plan.model, plan.version, session.number)
         busy = frozenset((*r.key, r.session.number) for r in self._runs.values())
-        return self._sessions.arrays(key, bound.template.program, at, at + shape.new_rows, resident.sessions, busy)
+        begins = shape == shape.decode_step(shape.new_rows, begins=True)
+        run = SessionRun(at, at + shape.new_rows, shape.session_rows, begins, session.source)
+        return self._sessions.arrays(key, bound.template.program, run, resident.session_rows, busy)
 
     def handle_tensor(self, frame: Frame, now: float) -> list[Command]:
         """Take what a peer has sent, or keep it until its request is here."""

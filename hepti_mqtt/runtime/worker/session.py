@@ -230,6 +230,8 @@ class WorkerSession:
                 return self._release([*self.plans, *self._being_analysed], "drain", now)
             case messages.Cancel():
                 self.runs.cancel(message.run_id)
+            case messages.EndSessions():
+                self.runs.end_sessions((message.model, message.plan_version), message.sessions)
             case messages.HandOver():
                 return self._hand_over(message, now)
             case messages.LeaseTasks():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import readings
+from hypothesis import given
+from hypothesis import strategies as st
 from readings import ReadingsSpec, Series
 from sites import EVERY_FAMILY, TOLERANCE, everyone, tensors
 from swarm import Swarm, plan_of
@@ -12,7 +14,7 @@ from swarm import Swarm, plan_of
 from hepti_mqtt import models
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.models import families
-from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
+from hepti_mqtt.models.shapes import CHUNK_ROWS, OVERLAP_ROWS, ImageBatch, TokenBatch, next_rows
 from hepti_mqtt.planner import decide
 from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, split_into_micro_batches
 from hepti_mqtt.runtime.worker.residents import shape_of
@@ -131,3 +133,15 @@ def test_what_is_too_large_for_one_run_is_cut() -> None:
 def test_a_shape_that_none_of_its_requests_has_is_refused(forged: PlainShape) -> None:
     with pytest.raises(PlanError):
         shape_of(SPEC, forged)
+
+
+@given(total=st.integers(1, 2000), cached=st.integers(0, 1999))
+def test_runs_of_few_sizes_cache_all_rows(total, cached):
+    cached %= total
+    while cached < total:
+        first, stop = next_rows(cached, total)
+        assert 0 <= first <= cached < stop <= total, "no row is left out"
+        assert (stop - first).bit_count() == 1
+        assert stop - first <= CHUNK_ROWS
+        assert cached - first <= (OVERLAP_ROWS if stop == total else 0), "only the last run computes rows again"
+        cached = stop

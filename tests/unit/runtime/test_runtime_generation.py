@@ -66,7 +66,7 @@ def test_reports_that_come_before_the_answer_are_in_it():
     site.report(1)
     site.step(reported=False)
     assert [s.reported for s in site.answers["r"].stats] == [True, True, False]
-    assert [s.shape.size for s in site.answers["r"].stats] == [3, 1, 1]
+    assert [s.shape.size for s in site.answers["r"].stats] == [4, 1, 1]
     assert site.answers["r"].stats[0].sent_bytes == {"a": 100, "b": 100}
 
 
@@ -213,12 +213,12 @@ def test_a_token_in_doubt_is_computed_again_with_all_that_followed_and_told_once
         done = replace(done, source="a", numbers=(1, 1, 1, 1))
         site.event(interface.DeviceFrame("a", done))
     assert site.running == {4}, "the step behind it is taken back, too"
-    assert site.asked(4) == (0, [*PROMPT, *expected(1)])
+    assert site.asked(4) == (0, [*PROMPT])
     assert frames.decode_session(site.work[4]).number == 2
-    for _ in range(3):
+    for _ in range(4):
         site.step()
     assert site.tokens() == site.told_tokens["r"] == expected(4)
-    assert len(site.answers["r"].stats) == 4
+    assert [s.shape.size for s in site.answers["r"].stats] == [4, 4, 1, 1, 1]
     assert not site.running
 
 
@@ -336,7 +336,7 @@ def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st
     assert all(isinstance(error, RemoteError | PlanError) for error in site.errors.values())
     for name, answer in site.answers.items():
         assert site.tokens(name) == site.told_tokens[name] == expected(asked[name])
-        assert len(answer.stats) == asked[name]
+        assert len(answer.stats) >= asked[name]
 
 
 class LateReports(Swarm):

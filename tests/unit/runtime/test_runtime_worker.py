@@ -759,7 +759,7 @@ def test_what_a_request_waits_for_is_built_first() -> None:
 
 
 def test_the_steps_of_a_session_are_foreseen() -> None:
-    prompt, step = TokenBatch((7,), cache=64), TokenBatch((1,), cache=64)
+    prompt, step = TokenBatch((7,), cache=64), GPT2.input_spec.program_shape(TokenBatch((1,), cache=64))
     device = prepared(prompt, spec=GPT2)
     device.build()
     device.ask(prompt, frames.DecoderSession(1))

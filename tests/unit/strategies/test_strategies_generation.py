@@ -11,14 +11,16 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = spec_of_kind("tiny-gpt2")
 
 
-PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 7).astype(np.int32)
+PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 8).astype(np.int32)
 
 
 MOST = 10
@@ -76,9 +78,75 @@ def test_ten_tokens_equal_those_of_whole_passes(kind, name):
     assert [s.shape.tokens for s in stats] == [len(PROMPT)] + [1] * (MOST - 1), "each token is computed once"
     for got, want in zip(swarm.logits.values(), logits, strict=True):
         np.testing.assert_allclose(got, want, atol=TOLERANCE)
-    swarm.run(1)
-    for host in swarm.hosts.values():
-        assert host.session.runs.open_sessions == 0, "the last run ends the session"
+    held = {host.session.runs.open_sessions for host in swarm.hosts.values()}
+    assert max(held) == 1, "kept for a text that begins alike"
+
+
+@pytest.mark.parametrize("kind", ["tiny-gpt2", "tiny-llama"])
+def test_a_prompt_of_any_length_is_computed_in_runs_of_few_sizes(kind, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 16)
+    spec = spec_of_kind(kind)
+    swarm = site("decoder", (1.0, 2.0), spec, duplicates=0.2, jitter_s=0.01)
+    sizes = set()
+    for length in (3, 5, 16, 37):
+        prompt = np.random.default_rng(length).integers(0, spec.text.vocab, length).astype(np.int32)
+        swarm.generate(length, spec, prompt, 2)
+        finish(swarm, length)
+        (answer, stats), *_ = swarm.answers[length]
+        assert answer.tolist() == greedy(prompt, 2, spec)[0]
+        sizes |= {s.shape.tokens for s in stats}
+    assert sizes <= {1, 2, 4, 8, 16}
+    assert swarm.hosts["d0"].session.counters["programs_built_late"] <= 5
+
+
+def test_the_states_of_a_long_text_are_those_of_one_run(monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 16)
+    swarm = site("decoder", (1.0, 1.0))
+    prompt = np.random.default_rng(1).integers(0, SPEC.text.vocab, 43).astype(np.int32)
+    shape, inputs = models.single_sequence(SPEC, prompt, "hidden")
+    swarm.begin("r", Batch(shape, inputs), Generation(tuple(prompt.tolist()), 0, shape))
+    finish(swarm, "r")
+    (found, stats), *_ = swarm.answers["r"]
+    np.testing.assert_allclose(found, models.reference(SPEC, tensors(SPEC), inputs, shape)[0], atol=TOLERANCE)
+    assert [s.shape.tokens for s in stats] == [16, 16, 16]
+
+
+BEGINNING = np.random.default_rng(9).integers(0, SPEC.text.vocab, 40).astype(np.int32)
+
+
+def rows_of(swarm: Swarm, name: str) -> int:
+    """Return the rows that were computed for a request."""
+    (_, stats), *_ = swarm.answers[name]
+    return sum(s.shape.tokens for s in stats)
+
+
+def ask(swarm: Swarm, name: str, *behind: int, most: int = 4) -> list[int]:
+    """Ask for a text behind the beginning and some ids; return the tokens of whole passes."""
+    prompt = np.array([*BEGINNING, *behind], np.int32)
+    swarm.generate(name, SPEC, prompt, most)
+    return greedy(prompt, most)[0]
+
+
+@pytest.mark.parametrize("lost", ["nothing", "one session", "a device"])
+def test_a_text_that_begins_alike_computes_the_rest(lost):
+    swarm = site("decoder", (1.0, 2.0), duplicates=0.2, jitter_s=0.01)
+    texts = {"first": ask(swarm, "first", 1, 2, 3)}
+    finish(swarm, "first")
+    assert rows_of(swarm, "first") >= 43 + 3
+    if lost == "one session":
+        swarm.hosts["d1"].session.runs._sessions.forget("m", plan_of(swarm).version)
+    elif lost == "a device":
+        swarm.kill("d1")
+        swarm.join("d1", 1e9, 1 << 30)
+    texts |= {"again": ask(swarm, "again", 1, 2, 3)}
+    finish(swarm, "again")
+    texts |= {"other": ask(swarm, "other", 4, 5), "beside": ask(swarm, "beside", 6)}
+    finish(swarm, "other", "beside")
+    for name, text in texts.items():
+        assert swarm.answers[name][0][0].tolist() == text
+    again, other, beside = (rows_of(swarm, name) for name in ("again", "other", "beside"))
+    assert (again <= 5) == (lost == "nothing"), "else the prompt is computed again"
+    assert max(other, beside) <= 8, "one goes on in the session, the other one has a copy"
 
 
 def test_several_users_at_once_each_get_their_own_tokens():
@@ -91,6 +159,60 @@ def test_several_users_at_once_each_get_their_own_tokens():
         assert swarm.answers[name][0][0].tolist() == greedy(prompt, MOST)[0]
     given_up = sum(h.session.counters["session_given_up"] for h in swarm.hosts.values())
     assert given_up == 0, "no more sessions are open than are kept"
+
+
+def test_short_requests_of_others_come_between_the_runs_of_long_prompts(monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 4)
+    swarm = site("decoder", (1.0, 1.0))
+    long = np.random.default_rng(1).integers(0, SPEC.text.vocab, 80).astype(np.int32)
+    for n in range(2):  # as many as run at once
+        swarm.generate(f"long{n}", SPEC, np.roll(long, n), 8, f"patient{n}")
+    swarm.run(60, until=lambda: len(swarm.logits) > 6)
+    for n in range(2):
+        swarm.generate(f"short{n}", SPEC, long[n : n + 4], 3, f"hasty{n}")
+    finish(swarm, "short0", "short1")
+    assert not swarm.tokens.keys() & {"long0", "long1"}, "none of them is so far yet"
+    finish(swarm, "long0", "long1")
+    for n in range(2):
+        assert swarm.answers[f"long{n}"][0][0].tolist() == greedy(np.roll(long, n), 8)[0]
+        assert len(swarm.answers[f"long{n}"][0][1]) == 20 + 7, "no session was given up for another"
+
+
+def test_sessions_wait_for_room_and_those_of_ended_requests_make_it(monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_IN_FLIGHT", 1)  # room for one session and a little
+    swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
+    room_rows = session_rows(SPEC, 2)
+    prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 3 + 20 * n) for n in range(4)}
+    for name, prompt in prompts.items():
+        swarm.generate(name, SPEC, prompt.astype(np.int32), 20)
+    while not prompts.keys() <= swarm.answers.keys():
+        before = swarm.now
+        swarm.run(1, until=lambda: bool(swarm.errors))
+        assert not swarm.errors
+        assert swarm.now > before
+        for host in swarm.hosts.values():
+            assert host.session.runs.session_rows <= room_rows
+    for name, prompt in prompts.items():
+        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 20)[0]
+    swarm.run(1)
+    assert {host.session.runs.open_sessions for host in swarm.hosts.values()} == {1}
+
+
+def test_texts_that_outgrow_the_room_wait_for_those_that_came_before(monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_IN_FLIGHT", 1)
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CACHE_ROWS", 8)
+    monkeypatch.setattr("hepti_mqtt.runtime.coordinator.requests.ROWS_AHEAD", 4)
+    swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
+    prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 4).astype(np.int32) for n in range(4)}
+    for name, prompt in prompts.items():
+        swarm.generate(name, SPEC, prompt, 50, name)
+    swarm.run(60, until=lambda: len(swarm.tokens) == 4)
+    assert not swarm.answers, "all of them begin"
+    finish(swarm, *prompts)
+    for name, prompt in prompts.items():
+        assert swarm.tokens[name] == list(enumerate(greedy(prompt, 50)[0]))
+    runs = {name: len(swarm.answers[name][0][1]) for name in prompts}
+    assert runs["r0"] == 50 < max(runs.values()), "the earliest one was never taken back"
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 8])
@@ -115,6 +237,22 @@ def test_a_lost_device_costs_no_token_and_repeats_none(after):
     active = plan_of(swarm)
     assert active is not None
     assert "d1" not in active.devices
+
+
+@pytest.mark.parametrize("runs", [3, 12])
+def test_a_device_lost_within_a_long_prompt_or_behind_it_costs_no_token(runs, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 8)
+    devices = dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30))
+    swarm = Swarm(SPEC, tensors(SPEC), devices, decider=everyone(("decoder", {})), jitter_s=0.01)
+    prompt = np.random.default_rng(5).integers(0, SPEC.text.vocab, 61).astype(np.int32)
+    swarm.generate("r", SPEC, prompt, 10)
+    swarm.run(60, until=lambda: len(swarm.logits) > runs)
+    swarm.kill("d1")
+    finish(swarm, "r")
+    assert swarm.tokens["r"] == list(enumerate(greedy(prompt, 10)[0]))
+    (_, stats), *more = swarm.answers["r"]
+    assert not more
+    assert sum(s.shape.tokens for s in stats) > 61 + 9, "what was cached on it is computed again"
 
 
 def test_a_lost_exchange_begins_a_new_session():
@@ -142,9 +280,9 @@ def test_methods_that_keep_no_cache_say_so(name):
 
 
 def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():
-    from hepti_mqtt.cost.memory import EXTRA_SESSIONS, max_live_bytes
+    from hepti_mqtt.cost.memory import max_live_bytes
 
     chosen = plan(SPEC, ("decoder", {}), (1.0, 1.0))
     one, two = (max_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))
     cache = SPEC.layers * SPEC.max_tokens * 2 * (SPEC.hidden // 2) * 4  # of the own half of the heads
-    assert 2 * one - two == EXTRA_SESSIONS * cache
+    assert 2 * one - two == cache, "of a session beside those of the runs in flight"

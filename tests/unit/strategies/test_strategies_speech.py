@@ -159,10 +159,10 @@ def test_a_choice_of_the_model_ends_the_prompt(opening):
 def test_a_step_that_does_not_follow_is_taken_back():
     verdicts = [Verdict(True, (0.0,)), Verdict(False, (1.0,))]
     rules = TokenRules(temperatures=(0.0, 1.0), choices=(1, 2), judge=lambda *_: verdicts.pop(0))
-    generation = Generation(PROMPT, 2, READS.run(len(PROMPT), ROWS), rules)
+    generation = Generation(PROMPT, 2, READS.run(len(PROMPT), ROWS), rules, FRAMES)
     some = np.random.default_rng(0).standard_normal((6, 1, SPEC.head.outputs)).astype(np.float32)
     for logits in some[:4]:
-        generation.append_token(logits)
+        generation.append_tokens(logits)
     assert [(step.attempt, step.place) for step in generation.steps] == [(0, -1), (0, 0), (0, 1), (1, 0)]
     assert all(generation.follows(step, logits) for step, logits in zip(generation.steps, some, strict=False))
     assert not generation.follows(generation.steps[1], -some[1])

@@ -309,7 +309,7 @@ def test_a_changed_request_is_another_request_or_a_wire_error(request_, data):
 
 def test_golden_request():
     payload = encode_work("m", PlanVersion(1, 2), 3, PlainShape((2, 1), "hidden", (1,)), np.array([7, 8, 9], "<i4"))
-    assert payload[HEADER_BYTES:] == np.array([1, 2, 1, 0, 0, 0, 2, 1, 1, *[0] * 7, 7, 8, 9], "<i4").tobytes()
+    assert payload[HEADER_BYTES:] == np.array([1, 2, 1, 0, 0, 0, 0, 2, 1, 1, *[0] * 6, 7, 8, 9], "<i4").tobytes()
     assert decode(payload).numbers == (4, 3)
 
 

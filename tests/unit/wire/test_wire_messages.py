@@ -26,6 +26,7 @@ from hepti_mqtt.protocol.messages import (
     Cancel,
     Caps,
     Endpoint,
+    EndSessions,
     HandOver,
     Heartbeat,
     LeaseTasks,
@@ -107,6 +108,7 @@ MESSAGES = st.one_of(
     st.builds(LeaseTasks, NAMES, EPOCHS, COUNTS, st.lists(COUNTS, max_size=9).map(tuple)),
     st.builds(TaskDone, NAMES, EPOCHS, COUNTS, COUNTS),
     st.builds(HandOver, NAMES, EPOCHS, COUNTS, BLOCKS, COUNTS, st.just({"a": 1})),
+    st.builds(EndSessions, NAMES, EPOCHS, st.lists(COUNTS, max_size=9).map(tuple)),
     st.builds(RunProgress, NAMES, EPOCHS, COUNTS, BLOCKS),
 )
 BOOTS = st.integers(0, 2**32 - 1)
@@ -191,6 +193,7 @@ UNKEYED = " c400 a6686561646572"
         (LeaseTasks("m", PlanVersion(2, 3), 4, (5, 6)), "95 06 a16d 92 02 03 04 92 05 06"),
         (TaskDone("m", PlanVersion(2, 3), 4, 5), "95 69 a16d 92 02 03 04 05"),
         (HandOver("m", PlanVersion(2, 3), 4, 5, 6, {"a": 7}), "97 07 a16d 92 02 03 04 05 06 81 a161 07"),
+        (EndSessions("m", PlanVersion(2, 3), (4, 5)), "94 08 a16d 92 02 03 92 04 05"),
         (RunProgress("m", PlanVersion(2, 3), 4, 5), "95 6a a16d 92 02 03 04 05"),
     ],
 )

@@ -1,0 +1,106 @@
+"""Sessions that devices still hold when their requests have ended: a text that begins alike goes on from there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.shapes import cache_rows
+
+LEAST_ROWS: Final = 16  # fewer rows are computed as fast as they are looked for
+MAX_KEPT: Final = 64  # sessions of a plan
+
+Ids = NDArray[np.int32]
+SessionId = tuple[PlanVersion, int]
+
+
+class Prefix(NamedTuple):
+    """The first `rows` rows of a session; moves: its request has ended, and what is behind them is worth less."""
+
+    session: int
+    rows: int
+    moves: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldText:
+    """The text that a session holds the rows of; longest: rows that one may have."""
+
+    session: SessionId
+    ids: Ids
+    longest: int
+
+    @property
+    def capacity(self) -> int:
+        """Return the rows that devices have set aside for it."""
+        return cache_rows(len(self.ids), self.longest)
+
+
+def common_rows(one: Ids, other: Ids) -> int:
+    """Return how many tokens two texts have in common from the first on."""
+    most = min(len(one), len(other))
+    different = one[:most] != other[:most]
+    return int(different.argmax()) if different.any() else most
+
+
+class HeldSessions:
+    """The sessions of ended requests, least recently used first, as far as devices have room for their rows."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[SessionId, HeldText] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[HeldText]:
+        return iter(self._held.values())
+
+    def find(self, version: PlanVersion, ids: Sequence[int], used: Iterable[HeldText]) -> Prefix | None:
+        """Return the longest beginning of a text that a session under a plan holds; used: those of running requests.
+
+        The last token's row is none of it: what follows the token is asked for.
+        """
+        wanted = np.asarray(ids[:-1], np.int32)
+        ended = [text for text in self._held.values() if text.session[0] == version]
+        texts = [*((text, True) for text in ended), *((text, False) for text in used if text.session[0] == version)]
+        best = max(((common_rows(wanted, text.ids), idle, text) for text, idle in texts), default=None, key=_by_rows)
+        if best is None or best[0] < LEAST_ROWS:
+            return None
+        rows, idle, text = best
+        return Prefix(text.session[1], rows, idle and len(text.ids) - rows <= rows)
+
+    def keep(self, text: HeldText) -> None:
+        """Keep the session of a request that has ended."""
+        self._held[text.session] = text
+        self._held.move_to_end(text.session)
+
+    def make_room(self, version: PlanVersion, room_rows: int, source: int = 0) -> list[int]:
+        """Return which sessions under a plan devices must drop, so that all others have room in so many rows.
+
+        source: the session that is about to be copied. Those beyond `MAX_KEPT` go, too.
+        """
+        texts = [text for text in self._held.values() if text.session[0] == version]
+        rows, most = sum(text.capacity for text in texts), len(texts)
+        dropped = list[int]()
+        for text in texts:
+            if rows <= room_rows and most <= MAX_KEPT:
+                break
+            if text.session[1] != source:
+                rows, most = rows - text.capacity, most - 1
+                del self._held[text.session]
+                dropped.append(text.session[1])
+        return dropped
+
+    def forget(self, session: SessionId) -> None:
+        """Forget a session that devices have dropped, or that goes on with another request."""
+        self._held.pop(session, None)
+
+
+def _by_rows(found: tuple[int, bool, Any]) -> tuple[int, bool]:
+    return found[:2]
