@@ -281,9 +281,10 @@ def test_methods_that_keep_no_cache_say_so(name):
         device_programs(SPEC, plan(SPEC, (name, {}), (1.0, 1.0)), TokenBatch((3,), cache=64))
 
 
-def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():
+def test_every_position_is_priced_alike_and_sessions_are_in_the_budget(monkeypatch):
     from hepti_mqtt.cost.memory import max_live_bytes
 
+    monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_TOGETHER", 1)
     chosen = plan(SPEC, ("decoder", {}), (1.0, 1.0))
     one, two = (max_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))
     cache = SPEC.layers * SPEC.max_tokens * 2 * (SPEC.hidden // 2) * 4  # of the own half of the heads
