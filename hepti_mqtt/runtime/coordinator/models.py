@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from math import hypot, inf, log
 from typing import Final
 
@@ -118,6 +118,11 @@ class PlanGroup:
         return tuple(run for run in record.plan.executables if run.version not in record.suspect_versions)
 
     @property
+    def session_plans(self) -> tuple[Plan, ...]:
+        """Return the plans that sessions may be under: those of the next runs, and those that texts stay with."""
+        return (*self.usable_executables, *(run for record in self.plans.retiring for run in record.plan.executables))
+
+    @property
     def has_suspect_replica(self) -> bool:
         """Return whether a part of the active plan is to be prepared again, whatever a search finds."""
         record = self.plans.active
@@ -156,6 +161,11 @@ class PlanGroup:
         """Return the requests that wait or run; one of several runs comes several times."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
 
+    def waiting_texts(self, record: PlanRecord) -> list[Generation]:
+        """Return the texts between two tokens whose sessions are under a plan."""
+        made = (item.request.generation for item in self.queue)
+        return [text for text in made if text is not None and text.plan_version in record.versions]
+
     @property
     def longest_rows(self) -> int:
         """Return the rows that a session may have."""
@@ -191,19 +201,20 @@ class PlanGroup:
         """Return what runs next of what waits, and when: at once unless others may come to run with it.
 
         Nothing where all that waits must have a session first and has no room for it. share: no more than so many,
-        where others run on other replicas. room_rows: of all sessions under a plan.
+        where others run on other replicas. room_rows: of all sessions under a plan, 0 of a model without them.
         """
-        turns = list(self._with_room(room_rows))
-        return self._next(iter(turns), share) if turns else ((), inf)
+        turns = self._with_room(room_rows) if room_rows else self.queue.in_turn()
+        first = next(turns, None)
+        return ((), inf) if first is None else self._next(chain([first], turns), share)
 
     def _with_room(self, room_rows: int) -> Iterator[WorkItem]:
         """Yield what waits in turn; behind a session that has no room yet, none begins."""
         versions = {plan.version for plan in self.usable_executables}
         used = max((self.reserved_rows(version) for version in versions), default=0)
+        begun = {plan.version for plan in self.session_plans}
         for item in self.queue.in_turn():
             made = item.request.generation
-            begins = made is not None and made.plan_version not in versions
-            needed = made.reserved_rows if made is not None and begins and room_rows else 0
+            needed = 0 if made is None or made.plan_version in begun else made.reserved_rows
             if needed and used + needed > room_rows:
                 used = room_rows
                 continue

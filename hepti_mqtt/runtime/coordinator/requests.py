@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, pairwise
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
@@ -118,6 +118,7 @@ class Attempt(NamedTuple):
     verdict: Verdict
 
 
+LEAST_TOKEN_S: Final = 1e-6
 ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
 
 
@@ -154,6 +155,7 @@ class Generation:
     steps: list[GeneratedTokens] = field(default_factory=list)
     guesses: Guesses | None = None
     guessed: tuple[int, ...] = ()
+    judged_for: PlanVersion | None = None  # the plan under which it might go on, when the rule was asked first
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
     states: list[Array] = field(default_factory=list)
 
@@ -263,12 +265,12 @@ class Generation:
         whole may be followed by another one.
         """
         total, cached = len(self.prompt) + len(self.tokens), self.cached_rows
-        if not cached and self.silence is None:
-            self.silence = self.rules.silence(logits)
         first, self.cached_rows = self._rows_behind(cached, total)
         self.source = 0
         if self.wants_states:
             self.states.append(logits[cached - first :])
+        elif not cached and self.silence is None:
+            self.silence = self.rules.silence(logits)
         if self.wants_states or self.cached_rows < total:
             step = GeneratedTokens(self.tokens, len(self.tokens), (), len(self.tried), 0.0)
         elif self._lacks_choice:
@@ -277,7 +279,7 @@ class Generation:
         else:
             step = self._take(logits)
         self.steps.append(step)
-        if self.rules.judge is not None and self.done:
+        if self.rules.judge is not None and not self.wants_states and self.done:
             self._conclude(self.rules.judge(self.tokens, self.scores, self.silence or 0.0))
         return step
 
@@ -384,6 +386,13 @@ class Request:
             return [self.batches[chunk].shape]
         shapes = made.shapes_to(len(made.prompt) + len(made.tokens))
         return list(dict.fromkeys((*shapes, made.shape.decode_step(1))))
+
+    def measured_s(self, now: float) -> tuple[int, float, float]:
+        """Return the rows of the largest run of a text and what it took, and what the fastest one took."""
+        began = [*(run.dispatched_s or 0.0 for run in self.stats), now]
+        took = [(run.shape.size, stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)]
+        rows, seconds = max(took, key=lambda run: run[0], default=(1, 0.0))
+        return rows, max(seconds, LEAST_TOKEN_S), max(min((s for _, s in took), default=0.0), LEAST_TOKEN_S)
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""

@@ -221,7 +221,7 @@ class Scheduler:
             if now < due_s:
                 held[id(group)] = due_s
                 continue
-            plan = self._replica_with_cache(group, items[0].request.generation) or assigned.plan
+            plan = self._plan_of_session(group, items[0].request.generation) or assigned.plan
             if not self._has_room(group, plan):
                 held[id(group)] = inf
                 continue
@@ -259,11 +259,11 @@ class Scheduler:
         return out
 
     @staticmethod
-    def _replica_with_cache(group: PlanGroup, generation: Generation | None) -> Plan | None:
-        """Return the replica that has a session's cache, None if none has."""
+    def _plan_of_session(group: PlanGroup, generation: Generation | None) -> Plan | None:
+        """Return the plan, or the replica of one, that has a session's cache, None if none has."""
         if generation is None:
             return None
-        return next((p for p in group.usable_executables if p.version == generation.plan_version), None)
+        return next((p for p in group.session_plans if p.version == generation.plan_version), None)
 
     def handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         """Take a part of the output, or a device's report of its run; the last one of a request answers it."""
@@ -510,7 +510,7 @@ class Scheduler:
         Never that of the earliest one: it ends, and makes room.
         """
         out, room_rows = list[CoordinatorCommand](), self._room_rows(group)
-        for version in {plan.version for plan in group.usable_executables} if room_rows else ():
+        for version in {plan.version for plan in group.session_plans} if room_rows else ():
             while group.reserved_rows(version) > room_rows:
                 earliest = min(r.sequence for r in group.requests() if r.generation and not r.finished)
                 waiting = (item.request for item in group.queue if item.request.sequence > earliest)
