@@ -201,11 +201,14 @@ class ReorderedAttention(Attention):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachedAttention(HeadedAttention):
-    """Attention over (m, c = heads x d, C): row i over the keys 0..at + i, its own included.
+    """Attention over (m, c = heads x d, C): row i over the keys 0..at + i, its own included, or the last of them.
 
     inputs: the tensor of the queries, the cache of keys and values with this run's rows in it, and `at`. columns: where
-    q, k and v begin in theirs. Rows and keys are not divided: where they stand is known only as it runs.
+    q, k and v begin in theirs. window: how many keys before its own a row sees, -1 for all. Rows and keys are not
+    divided: where they stand is known only as it runs.
     """
+
+    window: int = -1
 
     kind = "attention at"
 
@@ -216,7 +219,8 @@ class CachedAttention(HeadedAttention):
         return *super().input_regions(region), (span(0, 1),)
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call("attention_at", (), self.heads(region[1], operands))
+        near = {"window": self.window} if self.window >= 0 else {}
+        return Call("attention_at", (), self.heads(region[1], operands) | near)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -225,8 +229,7 @@ class Rotate(Op):
 
     q_columns, k_columns: how many of the columns are of queries, and then of keys. lengths: of the packed sequences.
     norm: of each head of queries and keys before; `tensors` are its gamma for queries and for keys. in_session: the
-    second input is `at`, the place of the first row. scaling: of frequencies as in Llama 3.1, none or its factor, its
-    low and high factors, and the positions that there were before.
+    second input is `at`, the place of the first row. divisors: of the frequencies [d / 2], none where all are 1.
     """
 
     d: int
@@ -236,7 +239,7 @@ class Rotate(Op):
     lengths: tuple[int, ...]
     norm: Norm | None = None
     in_session: bool = False
-    scaling: tuple[float, ...] = ()
+    divisors: tuple[float, ...] = ()
 
     kind = "rotate"
 
@@ -259,7 +262,7 @@ class Rotate(Op):
             "theta": self.theta,
             "rows": tuple(indices(r)),
             "lengths": self.lengths,
-        } | ({"scaling": self.scaling} if self.scaling else {})
+        } | ({"divisors": self.divisors} if self.divisors else {})
         return Call("rotate", self.weight_refs(region), attrs | (self.norm.attrs if self.norm else {}))
 
     def _heads(self, c: IndexSet) -> int:

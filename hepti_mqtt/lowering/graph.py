@@ -318,7 +318,7 @@ class GraphBuilder:
         norm: Norm | None = None,
         gammas: tuple[str, ...] = (),
         at: str = "",
-        scaling: tuple[float, ...] = (),
+        divisors: tuple[float, ...] = (),
     ) -> str:
         """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before.
 
@@ -327,7 +327,7 @@ class GraphBuilder:
         inputs = (qkv, at) if at else (qkv,)
         return self._add(
             name, inputs, role, gammas, Rotate, space=self.shape_of(qkv), d=d, q_columns=columns[0],
-            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm, in_session=bool(at), scaling=scaling,
+            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm, in_session=bool(at), divisors=divisors,
         )  # fmt: skip
 
     def attention(
@@ -402,13 +402,14 @@ class GraphBuilder:
         role: str = roles.ATTENTION,
         group: int = 1,
         scale: float = 0.0,
+        window: int = -1,
     ) -> str:
         """q [m, *], kv [C, 2 width / group], at [1] -> attention [m, width]; columns: where q, k and v begin."""
         rows, width = self.shape_of(kv)[0], self.shape_of(kv)[1] // 2 * group
         space = (self.shape_of(q)[0], width, rows)
         return self._add(
             name, (q, kv, at), role, (), CachedAttention, space=space, d=width // heads, columns=columns, group=group,
-            scale=scale,
+            scale=scale, window=window,
         )  # fmt: skip
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:
