@@ -1,7 +1,7 @@
 """Gemma 3 (Gemma Team, 2025): a decoder that continues a text, or embeds it from both sides (EmbeddingGemma).
 
-Most layers see a window. Norms are by root mean square with gamma + 1, four in a block; embeddings are scaled by the root of h. m tokens, h
-hidden, d columns of a head, f MLP width.
+Most layers see a window. Norms are by root mean square with gamma + 1, four in a block; embeddings are scaled by the
+root of h. m tokens, h hidden, d columns of a head, f MLP width.
 """
 
 from __future__ import annotations

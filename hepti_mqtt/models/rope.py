@@ -1,7 +1,7 @@
-"""Rotary positions as config.json has them: their base, and what frequencies are divided by where a text is stretched.
+"""Rotary positions as config.json has them: their base, and by what frequencies are divided for longer texts.
 
-Scalings: linear; `llama3` (Llama 3.1); `yarn` (YaRN, Peng et al., 2023). Each keeps a part of every frequency and divides
-the rest by the factor. Source: transformers, `modeling_rope_utils`.
+Scalings: linear; `llama3` (Llama 3.1); `yarn` (YaRN, Peng et al., 2023). Each keeps a part of every frequency and
+divides the rest by the factor. Source: transformers, `modeling_rope_utils`.
 """
 
 from __future__ import annotations
