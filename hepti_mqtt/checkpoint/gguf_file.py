@@ -147,11 +147,11 @@ class GgufFile(RowsFile):
 
     def _refuse(self) -> None:
         """Raise UnsupportedModelError for what is not read here: another architecture, options, a part of a model."""
-        name = self._metadata.get("general.architecture")
+        name = str(self._metadata.get("general.architecture"))
         if name not in ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{self.path} is of the architecture {str(name)[:40]!r}; of GGUF {', '.join(ARCHITECTURES)} are read, of "
-                "others the original with model.safetensors"
+                f"{self.path} is of the architecture {name[:40]!r}; of GGUF {', '.join(ARCHITECTURES)} are read, "
+                "of others the original with model.safetensors"
             )
         self._of = ARCHITECTURES[name]
         for key, value in self._metadata.items():

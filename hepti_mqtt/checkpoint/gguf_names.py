@@ -105,7 +105,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         },
         gamma_offset=1.0,
         derived=_gemma3,
-    ),  # fmt: skip
+    ),
     "phi3": Architecture(
         _named("Phi3ForCausalLM", "phi3", hidden_act="silu"),
         {**_LAYER, **_FUSED},

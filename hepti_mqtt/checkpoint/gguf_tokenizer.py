@@ -138,12 +138,13 @@ def _pieces(path: Path, of: Mapping[str, Any], vocab: Mapping[str, int], kinds: 
 def _merges(vocab: Mapping[str, int], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
     """Return the pairs that become a piece, the likeliest piece first."""
     known = {token for token, i in vocab.items() if kinds[i] == _NORMAL}
-    found = []
-    for token in known:
-        i = vocab[token]
-        for at in range(1, len(token)):
-            if token[:at] in known and token[at:] in known:
-                found.append((-scores[i], i, vocab[token[:at]], (token[:at], token[at:])))
+    found = [
+        (-scores[i], i, vocab[token[:at]], (token[:at], token[at:]))
+        for token in known
+        for i in (vocab[token],)
+        for at in range(1, len(token))
+        if token[:at] in known and token[at:] in known
+    ]
     return [pair for *_, pair in sorted(found)]
 
 

@@ -76,7 +76,8 @@ def _angles(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return cosines and sines of positions 0..length, [length, d / 2] each; angles are f32, as in transformers."""
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
-    frequencies = frequencies / np.asarray(divisors or 1.0, np.float32)
+    if divisors:
+        frequencies = frequencies / np.asarray(divisors, np.float32)
     angles = (np.arange(length, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 

@@ -98,7 +98,8 @@ def rotate(x: Array, d: int, theta: float, lengths: Sequence[int], divisors: Seq
     divisors: as `lowering.Rotate` has.
     """
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
-    frequencies = frequencies / np.asarray(divisors or 1.0, np.float32)
+    if divisors:
+        frequencies = frequencies / np.asarray(divisors, np.float32)
     # In f32, as transformers has them.
     angles = (token_positions(lengths).astype(np.float32)[:, None, None] * frequencies).astype(x.dtype)  # [m, 1, d / 2]
     a, b = np.split(x.reshape(len(x), -1, d), 2, axis=-1)  # [m, *, d / 2] each

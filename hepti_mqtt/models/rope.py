@@ -76,7 +76,7 @@ def read_rope(config: JsonConfig, d: int, default: float, key: str = "rope_theta
         whole = config.get(place, {})
         nested = isinstance(whole, Mapping) and isinstance(whole.get(kind), Mapping)
         part: Any = whole[kind] if nested else whole
-        how = (part.get("rope_type") or part.get("type")) if isinstance(part, Mapping) else None
+        how: Any = (part.get("rope_type") or part.get("type")) if isinstance(part, Mapping) else None
         # One factor of scores counts for all layers.
         if how not in _KEPT or (kind and how == "yarn"):
             continue

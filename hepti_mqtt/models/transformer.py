@@ -253,8 +253,8 @@ class Layer(NamedTuple):
     """Sizes of a transformer layer, and what the packed sequences are.
 
     h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
-    theta, window, divisors: of this layer, 0, -1 and none without. bare: no norm before its attention. bias: the tables by
-    distance. cache, at: rows of a session's keys and values, and the tensor that says how many are there already.
+    theta, window, divisors: of this layer, 0, -1 and none without. bare: no norm before its attention. bias: the tables
+    by distance. cache, at: rows of a session's keys and values, and the tensor that says how many are there already.
     """
 
     hidden: int

@@ -79,6 +79,10 @@ def test_other_architectures_are_their_originals(tmp_path: Path, architecture: s
         assert got.end_tokens == want.end_tokens
         for name, array in want.tensors().items():
             np.testing.assert_allclose(got.tensors()[name], array, rtol=0, atol=1e-6)
+    path = converted(original, tmp_path / "q.gguf", "q8_0", "q8_0", architecture, **keys, **ends)
+    with Checkpoint.open(path) as blocks:
+        assert {"layers.*.query.weight", "layers.*.mlp_up.weight"} <= dict(blocks.spec.storages).keys()
+        assert all(blocks.tile(digest) for entry in blocks.manifest.entries for digest in entry.hashes)
 
 
 def test_a_directory_with_one_file_is_its_model(original: Path, tmp_path: Path) -> None:
