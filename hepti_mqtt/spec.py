@@ -98,6 +98,9 @@ class RequestShape(Hashable, Protocol):
     def decode_step(self, rows: int, begins: bool = False) -> Self:
         """Return the run of a number of rows in the same session, or that begins it; raises ValueError without one."""
 
+    def answering(self, rows: int) -> Self:
+        """Return the same run of a session, which answers for its last rows; raises ValueError without a session."""
+
     def concatenate(self, others: Sequence[Self]) -> Self:
         """Return the batch of these items and of others behind them, which want the same."""
 

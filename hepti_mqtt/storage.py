@@ -12,10 +12,10 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-# Those that kernels multiply by as they are; others become f32 where they are loaded.
-BlockStorage = Literal["q4_0", "q4_1", "q8_0"]
+# Those that kernels multiply by as they are.
+BlockStorage = Literal["q4_0", "q4_1", "q8_0", "q4_k", "q6_k"]
 BLOCK_STORAGES: Final[tuple[BlockStorage, ...]] = get_args(BlockStorage)
-BLOCK: Final = 32  # values of a block of any of them
+BLOCK: Final = 32  # values of the smallest block of any of them; larger ones have several of these
 
 Octets = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

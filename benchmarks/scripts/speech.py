@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import wave
 from dataclasses import replace
@@ -11,6 +12,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from benchmarks.errors import BenchError
 from benchmarks.files import find
 from benchmarks.lab.calibrate import calibrate
 from benchmarks.lab.hosts import Process
@@ -22,6 +24,7 @@ from benchmarks.tables import table
 PATIENCE_S: Final = 600.0
 LANGUAGE: Final = {"language": "en"}
 # As faster-whisper does it, but without times; beam 5 is its default.
+ENCODES: Final = {**LANGUAGE, "window": 30, "want": "hidden"}
 WHISPER: Final = {"without_timestamps": True, "condition_on_previous_text": False, **LANGUAGE}
 
 
@@ -31,10 +34,10 @@ def main(
     lab: str = "four-pi4",
     rate: float = 940.0,
     seconds: float = 10.0,
-    rounds: int = 5,
-    settle: int = 6,
+    rounds: int = 3,
+    settle: int = 4,
 ) -> None:
-    """Print medians and what they are of faster-whisper's; model: a directory of Whisper, as CTranslate2 has it."""
+    """Print medians and ratios; model: a directory as CTranslate2 has it. All texts must have the same words."""
     spec = replace(load(find("labs", Path(lab))), rate_mbit=rate)
     with TemporaryDirectory(prefix="hepti-speech-") as scratch:
         sound = Path(scratch) / "sound.wav"
@@ -57,6 +60,9 @@ def main(
                     "Hepti, all hosts, window of 30 s": (hepti, {**LANGUAGE, "window": 30}),
                     "Hepti, one host": (hepti, {**LANGUAGE, **one}),
                     "Hepti, all hosts": (hepti, LANGUAGE),
+                    "encoder, faster-whisper": (whisper, {"encodes": True}),
+                    "encoder, Hepti, one host": (hepti, {**ENCODES, **one}),
+                    "encoder, Hepti, all hosts": (hepti, ENCODES),
                 }
                 hosts.throttle(False)  # weights are loaded at full speed; what is measured there would teach nothing
                 for process, keys in asked.values():
@@ -66,25 +72,45 @@ def main(
                     for process, keys in asked.values():
                         if process is hepti and "devices" not in keys:
                             print(_say(process, do="ask", **keys), file=sys.stderr)
+                _check({name: _say(process, do="ask", **keys)["text"] for name, (process, keys) in asked.items()})
                 found: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
                 for number in range(rounds):
                     for name in list(asked)[:: 1 if number % 2 == 0 else -1]:
                         process, keys = asked[name]
                         found[name].append(_say(process, do="ask", **keys))
-    usual = {name: median(answer["ms"] for answer in answers) for name, answers in found.items()}
     rows = [
         (
             name,
-            f"{ms:.0f}",
-            f"{ms / usual['faster-whisper, beam 1']:.2f}",
-            f"{ms / usual['faster-whisper, beam 5']:.2f}",
-            found[name][-1]["plan"],
-            found[name][-1]["text"],
+            f"{median(answer['ms'] for answer in answers):.0f}",
+            *(_ratio(answers, found[other]) for other in _beside(name)),
+            answers[-1]["plan"],
+            answers[-1]["text"],
         )
-        for name, ms in usual.items()
+        for name, answers in found.items()
     ]
     print(f"{spec.name}, {rate:g} Mbit/s, {seconds:g} s of {Path(audio).name}, {rounds} rounds; medians\n")
-    print("\n".join(table(("", "ms", "over beam 1", "over beam 5", "plan", "text"), rows)))
+    print("\n".join(table(("", "ms", "over beam 1", "over beam 5", "over one host", "plan", "text"), rows)))
+
+
+def _beside(name: str) -> tuple[str, str, str]:
+    """Return whose times a row is divided by."""
+    if name.startswith("encoder"):
+        return "encoder, faster-whisper", "encoder, faster-whisper", "encoder, Hepti, one host"
+    one = "Hepti, one host" + (", window of 30 s" if name.endswith("30 s") else "")
+    return "faster-whisper, beam 1", "faster-whisper, beam 5", one
+
+
+def _ratio(answers: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    """Return the median of the ratios within rounds."""
+    return f"{median(mine['ms'] / other['ms'] for mine, other in zip(answers, others, strict=True)):.2f}"
+
+
+def _check(texts: dict[str, str]) -> None:
+    """Raise BenchError unless all texts have the same words; commas and capitals are no words."""
+    words = {name: re.sub(r"[^\w\s]", "", text).lower().split() for name, text in texts.items() if text}
+    wanted = words["faster-whisper, beam 1"]
+    if other := [name for name, found in words.items() if found != wanted]:
+        raise BenchError(f"{other[0]} has other words than faster-whisper, so nothing is timed: {texts[other[0]]}")
 
 
 def _say(process: Process, **order: Any) -> dict[str, Any]:

@@ -115,6 +115,7 @@ class RequestKeys(TypedDict, total=False):
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
     stop: str | Sequence[str] | None
+    speculate: bool | None
     prompt: str | Sequence[str | int] | None
     dimensions: int | None
     raw_scores: bool | None

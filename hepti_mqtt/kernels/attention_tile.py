@@ -575,6 +575,60 @@ def _each_alone(
         _store(total, d, top, weight, with_state, out, (j * heads + head) * (d + 2 if with_state else d))
 
 
+@helper
+def _heads_alone(
+    q: Any, kv: Any, out: Any, limits: Any, layout: Any, scale: Any, row: int, first: int, stop: int, work: Any,
+) -> None:  # fmt: skip
+    """Write the results of one query for heads first..stop, as `_query_alone` has them; work [heads, KEYS + 2 d + 2].
+
+    Heads follow each other within a block of keys, so that rows of kv are read from one end to the other: one head's
+    part of them lies apart, in as many pages as there are keys.
+    """
+    heads, d, with_state, group = layout[3], layout[4], layout[5], layout[6]
+    low, high = limits[row, _BEGIN], limits[row, _END]
+    for head in range(first, stop):
+        mine = work[head - first]
+        for c in range(d):
+            mine[KEYS + c] = q[row, layout[0] + head * d + c] * scale
+        mine[KEYS + d : KEYS + 2 * d] = ZERO
+        mine[KEYS + 2 * d], mine[KEYS + 2 * d + 1] = _MINUS_INF, ZERO
+    for block in range(low, high, KEYS):
+        keys = min(KEYS, high - block)
+        for i in range(keys):
+            for head in range(first, stop):
+                mine, at = work[head - first], layout[1] + head // group * d
+                query, key = mine[KEYS : KEYS + d], kv[block + i, at : at + d]
+                s = ZERO
+                for c in range(d):
+                    s += query[c] * key[c]
+                mine[i] = s
+        for head in range(first, stop):
+            mine = work[head - first]
+            before = mine[KEYS + 2 * d]
+            top = before
+            for i in range(keys):
+                top = mine[i] if mine[i] > top else top
+            above = top if top > _MINUS_INF else ZERO
+            rescale = exp_of_negative(before - above)
+            norm = ZERO
+            for i in range(keys):
+                mine[i] = exp_of_negative(mine[i] - above)
+                norm += mine[i]
+            mine[KEYS + 2 * d], mine[KEYS + 2 * d + 1] = top, mine[KEYS + 2 * d + 1] * rescale + norm
+            for c in range(d):
+                mine[KEYS + d + c] *= rescale
+        for i in range(keys):
+            for head in range(first, stop):
+                mine, at = work[head - first], layout[2] + head // group * d
+                total, value, weight = mine[KEYS + d : KEYS + 2 * d], kv[block + i, at : at + d], mine[i]
+                for c in range(d):
+                    total[c] += weight * value[c]
+    for head in range(first, stop):
+        mine = work[head - first]
+        at = (row * heads + head) * (d + 2 if with_state else d)
+        _store(mine[KEYS + d : KEYS + 2 * d], d, mine[KEYS + 2 * d], mine[KEYS + 2 * d + 1], with_state, out, at)
+
+
 class HeadLayout(NamedTuple):
     """Where the heads of an op lie in q and kv; compiled code reads it as a table in this order.
 
@@ -619,6 +673,10 @@ def attention_units(
     total, zeros = np.empty(NR * stride, np.float32), np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
     scratch = np.empty((2 * len(to_queries) + d) * NR, np.float32)
+    if len(tiles) == 1 and tiles[0, _STOP] == tiles[0, _FIRST] + 1 and biases.shape[1] == 0 and len(buckets) == 0:
+        work = np.empty((stop - first, KEYS + 2 * d + 2), np.float32)
+        _heads_alone(q, kv, out, limits, layout, scale, tiles[0, _FIRST], first, stop, work)
+        return
     for unit in range(first, stop):
         head, tile = unit // len(tiles), unit % len(tiles)
         row, count = tiles[tile, _FIRST], tiles[tile, _STOP] - tiles[tile, _FIRST]

@@ -34,7 +34,7 @@ from hepti_mqtt.lowering.ops import (
 )
 from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
 from hepti_mqtt.program import SlotDtype, WeightRef
-from hepti_mqtt.storage import BlockStorage
+from hepti_mqtt.storage import STORAGES, BlockStorage
 
 KEPT_BLOCKS: Final = 5  # of a run of equal blocks: two before, the one that is repeated, two behind
 TEMPLATE_BLOCK: Final = 2  # the place of the repeated one among them
@@ -273,9 +273,10 @@ class GraphBuilder:
         widths = tuple(matrices.values())
         space = (m, sum(widths), k)
         storages = tuple(self._storages.get(t) for t in tensors[: len(widths)]) if self._storages else ()
+        unit = max((STORAGES[storage].block for storage in self._storages.values()), default=1)
         return self._add(
             name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation,
-            storages=storages,
+            storages=storages, unit=unit,
         )  # fmt: skip
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:

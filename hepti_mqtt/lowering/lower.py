@@ -15,6 +15,7 @@ from hepti_mqtt.lowering.graph import TEMPLATE_BLOCK, Graph, Repeat
 from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Piece, Table, checked_pieces
 from hepti_mqtt.lowering.ops import Call, Input, Op, Operand
 from hepti_mqtt.lowering.regions import (
+    IndexSet,
     Region,
     disjoint,
     format_region,
@@ -143,6 +144,7 @@ class Relocation(NamedTuple):
 
 
 _ADD: Final = "add"
+KEPT_COPIES: Final = 1024
 
 
 class ForwardWalk:
@@ -394,14 +396,9 @@ class ForwardWalk:
 
     def assemble(self, pieces: Sequence[tuple[Slot, Region]], cells: Region, dtype: SlotDtype) -> Slot:
         """Return a new slot with the pieces, each a slot of the given cells, in their places."""
-        copies = []
-        for n, (_, inner) in enumerate(pieces):
-            source = tuple(span(0, index_count(s)) for s in inner)
-            copies += [(n, a, b) for a, b in rectangles(source, tuple(map(positions_in, inner, cells)))]
-        reads = tuple(slot for slot, _ in pieces)
-        return self.kernel(
-            Call("assemble", (), {"copies": tuple(copies)}), reads, tuple(map(index_count, cells)), dtype
-        )
+        copies = _copies(tuple([inner for _, inner in pieces]), cells)
+        reads = tuple([slot for slot, _ in pieces])
+        return self.kernel(Call("assemble", (), {"copies": copies}), reads, tuple(map(index_count, cells)), dtype)
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -458,6 +455,16 @@ class ForwardWalk:
             if isinstance(op, Compute) and op.kernel == "add_norm" and op.writes[0] not in read:
                 attrs = {**op.attrs, "keep_sum": False}
                 self.out.ops[at] = (turn, block, op._replace(writes=op.writes[1:], attrs=attrs))
+
+
+@lru_cache(maxsize=KEPT_COPIES)
+def _copies(pieces: tuple[Region, ...], cells: Region) -> tuple[tuple[int, IndexSet, IndexSet], ...]:
+    """Return the copies of plain rectangles, (number of the piece, source, target), that put pieces together."""
+    copies = []
+    for n, inner in enumerate(pieces):
+        source = tuple(span(0, index_count(s)) for s in inner)
+        copies += [(n, a, b) for a, b in rectangles(source, tuple(map(positions_in, inner, cells)))]
+    return tuple(copies)
 
 
 def _reads(op: ProgramOp) -> tuple[Slot, ...]:

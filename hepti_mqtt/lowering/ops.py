@@ -29,7 +29,7 @@ from hepti_mqtt.lowering.regions import (
 )
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import Slot, SlotDtype, WeightRef
-from hepti_mqtt.storage import BLOCK, BlockStorage
+from hepti_mqtt.storage import STORAGES, BlockStorage
 
 T = TypeVar("T")
 
@@ -368,11 +368,12 @@ class Linear(Op):
 
     widths: columns of each matrix; `tensors` are the matrices and then their biases. The part that holds k = 0 adds
     the bias, so that partial sums add it once. storages: of each matrix, None for one that is f32; none of a model
-    without blocks.
+    without blocks. unit: values of the largest block of the model.
     """
 
     widths: tuple[int, ...]
     storages: tuple[BlockStorage | None, ...] = ()
+    unit: int = 1
     bias: bool = True
     activation: str | None = None
     residual: bool = False
@@ -381,7 +382,7 @@ class Linear(Op):
 
     def share_unit(self, dim: int) -> int:
         # Its columns are the next one's k, which is cut in whole blocks.
-        return PANEL if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
+        return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
@@ -402,8 +403,10 @@ class Linear(Op):
             for t, ranges, storage in zip(self.tensors, cut, storages, strict=False)
             for columns in ranges
         ]
-        if any(end % BLOCK for ref in refs if ref.weight_dtype != "f32" for end in ref.rows):
-            raise ValueError(f"{self.name}: rows {k} of a matrix in blocks of {BLOCK}; divide it between blocks")
+        for ref in refs:
+            block = STORAGES[ref.weight_dtype].block
+            if any(end % block for end in ref.rows):
+                raise ValueError(f"{self.name}: rows {k} of a matrix in blocks of {block}; divide it between blocks")
         if self._has_bias(region):
             biases = zip(self.tensors[n:], cut, strict=True)
             refs += [WeightRef(t, (0, 1), columns, "plain") for t, ranges in biases for columns in ranges]

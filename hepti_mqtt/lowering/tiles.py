@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -12,6 +12,7 @@ from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Piece
 from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.lowering.regions import (
+    IndexSet,
     Region,
     disjoint,
     format_region,
@@ -56,6 +57,42 @@ class UncoveredError(ValueError):
         self.device, self.missing, self.overlapping = device, missing, overlapping
 
 
+class _Layout:
+    """Pieces, grouped by what they have of the first dimension: many devices cut both rows and columns."""
+
+    def __init__(self, pieces: tuple[Piece, ...]) -> None:
+        self.pieces = pieces
+        self._groups: dict[IndexSet, list[int]] = defaultdict(list)
+        for i, piece in enumerate(pieces):
+            self._groups[piece.region[0]].append(i)
+
+    def parts(self, need: Region) -> list[tuple[int, Region]]:
+        """Return what pieces have of a region, in their order."""
+        near = [group for first, group in self._groups.items() if intersect_sets(first, need[0])]
+        found = ((i, intersect(self.pieces[i].region, need)) for group in near for i in group)
+        return sorted((i, part) for i, part in found if part is not None)
+
+    @cached_property
+    def is_disjoint(self) -> bool:
+        """Return whether no two pieces have an index in common."""
+        return _are_disjoint([piece.region for piece in self.pieces])
+
+
+def _are_disjoint(regions: Sequence[Region]) -> bool:
+    """Return whether no two regions have an index in common."""
+    for dim in range(len(regions[0])):  # most layouts cut dimensions into ranges
+        groups: dict[IndexSet, list[Region]] = defaultdict(list)
+        for region in regions:
+            groups[region[dim]].append(region)
+        if (
+            len(groups) > 1
+            and all(len(s) == 1 for s in groups)
+            and all(a[0][1] <= b[0][0] for a, b in pairwise(sorted(groups)))
+        ):
+            return all(len(group) == 1 or _are_disjoint(group) for group in groups.values())
+    return not any(intersect(a, b) for i, a in enumerate(regions) for b in regions[:i])
+
+
 @lru_cache(maxsize=CACHE_SIZE)
 def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts:
     """Return (piece, part) so that the parts are `need`, every index once; a partial sum is taken whole or not at all.
@@ -63,14 +100,15 @@ def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts
     Preferred are pieces that leave the fewest summands, then own ones, then later ones (relays stand behind sources).
     Raises UncoveredError.
     """
-    parts = _partition(op, need, pieces)
-    return _choose_cover(op, need, pieces, device) if parts is None else parts
+    layout = _Layout(pieces)
+    parts = _partition(op, need, layout)
+    return _choose_cover(op, need, layout, device) if parts is None else parts
 
 
-def _choose_cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts:
-    n = op.rank
+def _choose_cover(op: Op, need: Region, layout: _Layout, device: int) -> Parts:
+    n, pieces = op.rank, layout.pieces
     left, out = [need], []
-    common = {i: reduced_overlap(p.region[n:], need[n:]) for i, p in enumerate(pieces) if intersect(p.region, need)}
+    common = {i: reduced_overlap(part[n:], need[n:]) for i, part in layout.parts(need)}
     order = sorted(common, key=lambda i: (-common[i], pieces[i].device != device, -i))
     refused = False
     for i in order:
@@ -91,33 +129,17 @@ def _choose_cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) 
     raise UncoveredError(device, left, refused)
 
 
-def _partition(op: Op, need: Region, pieces: tuple[Piece, ...]) -> Parts | None:
+def _partition(op: Op, need: Region, layout: _Layout) -> Parts | None:
     """Return what each piece has of `need` where nobody has anything twice; None where there is a choice.
 
     This is what `cover` comes to then, and most layouts are such.
     """
-    n = op.rank
-    parts = []
-    for i, piece in enumerate(pieces):
-        if (part := intersect(piece.region, need)) is not None:
-            if part[n:] != piece.region[n:] or op.trim(part) != part:
-                return None
-            parts.append((i, part))
-    if sum(volume(part) for _, part in parts) != volume(need) or not (len(parts) == 1 or _are_disjoint(pieces)):
+    n, parts = op.rank, layout.parts(need)
+    if any(part[n:] != layout.pieces[i].region[n:] or op.trim(part) != part for i, part in parts):
+        return None
+    if sum(volume(part) for _, part in parts) != volume(need) or not (len(parts) == 1 or layout.is_disjoint):
         return None
     return tuple(parts)
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _are_disjoint(pieces: tuple[Piece, ...]) -> bool:
-    """Return whether no two pieces have an index in common."""
-    regions = [piece.region for piece in pieces]
-    for dim in range(len(regions[0])):  # most layouts cut one dimension into ranges
-        if all(len(r[dim]) == 1 for r in regions):
-            ranges = sorted(r[dim][0] for r in regions)
-            if all(a[1] <= b[0] for a, b in pairwise(ranges)):
-                return True
-    return not any(intersect(a, b) for i, a in enumerate(regions) for b in regions[:i])
 
 
 def reduced_overlap(a: Region, b: Region) -> int:
@@ -130,13 +152,16 @@ def tiles_for(op: Op, asked: Requested, pieces: tuple[Piece, ...]) -> tuple[tupl
     """Return the tiles that serve what is asked, and what they need."""
     demand: list[dict[int, list[Region]]] = [defaultdict(list) for _ in pieces]
 
+    layouts: dict[int, _Layout] = {}
     plain: dict[tuple[Region, int], Parts | None] = {}  # where there is no choice, all devices take the same
 
     def ask(device: int, region: Region, before: int) -> None:
-        key = region, before
+        if before not in layouts:
+            layouts[before] = _Layout(pieces[:before])
+        key, layout = (region, before), layouts[before]
         if key not in plain:
-            plain[key] = _partition(op, region, pieces[:before])
-        for i, part in plain[key] or _choose_cover(op, region, pieces[:before], device):
+            plain[key] = _partition(op, region, layout)
+        for i, part in plain[key] or _choose_cover(op, region, layout, device):
             demand[i][device].append(part)
 
     for device, regions in asked:

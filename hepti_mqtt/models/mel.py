@@ -74,6 +74,7 @@ def log_mel(samples: Floats, bands: int) -> Floats:
     found = np.empty((count, bands), np.float64)
     for first in range(0, count, _BLOCK):
         block = slice(first, first + _BLOCK)
-        power = np.abs(np.fft.rfft(windows[block] * hann)) ** 2  # [frames, 201]
+        spectrum = np.fft.rfft(windows[block] * hann)
+        power = spectrum.real**2 + spectrum.imag**2  # [frames, 201]
         found[block] = np.log10(np.maximum(power @ filters(bands), _FLOOR))
     return np.asarray((np.maximum(found, found.max() - _RANGE) + 4) / 4, np.float32)

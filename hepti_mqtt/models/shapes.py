@@ -39,10 +39,10 @@ def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
 class TokenBatch:
     """A packed batch of token sequences; its unit of size is the token.
 
-    lengths: tokens of each sequence. mask_rows: packed rows of mask tokens (masked_token task only). want: `task` for
-    the task's output, `hidden` for the final hidden states of all rows [m, h]. cache: rows for which a decoder's cache
-    has room, those of this run included; its inputs are the number of rows there already, then the ids, so that one
-    Program serves every position.
+    lengths: tokens of each sequence. mask_rows: packed rows of mask tokens (masked_token task), or those for which a
+    session's run answers, none for the last one alone. want: `task` for the task's output, `hidden` for the final
+    hidden states of all rows [m, h]. cache: rows for which a decoder's cache has room, those of this run included; its
+    inputs are the number of rows there already, then the ids, so that one Program serves every position.
     """
 
     lengths: tuple[int, ...]
@@ -94,6 +94,10 @@ class TokenBatch:
     def decode_step(self, rows: int, begins: bool = False) -> TokenBatch:  # noqa: ARG002
         """Return the run of a number of tokens in the same session; the first one is like the others."""
         return replace(self, lengths=(rows,))
+
+    def answering(self, rows: int) -> TokenBatch:
+        """Return the same run, which answers for each of its last rows instead of the last one alone."""
+        return replace(self, mask_rows=tuple(range(self.tokens - rows, self.tokens)))
 
     def concatenate(self, others: Sequence[TokenBatch]) -> TokenBatch:
         """Return the batch of these sequences and of others behind them, which want the same."""
@@ -182,6 +186,10 @@ class ImageBatch:
     def decode_step(self, rows: int, begins: bool = False) -> ImageBatch:  # noqa: ARG002
         """Raise ValueError: images have no session."""
         raise ValueError(f"images have no session that could go on with {rows} rows")
+
+    def answering(self, rows: int) -> ImageBatch:
+        """Raise ValueError: images have no session."""
+        raise ValueError(f"images have no session that could answer for {rows} rows")
 
     def concatenate(self, others: Sequence[ImageBatch]) -> ImageBatch:
         """Return the batch of these images and of others behind them, which want the same."""

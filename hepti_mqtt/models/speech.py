@@ -72,6 +72,10 @@ class SpeechRun:
         """Return the run of a number of tokens in the same session."""
         return replace(self, tokens=rows, encodes=begins, start=self.start if begins else 0)
 
+    def answering(self, rows: int) -> SpeechRun:
+        """Raise ValueError: a run of speech answers for its last row."""
+        raise ValueError(f"a run of speech does not answer for {rows} rows")
+
     def concatenate(self, others: Sequence[SpeechRun]) -> SpeechRun:
         """Return itself; raises ValueError for several: a session is of one recording."""
         if others:

@@ -179,8 +179,9 @@ class ModelSpec:
         """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, or [B, h] embeddings."""
         if shape.want == "hidden":
             return shape.size, self.hidden
-        rows = {"mask": len(shape.mask_positions), "none": shape.size}.get(self.head.pooling, len(shape.sizes))
-        return rows, self.head.columns(self.hidden)
+        asked = len(shape.mask_positions)  # of a generation's run, the last one where it names none
+        counts = {"mask": asked, "none": shape.size, "last": asked or len(shape.sizes)}
+        return counts.get(self.head.pooling, len(shape.sizes)), self.head.columns(self.hidden)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
@@ -229,7 +230,7 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
         return None
     if pooling == "cls":
         return shape.starts
-    if pooling == "last":
+    if pooling == "last" and not shape.mask_rows:
         return tuple(start + length - 1 for start, length in zip(shape.starts, shape.lengths, strict=True))
     return shape.mask_rows
 

@@ -9,9 +9,10 @@ from math import inf, log2
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from hepti_mqtt.cost.memory import ROWS_IN_FLIGHT
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
 from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.models import weight_dtypes
+from hepti_mqtt.models import largest_shape, weight_dtypes
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES, DevicePair, Plan, Route, WireDtype
 from hepti_mqtt.shares import DeviceResources, Options
 from hepti_mqtt.strategies import STRATEGIES, Method
@@ -228,11 +229,13 @@ def no_fit(question: Question, ranking: Sequence[Candidate]) -> PlanError:
     closest = sorted((c for c in ranking if c.price.missing), key=lambda c: sum(c.price.missing.values()))
     lines = tuple(f"{_describe(c)}: {_lacks(question, c)}" for c in closest)
     may_narrow = question.weight_dtype == "f32" and "w8a32" in weight_dtypes(question.spec)
-    narrow = ", keep the weights narrow (--weights w8a32)" if may_narrow else ""
+    advice = ", keep the weights narrow (--weights w8a32)" if may_narrow else ""
+    if largest_shape(question.spec).session_rows > ROWS_IN_FLIGHT:
+        advice += ", take shorter texts (model_max_length in tokenizer_config.json)"
     found = f"the closest is {lines[0]}" if lines else "there is no candidate for these devices"
     return PlanError(
         f"no strategy fits {question.naming.model} into the devices' memory; {found}. Add devices, raise --memory on "
-        f"the agents{narrow}, or choose a smaller model (--explain lists all {len(lines)} candidates)",
+        f"the agents{advice}, or choose a smaller model (--explain lists all {len(lines)} candidates)",
         lines,
     )
 
@@ -545,7 +548,8 @@ class LowerBound:
         if not seen:
             return SPEEDUP_SLACK * together * self._factor(plan)
         ways = self._paths_by_route(plan)
-        more = min(s.more_s * _better(ways, s.path) for s in seen)
+        nearest = max(s.devices for s in seen)
+        more = min(s.more_s * _better(ways, s.path) for s in seen if s.devices == nearest)
         return (together + OVERHEAD_SLACK * more) * self._factor(plan)
 
     def bound_refined(self, plan: Plan, priced_s: float) -> float:

@@ -251,25 +251,45 @@ def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inside a run: whether it goes on under another plan from a block on.
+# Inside a request: whether a run goes on under another plan from a block on, or a text behind a token.
 
 
-LEAST_REST_S: Final = 1.0  # a run that ends sooner ends under its plan
+LEAST_REST_S: Final = 1.0  # what ends sooner ends under its plan
 LEAD: Final = 2  # blocks: devices are within one of each other, and the next one has begun when they hear of it
 HEARD_S: Final = 0.1  # for a message to all devices, Programs of the rest, and frames of the border beside its bytes
 
 
+TEXT_LEFT: Final = 0.5  # of the tokens that a text may still have, as many are expected: it may end at any of them
+
+
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Where a run might go on under another plan.
+    """Where a request might go on under another plan, in steps: blocks of a run's graph, or tokens of a text.
 
-    blocks: of its graph; here: in which it is by now at the most; block: from which on. moved_s: of what devices send.
+    steps: in all; here: those behind it, at the most; start: the first one under the other plan. moved_s: of what
+    devices send. again: steps take as long as what is computed again. each: part of a price that a step takes.
     """
 
-    blocks: int
+    steps: float
     here: int
-    block: int
+    start: int
+    each: float
     moved_s: float = 0.0
+    again: float = 0.0
+
+    @classmethod
+    def of_run(cls, blocks: int, here: int, moved_s: float = 0.0) -> Border:
+        """Return the next border of a run that is in a block by now at the most."""
+        return cls(blocks, here, here + LEAD, 1 / blocks, moved_s)
+
+    @classmethod
+    def of_text(cls, tokens: int, most: int, again: float, each: float = 1.0) -> Border:
+        """Return the border behind the tokens of a text that may still have so many."""
+        return cls(tokens + TEXT_LEFT * most, tokens, tokens, each, again=again)
+
+    def __str__(self) -> str:
+        again = f", with rows that take as long as {self.again:.0f}" if self.again else ""
+        return f"at {self.here} of {self.steps:.0f}, from {self.start} on{again}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,18 +308,16 @@ class GoingOn:
     why: str = ""
 
     def __str__(self) -> str:
-        b = self.border
-        place = f"from block {b.block} of {b.blocks}, in block {b.here} now"
         less = f"{self.gain_s:.1f} s less of {self.rest_s:.1f} s (probability {self.probability:.2f})"
-        return f"{place}: {less}" + (f"; {self.why}" if self.why else "")
+        return f"{self.border}: {less}" + (f"; {self.why}" if self.why else "")
 
 
 def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
-    """Return whether a run under `active` goes on under `other`; both prices are those of the run's shape."""
-    each_s = active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds))) / border.blocks
-    left, until = border.blocks - border.here, border.block - border.here
+    """Return whether what began under `active` goes on under `other`; both prices are those of the run's shape."""
+    each_s = border.each * active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds)))
+    left, until = border.steps - border.here, border.start - border.here
     stay_s = left * each_s
-    go_s = until * each_s + (left - until) * other.seconds / border.blocks + border.moved_s + HEARD_S
+    go_s = until * each_s + (left - until + border.again) * border.each * other.seconds + border.moved_s + HEARD_S
     rest_s, probability = float(stay_s.mean()), float((go_s < stay_s).mean())
     goes = left > until and rest_s > LEAST_REST_S and probability >= SURE
     return GoingOn(border, rest_s, rest_s - float(go_s.mean()), probability, goes)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf, prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hepti_mqtt.cost.memory import loading_overhead_bytes, max_live_bytes, programs_bytes, weights_bytes
 from hepti_mqtt.cost.profiles import Cluster
@@ -24,13 +25,14 @@ from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
 from hepti_mqtt.models import largest_shape, tensor_sources
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
-from hepti_mqtt.planner.candidates import WireErrorKey
+from hepti_mqtt.planner.candidates import THOROUGH, WireErrorKey
 from hepti_mqtt.planner.estimates import Corrections
 from hepti_mqtt.program import DTYPE_BYTES
 from hepti_mqtt.protocol.frames import frame_bytes
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies import STRATEGIES
 
 
 def _no_pause() -> None:
@@ -202,14 +204,39 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
     return kept + max(live, loading_overhead_bytes(refs))
 
 
-def memory_needs(question: Question, plan: Plan) -> Memory:
-    """Return what memory a plan needs and lacks, by device."""
+SINGLE: Final = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
+PLENTY: Final = 2  # a device that holds its part of any plan so many times has room for two plans
+# Its part needs at most so much more than all of the model on it alone: what it receives, and larger Programs.
+MORE: Final = 1.25
+MORE_BYTES: Final = 64 << 20
+
+
+def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Memory:
+    """Return what memory a plan needs and lacks, by device.
+
+    Not exactly: of a plan of many devices that all have plenty, a search takes a bound.
+    """
+    many = len(plan.devices) > THOROUGH and not question.is_exhaustive and question.objective != "memory"
+    if many and not exactly:
+        most = _most_bytes(question.spec, question.weight_dtype, question.in_flight)
+        if all(question.cluster.devices[d].memory_bytes >= PLENTY * most for d in plan.devices):
+            return Memory(dict.fromkeys(plan.devices, most), {})
     needs = {}
     for device in plan.devices:
         question.pause()
         needs[device] = needed_bytes(question, plan, device)
     room = {d: question.cluster.devices[d].memory_bytes for d in plan.devices}
     return Memory(needs, {d: int(n - room[d]) for d, n in needs.items() if n > room[d]})
+
+
+@lru_cache(maxsize=8)
+def _most_bytes(spec: Spec, storage: WeightDtype, in_flight: int) -> int:
+    return int(MORE * peak_bytes(spec, plan_alone(storage), "", in_flight)) + MORE_BYTES
+
+
+def plan_alone(storage: WeightDtype) -> Plan:
+    """Return the plan of one device, whatever its name and the model's."""
+    return Plan("", PlanVersion(0, 0), SINGLE, ("",), "", weight_dtype=storage)
 
 
 def plan_packet(question: Question, plan: Plan) -> int:

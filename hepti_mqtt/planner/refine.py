@@ -12,15 +12,13 @@ from typing import Final
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan, Range, Route, WeightDtype
 from hepti_mqtt.plan_programs import make_plan, resident_weights
 from hepti_mqtt.planner.candidates import Candidate, candidate_routes, candidate_wires, device_costs, with_route
-from hepti_mqtt.planner.price import Memory, Question, fits_packet_limit, memory_needs, needed_bytes, price
+from hepti_mqtt.planner.price import Memory, Question, fits_packet_limit, memory_needs, needed_bytes, plan_alone, price
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 
-SINGLE: Final = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
 MEMORY_ROUNDS: Final = 8
 SLIGHT: Final = 1e-3  # of a device's weight: as little as a division may give it
 
@@ -155,8 +153,7 @@ def with_shares(question: Question, plan: Plan, weights: Sequence[float]) -> Pla
 @lru_cache(maxsize=8)
 def whole_bytes(spec: Spec, storage: WeightDtype) -> int:
     """Return the bytes of all weights: devices that divide them hold no less together."""
-    plan = Plan("", PlanVersion(0, 0), SINGLE, ("",), "", weight_dtype=storage)
-    return weights_bytes(resident_weights(spec, plan, ""))
+    return weights_bytes(resident_weights(spec, plan_alone(storage), ""))
 
 
 def with_memory(question: Question, guess: Draft | Candidate) -> Draft:

@@ -35,17 +35,18 @@ from hepti_mqtt.planner.candidates import (
     with_route,
 )
 from hepti_mqtt.planner.price import (
+    SINGLE,
     Budget,
     Price,
     Question,
     fits_packet_limit,
+    memory_needs,
     packet_limit,
     plan_packet,
     price,
     tile_packet,
 )
 from hepti_mqtt.planner.refine import (
-    SINGLE,
     Draft,
     balance_shares,
     best_route_and_wire,
@@ -132,6 +133,10 @@ class Search:
         """Return whether there is a plan, and no time to look for a better one."""
         return bool(self.found) and self.question.budget.is_spent
 
+    @property
+    def _best_s(self) -> float:
+        return min((c.price.expected_s for c in self.found), default=inf)
+
     # -- what stands ----------------------------------------------------------------------------------------------
 
     def _stand(self, queue: Sequence[_Step], floor: LowerBound) -> Iterator[Candidate]:
@@ -145,7 +150,7 @@ class Search:
         fits = (fitting(question, step[2]) for step in alone if isinstance(step[2], Candidate))
         yield from islice(filter(None, fits), 1)
         if active is not None:
-            best = min((c.price.expected_s for c in self.found), default=inf)
+            best = self._best_s
             for draft in self._with_other_devices(active):
                 if not self.found or (floor.bound_unpriced(draft.plan) < best and self._has_weights(draft.plan)):
                     yield from self._priced(draft.plan, draft.shares)
@@ -281,14 +286,18 @@ class Search:
 
         What each device does beside its part of the work grows with their number, so larger ones would be slower still.
         """
-        waiting, devices = self._larger.get(c.name), len(c.plan.devices)
+        waiting, devices = self._larger.get(c.name, []), len(c.plan.devices)
+        ready = bool(waiting) and devices >= min(THOROUGH, len(waiting[0].plan.devices) // 2)
+        if isinstance(c, Draft) and ready and min(floor.bound_unpriced(w.plan) for w in waiting) < self._best_s:
+            c = price_draft(self.question, c)  # which costs a fraction of a larger one's price, and says much of it
+            floor.observe(c)
         if isinstance(c, Candidate):
             known = self._least.get((c.name, devices), inf)
             self._least[c.name, devices] = min(known, c.price.seconds)
             fewer = min((s for (name, n), s in self._least.items() if name == c.name and n < devices), default=inf)
             if c.price.seconds > fewer:
                 return
-        if not waiting or devices < min(THOROUGH, len(waiting[0].plan.devices) // 2):
+        if not ready:
             return
         size = len(waiting[0].plan.devices)
         while waiting and len(waiting[0].plan.devices) == size:
@@ -635,6 +644,11 @@ def _simulate_best(question: Question, ranking: list[Candidate]) -> list[Candida
     top = _prefer_single(question, ranking)
     if top and len(top[0].plan.devices) <= THOROUGH:
         top[0] = _final(question, top[0])
+    elif top and top[0].price.feasible:
+        needs, missing = memory_needs(question, top[0].plan, exactly=True)
+        top[0] = replace(top[0], price=replace(top[0].price, needs=needs, missing=missing))
+        if missing and len(top) > 1:
+            return _simulate_best(question, top[1:])
     return [replace(c, plan=_predicted(question, c)) for c in top]
 
 

@@ -24,6 +24,7 @@ from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import TAKEN_BY
 from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation, Pins, Request, RequestKey, RunStats
 from hepti_mqtt.service import answers, requests
@@ -420,6 +421,7 @@ def _request(
         batches = (Batch(prepared.shape, prepared.inputs),)
         prompt, carried = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
         generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules, carried)
+        generation.guesses = Guesses() if prepared.guesses and generation.rules.judge is None else None
     return Request(
         key,
         batches,

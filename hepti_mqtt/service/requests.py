@@ -139,7 +139,8 @@ class ModelInput:
 
     inputs: token ids int32 [m], for a decoder with a leading zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
     user sent a list and gets a list of results. wants_result: False for want "plan", which needs no devices.
-    new_tokens: number of tokens to generate, rules: for them. stop: texts at which they end. seconds: of a recording.
+    new_tokens: number of tokens to generate, rules: for them. stop: texts at which they end. guesses: of
+    tokens may be computed along. seconds: of a recording.
     empty: indices of empty texts, which are not computed and give zeros.
     dimensions: of an embedding, 0 for all. raw_scores: logits instead of scores. question: what the output is asked,
     None for one answer of the model's task for each input.
@@ -157,6 +158,7 @@ class ModelInput:
     question: Question | None = None
     rules: TokenRules = LIKELIEST
     stop: tuple[str, ...] = ()
+    guesses: bool = False
     seconds: float = 0.0
 
 
@@ -360,7 +362,8 @@ def _decoded(
     rules, stop = sampling.read_sampling(
         checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab, request.get("top_k") or 0
     )
-    return ModelInput(shape, inputs, False, top_k, computes, new, rules=rules, stop=stop)
+    guesses = request.get("speculate") is None or _flag(request, "speculate")
+    return ModelInput(shape, inputs, False, top_k, computes, new, rules=rules, stop=stop, guesses=guesses)
 
 
 def _conversation(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Tokens:

@@ -25,7 +25,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-OPTIONS: Final = (*RANGES, "seed", "logit_bias", "stop")
+OPTIONS: Final = (*RANGES, "seed", "logit_bias", "stop", "speculate")
 
 
 def read_sampling(

@@ -190,7 +190,8 @@ def wav_of(samples: Floats) -> bytes:
 _LOBES: Final = 24  # zero crossings of the sinc on each side
 _BETA: Final = 9.0  # of Kaiser's window: -90 dB beyond the edge
 _EDGE: Final = 0.94  # of the lower of both rates' limits
-_BLOCK: Final = 8192  # samples that are made at once
+_BLOCK: Final = 8192  # samples that are made at once, of rates that have little in common with the new one
+_GROUP, _MOST = 64, 1000  # new samples that one matrix makes at least, and filters up to which there is one
 
 
 def resampled(samples: Floats, rate: int) -> Floats:
@@ -200,15 +201,22 @@ def resampled(samples: Floats, rate: int) -> Floats:
     common = math.gcd(rate, RATE)
     up, down = RATE // common, rate // common
     bank = _filters(up, rate)  # [up, taps]
-    reach = bank.shape[1] // 2
-    count = -(-len(samples) * up // down)
-    padded = np.pad(samples, (reach, reach + 1))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, bank.shape[1])
-    out = np.empty(count, np.float32)
-    for first in range(0, count, _BLOCK):
-        at = np.arange(first, min(first + _BLOCK, count), dtype=np.int64) * down
-        out[first : first + len(at)] = np.einsum("nt,nt->n", windows[at // up], bank[at % up])
-    return out
+    taps = bank.shape[1]
+    count, reach = -(-len(samples) * up // down), taps // 2
+    if up > _MOST:
+        windows = np.lib.stride_tricks.sliding_window_view(np.pad(samples, (reach, reach + 1)), taps)
+        at = np.arange(count, dtype=np.int64) * down
+        blocks = (at[i : i + _BLOCK] for i in range(0, count, _BLOCK))
+        return np.concatenate([np.einsum("nt,nt->n", windows[block // up], bank[block % up]) for block in blocks])
+    # After `up` new samples the same filters come again: groups of new samples are products with one band matrix.
+    turns = -(-_GROUP // up)
+    at, wide = np.arange(turns * up) * down, turns * down + taps
+    band = np.zeros((wide, len(at)), np.float32)
+    band[at[:, None] // up + np.arange(taps), np.arange(len(at))[:, None]] = bank[at % up]
+    groups = -(-count // len(at))
+    padded = np.pad(samples, (reach, groups * turns * down + wide - len(samples)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, wide)[:: turns * down][:groups]
+    return np.asarray((np.ascontiguousarray(windows) @ band).reshape(-1)[:count])
 
 
 def _filters(up: int, rate: int) -> Floats:

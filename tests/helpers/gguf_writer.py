@@ -80,7 +80,32 @@ def _q5_1(x: np.ndarray) -> np.ndarray:
     return np.concatenate([_half(step), _half(x.min()), np.packbits(q >> 4, bitorder="little"), low])
 
 
-_BLOCK = {"q5_0": _q5_0, "q5_1": _q5_1, "q4_0": _q4_0, "q4_1": _q4_1, "q8_0": _q8_0}
+def _q4_k(x: np.ndarray) -> np.ndarray:
+    parts = x.reshape(8, 32)
+    least = np.maximum(-parts.min(axis=1), 0)
+    steps = (parts.max(axis=1) + least) / 15
+    scale, minimum = (max(float(np.float16(v.max() / 63)), 1e-7) for v in (steps, least))
+    scales, minima = (np.rint(v / of).clip(0, 63).astype(np.uint8) for v, of in ((steps, scale), (least, minimum)))
+    own = np.maximum(scale * scales, 1e-9)[:, None]
+    q = np.rint((parts + (minimum * minima)[:, None]) / own).clip(0, 15).astype(np.uint8)
+    both = [v[:4] | v[4:] >> 4 << 6 for v in (scales, minima)]
+    packed = [*both, scales[4:] & 15 | (minima[4:] & 15) << 4]
+    return np.concatenate([_half(scale), _half(minimum), *packed, *(q[::2] | q[1::2] << 4)])
+
+
+def _q6_k(x: np.ndarray) -> np.ndarray:
+    parts = x.reshape(16, 16)
+    steps = parts[np.arange(16), np.abs(parts).argmax(axis=1)] / -32
+    scale = max(float(np.float16(np.abs(steps).max() / 127)), 1e-7)
+    scales = np.rint(steps / scale).clip(-128, 127).astype(np.int8)
+    own = np.where(scales, scale * scales, 1.0)[:, None]
+    q = (np.rint(parts / own).clip(-32, 31) + 32).astype(np.uint8).reshape(2, 4, 32)
+    lower = q[:, :2] & 15 | (q[:, 2:] & 15) << 4
+    upper = q[:, 0] >> 4 | q[:, 1] >> 4 << 2 | q[:, 2] >> 4 << 4 | q[:, 3] >> 4 << 6
+    return np.concatenate([lower.reshape(-1), upper.reshape(-1), scales.view(np.uint8), _half(scale)])
+
+
+_BLOCK = {"q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q4_k": _q4_k, "q6_k": _q6_k}
 
 
 def _text(value: str) -> bytes:

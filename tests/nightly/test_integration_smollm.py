@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from its GGUF file says what transformers says with the same weights, on one to three devices."""
+"""SmolLM2-135M-Instruct from its GGUF file says what transformers says with the same weights, on any devices."""
 
 from __future__ import annotations
 

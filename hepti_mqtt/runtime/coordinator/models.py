@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from math import hypot, inf, log
 from typing import Final
 
@@ -20,6 +20,7 @@ from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, S
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
+from hepti_mqtt.runtime.coordinator.guesses import StepPace
 from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
@@ -91,6 +92,7 @@ class PlanGroup:
     failed_preparations: int = 0
     missing_bytes: dict[str, int] = field(default_factory=dict)
     crash_backoff: CrashBackoff = field(default_factory=CrashBackoff)
+    paced: tuple[PlanVersion, StepPace] | None = None
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
     recent_shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # the last one last
     published_transitions: int = 0
@@ -114,6 +116,11 @@ class PlanGroup:
         if record is None:
             return ()
         return tuple(run for run in record.plan.executables if run.version not in record.suspect_versions)
+
+    @property
+    def session_plans(self) -> tuple[Plan, ...]:
+        """Return the plans that sessions may be under: those of the next runs, and those that texts stay with."""
+        return (*self.usable_executables, *(run for record in self.plans.retiring for run in record.plan.executables))
 
     @property
     def has_suspect_replica(self) -> bool:
@@ -154,6 +161,11 @@ class PlanGroup:
         """Return the requests that wait or run; one of several runs comes several times."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
 
+    def waiting_texts(self, record: PlanRecord) -> list[Generation]:
+        """Return the texts between two tokens whose sessions are under a plan."""
+        made = (item.request.generation for item in self.queue)
+        return [text for text in made if text is not None and text.plan_version in record.versions]
+
     @property
     def longest_rows(self) -> int:
         """Return the rows that a session may have."""
@@ -189,19 +201,20 @@ class PlanGroup:
         """Return what runs next of what waits, and when: at once unless others may come to run with it.
 
         Nothing where all that waits must have a session first and has no room for it. share: no more than so many,
-        where others run on other replicas. room_rows: of all sessions under a plan.
+        where others run on other replicas. room_rows: of all sessions under a plan, 0 of a model without them.
         """
-        turns = list(self._with_room(room_rows))
-        return self._next(iter(turns), share) if turns else ((), inf)
+        turns = self._with_room(room_rows) if room_rows else self.queue.in_turn()
+        first = next(turns, None)
+        return ((), inf) if first is None else self._next(chain([first], turns), share)
 
     def _with_room(self, room_rows: int) -> Iterator[WorkItem]:
         """Yield what waits in turn; behind a session that has no room yet, none begins."""
         versions = {plan.version for plan in self.usable_executables}
         used = max((self.reserved_rows(version) for version in versions), default=0)
+        begun = {plan.version for plan in self.session_plans}
         for item in self.queue.in_turn():
             made = item.request.generation
-            begins = made is not None and made.plan_version not in versions
-            needed = made.reserved_rows if made is not None and begins and room_rows else 0
+            needed = 0 if made is None or made.plan_version in begun else made.reserved_rows
             if needed and used + needed > room_rows:
                 used = room_rows
                 continue
@@ -234,6 +247,12 @@ class PlanGroup:
         predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
         between = interval(seen.seconds / predicted_s, self.methods.run_sd(whole))
         self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, *between))
+
+    def step_pace(self, plan: Plan) -> StepPace:
+        """Return how long steps of generations take under a plan, as far as it is known."""
+        if self.paced is None or self.paced[0] != plan.version:
+            self.paced = plan.version, StepPace()
+        return self.paced[1]
 
     def expected(self, run: Plan) -> Expectation:
         """Return what runs under a plan take over its prediction, or under that of which it is a replica."""

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering.handover import HandoverError
+from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import handover_moves
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
-    LEAD,
     SURE,
     TRIAL_RUNS,
     Border,
@@ -34,7 +35,7 @@ from hepti_mqtt.planner.decisions import (
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord, is_same_division
-from hepti_mqtt.runtime.coordinator.requests import Run, length_factor
+from hepti_mqtt.runtime.coordinator.requests import Request, Run, length_factor
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -152,41 +153,63 @@ class Moves:
         group.judged_s, group.is_fresh, group.verdict = now, False, verdict
         return verdict
 
-    def go_on(self, group: PlanGroup, run: Run, now: float) -> tuple[Plan, GoingOn] | None:
-        """Return under which plan a run goes on and what the rule says of that; None where there is none to ask about.
+    def go_on(self, group: PlanGroup, run: Run, now: float) -> GoingOn | None:
+        """Return what the rule says of a run under a plan before the active one; None where it cannot be asked.
 
-        run: under a plan before the active one, of which devices have said how far it is.
+        Devices have said how far the run is.
         """
-        record = group.plans.active
-        before = next((r for r in group.plans.retiring if r.plan.version == run.plan_version), None)
-        beliefs, spec = self._beliefs(group, now), group.served.spec
-        if record is None or before is None or not all(self._is_there(r.plan, beliefs) for r in (record, before)):
+        beliefs, blocks, progress = self._beliefs(group, now), group.served.block_count(run.shape), run.progress
+        if (plans := self._before_and_active(group, run.plan_version, beliefs)) is None:
             return None
-        then, ours = (self._of_run(group, r, run, beliefs, now) for r in (before, record))
-        blocks, progress = group.served.block_count(run.shape), run.progress
+        then, ours = (self._of_size(group, r, run.shape.size, beliefs, now) for r in plans)
         assert progress is not None
         # Since that word it may have been as fast as was expected, or as is believed now.
         fastest_s = min(run.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
         here = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
-        border = Border(blocks, here, here + LEAD)
-        verdict = goes_on(then, ours, border)
+        verdict = goes_on(then, ours, Border.of_run(blocks, here))
         if not verdict.goes:
-            return record.plan, verdict
+            return verdict
         try:
-            moved = handover_moves(spec, before.plan, record.plan, run.shape, border.block)
+            moved = handover_moves(group.served.spec, plans[0].plan, plans[1].plan, run.shape, verdict.border.start)
         except HandoverError as error:
-            return record.plan, replace(verdict, goes=False, why=str(error))
+            return replace(verdict, goes=False, why=str(error))
         sent: Counter[str] = Counter()
         for move in moved:
             sent[move.source] += move.nbytes
         moved_s = max((n / beliefs.cluster.links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
-        return record.plan, goes_on(then, ours, replace(border, moved_s=moved_s))
+        return goes_on(then, ours, replace(verdict.border, moved_s=moved_s))
 
-    def _of_run(self, group: PlanGroup, record: PlanRecord, run: Run, beliefs: Beliefs, now: float) -> Option:
+    def go_on_with_text(self, group: PlanGroup, request: Request, now: float) -> GoingOn | None:
+        """Return what the rule says of a text under a plan before the active one; None where it cannot stay there."""
+        generation, beliefs = request.generation, self._beliefs(group, now)
+        assert generation is not None
+        assert generation.plan_version is not None
+        if (plans := self._before_and_active(group, generation.plan_version, beliefs)) is None:
+            return None
+        then, ours = (self._of_size(group, r, 1, beliefs, now) for r in plans)
+        tokens, (rows, rows_s, token_s) = len(generation.tokens), request.measured_s(now)
+        # A row among others takes no longer than a token alone; of speech the first run is computed again, too.
+        beside = max(len(generation.prompt) + tokens - rows, tokens)
+        again = (rows_s + beside * min(rows_s / rows, token_s)) / token_s
+        is_for_steps = is_planned_for(group.served.spec, generation.shape.decode_step(1))
+        each = 1.0 if is_for_steps else token_s / rows_s  # else plans are made for the first run
+        return goes_on(then, ours, Border.of_text(tokens, generation.max_new_tokens - tokens, again, each))
+
+    def _before_and_active(
+        self, group: PlanGroup, version: PlanVersion, beliefs: Beliefs
+    ) -> tuple[PlanRecord, PlanRecord] | None:
+        """Return the plan that something began under and the active one, if all of their devices are there."""
+        active = group.plans.active
+        before = next((r for r in group.plans.retiring if version in r.versions), None)
+        if active is None or before is None or not all(self._is_there(r.plan, beliefs) for r in (active, before)):
+            return None
+        return before, active
+
+    def _of_size(self, group: PlanGroup, record: PlanRecord, size: int, beliefs: Beliefs, now: float) -> Option:
         """Return a plan as an option for a run of another length."""
         priced = Priced(record.decision.chosen, record.decision.cluster)
         option = self._option(group, priced, outlook(priced, beliefs), beliefs, (), now)
-        return replace(option, seconds=option.seconds * length_factor(record.plan, run.shape.size))
+        return replace(option, seconds=option.seconds * length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
         """Return whether the active plan is to be judged: now and then, and after a change at once.

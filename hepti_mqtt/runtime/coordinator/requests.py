@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, pairwise
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
+from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.task_queue import TaskQueue
@@ -92,18 +93,20 @@ class Pins:
         return ", ".join(word for word in words if word) or "auto"
 
 
-class GeneratedToken(NamedTuple):
-    """What followed from a run: a token of a text so far, or with place -1 the end of the prompt.
+class GeneratedTokens(NamedTuple):
+    """What followed from a run: tokens of a text so far, or with place -1 the one that ends the prompt.
 
-    tokens: the text's own list, which grows. place: in it. token: -1 of a run whose rows were cached and no more.
-    attempt: the text's number.
+    tokens: the text's own list, which grows. place: of the first one in it. taken: those that followed, none from a run
+    whose rows were cached and no more; one or more of a run that had guesses. attempt: the text's number. rows: for
+    which the run answered.
     """
 
     tokens: list[int]
     place: int
-    token: int
+    taken: tuple[int, ...]
     attempt: int
     temperature: float
+    rows: int = 1
 
 
 class Attempt(NamedTuple):
@@ -115,6 +118,7 @@ class Attempt(NamedTuple):
     verdict: Verdict
 
 
+LEAST_TOKEN_S: Final = 1e-6
 ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
 
 
@@ -127,8 +131,9 @@ class Generation:
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
     of them is the answer. source: the session whose rows it begins with, 0 without one; reuses: it began with rows of
-    another text; left: sessions that it had before. steps: what followed from each run. states: of all rows, where they
-    are wanted instead of tokens.
+    another text; left: sessions that it had before. steps: what followed from each run. guesses: of what follows, None
+    without; guessed: what the run under way has behind the last token. states: of all rows, where they are wanted
+    instead of tokens.
     """
 
     prompt: tuple[int, ...]
@@ -147,7 +152,10 @@ class Generation:
     left: list[tuple[PlanVersion, int]] = field(default_factory=list)
     published_tokens: tuple[int, ...] = ()
     tried: list[Attempt] = field(default_factory=list)
-    steps: list[GeneratedToken] = field(default_factory=list)
+    steps: list[GeneratedTokens] = field(default_factory=list)
+    guesses: Guesses | None = None
+    guessed: tuple[int, ...] = ()
+    judged_for: PlanVersion | None = None  # the plan under which it might go on, when the rule was asked first
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
     states: list[Array] = field(default_factory=list)
 
@@ -195,17 +203,26 @@ class Generation:
             return None
         return HeldText((self.plan_version, self.session), np.array(self._ids(0, self.cached_rows), np.int32), longest)
 
-    def next_batch(self) -> tuple[Batch, DecoderSession]:
-        """Return the next run, of tokens that are not cached, and whether it is the session's last."""
+    def next_batch(self, pace: StepPace) -> tuple[Batch, DecoderSession]:
+        """Return the next run, of tokens that are not cached, and whether it is the session's last.
+
+        Where the last token alone is not cached, guesses of what follows it may come behind it.
+        """
         total = len(self.prompt) + len(self.tokens)
         first, stop = self._rows_behind(self.cached_rows, total)
-        inputs, begins = np.array([first, *self._ids(first, stop)], np.int32), not self.cached_rows
+        self.guessed = ()
+        if self.guesses is not None and self.tokens and total - self.cached_rows == 1:
+            most = self.max_new_tokens - len(self.tokens) - 1
+            self.guessed = self.guesses.propose(self.prompt, self.tokens, most, pace)
+        ids = (*self._ids(first, stop), *self.guessed)
+        inputs, begins = np.array([first, *ids], np.int32), not self.cached_rows
         if begins and self.carried.size:
             inputs = np.concatenate([inputs, self.carried])
         is_last = len(self.tokens) + 1 >= self.max_new_tokens and len(self.tried) + 1 >= len(self.rules.temperatures)
         final = is_last and bool(self.carried.size) and not self._lacks_choice  # else other texts may begin like it
         session = DecoderSession(self.session, final, self.source if first else 0)
-        return Batch(self.shape.decode_step(stop - first, begins), inputs), session
+        shape = self.shape.decode_step(len(ids), begins)
+        return Batch(shape.answering(len(ids)) if self.guessed else shape, inputs), session
 
     @property
     def reserved_rows(self) -> int:
@@ -241,41 +258,55 @@ class Generation:
     def _lacks_choice(self) -> bool:
         return bool(self.rules.choices) and not self.asked
 
-    def append_token(self, logits: Array) -> GeneratedToken:
-        """Take the logits [r, V] of the run that `next_batch` gave; return the token that follows.
+    def append_tokens(self, logits: Array) -> GeneratedTokens:
+        """Take the logits [r, V] of the run that `next_batch` gave; return the tokens that follow.
 
-        Without one, where more rows are to be cached first. A text that is whole may be followed by another one.
+        None, where more rows are to be cached first; several, where what was guessed is what follows. A text that is
+        whole may be followed by another one.
         """
         total, cached = len(self.prompt) + len(self.tokens), self.cached_rows
-        if not cached and self.silence is None:
-            self.silence = self.rules.silence(logits)
         first, self.cached_rows = self._rows_behind(cached, total)
         self.source = 0
         if self.wants_states:
             self.states.append(logits[cached - first :])
+        elif not cached and self.silence is None:
+            self.silence = self.rules.silence(logits)
         if self.wants_states or self.cached_rows < total:
-            step = GeneratedToken(self.tokens, len(self.tokens), -1, len(self.tried), 0.0)
+            step = GeneratedTokens(self.tokens, len(self.tokens), (), len(self.tried), 0.0)
         elif self._lacks_choice:
-            step = GeneratedToken(self.tokens, -1, self.rules.choose_prompt(logits), 0, 0.0)
-            self._end_prompt(step.token)
+            step = GeneratedTokens(self.tokens, -1, (self.rules.choose_prompt(logits),), 0, 0.0)
+            self._end_prompt(step.taken[0])
         else:
-            temperature = self.temperature
-            token, score = self.rules.choose(logits, self.tokens, temperature)
-            step = GeneratedToken(self.tokens, len(self.tokens), token, len(self.tried), temperature)
-            self.tokens.append(token)
-            self.scores.append(score)
+            step = self._take(logits)
         self.steps.append(step)
-        if self.rules.judge is not None and self.done:
+        if self.rules.judge is not None and not self.wants_states and self.done:
             self._conclude(self.rules.judge(self.tokens, self.scores, self.silence or 0.0))
         return step
 
-    def follows(self, step: GeneratedToken, logits: Array) -> bool:
+    def _take(self, logits: Array) -> GeneratedTokens:
+        """Take tokens as long as the guesses are right, and the one behind them."""
+        place, temperature, rows = len(self.tokens), self.temperature, len(self.guessed) + 1
+        for guess, row in zip((*self.guessed, None), logits[len(logits) - rows :], strict=True):
+            token, score = self.rules.choose(row[None], self.tokens, temperature)
+            self.tokens.append(token)
+            self.scores.append(score)
+            if token != guess or self.done:
+                break
+        taken = tuple(self.tokens[place:])
+        self.cached_rows += len(taken) - 1
+        if self.guesses is not None and self.guessed:
+            right = sum(map(int.__eq__, taken, self.guessed))
+            self.guesses.record(min(len(taken), len(self.guessed)), right)
+        return GeneratedTokens(self.tokens, place, taken, len(self.tried), temperature, rows)
+
+    def follows(self, step: GeneratedTokens, logits: Array) -> bool:
         """Return whether a step follows from the logits of its run."""
-        if step.token < 0:
-            return True
         if step.place < 0:
-            return self.rules.choose_prompt(logits) == step.token
-        return self.rules.choose(logits, step.tokens[: step.place], step.temperature)[0] == step.token
+            return self.rules.choose_prompt(logits) == step.taken[0]
+        return all(
+            self.rules.choose(row[None], step.tokens[: step.place + i], step.temperature)[0] == token
+            for i, (token, row) in enumerate(zip(step.taken, logits[len(logits) - step.rows :], strict=False))
+        )
 
     def _end_prompt(self, token: int) -> None:
         self.asked = self.prompt
@@ -355,6 +386,13 @@ class Request:
             return [self.batches[chunk].shape]
         shapes = made.shapes_to(len(made.prompt) + len(made.tokens))
         return list(dict.fromkeys((*shapes, made.shape.decode_step(1))))
+
+    def measured_s(self, now: float) -> tuple[int, float, float]:
+        """Return the rows of the largest run of a text and what it took, and what the fastest one took."""
+        began = [*(run.dispatched_s or 0.0 for run in self.stats), now]
+        took = [(run.shape.size, stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)]
+        rows, seconds = max(took, key=lambda run: run[0], default=(1, 0.0))
+        return rows, max(seconds, LEAST_TOKEN_S), max(min((s for _, s in took), default=0.0), LEAST_TOKEN_S)
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""

@@ -120,11 +120,11 @@ class Rollout:
     # -- what has become possible ---------------------------------------------------------------------------------
 
     def release_idle(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Release plans whose last run has ended."""
+        """Release plans whose last run, and last text, has ended."""
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
             runs = [each for run in group.runs.values() for each in (run, run.before) if each is not None]
-            if not any(run.plan_version in record.versions for run in runs):
+            if not any(run.plan_version in record.versions for run in runs) and not group.waiting_texts(record):
                 group.plans.step(record, "idle", now)
                 group.note_left(record.plan)
                 out += self.release(record.plan)

@@ -221,7 +221,7 @@ class Scheduler:
             if now < due_s:
                 held[id(group)] = due_s
                 continue
-            plan = self._replica_with_cache(group, items[0].request.generation) or assigned.plan
+            plan = self._plan_of_session(group, items[0].request.generation) or assigned.plan
             if not self._has_room(group, plan):
                 held[id(group)] = inf
                 continue
@@ -259,11 +259,11 @@ class Scheduler:
         return out
 
     @staticmethod
-    def _replica_with_cache(group: PlanGroup, generation: Generation | None) -> Plan | None:
-        """Return the replica that has a session's cache, None if none has."""
+    def _plan_of_session(group: PlanGroup, generation: Generation | None) -> Plan | None:
+        """Return the plan, or the replica of one, that has a session's cache, None if none has."""
         if generation is None:
             return None
-        return next((p for p in group.usable_executables if p.version == generation.plan_version), None)
+        return next((p for p in group.session_plans if p.version == generation.plan_version), None)
 
     def handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         """Take a part of the output, or a device's report of its run; the last one of a request answers it."""
@@ -292,7 +292,7 @@ class Scheduler:
         if run.complete():
             return [*out, *self._complete(group, run, now)]
         is_whole = run.early_stats is None and run.has_whole_output(group.served.spec.output_shape(run.shape))
-        return [*out, *self._deliver(group, run, reported=False)] if is_whole else out
+        return [*out, *self._deliver(group, run, now, reported=False)] if is_whole else out
 
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
         """Retry a run that was lost on the wire, and once a run that a device could not compute."""
@@ -447,7 +447,7 @@ class Scheduler:
         if generation is not None:
             if generation.plan_version != plan.version:
                 out += self._begin_session(group, plan, generation)
-            part, session = generation.next_batch()
+            part, session = generation.next_batch(group.step_pace(plan))
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
         key = self._fleet.frame_key(plan)
@@ -510,7 +510,7 @@ class Scheduler:
         Never that of the earliest one: it ends, and makes room.
         """
         out, room_rows = list[CoordinatorCommand](), self._room_rows(group)
-        for version in {plan.version for plan in group.usable_executables} if room_rows else ():
+        for version in {plan.version for plan in group.session_plans} if room_rows else ():
             while group.reserved_rows(version) > room_rows:
                 earliest = min(r.sequence for r in group.requests() if r.generation and not r.finished)
                 waiting = (item.request for item in group.queue if item.request.sequence > earliest)
@@ -563,15 +563,15 @@ class Scheduler:
         if not run.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
             text = "The devices' partial outputs do not form a whole answer. Install one version on all devices."
             return self._retry_or_fail(group, run, RemoteError(text), MAX_ATTEMPTS)
-        return self._deliver(group, run, reported=True)
+        return self._deliver(group, run, now, reported=True)
 
-    def _deliver(self, group: PlanGroup, run: Run, reported: bool) -> list[CoordinatorCommand]:
+    def _deliver(self, group: PlanGroup, run: Run, now: float, *, reported: bool) -> list[CoordinatorCommand]:
         """Give the whole output of a run to its requests; before all devices have reported, to those that do not wait.
 
         Such a run stays until all devices have reported; if they do not, it is overdue.
         """
         if run.items[0].request.generation is not None:
-            return self._continue_generation(group, run, reported)
+            return self._continue_generation(group, run, now, reported)
         takers = [item for item in run.items if reported or not item.request.wants_report]
         if not takers:
             return []
@@ -643,7 +643,7 @@ class Scheduler:
     # rows and the next run starts at once; reports are counted as they come. A published token cannot be taken back:
     # if its run was forged it is computed again, and a different token is an error.
 
-    def _continue_generation(self, group: PlanGroup, run: Run, reported: bool) -> list[CoordinatorCommand]:
+    def _continue_generation(self, group: PlanGroup, run: Run, now: float, reported: bool) -> list[CoordinatorCommand]:
         """Take the token of a run's output, and its reports once all are in."""
         request, generation, stats = run.items[0].request, run.items[0].request.generation, run.stats()
         assert generation is not None
@@ -651,19 +651,19 @@ class Scheduler:
             if not run.waiting_requests or generation.wants_states or not _usable(run.output()):
                 return []
             run.early_stats, run.run_index = stats, len(generation.steps)
-            return self._append_token(group, run, stats)
+            return self._take_tokens(group, run, stats, now)
         if request.finished:
             return []
         if run.run_index is None:
-            return self._append_token(group, run, stats)
+            return self._take_tokens(group, run, stats, now)
         if not generation.follows(generation.steps[run.run_index], run.output()):  # by the reports a part was forged
             error = RemoteError("parts of an answer are not those that devices have sent")
             return self._rewind(group, run, error, MAX_ATTEMPTS)
         request.stats[run.run_index] = stats
         return self._answer_generation(group, run)
 
-    def _append_token(self, group: PlanGroup, run: Run, stats: RunStats) -> list[CoordinatorCommand]:
-        """Take a token, and queue the next run of its session."""
+    def _take_tokens(self, group: PlanGroup, run: Run, stats: RunStats, now: float) -> list[CoordinatorCommand]:
+        """Take what follows, and queue the next run of its session."""
         item, logits = run.items[0], run.output()
         request, generation = item.request, item.request.generation
         assert generation is not None
@@ -671,20 +671,20 @@ class Scheduler:
             error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
             return self.fail_request(group, request, error)
         published = generation.published_tokens
-        step = generation.append_token(logits)
-        place, token = step.place, step.token
+        step = generation.append_tokens(logits)
+        if run.ran_alone:
+            group.step_pace(run.plan).record(run.shape.size, now - run.dispatched_s)
         request.stats.append(stats)
         out: list[CoordinatorCommand] = []
-        if token < 0:
-            pass
-        elif place >= len(published):
-            out.append(TokenReady(request, place, tuple(step.tokens), step.attempt))
-        elif place >= 0 and token != published[place]:
-            text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat the "
-            text += "request; a device may be faulty (see `hepti devices`)."
-            return self.fail_request(group, request, RemoteError(text))
-        if token >= 0 and not 0 <= place < len(published):
-            request.losses.clear()
+        for place, token in enumerate(step.taken, step.place):
+            if place >= len(published):
+                out.append(TokenReady(request, place, tuple(step.tokens[: place + 1]), step.attempt))
+            elif place >= 0 and token != published[place]:
+                text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat "
+                text += "the request; a device may be faulty (see `hepti devices`)."
+                return self.fail_request(group, request, RemoteError(text))
+            if not 0 <= place < len(published):
+                request.losses.clear()
         if not generation.done:
             group.queue.resume(item)
         return out + self._answer_generation(group, run)

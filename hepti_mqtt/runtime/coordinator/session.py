@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from math import inf
 from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
 from hepti_mqtt.errors import CancelledRequestError, PlanError
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Recalled, Verdict
+from hepti_mqtt.planner.decisions import GoingOn
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.protocol import messages
@@ -319,6 +322,8 @@ class CoordinatorSession:
                 plans.request_search(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
+                for text in group.waiting_texts(record):
+                    text.leave_session()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
                     group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
@@ -598,27 +603,41 @@ class CoordinatorSession:
         group.plans.request_search(now + SETTLE_S, now, why, is_brief=True)
         return [LogEvent("late", why), *self._rollout.abandon(group, coming, "outdated", now, why)]
 
-    def _go_on(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Let runs that began under a plan before the active one go on under that, where the rule says so."""
-        active, out = group.plans.active, list[CoordinatorCommand]()
-        for run in list(group.runs.values()) if active is not None and group.plans.retiring else ():
+    def _go_on(self, group: PlanGroup, now: float) -> Iterator[CoordinatorCommand]:
+        """Let runs and texts that began under a plan before the active one go on under that, where the rule says so."""
+        active, before = group.plans.active, group.plans.retiring
+        for run in list(group.runs.values()) if active is not None and before else ():
             assert active is not None
             asked = (active.version, run.progress)
             if not run.may_go_on or run.asked == asked or run.plan_version in active.versions:
                 continue
             is_first, run.asked = run.asked is None or run.asked[0] != active.version, asked
-            if (found := self._moves.go_on(group, run, now)) is None:
+            if (verdict := self._moves.go_on(group, run, now)) is not None:
+                yield from self._tell_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
+                if verdict.goes:
+                    yield from self._scheduler.go_on(group, run, active.plan, verdict.border.start, now)
+        queued = [(item.request, item.request.generation) for item in group.queue] if before else ()
+        for record, (request, text) in product(before, queued):
+            if text is None or text.plan_version not in record.versions:
                 continue
-            plan, verdict = found
-            what = f"run {run.run_id} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
-            if is_first or verdict.goes:
-                group.plans.tell(run.plan_version, plan.version if verdict.goes else run.plan_version, what, now)
-            if verdict.goes:
-                out += [
-                    LogEvent("continued", what),
-                    *self._scheduler.go_on(group, run, plan, verdict.border.block, now),
-                ]
-        return out
+            verdict = None if active is None else self._moves.go_on_with_text(group, request, now)
+            if active is not None and verdict is not None:
+                is_first, text.judged_for = text.judged_for != active.version, active.version
+                yield from self._tell_going_on(group, "a text", record.version, verdict, is_first, now)
+            if verdict is None or verdict.goes:
+                text.leave_session()
+
+    @staticmethod
+    def _tell_going_on(
+        group: PlanGroup, what: str, before: PlanVersion, verdict: GoingOn, is_first: bool, now: float
+    ) -> Iterator[CoordinatorCommand]:
+        """Tell under which plan something ends: when it is asked first, and when it goes on."""
+        text = f"{what} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
+        active = group.plans.active
+        if active is not None and (is_first or verdict.goes):
+            group.plans.tell(before, active.version if verdict.goes else before, text, now)
+        if verdict.goes:
+            yield LogEvent("continued", text)
 
     def _advance(self, now: float) -> list[CoordinatorCommand]:
         """Do what has become possible: release, prepare, dispatch, search."""

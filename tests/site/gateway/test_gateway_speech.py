@@ -61,7 +61,7 @@ def expected(model: Path, **options: object) -> tuple[str, list[int], np.ndarray
             ids = [*found.prompt, *found.tokens]
             inputs = np.concatenate([[0], ids, frames]).astype(np.int32)
             states, logits = models.reference(spec, tensors, inputs, spec.input_spec.run(len(ids), spec.rows))
-            found.append_token(logits)
+            found.append_tokens(logits)
         return str(decode_output(checkpoint, prepared, logits, None, found)["text"]), list(found.tokens), states
 
 

@@ -18,6 +18,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import ConfigError, PlanError, RequestError, UnknownModelError
+from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -50,9 +51,9 @@ def expected_tokens(site: Site, prompt: list[int], most: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def tokens_of(parts) -> tuple[list[int], str, Answer]:
-    """Return the tokens of a generation, their text, and the whole answer."""
-    tokens, text = [], ""
+def tokens_of(parts, *first: int) -> tuple[list[int], str, Answer]:
+    """Return the tokens of a generation, the text of those behind the first ones, and the whole answer."""
+    tokens, text = list(first), ""
     while True:
         try:
             part = next(parts)
@@ -152,18 +153,25 @@ def test_an_agent_killed_in_between_costs_no_token(site: Site, ready: Hepti) -> 
     parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=most, strategy="decoder", timeout_s=PATIENCE_S)
     first = next(parts)["token"]
     site.kill("b")
-    tokens, answer = [first], None
-    while answer is None:
-        try:
-            part = next(parts)
-        except StopIteration as end:
-            answer = end.value
-        else:
-            assert part["index"] == len(tokens)
-            tokens.append(part["token"])
+    tokens, _, answer = tokens_of(parts, first)
     # A quick machine may be through before the agent is gone; a loss at a chosen token is tested on a virtual clock.
     assert tokens == answer.result["ids"] == expected_tokens(site, PROMPT, most)
     site.agent("b", "700MiB")
+    poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
+
+
+def test_a_text_goes_on_when_a_device_is_kept_out_of_plans_in_between(site: Site, ready: Hepti) -> None:
+    most, use = 60, Topics(SITE).use("b")
+    parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=most, strategy="decoder", timeout_s=PATIENCE_S)
+    first = next(parts)["token"]
+    user = User(site.url)
+    try:
+        user.say(use, b"off")
+        tokens, _, answer = tokens_of(parts, first)
+        user.say(use, b"on")
+    finally:
+        user.close()
+    assert tokens == answer.result["ids"] == expected_tokens(site, PROMPT, most)
     poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
 
 

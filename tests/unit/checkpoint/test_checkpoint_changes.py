@@ -145,6 +145,6 @@ def generated(checkpoint, prepared, computed):
         if key not in computed:
             inputs = np.array([0, *ids], np.int32)
             computed[key] = reference(checkpoint.spec, checkpoint.tensors(), inputs, prepared.shape)[1]
-        generation.append_token(computed[key])
+        generation.append_tokens(computed[key])
     answer = decode_output(checkpoint, prepared, np.array(generation.tokens))
     return [answer["ids"], answer["text"]]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
+from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, served, tensors
 from together import bound
 
 from hepti_mqtt import models
@@ -84,8 +84,8 @@ def continued(
 
 
 def check(family: str, before: Plan, after: Plan, block: int, seed: int = 0, want: str = "task") -> None:
-    spec = FAMILIES[family]
-    shape, inputs = request(spec, (13,), want)
+    spec = EVERY_FAMILY[family]
+    shape, inputs = request(spec, served(spec, (13,)), want)
     parts = device_programs(spec, before, shape)
     handed = {d: continued_program(spec, before, after, shape, block, d) for d in before.devices}
     for one in handed.values():
@@ -106,6 +106,25 @@ def test_borders_give_the_answer_of_one_device(family, method):
     before, after = (plan(spec, METHODS[method], shares) for shares in ((1.0, 1.0, 1.0), (3.0, 1.0, 2.0)))
     for block in range(1, len(models.graph(spec, request(spec, (13,))[0]).blocks) - 2):
         check(family, before, after, block, seed=block)
+
+
+@pytest.mark.parametrize("then", [(3.0, 1.0, 2.0), (3.0, 1.0)], ids=["other rows", "fewer devices"])
+@pytest.mark.parametrize("variant", [{"cut": "none"}, {"cut": "none", "halo": "ahead"}], ids=["halo", "halo ahead"])
+def test_rows_of_maps_go_on_at_most_borders_and_are_refused_at_the_others(variant, then):
+    """A device holds the rows that its windows read, too, and those may be gone before the border."""
+    spec = EVERY_FAMILY["tiny-convnet"]
+    before, after = (plan(spec, ("map_rows", variant), shares) for shares in ((1.0, 1.0, 1.0), then))
+    shape, refused = request(spec, (1,))[0], 0
+    borders = range(1, len(models.graph(spec, shape).blocks))
+    for block in borders:
+        try:
+            for device in before.devices:
+                continued_program(spec, before, after, shape, block, device)
+        except HandoverError:
+            refused += 1
+        else:
+            check("tiny-convnet", before, after, block, seed=block)
+    assert 2 * refused < len(borders)
 
 
 PAIRS = [(a, b) for a in METHODS for b in METHODS if a != b]

@@ -24,7 +24,6 @@ from hepti_mqtt.planner import Candidate, Price, Question, price
 from hepti_mqtt.planner import decide as decide_plan
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
-    LEAD,
     Border,
     Option,
     Situation,
@@ -316,14 +315,27 @@ def test_a_device_that_is_fast_only_while_it_idles_is_left() -> None:
     ],
 )
 def test_a_run_goes_on_where_its_rest_surely_takes_less(other_s: float, here: int, moved_s: float, goes: bool) -> None:
-    verdict = goes_on(option(10.0), option(other_s, "block"), Border(26, here, here + LEAD, moved_s))
+    verdict = goes_on(option(10.0), option(other_s, "block"), Border.of_run(26, here, moved_s))
     assert verdict.goes is goes
     assert verdict.rest_s == pytest.approx(10.0 * (26 - here) / 26)
 
 
+@pytest.mark.parametrize(
+    ("other_s", "most", "again", "goes"),
+    [
+        (0.25, 60, 8.0, True),  # 30 tokens are expected
+        (0.9, 60, 8.0, False),  # they gain less than the rows so far take
+        (0.25, 60, 200.0, False),  # a long prompt
+        (0.25, 1, 0.0, False),  # it is nearly over
+    ],
+)
+def test_a_text_goes_on_where_its_rest_gains_more_than_its_rows_take(other_s, most, again, goes) -> None:
+    assert goes_on(option(1.0), option(other_s, "block"), Border.of_text(5, most, again)).goes is goes
+
+
 def test_a_short_run_ends_under_its_plan() -> None:
-    assert not goes_on(option(1.1), option(0.1, "block"), Border(26, 4, 4 + LEAD)).goes
+    assert not goes_on(option(1.1), option(0.1, "block"), Border.of_run(26, 4)).goes
 
 
 def test_a_run_stays_where_the_other_plan_is_only_likely_to_be_better() -> None:
-    assert not goes_on(option(10.0), option(9.0, "block", sd=0.2), Border(26, 4, 4 + LEAD)).goes
+    assert not goes_on(option(10.0), option(9.0, "block", sd=0.2), Border.of_run(26, 4)).goes

@@ -14,7 +14,8 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner import Candidate, Question, candidates, decide, decide_hurried
 from hepti_mqtt.planner import search as search_module
-from hepti_mqtt.planner.price import Budget
+from hepti_mqtt.planner.candidates import THOROUGH
+from hepti_mqtt.planner.price import Budget, memory_needs
 from hepti_mqtt.planner.refine import whole_bytes
 from hepti_mqtt.planner.search import Search
 
@@ -200,6 +201,22 @@ def test_larger_sets_are_looked_at_while_they_gain():
     chosen = decide(wanted).chosen
     assert 1 < len(chosen.plan.devices) < 32
     assert seen[0] < 1200
+
+
+def test_memory_of_many_devices_with_plenty_is_worked_out_for_the_plan_that_is_chosen():
+    """Of other plans a bound is enough; where memory is short, each is worked out."""
+    devices = {f"d{i:02}": device(f"d{i:02}", SPEED / 10) for i in range(12)}
+    site = Cluster(devices, dict.fromkeys(devices, Link(0.2e-3, 1e8, 1e8)), endpoints=frozenset(devices))
+    wanted = asked(site, strategy="row", options={"variant": "kv"})
+    found = decide(wanted)
+    large = [c for c in found.ranking if len(c.plan.devices) > THOROUGH]
+    chosen, exact = large[0], memory_needs(wanted, large[0].plan, exactly=True)
+    assert chosen.plan.devices == found.chosen.plan.devices
+    assert found.chosen.price.needs == exact.needs
+    bound = memory_needs(wanted, chosen.plan).needs
+    assert all(exact.needs[d] < n for d, n in bound.items())
+    short = {d: replace(p, memory_bytes=1.5 * bound[d]) for d, p in devices.items()}
+    assert memory_needs(replace(wanted, cluster=replace(site, devices=short)), chosen.plan) == exact
 
 
 def test_who_cannot_wait_gets_the_best_of_what_stands():

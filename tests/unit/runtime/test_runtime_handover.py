@@ -85,7 +85,7 @@ def _worth_it(monkeypatch):
 
 
 def goes(border):
-    return decisions.GoingOn(border, 10.0, 5.0, 1.0, border.block < border.blocks - 1)
+    return decisions.GoingOn(border, 10.0, 5.0, 1.0, border.start < border.steps - 1)
 
 
 MESH = [replace(each, route="mesh") for each in (THREE, UNEVEN)]
@@ -104,7 +104,7 @@ def test_a_run_goes_on_under_the_next_plan_and_the_answer_is_the_same(first, the
 
 
 def test_a_device_that_is_past_the_border_says_so_and_the_run_begins_again(monkeypatch):
-    monkeypatch.setattr(moves, "goes_on", lambda a, b, border: goes(replace(border, block=1)))
+    monkeypatch.setattr(moves, "goes_on", lambda a, b, border: goes(replace(border, start=1)))
     site = Changing()
     site.change(block=3)
     site.finish()

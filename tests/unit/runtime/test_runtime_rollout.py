@@ -23,6 +23,7 @@ from hepti_mqtt.planner import Decision, Question, decide, price_plans
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, MAX_SHAPE_NUMBERS, MAX_URGENT_SHAPES
+from hepti_mqtt.runtime.coordinator.plans import Search
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
 from hepti_mqtt.runtime.coordinator.rollout import (
     ENDS_S,
@@ -324,6 +325,19 @@ def test_what_other_plans_load_is_worked_out_once_more_when_a_plan_has_brought_w
     site = settled("a", "b", decider=decider)
     site.pass_by(3)
     assert [[plan.strategy for plan in solve.plans] for solve in site.solves if solve.plans] == [["single"]]
+
+
+@pytest.mark.parametrize("is_brief", [True, False])
+def test_a_brief_search_leaves_other_plans_known(is_brief: bool) -> None:
+    site = settled("a", "b", decider=everyone)
+    group, record = site.session.groups.default("m"), site.session.groups.default("m").plans.active
+    assert record is not None
+    row = record.decision
+    both = replace(row, ranking=(row.chosen, alone(site.solves[-1].question).chosen))
+    whole = Search(0.0, 0.0, False, "searching")
+    group.learn_search(both, None, whole)
+    group.learn_search(row, None, replace(whole, is_brief=is_brief))
+    assert [k.candidate.plan.strategy for k in group.known] == ["row", "single"][: 2 if is_brief else 1]
 
 
 def test_it_is_done_once_for_a_plan_and_again_when_that_device_has_started_anew() -> None:

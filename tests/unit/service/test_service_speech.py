@@ -65,7 +65,7 @@ def test_floats_and_a_length_that_a_stream_could_not_know() -> None:
     np.testing.assert_array_equal(heard(endless), tone(440, 0.2))
 
 
-@pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000])
+@pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 44_101, 48_000])
 def test_other_rates_keep_what_16_khz_can_hold(rate: int) -> None:
     found = heard(wav(tone(1000, 1.0, rate), rate=rate))
     assert len(found) == 16_000

@@ -241,6 +241,22 @@ def test_a_lost_device_costs_no_token_and_repeats_none(after):
     assert "d1" not in active.devices
 
 
+@pytest.mark.parametrize("runs", [3, 12])
+def test_a_device_lost_within_a_long_prompt_or_behind_it_costs_no_token(runs, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 8)
+    devices = dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30))
+    swarm = Swarm(SPEC, tensors(SPEC), devices, decider=everyone(("decoder", {})), jitter_s=0.01)
+    prompt = np.random.default_rng(5).integers(0, SPEC.text.vocab, 61).astype(np.int32)
+    swarm.generate("r", SPEC, prompt, 10)
+    swarm.run(60, until=lambda: len(swarm.logits) > runs)
+    swarm.kill("d1")
+    finish(swarm, "r")
+    assert swarm.tokens["r"] == list(enumerate(greedy(prompt, 10)[0]))
+    (_, stats), *more = swarm.answers["r"]
+    assert not more
+    assert sum(s.shape.tokens for s in stats) > 61 + 9, "what was cached on it is computed again"
+
+
 def test_a_lost_exchange_begins_a_new_session():
     swarm = site("decoder", (1.0, 1.0))
     lost = iter([False] * 30 + [True] + [False] * 10_000)
