@@ -77,7 +77,7 @@ def _angles(
     """Return cosines and sines of positions 0..length, [length, d / 2] each; angles are f32, as in transformers."""
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
     if divisors:
-        frequencies = frequencies / np.asarray(divisors, np.float32)
+        frequencies = np.asarray(frequencies / np.asarray(divisors), np.float32)
     angles = (np.arange(length, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 

@@ -99,7 +99,7 @@ def rotate(x: Array, d: int, theta: float, lengths: Sequence[int], divisors: Seq
     """
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
     if divisors:
-        frequencies = frequencies / np.asarray(divisors, np.float32)
+        frequencies = np.asarray(frequencies / np.asarray(divisors), np.float32)
     # In f32, as transformers has them.
     angles = (token_positions(lengths).astype(np.float32)[:, None, None] * frequencies).astype(x.dtype)  # [m, 1, d / 2]
     a, b = np.split(x.reshape(len(x), -1, d), 2, axis=-1)  # [m, *, d / 2] each

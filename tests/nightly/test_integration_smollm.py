@@ -32,9 +32,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
     with Hepti.connect(site.url, site=SITE, client_id="smollm") as found:
-        found.wait_ready(
-            "smollm", 4 * PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == {*AGENTS}
-        )
+        found.wait_ready("smollm", 4 * PATIENCE_S)
+        poll(lambda: all(f"{name} has joined" in site.log("planner") for name in AGENTS), "all devices")
         yield found
 
 
