@@ -21,8 +21,8 @@ append_rows          state [C, w], new [m, w], at -> state with rows at..at + m 
                      result
                      is the memory of the state, only the new rows move.
 attention_at         q [m, *], kv [C, *] of each item, at -> [m, heads d]: query i of an item attends to rows 0..at + i
-                     of its kv. Attributes as `attention` has: columns, heads, head_dim, scale; lengths: of the items,
-                     one without. Other rows of kv are never read.
+                     of its kv. Attributes as `attention` has: columns, heads, head_dim, scale, window; lengths: of the
+                     items, one without. Other rows of kv are never read.
 attention_reordered  q [r, *], x [s, w] -> [r, heads d]: ((q Wk.T) x.T), then (P x) Wv + b, so that no keys and
                      values are
                      computed (Voltage, Hu and Li, 2024): fewer multiplications for few queries and many rows of x.
@@ -516,8 +516,8 @@ def _attend_at(
 ) -> Callable[[Array, Array, Array, Array], None]:
     """Return the attention of one item's m rows over its cache: q, kv, at -> out."""
     capacity = check.reads[1].shape[0]
-    # As of an empty cache; `at` moves the ends of all ranges of keys alike.
-    ends = np.arange(1, m + 1)
+    # As of an empty cache; `at` moves the ends of all ranges of keys alike, and what a window leaves out.
+    ends, near = np.arange(1, m + 1), op.attrs.get("window", capacity)
     limits = np.stack([0 * ends, ends], axis=1)
     empty = tiles_of(limits[:, :1], limits, limits[:, 0])
     tiles, nowhere = empty.copy(), np.zeros(0, np.int64)
@@ -531,7 +531,10 @@ def _attend_at(
         first = first_of(op, at, m, capacity, "rows of the cache", item)
         np.add(empty[:, 3], first, out=tiles[:, 3])
         np.add(ends, first, out=limits[:, 1])
-        threads = min(pool.threads, 1 + per_key * (first + m // 2 + 1) // GRAIN)
+        if near < capacity:
+            np.maximum(limits[:, 1] - 1 - near, 0, out=limits[:, 0])
+            tiles[:, 2] = limits[tiles[:, 0], 0]
+        threads = min(pool.threads, 1 + per_key * min(first + m // 2 + 1, near + 1) // GRAIN)
         attend[threads - 1](q, kv, out.reshape(-1), tiles, limits, table, nowhere, nowhere, *added, scale)
 
     return run
@@ -564,7 +567,9 @@ def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:
 def _work_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     # The mean over all positions at which the rows fit.
     m, capacity = (slots[s].shape[0] for s in op.reads[:2])
-    return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * m * (capacity + 1) / 2)
+    near = min(op.attrs.get("window", capacity) + 1, capacity)
+    keys = near - near * (near - 1) / (2 * max(capacity, 1))
+    return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * m * keys)
 
 
 APPEND_ROWS: Final = Kernel("append_rows", _bind_append_rows, _reference_append_rows, _work_append_rows, in_place=True)

@@ -3,10 +3,9 @@
 rotate  x [r, n], n columns of whole heads: first those of queries, then of keys, then of values -> the same, queries
         and keys rotated by their positions. Columns i and i + d / 2 of a head are a pair. Attributes: head_dim (d),
         q_heads, k_heads, theta, rows (packed row of each row of x), lengths. Weights: none, or gamma [d] of queries and
-        of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has. Attribute
-        scaling, of frequencies: none, or factor, low factor, high factor, positions before (Llama 3.1). With an
-        i32 slot `at` [B] behind x, the rows of each of the B sequences stand that many places later; attribute places:
-        how many there are, and others raise ValueError.
+        of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has. Optional:
+        divisors, of the frequencies [d / 2]. With an i32 slot `at` [B] behind x, the rows of each of the B sequences
+        stand that many places later; attribute places: how many there are, and others raise ValueError.
 """
 
 from __future__ import annotations
@@ -71,22 +70,14 @@ def _rotate(
                 head_out[i + half] = b * cosine[i] + a * sine[i]
 
 
-def _scaled(frequencies: NDArray[Any], scaling: Sequence[float]) -> NDArray[Any]:
-    """Return frequencies [d / 2] as Llama 3.1 scales them: slow ones by the factor, fast ones not, between in part."""
-    if not scaling:
-        return frequencies
-    factor, low, high, before = scaling
-    kept = np.clip((before * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
-    return np.asarray((1 - kept) * frequencies / factor + kept * frequencies, frequencies.dtype)
-
-
 @lru_cache(maxsize=_MOST_TABLES)
 def _angles(
-    theta: float, d: int, length: int, scaling: tuple[float, ...]
+    theta: float, d: int, length: int, divisors: tuple[float, ...]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return cosines and sines of positions 0..length, [length, d / 2] each; angles are f32, as in transformers."""
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
-    frequencies = _scaled(frequencies, scaling)
+    if divisors:
+        frequencies = np.asarray(frequencies / np.asarray(divisors), np.float32)
     angles = (np.arange(length, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -111,6 +102,8 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int]:
     d, heads = op.attrs["head_dim"], op.attrs["q_heads"] + op.attrs["k_heads"]
     check.that(d >= 2 and d % 2 == 0 and n % d == 0, f"heads of {d} columns make no sense")
     check.that(0 <= heads * d <= n, f"there is no room for {heads} heads to rotate")
+    divisors = op.attrs.get("divisors", ())
+    check.that(len(divisors) in (0, d // 2), f"{len(divisors)} divisors of {d // 2} frequencies do not fit")
     check.that(len(op.attrs["rows"]) == r, f"rows names {len(op.attrs['rows'])} rows, x has {r}")
     return check, r, d
 
@@ -127,7 +120,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     if not parts or not check.reads[0].shape[1]:
         return nothing
     places = op.attrs["places"] if len(op.reads) > 1 else max(op.attrs["lengths"])
-    cosines, sines = _angles(float(op.attrs["theta"]), d, places, tuple(op.attrs.get("scaling", ())))
+    cosines, sines = _angles(float(op.attrs["theta"]), d, places, tuple(op.attrs.get("divisors", ())))
     rotate, heads = pool.bind(_rotate, parts), (op.attrs["q_heads"], op.attrs["k_heads"])
 
     lasts = [(item, int(positions[items == item].max()) + 1) for item in dict.fromkeys(items.tolist())]
@@ -155,7 +148,7 @@ def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], w
         if weights:
             gamma = weights[place] + op.attrs.get("gamma_offset", 0.0)
             part = part / np.sqrt(np.square(part).mean(axis=-1, keepdims=True) + op.attrs["eps"]) * gamma
-        frequencies = _scaled(1 / op.attrs["theta"] ** (np.arange(0, d, 2) / d), op.attrs.get("scaling", ()))
+        frequencies = 1 / op.attrs["theta"] ** (np.arange(0, d, 2) / d) / np.asarray(op.attrs.get("divisors") or 1.0)
         angles = positions[:, None, None] * frequencies
         a, b = part[..., : d // 2], part[..., d // 2 :]
         turned = [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]

@@ -138,12 +138,13 @@ def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         ids, out = reads[0], writes[0]
         _check_ids(ids, len(word))
+        firsts = [
+            first_of(op, reads[1], b - a, len(position), "positions of the model", item) for item, (a, b) in items
+        ]
         # The ids are checked above; "raise" would go through a buffer.
         np.take(word, ids, axis=0, out=out, mode="clip")
-        for item, (start, stop) in items:
-            rows = stop - start
-            first = first_of(op, reads[1], rows, len(position), "positions of the model", item)
-            np.add(out[start:stop], position[first : first + rows], out=out[start:stop])
+        for first, (_, (start, stop)) in zip(firsts, items, strict=True):
+            np.add(out[start:stop], position[first : first + stop - start], out=out[start:stop])
 
     return run
 

@@ -201,14 +201,15 @@ class ReorderedAttention(Attention):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachedAttention(HeadedAttention):
-    """Attention over (m, c = heads x d, C): row i of an item over the keys 0..at + i of its cache, its own included.
+    """Attention over (m, c = heads x d, C): row i of an item over the keys 0..at + i of its cache, or the last of them.
 
     inputs: the tensor of the queries, the cache of keys and values of each item with this run's rows in it, and `at`.
-    columns: where q, k and v begin in theirs. lengths: of the items. Rows and keys are not divided: where they stand is
-    known only as it runs.
+    columns: where q, k and v begin in theirs. lengths: of the items. window: how many keys before its own a row sees,
+    -1 for all. Rows and keys are not divided: where they stand is known only as it runs.
     """
 
     lengths: tuple[int, ...]
+    window: int = -1
 
     kind = "attention at"
 
@@ -223,7 +224,8 @@ class CachedAttention(HeadedAttention):
         if len({operand.cells for operand in operands[1:-1]}) > 1:
             raise ValueError(f"{self.name}: the caches of its items are divided in different ways")
         items = {"lengths": self.lengths} if len(self.lengths) > 1 else {}
-        return Call("attention_at", (), self.heads(region[1], operands) | items)
+        near = {"window": self.window} if self.window >= 0 else {}
+        return Call("attention_at", (), self.heads(region[1], operands) | items | near)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -232,8 +234,8 @@ class Rotate(Op):
 
     q_columns, k_columns: how many of the columns are of queries, and then of keys. lengths: of the packed sequences.
     norm: of each head of queries and keys before; `tensors` are its gamma for queries and for keys. places: in
-    sessions, how many a sequence has; the second input is then `at`, the place of the first row of each. scaling: of
-    frequencies as in Llama 3.1, none or its factor, its low and high factors, and the positions that there were before.
+    sessions, how many a sequence has; the second input is then `at`, the place of the first row of each. divisors: of
+    the frequencies [d / 2], none where all are 1.
     """
 
     d: int
@@ -243,7 +245,7 @@ class Rotate(Op):
     lengths: tuple[int, ...]
     norm: Norm | None = None
     places: int = 0
-    scaling: tuple[float, ...] = ()
+    divisors: tuple[float, ...] = ()
 
     kind = "rotate"
 
@@ -269,7 +271,7 @@ class Rotate(Op):
                 "lengths": self.lengths,
             }
             | ({"places": self.places} if self.places else {})
-            | ({"scaling": self.scaling} if self.scaling else {})
+            | ({"divisors": self.divisors} if self.divisors else {})
         )
         return Call("rotate", self.weight_refs(region), attrs | (self.norm.attrs if self.norm else {}))
 

@@ -320,7 +320,7 @@ class GraphBuilder:
         gammas: tuple[str, ...] = (),
         at: str = "",
         places: int = 0,
-        scaling: tuple[float, ...] = (),
+        divisors: tuple[float, ...] = (),
     ) -> str:
         """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before.
 
@@ -329,7 +329,7 @@ class GraphBuilder:
         inputs = (qkv, at) if at else (qkv,)
         return self._add(
             name, inputs, role, gammas, Rotate, space=self.shape_of(qkv), d=d, q_columns=columns[0],
-            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm, places=places, scaling=scaling,
+            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm, places=places, divisors=divisors,
         )  # fmt: skip
 
     def attention(
@@ -424,6 +424,7 @@ class GraphBuilder:
         group: int = 1,
         scale: float = 0.0,
         lengths: tuple[int, ...] = (),
+        window: int = -1,
     ) -> str:
         """q [m, *], a cache [C, 2 width / group] for each item, at [B] -> attention [m, width].
 
@@ -433,7 +434,7 @@ class GraphBuilder:
         width = cached // 2 * group
         return self._add(
             name, (q, *caches, at), role, (), CachedAttention, space=(m, width, rows), d=width // heads,
-            columns=columns, group=group, scale=scale, lengths=lengths or (m,),
+            columns=columns, group=group, scale=scale, lengths=lengths or (m,), window=window,
         )  # fmt: skip
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:

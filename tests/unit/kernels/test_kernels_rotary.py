@@ -23,11 +23,12 @@ def rotate(lengths, d, q, k, v, *, rows=None, weights=(), x=None, **attrs):
     d=st.sampled_from([2, 8, 64]),
     normed=st.booleans(),
     theta=st.sampled_from([1e3, 1e4, 1.6e5]),
-    scaling=st.sampled_from([(), (8.0, 1.0, 4.0, 32.0)]),
+    divided=st.booleans(),
 )
-def test_rotate(lengths, heads, d, normed, theta, scaling):
+def test_rotate(lengths, heads, d, normed, theta, divided):
     attrs = {"weights": [array(d), array(d)], "eps": 1e-6, "rms": True, "gamma_offset": 1.0} if normed else {}
-    rotate(lengths, d, *heads, theta=theta, scaling=scaling, **attrs).check(rtol=2e-4, atol=2e-4)
+    divisors = tuple(np.linspace(1, 8, d // 2).tolist()) if divided else ()
+    rotate(lengths, d, *heads, theta=theta, divisors=divisors, **attrs).check(rtol=2e-4, atol=2e-4)
 
 
 def test_values_stay_and_positions_begin_with_each_sequence():
