@@ -397,7 +397,9 @@ class Request:
     def measured_s(self, now: float) -> tuple[int, float, float]:
         """Return the rows of the largest run of a text and what it took, and what the fastest one took."""
         began = [*(run.dispatched_s or 0.0 for run in self.stats), now]
-        took = [(run.shape.size, stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)]
+        took = [
+            (max(run.shape.sizes), stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)
+        ]
         rows, seconds = max(took, key=lambda run: run[0], default=(1, 0.0))
         return rows, max(seconds, LEAST_TOKEN_S), max(min((s for _, s in took), default=0.0), LEAST_TOKEN_S)
 

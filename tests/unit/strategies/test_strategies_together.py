@@ -14,13 +14,14 @@ from hepti_mqtt.runtime.coordinator.interface import RequestCancelled
 from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, RequestKey
 
 USERS = 8
+ROOM = 7  # runs in flight: then eight sessions of the longest text have room
 
 
-def site(kind: str, method: str, weights: tuple[float, ...], together: int = 16, **network: object) -> Swarm:
+def site(kind: str, method: str, weights: tuple[float, ...], **network: object) -> Swarm:
     spec = spec_of_kind(kind)
     devices = {f"d{i}": (1e9, 1 << 30) for i in range(len(weights))}
     decider = always(plan(spec, (method, {}), weights))
-    return Swarm(spec, tensors(spec), devices, decider=decider, batching=Batching(together), **network)
+    return Swarm(spec, tensors(spec), devices, decider=decider, batching=Batching(), in_flight=ROOM, **network)
 
 
 def prompts(spec: object, count: int = USERS) -> list[np.ndarray]:
@@ -92,5 +93,5 @@ def test_texts_go_on_when_something_is_lost(fault):
     long = [sum(s.shape.tokens > 8 for s in swarm.answers[name][0][1]) for name in range(len(asked))]
     again = {"a device": 5, "one session": 1, "a user leaves": 0}[fault]
     assert sum(long) <= begun + again, "the others keep their rows"
-    refused = sum("no rows before" in note.text for note in swarm.notes)
-    assert refused <= (fault == "one session") * 2
+    refused = any("no rows before" in note.text for note in swarm.notes)
+    assert refused <= (fault == "one session")
