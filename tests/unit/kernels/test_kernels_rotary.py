@@ -52,9 +52,10 @@ def test_rows_of_a_session_stand_behind_those_before():
     whole = rotate((12,), 8, 1, 1, 1, x=x).run()[0]
     for first in (0, 7, 8):
         case = rotate((12,), 8, 1, 1, 1, x=x[first : first + 4], rows=range(4))
-        at = Case("rotate", [*case.reads, np.array([first], np.int32)], [(4, 24)], **case.op.attrs)
+        attrs = case.op.attrs | {"lengths": (4,), "places": 12}
+        at = Case("rotate", [*case.reads, np.array([first], np.int32)], [(4, 24)], **attrs)
         np.testing.assert_array_equal(at.check(rtol=2e-4, atol=2e-4)[0], whole[first : first + 4])
-    at = Case("rotate", [*case.reads, np.array([9], np.int32)], [(4, 24)], **case.op.attrs)
+    at = Case("rotate", [*case.reads, np.array([9], np.int32)], [(4, 24)], **attrs)
     with pytest.raises(ValueError, match="places of a sequence"):
         at.run()
 
