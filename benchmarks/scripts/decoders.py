@@ -77,7 +77,8 @@ class Hepti:
             if outgoing is not None and outgoing.op.to == (PLANNER,):
                 found = np.array(outgoing.array, np.float32)
         self._executor.finish_if_done(self._run)
-        return found[-1]
+        logits: NDArray[np.float32] = found[-1]
+        return logits
 
 
 def main(
