@@ -13,12 +13,15 @@ from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered_for_longest, run_passes
 from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, slots_written
+from hepti_mqtt.protocol.frames import MAX_TOGETHER
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
 from hepti_mqtt.spec import Spec
 
-# Rows for each run in flight that have room on a device beside one session as long as the model allows. In what is left
-# of both stay the sessions of requests that have ended.
+# Rows for each run in flight that have room on a device beside one session as long as the model allows; at least
+# those of as many texts of some paragraphs as may be made together. In what is left stay the sessions of requests that
+# have ended.
 ROWS_IN_FLIGHT: Final = 4096
+ROWS_TOGETHER: Final = 512
 KEPT_PROGRAMS: Final = 12  # request shapes whose Programs a device keeps for each plan: those foreseen, and a few more
 # Of a Program that is bound to its weights, at most as measured: Python's objects and the kernels' scratch per op, and
 # what the kernels note per panel of a matrix (its address, columns, and bias padded to the panel).
@@ -119,7 +122,8 @@ def max_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> i
 def session_rows(spec: Spec, in_flight: int) -> int:
     """Return how many rows all sessions of a plan may have together on each of its devices."""
     longest = largest_shape(spec).session_rows
-    return longest + max(in_flight, 1) * min(longest, ROWS_IN_FLIGHT)
+    beside = max(max(in_flight, 1) * min(longest, ROWS_IN_FLIGHT), MAX_TOGETHER * min(longest, ROWS_TOGETHER))
+    return longest + beside
 
 
 def programs_bytes(spec: Spec, plan: Plan, device: str) -> int:

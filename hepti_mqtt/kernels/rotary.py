@@ -5,7 +5,8 @@ rotate  x [r, n], n columns of whole heads: first those of queries, then of keys
         q_heads, k_heads, theta, rows (packed row of each row of x), lengths. Weights: none, or gamma [d] of queries and
         of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has. Attribute
         scaling, of frequencies: none, or factor, low factor, high factor, positions before (Llama 3.1). With an
-        i32 slot `at` [1] behind x, rows stand that many places later; those beyond lengths raise ValueError.
+        i32 slot `at` [B] behind x, the rows of each of the B sequences stand that many places later; attribute places:
+        how many there are, and others raise ValueError.
 """
 
 from __future__ import annotations
@@ -90,19 +91,19 @@ def _angles(
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _positions(op: Compute) -> NDArray[np.int64]:
-    """Return the place of each row in its sequence [r]."""
+def _positions(op: Compute) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the place of each row in its sequence, and which sequence that is, [r] each."""
     starts, rows = starts_of(op.attrs["lengths"]), np.asarray(op.attrs["rows"], np.int64)
     if len(rows) and (rows.min() < 0 or rows.max() >= starts[-1]):
         raise ValueError(f"{op.kernel}: rows must lie in the {starts[-1]} packed rows of its lengths")
-    return np.asarray(rows - starts[np.searchsorted(starts, rows, side="right") - 1], np.int64)
+    items = np.asarray(np.searchsorted(starts, rows, side="right") - 1, np.int64)
+    return np.asarray(rows - starts[items], np.int64), items
 
 
-def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int, NDArray[np.int64]]:
-    """Return (the op's checks, its rows, columns of a head, the rows' positions)."""
+def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int]:
+    """Return (the op's checks, its rows, columns of a head)."""
     if len(op.reads) > 1:
-        check = check_at(op, slots, ("f32",))
-        check.that(len(op.attrs["lengths"]) == 1, "only one sequence begins at a place")
+        check = check_at(op, slots, ("f32",), len(op.attrs["lengths"]))
         r, n = check.reads[0].shape
         check.shape(check.writes[0], (r, n))
     else:
@@ -111,11 +112,12 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int, NDA
     check.that(d >= 2 and d % 2 == 0 and n % d == 0, f"heads of {d} columns make no sense")
     check.that(0 <= heads * d <= n, f"there is no room for {heads} heads to rotate")
     check.that(len(op.attrs["rows"]) == r, f"rows names {len(op.attrs['rows'])} rows, x has {r}")
-    return check, r, d, _positions(op)
+    return check, r, d
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check, r, d, positions = _check(op, slots)
+    check, r, d = _check(op, slots)
+    positions, items = _positions(op)
     check.weights(weights, 2 if weights else 0)
     none = np.zeros(0, np.float32)
     norms = [norm_of(check, [weight], d) for weight in weights]
@@ -124,22 +126,27 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     parts = row_parts(r, check.reads[0].shape[1], pool)
     if not parts or not check.reads[0].shape[1]:
         return nothing
-    cosines, sines = _angles(float(op.attrs["theta"]), d, max(op.attrs["lengths"]), tuple(op.attrs.get("scaling", ())))
+    places = op.attrs["places"] if len(op.reads) > 1 else max(op.attrs["lengths"])
+    cosines, sines = _angles(float(op.attrs["theta"]), d, places, tuple(op.attrs.get("scaling", ())))
     rotate, heads = pool.bind(_rotate, parts), (op.attrs["q_heads"], op.attrs["k_heads"])
 
-    last, places, moved = int(positions.max()) + 1, len(cosines), positions.copy()
+    lasts = [(item, int(positions[items == item].max()) + 1) for item in dict.fromkeys(items.tolist())]
+    moved = positions.copy()
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         if len(reads) > 1:
-            np.add(positions, first_of(op, reads[1], last, places, "places of a sequence"), out=moved)
+            for item, last in lasts:
+                first_of(op, reads[1], last, places, "places of a sequence", item)
+            np.add(positions, reads[1][items], out=moved)
         rotate(reads[0], writes[0], d, *heads, cosines, sines, moved, q_gamma, k_gamma, eps)
 
     return run
 
 
 def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    _, r, d, positions = _check(op, slots)
-    positions = positions + int(reads[1][0]) if len(reads) > 1 else positions
+    _, r, d = _check(op, slots)
+    positions, items = _positions(op)
+    positions = positions + reads[1][items] if len(reads) > 1 else positions
     x = reads[0].astype(np.float64).reshape(r, reads[0].shape[1] // d, d)
     q, k = op.attrs["q_heads"], op.attrs["k_heads"]
     out = x.copy()

@@ -193,7 +193,7 @@ def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> 
     dims, dtype = spec.input_spec.input_layout(shape)
     values = rng.integers(0, spec.input_spec.upper_bound, dims).astype(NUMPY_DTYPE[dtype])
     if shape.session_rows:
-        values[0] = 0  # the cache is empty
+        values[: len(shape.sizes)] = 0  # the caches are empty
     if isinstance(spec.input_spec, SpeechInput):
         frames = values[1 + shape.new_rows :]
         frames[:] = fixed_point(np.float32(0.5) * rng.standard_normal(len(frames), np.float32))

@@ -251,7 +251,7 @@ class Layer(NamedTuple):
 
     h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
     theta, window: of this layer, 0 and -1 without. bare: no norm before its attention. bias: the tables by
-    distance. cache, at: rows of a session's keys and values, and the tensor that says how many are there already.
+    distance. cache, at: rows of a session's keys and values, and the tensor that says how many each has already.
     """
 
     hidden: int
@@ -290,7 +290,7 @@ def add_layers(
 ) -> str:
     """Add all layers of a model, each with tensors of its own: x [m, h] -> [m, h].
 
-    at: of a session, the tensor that says how many rows its cache has already.
+    at: of sessions, the tensor that says how many rows the cache of each has already.
     """
     layer = pre_norm if spec.norm_first else post_norm
     for i in net.layers(spec.layers):
@@ -348,7 +348,7 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
         qkv = net.linear(f"{name}projection", x, roles.PROJECTION, matrices, bias=bias)  # [m, q + 2 kv]
         qkv = net.rotate(
             f"{name}qkv", qkv, roles.QKV, d=d, columns=(q, kv), theta=n.theta,
-            lengths=(n.cache,) if n.at else n.lengths,
+            lengths=n.lengths, places=n.cache if n.at else 0,
             norm=n.norm if block.head_norms and isinstance(n.norm, Norm) else None, gammas=gammas, at=n.at,
             scaling=block.rope_scaling,
         )  # fmt: skip
@@ -362,10 +362,13 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
 def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: int, kv: int) -> str:
     block = n.block
     if n.at:
-        cache = net.append_to_cache(f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q)  # [C, 2 kv]
+        caches = net.append_to_cache(
+            f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q, lengths=n.lengths
+        )  # [C, 2 kv] each
         return net.cached_attention(
-            f"{name}attention", qkv, cache, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale
-        )
+            f"{name}attention", qkv, caches, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale,
+            lengths=n.lengths,
+        )  # fmt: skip
     return net.attention(
         f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),
         lengths=n.lengths, causal=block.causal, window=n.window, group=n.group, scale=block.scale, bias=n.bias,

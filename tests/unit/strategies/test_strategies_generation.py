@@ -180,6 +180,7 @@ def test_short_requests_of_others_come_between_the_runs_of_long_prompts(monkeypa
 
 def test_sessions_wait_for_room_and_those_of_ended_requests_make_it(monkeypatch):
     monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_IN_FLIGHT", 1)  # room for one session and a little
+    monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_TOGETHER", 1)
     swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
     room_rows = session_rows(SPEC, 2)
     prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 3 + 20 * n) for n in range(4)}
@@ -200,6 +201,7 @@ def test_sessions_wait_for_room_and_those_of_ended_requests_make_it(monkeypatch)
 
 def test_texts_that_outgrow_the_room_wait_for_those_that_came_before(monkeypatch):
     monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_IN_FLIGHT", 1)
+    monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_TOGETHER", 1)
     monkeypatch.setattr("hepti_mqtt.models.shapes.CACHE_ROWS", 8)
     monkeypatch.setattr("hepti_mqtt.runtime.coordinator.requests.ROWS_AHEAD", 4)
     swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
@@ -279,9 +281,10 @@ def test_methods_that_keep_no_cache_say_so(name):
         device_programs(SPEC, plan(SPEC, (name, {}), (1.0, 1.0)), TokenBatch((3,), cache=64))
 
 
-def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():
+def test_every_position_is_priced_alike_and_sessions_are_in_the_budget(monkeypatch):
     from hepti_mqtt.cost.memory import max_live_bytes
 
+    monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_TOGETHER", 1)
     chosen = plan(SPEC, ("decoder", {}), (1.0, 1.0))
     one, two = (max_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))
     cache = SPEC.layers * SPEC.max_tokens * 2 * (SPEC.hidden // 2) * 4  # of the own half of the heads
