@@ -31,6 +31,7 @@ from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
 from hepti_mqtt.runtime.worker.executor import Executor, Step, bind
+from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRows
 from hepti_mqtt.transport.mesh import Address, Mesh, mesh_possible
 
 _TOPIC: Final = "x/m/0/near/far"
@@ -90,7 +91,7 @@ class LoopbackMesh:
 
 Curves = dict[str, Any]
 
-STORAGES: Final = get_args(WeightDtype)
+MEASURED: Final[tuple[WeightDtype | BlockStorage, ...]] = (*get_args(WeightDtype), *BLOCK_STORAGES)
 SHAPES: Final = ((384, 384), (384, 1536), (1024, 1024), (1024, 4096))
 ROWS: Final = (1, 8, 32, 128)
 _MIDDLE: Final = 2  # the shape in which narrower storages are measured
@@ -164,11 +165,11 @@ def _written_since(file: Path, since_s: float | None) -> bool:
 
 def has_narrow_curves(curves: Curves) -> bool:
     """Return whether curves are those of every storage of weights."""
-    return {curve.get("storage", "f32") for curve in curves["linear"]} >= set(STORAGES)
+    return {curve.get("storage", "f32") for curve in curves["linear"]} >= set(MEASURED)
 
 
 def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
-    """Return time curves and rates of this device; takes about 3 s at most. Kernels must be warm.
+    """Return time curves and rates of this device; takes about 4 s at most. Kernels must be warm.
 
     Weights come from memory, not from a cache: a model's do, of which all others are used between two uses of one.
     memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
@@ -209,18 +210,16 @@ def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
 
 
 def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> list[Curves]:
-    """Return the curves of narrow weights."""
-    whole = [curve for curve in curves["linear"] if curve.get("storage", "f32") == "f32"]
-    k, n = SHAPES[min(_MIDDLE, len(whole) - 1)]
-    return [
-        {
-            "k": k,
-            "n": n,
-            "points": _linear_points(_ColdMatmul(k, n, memory_bytes, storage), workers),
-            "storage": storage,
-        }
-        for storage in STORAGES[1:]
-    ]
+    """Return the curves of narrow weights that are missing."""
+    storages = [curve.get("storage", "f32") for curve in curves["linear"]]
+    whole, n = SHAPES[min(_MIDDLE, storages.count("f32") - 1)]
+    found = []
+    for storage in MEASURED:
+        if storage not in storages:
+            k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
+            points = _linear_points(_ColdMatmul(k, n, memory_bytes, storage), workers)
+            found.append({"k": k, "n": n, "points": points, "storage": storage})
+    return found
 
 
 def _expected(measured: Curves, k: int, n: int) -> float:
@@ -250,7 +249,7 @@ def _still_accurate(curves: Curves, workers: Workers, memory_bytes: int) -> bool
     return False
 
 
-def _matrix(k: int, n: int, storage: WeightDtype = "f32") -> WeightRef:
+def _matrix(k: int, n: int, storage: WeightDtype | BlockStorage = "f32") -> WeightRef:
     return WeightRef("w", (0, k), (0, n), "packed", storage)
 
 
@@ -260,10 +259,15 @@ class _ColdMatmul:
     memory_bytes: a quarter of it is not exceeded while more than one is left.
     """
 
-    def __init__(self, k: int, n: int, memory_bytes: int, storage: WeightDtype = "f32") -> None:
+    def __init__(self, k: int, n: int, memory_bytes: int, storage: WeightDtype | BlockStorage = "f32") -> None:
         self._refs = (_matrix(k, n, storage), WeightRef("b", (0, 1), (0, n), "plain"))
         rng = np.random.default_rng(0)
-        values = [rng.standard_normal((ref.rows[1], n), np.float32) for ref in self._refs]
+        values: list[NDArray[Any] | StoredRows] = [
+            rng.standard_normal((ref.rows[1], n), np.float32) for ref in self._refs
+        ]
+        if storage in BLOCK_STORAGES:
+            kind = STORAGES[storage]  # any bytes will do whose scales are normal numbers
+            values[0] = StoredRows(kind, np.full((n, kind.row_bytes(k)), 0x11, np.uint8))
         nbytes = sum(map(weight_bytes, self._refs))
         most = min(2 * last_level_cache_bytes(), MAX_COLD_BYTES, memory_bytes // 4)
         first = _packed(self._refs, values)
@@ -279,7 +283,7 @@ class _ColdMatmul:
         return lambda: next(runs)(reads, writes)
 
 
-def _packed(refs: Sequence[WeightRef], values: Sequence[np.ndarray[Any, Any]]) -> list[Weight]:
+def _packed(refs: Sequence[WeightRef], values: Sequence[NDArray[Any] | StoredRows]) -> list[Weight]:
     out: list[Weight] = []
     for ref, value in zip(refs, values, strict=True):
         buffer = allocate(ref)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from hepti_mqtt.plan import DevicePair, Route, WeightDtype
 from hepti_mqtt.program import Work
-from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
+from hepti_mqtt.storage import BlockStorage
 
 # A faster link is loopback: the device runs on the broker's machine. There frames cost CPU time, and the measured rate
 # is noise.
@@ -34,7 +34,7 @@ class Curve:
     k: int
     n: int
     points: tuple[tuple[int, float], ...]
-    storage: WeightDtype = "f32"
+    storage: WeightDtype | BlockStorage = "f32"
 
     def seconds(self, rows: int) -> float:
         """Return the time for `rows`, linear between the points and proportional beyond the last two."""
@@ -121,12 +121,8 @@ class DeviceProfile:
         return 2.0 * rows * curve.k * curve.n / (curve.seconds(rows) * self.slowdown)
 
     def _curves(self, storage: WeightDtype | BlockStorage) -> tuple[Curve, ...]:
-        """Return the curves of a storage, or all where that was not measured (an agent of an older version).
-
-        Those of blocks are not measured: they are taken to be as fast as bytes that are widened to f32.
-        """
-        alike = "w8a32" if storage in BLOCK_STORAGES else storage
-        return tuple(c for c in self.linear if c.storage == alike) or self.linear
+        """Return the curves of a storage, or all where that was not measured (an agent that has just started)."""
+        return tuple(c for c in self.linear if c.storage == storage) or self.linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.protocol.messages import Endpoint, Heartbeat
 from hepti_mqtt.protocol.plausible import MAX_CURVES, MAX_POINTS, Plain, check, number
+from hepti_mqtt.storage import BLOCK_STORAGES
 
 # Numbers of a heartbeat that plans are made with.
 PLANNED: Final = ("slowdown", "peer_frame_s", "peer_byte_s", "round_trip_s", "bandwidth_bytes_per_s")
@@ -159,7 +160,7 @@ def profile_from_caps(
 
 def _curve(entry: Mapping[str, Any]) -> Curve:
     storage = entry.get("storage", "f32")
-    if storage not in get_args(WeightDtype):
+    if storage not in (*get_args(WeightDtype), *BLOCK_STORAGES):
         raise ValueError("a time curve has an unknown storage")
     if not 0 < len(entry["points"]) <= MAX_POINTS:
         raise ValueError(f"a time curve has 1 to {MAX_POINTS} points")

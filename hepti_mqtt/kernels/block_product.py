@@ -35,10 +35,12 @@ def _add_up(x: Any, words: Any, first: int, rows: int) -> None:
     """Fill the sums of blocks of some rows of x among their words."""
     for i in range(rows):
         for n in range(words.shape[1]):
-            total = np.float32(0)
-            for j in range(BLOCK):
-                total += x[first + i, BLOCK * n + j]
-            words[i, n, 1] = total
+            halves = np.float32(0), np.float32(0)
+            for j in range(BLOCK // 2):
+                halves = halves[0] + x[first + i, BLOCK * n + j], halves[1] + x[first + i, BLOCK * n + j + BLOCK // 2]
+            words[i, n, 1] = halves[0] + halves[1]
+            words[i, n, 2] = np.float32(-8) * (halves[0] + halves[1])
+            words[i, n, 4], words[i, n, 5] = np.float32(-32) * halves[0], np.float32(-32) * halves[1]
 
 
 @helper
@@ -53,13 +55,16 @@ def _round(x: Any, codes: Any, words: Any, first: int, rows: int) -> None:
             most = from_bits(top)
             step = most / _STEPS if most < np.inf else np.float32(np.nan)
             by = _STEPS / most if _TINY < most < np.inf else np.float32(0)
-            total = np.int32(0)
+            behind = total = np.int32(0)
             for j in range(BLOCK):
                 code = np.int32(np.rint(x[first + i, BLOCK * n + j] * by)) if by > 0 else np.int32(0)
                 codes[i, BLOCK * n + j] = np.int8(code)
                 total += code
+                behind += code if j >= BLOCK // 2 else np.int32(0)
             words[i, n, 0], words[i, n, 1] = step, step * np.float32(total)
             words[i, n, 2], words[i, n, 3] = from_bits(np.int32(-8 * total)), from_bits(np.int32(-128 * total))
+            words[i, n, 4] = from_bits(np.int32(-32 * (total - behind)))
+            words[i, n, 5] = from_bits(np.int32(-32 * behind))
 
 
 @kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, *[INT] * 6, part=4, narrow=True)

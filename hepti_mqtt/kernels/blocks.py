@@ -1,10 +1,11 @@
 """Matrices that stay in the blocks of their file: panels whose 32-bit lane is one output column, filled tile by tile.
 
-A panel is `WIDTH` columns of a matrix [k, n], block after block of 32 k:
+A panel is `WIDTH` columns of a matrix [k, n], block after block of 32 or 256 k:
 
     codes      groups of 4 k: [WIDTH][4 bytes]; of nibbles four groups, each with group g + 4 in its high halves
+    parts      [WIDTH][4 bytes] of what parts of a block have (q4_k: scales and minima of 6 bits, q6_k: scales)
     scales     f16 [WIDTH]
-    minima     f16 [WIDTH] (q4_1)
+    minima     f16 [WIDTH] (q4_1, q4_k)
 
 It has exactly the bytes of the rows that it is made of: a load of one vector is four k of as many columns, nothing is
 ever added across lanes, and nibbles need no order of their own, as GGUF pairs k and k + 16 too. Columns beyond n have
@@ -13,8 +14,9 @@ scales of 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,27 +24,34 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels.cpu import TILE
 from hepti_mqtt.kernels.pages import aligned_zeros
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import BLOCK, STORAGES, Octets, Storage, StoredRows
+from hepti_mqtt.storage import STORAGES, Octets, Storage, StoredRows
 
 VECTORS: Final = 2  # of a panel
 LANES: Final = TILE.lanes
 WIDTH: Final = VECTORS * LANES
-_GROUP: Final = 4  # bytes of a lane
 
 
-def code_bytes(storage: Storage) -> int:
-    """Return the bytes of the codes of one block."""
-    return 32 if storage.name == "q8_0" else 16
+class Field(NamedTuple):
+    """A part of a stored block: its first byte, how many it has, and how many of them lie together in a lane."""
+
+    at: int
+    nbytes: int
+    group: int
 
 
-def panel_bytes(storage: Storage, rows: int) -> int:
-    """Return the bytes of one panel."""
-    return WIDTH * storage.row_bytes(rows)
+# What a panel has of each block, in its order: codes, scales of parts of a block, then scale and minimum.
+FIELDS: Final[Mapping[str, tuple[Field, ...]]] = {
+    "q4_0": (Field(2, 16, 4), Field(0, 2, 2)),
+    "q4_1": (Field(4, 16, 4), Field(0, 2, 2), Field(2, 2, 2)),
+    "q8_0": (Field(2, 32, 4), Field(0, 2, 2)),
+    "q4_k": (Field(16, 128, 4), Field(4, 12, 4), Field(0, 2, 2), Field(2, 2, 2)),
+    "q6_k": (Field(0, 128, 4), Field(128, 64, 4), Field(192, 16, 4), Field(208, 2, 2)),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
-    """The right-hand side of a matmul in blocks: panels u8 [ceil(columns / WIDTH), rows / 32, WIDTH * block_bytes]."""
+    """The right-hand side of a matmul in blocks: panels u8 [ceil(columns / WIDTH), blocks, WIDTH * block_bytes]."""
 
     storage: Storage
     panels: Octets
@@ -64,14 +73,11 @@ class BlockMatrix:
 
 def _parts(panels: Octets, storage: Storage) -> list[tuple[Octets, slice]]:
     """Return views [P, blocks, groups, WIDTH, bytes] of what a block has, and where that is in a stored block."""
-    codes = code_bytes(storage)
-    heads = storage.block_bytes - codes  # the scale, and the minimum if there is one, are first there and last here
-    shape, inner = panels.shape[:2], codes * WIDTH
-    found = [(panels[:, :, :inner].reshape(*shape, codes // _GROUP, WIDTH, _GROUP), slice(heads, None))]
-    for i in range(heads // 2):
-        first = inner + 2 * i * WIDTH
-        part = panels[:, :, first : first + 2 * WIDTH].reshape(*shape, 1, WIDTH, 2)
-        found.append((part, slice(2 * i, 2 * i + 2)))
+    found, first = [], 0
+    for at, nbytes, group in FIELDS[storage.name]:
+        part = panels[:, :, first : first + nbytes * WIDTH].reshape(*panels.shape[:2], nbytes // group, WIDTH, group)
+        found.append((part, slice(at, at + nbytes)))
+        first += nbytes * WIDTH
     return found
 
 
@@ -137,10 +143,11 @@ class BlockBuffer:
         self.ref = ref
         self._storage = STORAGES[ref.weight_dtype]
         rows, columns = size_of(ref)
-        if ref.rows[0] % BLOCK or rows % BLOCK:
-            raise ValueError(f"{ref}: a range of rows is in whole blocks of {BLOCK}; divide the matrix there")
+        block = self._storage.block
+        if ref.rows[0] % block or rows % block:
+            raise ValueError(f"{ref}: a range of rows is in whole blocks of {block}; divide the matrix there")
         count = -(-columns // WIDTH)
-        shape = (count, rows // BLOCK, WIDTH * self._storage.block_bytes)
+        shape = (count, rows // block, WIDTH * self._storage.block_bytes)
         self._array: Octets = aligned_zeros(shape, "u1")
         self._arrived = Arrived(ref)
 
@@ -159,9 +166,10 @@ class BlockBuffer:
         (top, bottom, left, right), new = inside
         if new:
             raw = tile.raw.reshape(tile.shape[1], -1, self._storage.block_bytes)
-            part = raw[left - column0 : right - column0, (top - row0) // BLOCK : (bottom - row0) // BLOCK]
+            block = self._storage.block
+            part = raw[left - column0 : right - column0, (top - row0) // block : (bottom - row0) // block]
             first_row, first_column = self.ref.rows[0], self.ref.columns[0]
-            self._copy(part, (top - first_row) // BLOCK, left - first_column)
+            self._copy(part, (top - first_row) // block, left - first_column)
         return new
 
     def _copy(self, part: Octets, block: int, column: int) -> None:

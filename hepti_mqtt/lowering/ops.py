@@ -29,7 +29,7 @@ from hepti_mqtt.lowering.regions import (
 )
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import Slot, SlotDtype, WeightRef
-from hepti_mqtt.storage import BLOCK, BlockStorage
+from hepti_mqtt.storage import STORAGES, BlockStorage
 
 T = TypeVar("T")
 
@@ -317,7 +317,8 @@ class Flatten(Op):
 # Tensor ops of a decoder: a session keeps keys and values of earlier tokens on the devices, and runs add to them.
 #
 # One graph serves every position: how many rows the cache has before the m new ones is a number that comes with the
-# request (`at`, i32 [1]). Letters: m new rows, C rows that the cache has room for, w its columns, d columns of a head.
+# request (`at`, i32 [B], one for each item: every item of a run is of another session). Letters: m new rows, C rows
+# that a cache has room for, w its columns, d columns of a head.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -333,13 +334,15 @@ class SessionState(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AppendRows(Op):
-    """The state with the new rows in their place over (C, w), in the state's own memory.
+    """The state of one item with its new rows in their place over (C, w), in the state's own memory.
 
-    inputs: the state, the new rows [m, *] (from column `start`), and `at`.
+    inputs: the state, the new rows of all items [m, *] (from column `start`), and `at`. rows: those of the item,
+    first..stop.
     """
 
     start: int
-    rows: int
+    rows: tuple[int, int]
+    item: int = 0
 
     kind = "append"
     is_session_state = True
@@ -348,7 +351,7 @@ class AppendRows(Op):
         return self.space[0], 1
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return region, (span(0, self.rows), shift(region[1], self.start)), (span(0, 1),)
+        return region, (span(*self.rows), shift(region[1], self.start)), (span(self.item, self.item + 1),)
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("append_rows")
@@ -368,11 +371,12 @@ class Linear(Op):
 
     widths: columns of each matrix; `tensors` are the matrices and then their biases. The part that holds k = 0 adds
     the bias, so that partial sums add it once. storages: of each matrix, None for one that is f32; none of a model
-    without blocks.
+    without blocks. unit: values of the largest block of the model.
     """
 
     widths: tuple[int, ...]
     storages: tuple[BlockStorage | None, ...] = ()
+    unit: int = 1
     bias: bool = True
     activation: str | None = None
     residual: bool = False
@@ -381,7 +385,7 @@ class Linear(Op):
 
     def share_unit(self, dim: int) -> int:
         # Its columns are the next one's k, which is cut in whole blocks.
-        return PANEL if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
+        return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
@@ -402,8 +406,10 @@ class Linear(Op):
             for t, ranges, storage in zip(self.tensors, cut, storages, strict=False)
             for columns in ranges
         ]
-        if any(end % BLOCK for ref in refs if ref.weight_dtype != "f32" for end in ref.rows):
-            raise ValueError(f"{self.name}: rows {k} of a matrix in blocks of {BLOCK}; divide it between blocks")
+        for ref in refs:
+            block = STORAGES[ref.weight_dtype].block
+            if any(end % block for end in ref.rows):
+                raise ValueError(f"{self.name}: rows {k} of a matrix in blocks of {block}; divide it between blocks")
         if self._has_bias(region):
             biases = zip(self.tensors[n:], cut, strict=True)
             refs += [WeightRef(t, (0, 1), columns, "plain") for t, ranges in biases for columns in ranges]

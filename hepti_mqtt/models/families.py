@@ -33,6 +33,8 @@ from hepti_mqtt.models import (
     modernbert,
     mpnet,
     nomic_bert,
+    phi3,
+    qwen2,
     qwen3,
     siglip,
     vit,
@@ -51,7 +53,7 @@ from hepti_mqtt.models.transformer import ModelSpec, any_layer
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
-from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, BlockStorage
+from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage
 
 Array = npt.NDArray[Any]
 
@@ -107,10 +109,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deberta": deberta,
     "modernbert": modernbert,
     "nomic_bert": nomic_bert,
+    "qwen2": qwen2,
     "qwen3": qwen3,
     "gemma3": gemma3,
     "gpt2": gpt2,
     "llama": llama,
+    "phi3": phi3,
     "clip": clip,
     "siglip": siglip,
     "decoupled": decoupled,
@@ -193,7 +197,7 @@ def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> 
     dims, dtype = spec.input_spec.input_layout(shape)
     values = rng.integers(0, spec.input_spec.upper_bound, dims).astype(NUMPY_DTYPE[dtype])
     if shape.session_rows:
-        values[0] = 0  # the cache is empty
+        values[: len(shape.sizes)] = 0  # the caches are empty
     if isinstance(spec.input_spec, SpeechInput):
         frames = values[1 + shape.new_rows :]
         frames[:] = fixed_point(np.float32(0.5) * rng.standard_normal(len(frames), np.float32))
@@ -377,7 +381,8 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
         layer, _, part = source.name.removesuffix(".weight").rpartition(".")
         if part in _ATTENDED:
             together = [f"{layer}.{other}.weight" for other in _ATTENDED]
-        uneven = part == "attention_out" and group % BLOCK
+        stored_in = STORAGES[kept.get(source.name, "f32")]
+        uneven = part == "attention_out" and group % stored_in.block
         if not source.transposed or source.layout != "packed" or uneven or any(name not in kept for name in together):
             kept.pop(source.name, None)
     layers: dict[str, set[BlockStorage | None]] = {}

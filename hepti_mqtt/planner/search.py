@@ -152,7 +152,10 @@ class Search:
         if active is not None:
             best = self._best_s
             for draft in self._with_other_devices(active):
-                if not self.found or (floor.bound_unpriced(draft.plan) < best and self._has_weights(draft.plan)):
+                lacks = draft.plan.root == active.root and not self._has_weights(
+                    draft.plan
+                )  # a new head lacks its part
+                if not self.found or (floor.bound_unpriced(draft.plan) < best and not lacks):
                     yield from self._priced(draft.plan, draft.shares)
 
     def usable_plans(self) -> Iterator[Plan]:

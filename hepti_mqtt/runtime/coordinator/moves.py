@@ -136,7 +136,7 @@ class Moves:
         beliefs = self._beliefs(group, now)
         known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
-            known = [k for k in known if k.candidate.plan == only]
+            known = [k for k in known if is_same_division(k.candidate.plan, only)]
         active, ours = None, []
         if record is not None and self._is_there(record.decision.chosen.plan, beliefs):
             priced = Priced(record.decision.chosen, record.decision.cluster)
@@ -286,13 +286,16 @@ class Moves:
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
         most = self._groups.background.load_bytes_per_s(served=group.active is not None)
         rates = {d: min(beliefs.cluster.links[d].down_bytes_per_s, most) for d in candidate.plan.devices}
+        coming, lacks = group.plans.preparing, candidate.load_bytes
+        if coming is not None and is_same_division(coming.plan, candidate.plan):
+            lacks = {d: max(n - coming.progress_bytes.get(d, (0, 0))[0], 0) for d, n in lacks.items()}
         option = Option(
             candidate,
             seen.cost,
             seen.seconds,
             group.methods.sd(candidate.plan),
-            load_bytes=sum(candidate.load_bytes.values()),
-            load_s=load_seconds(candidate.load_bytes, rates, beliefs.cluster.broker_bytes_per_s),
+            load_bytes=sum(lacks.values()),
+            load_s=load_seconds(lacks, rates, beliefs.cluster.broker_bytes_per_s),
             beside=candidate.fits_beside,
             unheard_s=self._fleet.estimates.unheard_s(set(candidate.plan.devices).difference(used), now)
             if used

@@ -272,9 +272,7 @@ class Rollout:
         return out
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
-        loaded = max((total for _, total in record.progress_bytes.values()), default=0)
-        served = group.plans.active is not None
-        self._groups.background.record_load(loaded, now - record.begun_s - ACTIVATE_S, served=served)
+        self._record_load(group, max((total for _, total in record.progress_bytes.values()), default=0), record, now)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan
@@ -287,6 +285,11 @@ class Rollout:
         activate = ((d, messages.Activate(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
         note = LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}")
         return [*out, *(self.command_device(*told) for told in activate), note, self.publish_plan(group)]
+
+    def _record_load(self, group: PlanGroup, loaded: int, record: PlanRecord, now: float) -> None:
+        """Learn at what rate devices load; from a load that is given up too, since the next is judged by it."""
+        served = group.plans.active is not None
+        self._groups.background.record_load(loaded, now - record.begun_s - ACTIVATE_S, served=served)
 
     def _reactivate_older(self, group: PlanGroup, newer: Plan) -> list[CoordinatorCommand]:
         """Confirm older plans of a model that stay beside a newer one: devices release the other unconfirmed ones."""
@@ -397,6 +400,8 @@ class Rollout:
         why: str,
     ) -> list[CoordinatorCommand]:
         """Give up a plan on its way."""
+        if event == "outdated":
+            self._record_load(group, max((done for done, _ in record.progress_bytes.values()), default=0), record, now)
         group.plans.step(record, event, now, why)
         return self.release(record.plan)
 

@@ -287,7 +287,8 @@ class CoordinatorSession:
                 group.missing_bytes.pop(device, None)
                 if not group.pinned or group.in_use(now):
                     settled_s, why = now + SETTLE_S, f"{device} has joined"
-                    group.plans.request_search(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S)
+                    first = partial(group.plans.request_search, is_brief=bool(group.left))  # what was left may be there
+                    first(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S)
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.ReleaseAll(self._rollout.ids.next_transaction())
             return [self._rollout.command_device(device, drain), LogEvent("joined", f"{device} has joined")]
@@ -438,8 +439,7 @@ class CoordinatorSession:
         elif not wanted.plans:
             wanted.is_brief = False
         group.made_room = False
-        if not wanted.plans:
-            group.search_inputs = self.fleet.estimates.means()
+        group.search_inputs = self.fleet.estimates.means()
         plans.start_search(ticket, question.plan_version, now)
         return [Solve(group.name, ticket, question, group.active, hurried, wanted.plans)]
 
@@ -485,17 +485,17 @@ class CoordinatorSession:
         plans = group.plans
         decision = group.learn_search(decision, event.active, search)
         # What the rule has asked to be priced is all that is asked: else two plans could be priced in turn for ever.
-        # A hurried search knows what stands, so that what its plans load is compared.
-        only = decision.chosen.plan if search.plans or (search.forced and not event.hurried) else None
+        only = decision.chosen.plan if search.plans else None
         verdict = self._moves.judge(group, now, forced=search.forced, only=only)
         record = None if group.has_suspect_replica else plans.active
         if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
             plans.step(search, "kept", now, str(verdict))
             return [LogEvent("kept", str(verdict)), self._rollout.publish_plan(group)]
         plan, why = verdict.move.option.plan, str(verdict)
-        if plan != decision.chosen.plan:
-            plans.step(search, "kept", now, f"another plan than the first one: {why}")
-            plans.request_search(now, now, why, plans=(plan,))
+        moved = self.fleet.estimates.moved(group.search_inputs, plan.devices, now) if record else None
+        if moved is not None or plan != decision.chosen.plan:  # priced by what is believed now
+            plans.step(search, "kept", now, f"{moved or 'another plan than the first one'}: {why}")
+            plans.request_search(now, now, why, plans=(plan,), forced=search.forced)
             return []
         if verdict.move.kind == "try":
             group.tried[strategy_key(plan)] = now
@@ -517,15 +517,16 @@ class CoordinatorSession:
         changed = moved is not None or has_changed
         verdict = self._moves.judge(group, now) if changed or group.is_fresh else Verdict(None)
         group.judged_s = now
+        unclear = self.fleet.estimates.is_unclear(group.active_devices, now)
         if (coming := group.plans.preparing) is not None:
-            if moved is None or not self._moves.is_worth_searching(group, now):
+            still = self._moves.judge(group, now, only=coming.plan).considered
+            if moved is None or unclear or any(found.value_s > 0 for found in still):
                 return []
             group.plans.request_search(now, now, moved, is_brief=True)
             return [LogEvent("drift", moved), *self._rollout.abandon(group, coming, "outdated", now, moved)]
         if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
             group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
-        unclear = self.fleet.estimates.is_unclear(group.active_devices, now)
         if moved is None or unclear or not self._moves.is_worth_searching(group, now):
             return []
         group.plans.request_search(now, now, moved, is_brief=has_changed)

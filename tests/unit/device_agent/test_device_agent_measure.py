@@ -77,6 +77,7 @@ def test_little_memory_leaves_large_shapes_out(workers):
     assert shapes(10 << 20) == [(384, 384), (384, 1536)]
     assert shapes(1) == [(384, 384)]
     assert shapes(10 << 20, "w8a8") == [(384, 1536)], "narrower weights in one of the shapes that fit"
+    assert shapes(10 << 20, "q6_k") == [(256, 1536)], "of whole blocks"
 
 
 @pytest.mark.usefixtures("hasty")
@@ -96,7 +97,7 @@ def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
 
     monkeypatch.setattr(measuring, "_ColdMatmul", Counted)
     measure(workers, 10 << 20)
-    assert len(made) == 2 + 1 + len(measuring.STORAGES) - 1, "shapes, what fills the caches, narrower storages"
+    assert len(made) == 2 + 1 + len(measuring.MEASURED) - 1, "shapes, what fills the caches, narrower storages"
 
 
 def test_weights_are_read_from_memory_not_from_a_cache(workers, monkeypatch):

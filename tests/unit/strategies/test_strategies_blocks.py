@@ -27,6 +27,17 @@ def test_shares_divide_matrices_between_blocks() -> None:
         assert all(end % BLOCK == 0 for ref in in_blocks for end in ref.rows)
 
 
+def test_columns_before_blocks_of_256_are_divided_by_these() -> None:
+    spec = with_storages(
+        replace(SPEC, mlp=2048), STORED | dict.fromkeys((name for name in STORED if "mlp_down" in name), "q4_k")
+    )
+    plan = make_plan(spec, Plan("m", PlanVersion(1, 1), "decoder", ("a", "b"), "a"), "decoder", {}, (1.0, 0.37))
+    for device in ("a", "b"):
+        refs = [ref for ref in resident_weights(spec, plan, device) if ref.weight_dtype == "q4_k"]
+        assert refs
+        assert all(end % 256 == 0 for ref in refs for end in ref.rows)
+
+
 def test_tied_embeddings_are_the_columns_of_the_head() -> None:
     spec = with_storages(SPEC, STORED)
     assert full_ref(spec, "stem.word") == full_ref(spec, "head.decoder.weight")
@@ -36,8 +47,11 @@ def test_tied_embeddings_are_the_columns_of_the_head() -> None:
 
 def test_what_kernels_do_not_multiply_by_becomes_f32() -> None:
     """Matrices of one product have one kind, and a stored name says for all layers what is alike in all."""
-    assert with_storages(SPEC, dict.fromkeys(STORED, "q6_k")) == SPEC
-    mixed = with_storages(SPEC, STORED | {"layers.3.value.weight": "q6_k", "layers.5.mlp_up.weight": "q8_0"})
+    assert with_storages(SPEC, dict.fromkeys(STORED, "f16")) == SPEC
+    large = with_storages(SPEC, dict.fromkeys(STORED, "q6_k"))  # a group of 3 heads of 64 is no block of 256
+    assert large.storage_of("layers.3.attention_out.weight") is None
+    assert large.storage_of("layers.3.mlp_down.weight") == "q6_k"
+    mixed = with_storages(SPEC, STORED | {"layers.3.value.weight": "f16", "layers.5.mlp_up.weight": "q8_0"})
     assert mixed.storage_of("layers.3.query.weight") is None
     assert mixed.storage_of("layers.4.query.weight") == "q4_1"
     assert mixed.storage_of("layers.5.mlp_up.weight") == "q8_0"
