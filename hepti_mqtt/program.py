@@ -176,6 +176,11 @@ class Recv(NamedTuple):
 Op = Compute | Send | Recv
 
 
+def state_name(name: str, item: int) -> str:
+    """Return what an array of the session of an item is called in a run of several items."""
+    return f"{name}@{item}" if item else name
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """The ops of one device for one (plan, shape).
@@ -211,9 +216,10 @@ class Program:
         filled = {slot for op in self.ops for slot in slots_written(op)}
         return tuple(n for n, spec in enumerate(self.slots) if spec.state and n not in filled)
 
-    def session_arrays(self) -> dict[str, SlotSpec]:
-        """Return the arrays of the session by name."""
-        return {spec.state: spec for spec in self.slots if spec.state}
+    def session_arrays(self, item: int = 0) -> dict[str, SlotSpec]:
+        """Return the arrays of the session of an item by name."""
+        found = ((*spec.state.partition("@"), spec) for spec in self.slots if spec.state)
+        return {name: spec for name, _, number, spec in found if int(number or 0) == item}
 
     def block_of(self, node: int) -> int:
         """Return the block of a tensor, 0 where blocks are not known."""

@@ -1,7 +1,7 @@
 """How values of a matrix are stored, from a file to the kernels: as single numbers, or in blocks that share scales.
 
 A block is `block` values that follow each other in a stored row [out, in], in `block_bytes` bytes. Blocks are those of
-GGUF (ggml-common.h, ggml-quants.c): q4_0, q4_1 and q8_0 have 32 values, q4_k and q6_k 256.
+GGUF (ggml-common.h, ggml-quants.c): q4_0, q4_1, q5_0, q5_1 and q8_0 have 32 values, q4_k and q6_k 256.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Storage(NamedTuple):
 
     def rows(self, raw: Octets) -> npt.NDArray[Any]:
         """Return the values [rows, columns] of stored rows u8 [rows, bytes]: f16 as it is, others as f32."""
-        if self.block == 1:
+        if self.name in ("f16", "f32"):
             return raw.view({"f16": "<f2", "f32": "<f4"}[self.name])
         return self.decode(raw.reshape(-1, self.block_bytes)).reshape(len(raw), -1)
 
@@ -74,6 +74,24 @@ def _q4_1(raw: Octets) -> Floats:
     return _nibbles(raw[:, 4:]) * _half(raw, 0) + _half(raw, 2)
 
 
+def _fives(raw: Octets, at: int) -> Floats:
+    """Return values of 5 bits [n, 32]: the fifth ones in 4 bytes, then the others as nibbles."""
+    top = np.unpackbits(raw[:, at : at + 4], axis=1, bitorder="little")
+    return _nibbles(raw[:, at + 4 :]) + np.float32(16) * top
+
+
+def _q5_0(raw: Octets) -> Floats:
+    return (_fives(raw, 2) - np.float32(16)) * _half(raw, 0)
+
+
+def _q5_1(raw: Octets) -> Floats:
+    return _fives(raw, 4) * _half(raw, 0) + _half(raw, 2)
+
+
+def _bf16(raw: Octets) -> Floats:
+    return np.asarray(raw.view("<u2").astype("<u4") << 16).view("<f4")
+
+
 def _q8_0(raw: Octets) -> Floats:
     return raw[:, 2:].view(np.int8) * _half(raw, 0)
 
@@ -109,6 +127,9 @@ STORAGES: Final[Mapping[str, Storage]] = {
         Storage("f16", 1, 2, _single("<f2")),
         Storage("q4_0", 32, 18, _q4_0),
         Storage("q4_1", 32, 20, _q4_1),
+        Storage("bf16", 1, 2, _bf16),
+        Storage("q5_0", 32, 22, _q5_0),
+        Storage("q5_1", 32, 24, _q5_1),
         Storage("q8_0", 32, 34, _q8_0),
         Storage("q4_k", 256, 144, _q4_k),
         Storage("q6_k", 256, 210, _q6_k),

@@ -80,7 +80,7 @@ def _per_exchange(rows: int, columns: int) -> float:
         there.admit(run, into)
         here.deliver(run, (INPUT, 0, PLANNER), x)
         work = frames.Frame("work", "m", PlanVersion(1, 1), run)
-        sending = WorkerRun(plan, work, 0.0, frames.DecoderSession(), x, out.sends)
+        sending = WorkerRun(plan, work, 0.0, (), x, out.sends)
         started = time.perf_counter()
         while (step := here.next_step()) is not None:
             outgoing = step.run()

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.checkpoint.cursor import Cursor
 from hepti_mqtt.checkpoint.formats import explain_file, has_safetensors
+from hepti_mqtt.checkpoint.gguf_names import ARCHITECTURES, KEYS, NEUTRAL, TENSORS
 from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
 from hepti_mqtt.checkpoint.safetensors_file import RowsFile
 from hepti_mqtt.checkpoint.storage import TensorReader
@@ -33,10 +34,12 @@ _MOST_RANK: Final = 4
 _NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _CONFIG: Final = "tokenizer_config.json"
-_KINDS: Final[Mapping[int, str]] = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 8: "q8_0", 12: "q4_k", 14: "q6_k"}
+_KINDS: Final[Mapping[int, str]] = {
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 12: "q4_k", 14: "q6_k", 30: "bf16",
+}  # fmt: skip
 _OTHERS: Final[Mapping[int, str]] = {
-    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
-    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
+    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M",
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 
@@ -63,7 +66,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 class GgufFile(RowsFile):
-    """An open GGUF file of the architecture `llama`.
+    """An open GGUF file of an architecture that is read.
 
     config, tokenizer, tokenizer_config: as the files of the original have them; tokenizer: None where the file has
     none. Raises ModelError for a file that is none, or cut short, UnsupportedModelError for what is not read here.
@@ -144,14 +147,17 @@ class GgufFile(RowsFile):
 
     def _refuse(self) -> None:
         """Raise UnsupportedModelError for what is not read here: another architecture, options, a part of a model."""
-        architecture = self._metadata.get("general.architecture")
-        if architecture != "llama":
+        name = str(self._metadata.get("general.architecture"))
+        if name not in ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{self.path} is of the architecture {architecture!r}; of GGUF llama is read, of others the original "
-                "with model.safetensors"
+                f"{self.path} is of the architecture {name[:40]!r}; of GGUF {', '.join(ARCHITECTURES)} are read, "
+                "of others the original with model.safetensors"
             )
+        self._of = ARCHITECTURES[name]
         for key, value in self._metadata.items():
-            if key.startswith("llama.") and key not in _KEYS and value != _NEUTRAL.get(key, math.nan):
+            own = key.removeprefix(f"{name}.")
+            known = own in KEYS or own in self._of.keys or value == NEUTRAL.get(own, math.nan)
+            if own != key and not known:
                 raise UnsupportedModelError(
                     f"{self.path}: {key} {str(value)[:60]} may change answers, and it is not supported; give the "
                     "original model with model.safetensors"
@@ -161,27 +167,45 @@ class GgufFile(RowsFile):
 
     def _config(self) -> dict[str, Any]:
         """Return config.json of the original, as far as the metadata says it."""
-        data = self._metadata
+        data, of = self._metadata, self._of
+        name = data["general.architecture"]
+        given = {key.removeprefix(f"{name}."): value for key, value in data.items() if key.startswith(f"{name}.")}
         config: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
+            **of.config,
             "tie_word_embeddings": "output.weight" not in self._found,
-            "attention_bias": "blk.0.attn_q.bias" in self._found,
             "vocab_size": self._found["token_embd.weight"].shape[0],
-            **{name: data[key] for key, name in _KEYS.items() if name and key in data},
+            **{to: given[key] for key, to in {**KEYS, **of.keys}.items() if to and key in given},
         }
+        if "attention_bias" in of.config:
+            config["attention_bias"] = "blk.0.attn_q.bias" in self._found
+        if not config.get("sliding_window", 1):
+            del config["sliding_window"]
         ends = [data.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
         config["eos_token_id"] = sorted({end for end in ends if end is not None})
-        if (size := data.get("llama.vocab_size", config["vocab_size"])) != config["vocab_size"]:
-            raise ValueError(f"{size} words, and embeddings of {config['vocab_size']}")
+        words = len(data.get("tokenizer.ggml.tokens", ())) or config["vocab_size"]
+        for size in (given.get("vocab_size", words), words):
+            if size != config["vocab_size"]:
+                raise ValueError(f"{size} words, and embeddings of {config['vocab_size']}")
         head = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-        for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
-            if data.get(key, head) != head:
-                raise UnsupportedModelError(f"{self.path}: {key} {data[key]} is not supported where heads have {head}")
+        config |= of.derived(config)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if given.get(key, head) != head:
+                raise UnsupportedModelError(f"{self.path}: {key} {given[key]} is not supported where heads have {head}")
         if "rope_freqs.weight" in self._found:
             config["rope_scaling"] = self._scaling(head, config.get("rope_theta", 10_000.0))
+        elif given.get("rope.scaling.type", "none") != "none":
+            config["rope_scaling"] = self._stretched(given)
         return config
+
+    def _stretched(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the scaling of rotary positions that the metadata says; raises UnsupportedModelError."""
+        kind = given["rope.scaling.type"]
+        part = {"rope_type": kind, "factor": given["rope.scaling.factor"]}
+        if kind == "yarn":
+            part["original_max_position_embeddings"] = given["rope.scaling.original_context_length"]
+        elif kind != "linear":
+            raise UnsupportedModelError(f"{self.path}: rotary positions scaled by {str(kind)[:40]!r} are not supported")
+        return part
 
     def _scaling(self, head: int, theta: float) -> dict[str, Any]:
         """Return Llama 3's scaling of rotary positions that has the factors in the file.
@@ -205,14 +229,16 @@ class GgufFile(RowsFile):
 
     def _named(self) -> Iterator[tuple[str, TensorReader]]:
         """Yield the tensors under the names of the original."""
-        heads = {"attn_q": self.config["num_attention_heads"]}
-        heads["attn_k"] = self.config.get("num_key_value_heads", heads["attn_q"])
+        heads: dict[str, int] = {}
+        if self._of.pairs_together:
+            heads = {"attn_q": self.config["num_attention_heads"]}
+            heads["attn_k"] = self.config.get("num_key_value_heads", heads["attn_q"])
         for name, tensor in self._found.items():
             own, end = name.rsplit(".", 1)
             block, _, part = own.removeprefix("blk.").partition(".")
-            original = _TENSORS.get(own) or (_LAYER.get(part) and f"model.layers.{block}.{_LAYER[part]}")
-            if original is None:
-                raise UnsupportedModelError(f"{self.path}: the tensor {name[:80]} is not known in a llama")
+            original = TENSORS.get(own) or (part in self._of.layer and f"model.layers.{block}.{self._of.layer[part]}")
+            if not original:
+                raise UnsupportedModelError(f"{self.path}: the tensor {name[:80]} is not known in such a model")
             if name != "rope_freqs.weight":
                 yield f"{original}.{end}", self._reader(name, tensor, heads.get(part, 0))
 
@@ -228,13 +254,17 @@ class GgufFile(RowsFile):
             first, last = start // rows * rows, -(-stop // rows) * rows
             return self._raw(name, first, last, columns)[_original_rows(start, stop, rows) - first]
 
+        offset = np.float32(self._of.gamma_offset if name.endswith("norm.weight") else 0)
+
         def read(start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+            if offset:
+                return storage.rows(raw(start, stop, columns)) - offset
             if heads and of_vector:
                 whole = self._rows(name, 0, 1, tensor.shape[0])
                 return whole[:, _original_rows(0, tensor.shape[0], rows)][:, :columns]
             return storage.rows(raw(start, stop, columns))
 
-        dtype = {"f32": "F32", "f16": "F16"}.get(storage.name, storage.name)
+        dtype = {"f32": "F32", "f16": "F16", "bf16": "BF16"}.get(storage.name, storage.name)
         return TensorReader(tensor.shape, dtype, read, raw if storage.block > 1 else None)
 
     def _raw(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
@@ -272,48 +302,6 @@ def _value(take: Cursor, kind: int) -> Any:
     if of == _STRING:
         return [_text(take) for _ in range(count)]
     return list(take.numbers(f"<{count}{_NUMBERS[of]}"))
-
-
-# What the metadata says, and what config.json calls it; "" for what is checked or has no effect.
-_KEYS: Final[Mapping[str, str]] = {
-    "llama.block_count": "num_hidden_layers",
-    "llama.context_length": "max_position_embeddings",
-    "llama.embedding_length": "hidden_size",
-    "llama.feed_forward_length": "intermediate_size",
-    "llama.attention.head_count": "num_attention_heads",
-    "llama.attention.head_count_kv": "num_key_value_heads",
-    "llama.attention.key_length": "head_dim",
-    "llama.attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "llama.rope.freq_base": "rope_theta",
-    "llama.attention.value_length": "",
-    "llama.rope.dimension_count": "",
-    "llama.vocab_size": "",
-    "llama.tensor_data_layout": "",
-}
-_NEUTRAL: Final[Mapping[str, Any]] = {
-    "llama.expert_count": 0,
-    "llama.expert_used_count": 0,
-    "llama.rope.scaling.type": "none",
-    "llama.rope.scaling.factor": 1.0,
-    "llama.attention.sliding_window": 0,
-}
-_TENSORS: Final[Mapping[str, str]] = {
-    "token_embd": "model.embed_tokens",
-    "output": "lm_head",
-    "output_norm": "model.norm",
-    "rope_freqs": "rope_freqs",
-}
-_LAYER: Final[Mapping[str, str]] = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def gguf_extras(file: GgufFile, beside: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer as tokenizer.json and tokenizer_config.json: byte pairs whose splitting is known by name.
+"""A GGUF file's tokenizer as tokenizer.json and tokenizer_config.json: SentencePiece's byte pairs, or known by name.
 
 Another way of splitting gives other ids and no error, so a name that is not known here is refused.
 """
@@ -12,7 +12,8 @@ from typing import Any, Final
 from hepti_mqtt.checkpoint.tokenizer_classes import QWEN2_WORDS
 from hepti_mqtt.errors import UnsupportedModelError
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
+_MARK: Final = "\u2581"  # what stands for a space
 _BYTES: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _ONLY_BYTES: Final = {**_BYTES, "use_regex": False}
 _LLAMA3_WORDS: Final = (
@@ -45,12 +46,12 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
     agree with itself.
     """
     of = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    if of["model"] != "gpt2" or of.get("pre") not in _PRE:
+    pieces = of["model"] == "llama"
+    if not pieces and (of["model"] != "gpt2" or of.get("pre") not in _PRE):
         raise UnsupportedModelError(
-            f"{path}: a tokenizer of the kind {of['model']!r}, {of.get('pre')!r} is not known ({', '.join(_PRE)} are); "
-            "give the original model with model.safetensors and tokenizer.json"
+            f"{path}: a tokenizer of the kind {of['model']!r}, {of.get('pre')!r} is not known (llama is, and gpt2 with "
+            f"{', '.join(_PRE)}); give the original model with model.safetensors and tokenizer.json"
         )
-    splitting, ignore_merges, has_bos = _PRE[of["pre"]]
     tokens: list[str] = of["tokens"]
     kinds = of.get("token_type", [_NORMAL] * len(tokens))
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -72,13 +73,24 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
     config |= {f"{role}_token": tokens[i] for role, i in named.items() if i is not None}
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
+    if pieces:
+        parts, has_bos = _pieces(path, of, vocab, kinds), True
+    else:
+        parts, has_bos = _byte_pairs(of, vocab), _PRE[of["pre"]][2]
     bos = config.get("bos_token") if of.get("add_bos_token", has_bos) else None
-    data = {
-        "version": "1.0",
-        "added_tokens": added,
+    eos = config.get("eos_token") if of.get("add_eos_token", False) else None
+    if eos:
+        raise UnsupportedModelError(f"{path}: its tokenizer puts {eos!r} behind every text, which is not supported")
+    post = _begin_with(bos, vocab[bos]) if bos else None
+    return {"version": "1.0", "added_tokens": added, "post_processor": post, **parts}, config
+
+
+def _byte_pairs(of: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, Any]:
+    """Return the parts of a tokenizer of bytes, as GPT-2's."""
+    splitting, ignore_merges, _ = _PRE[of["pre"]]
+    return {
         "normalizer": {"type": "NFC"} if of["pre"] == "qwen2" else None,
         "pre_tokenizer": splitting,
-        "post_processor": _begin_with(bos, vocab[bos]) if bos else None,
         "decoder": {**_BYTES, "add_prefix_space": True},
         "model": {
             "type": "BPE",
@@ -87,7 +99,53 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
             "ignore_merges": ignore_merges,
         },
     }
-    return data, config
+
+
+def _pieces(path: Path, of: Mapping[str, Any], vocab: Mapping[str, int], kinds: list[int]) -> dict[str, Any]:
+    """Return the parts of a tokenizer of SentencePiece's byte pairs: of two neighbours the likeliest piece is made.
+
+    Raises UnsupportedModelError for pieces of users that have spaces, which are found in the text before all others.
+    """
+    scores: list[float] = of["scores"]
+    if len(scores) != len(vocab):
+        raise ValueError(f"{len(scores)} scores of {len(vocab)} tokens")
+    if any(_MARK in token for token, kind in zip(vocab, kinds, strict=True) if kind == _USER_DEFINED):
+        raise UnsupportedModelError(
+            f"{path}: its tokenizer has pieces of users with spaces, which are not supported; give the original model "
+            "with model.safetensors and tokenizer.json"
+        )
+    unknown = of.get("unknown_token_id")
+    prefix, space = of.get("add_space_prefix", True), {"String": " "}
+    marked = {"type": "Replace", "pattern": space, "content": _MARK}
+    before = [{"type": "Prepend", "prepend": _MARK}] if prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    shown = {"type": "Replace", "pattern": {"String": _MARK}, "content": " "}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*before, marked]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [shown, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": _merges(vocab, scores, kinds),
+            "unk_token": None if unknown is None else of["tokens"][unknown],
+            "fuse_unk": True,
+            "byte_fallback": _BYTE in kinds,
+        },
+    }
+
+
+def _merges(vocab: Mapping[str, int], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
+    """Return the pairs that become a piece, the likeliest piece first."""
+    known = {token for token, i in vocab.items() if kinds[i] == _NORMAL}
+    found = [
+        (-scores[i], i, vocab[token[:at]], (token[:at], token[at:]))
+        for token in known
+        for i in (vocab[token],)
+        for at in range(1, len(token))
+        if token[:at] in known and token[at:] in known
+    ]
+    return [pair for *_, pair in sorted(found)]
 
 
 _ROLES: Final[Mapping[str, str]] = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

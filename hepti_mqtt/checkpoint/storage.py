@@ -97,8 +97,12 @@ def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], na
 def _part(source: TensorSource, first: int, tensor: TensorReader) -> TensorReader:
     """Return the rows, or elements, of a stored tensor that are a source's."""
     if len(source.shape) > 1:
+        raw = tensor.raw
         return TensorReader(
-            tensor.shape, tensor.dtype, lambda a, z, columns: tensor.read(first + a, first + z, columns)
+            tensor.shape,
+            tensor.dtype,
+            lambda a, z, columns: tensor.read(first + a, first + z, columns),
+            raw and (lambda a, z, columns: raw(first + a, first + z, columns)),
         )
     whole = tensor.shape[0]
     return TensorReader(tensor.shape, tensor.dtype, lambda a, z, n: tensor.read(a, z, whole)[:, first : first + n])

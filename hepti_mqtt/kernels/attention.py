@@ -20,8 +20,9 @@ attention_combine    States of several blocks -> [r, heads d], combined in the g
 append_rows          state [C, w], new [m, w], at -> state with rows at..at + m replaced by new. In place, where the
                      result
                      is the memory of the state, only the new rows move.
-attention_at         q [m, *], kv [C, *], at -> [m, heads d]: query i attends to rows 0..at + i of kv. Attributes as
-                     `attention` has: columns, heads, head_dim, scale. Other rows of kv are never read.
+attention_at         q [m, *], kv [C, *] of each item, at -> [m, heads d]: query i of an item attends to rows 0..at + i
+                     of its kv. Attributes as `attention` has: columns, heads, head_dim, scale, window; lengths: of the
+                     items, one without. Other rows of kv are never read.
 attention_reordered  q [r, *], x [s, w] -> [r, heads d]: ((q Wk.T) x.T), then (P x) Wv + b, so that no keys and
                      values are
                      computed (Voltage, Hu and Li, 2024): fewer multiplications for few queries and many rows of x.
@@ -29,16 +30,15 @@ attention_reordered  q [r, *], x [s, w] -> [r, heads d]: ((q Wk.T) x.T), then (P
                      of
                      keys adds the same to all scores of a query and is not used. Other attributes as `attention` has.
 
-`at` is an i32 slot [1], the rows that the cache holds; rows beyond the cache raise ValueError before anything is
-written. A
-query without a key gives 0.
+`at` is an i32 slot [B], the rows that the cache of each item holds; rows beyond the cache raise ValueError before
+anything is written. A query without a key gives 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -62,6 +62,7 @@ from hepti_mqtt.kernels.base import (
     Run,
     check_at,
     first_of,
+    items_of,
     nothing,
     row_parts,
     rowwise,
@@ -490,15 +491,33 @@ def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[
 
 
 def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check = check_at(op, slots, ("f32", "f32"))
+    lengths = items_of(op, slots[op.reads[0]].shape[0])
+    check = check_at(op, slots, ("f32",) * (1 + len(lengths)), len(lengths))
     check.weights(weights, 0)
-    m, capacity = check.reads[0].shape[0], check.reads[1].shape[0]
+    m, caches = check.reads[0].shape[0], check.reads[1:-1]
+    check.that(len({spec.shape for spec in caches}) == 1, "the caches of all items must be alike")
     layout = check_heads(check)
     check.shape(check.writes[0], (m, layout.heads * layout.d))
     if not m * layout.heads:
         return nothing
-    # As of an empty cache; `at` moves the ends of all ranges of keys alike.
-    ends = np.arange(1, m + 1)
+    attend = [_attend_at(op, check, layout, item, rows, pool) for item, rows in enumerate(lengths)]
+    parts = tuple(enumerate(pairwise(accumulate(lengths, initial=0))))
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        q, at, out = reads[0], reads[-1], writes[0]
+        for item, (start, stop) in parts:
+            attend[item](q[start:stop], reads[1 + item], at, out[start:stop])
+
+    return run
+
+
+def _attend_at(
+    op: Compute, check: Check, layout: HeadLayout, item: int, m: int, pool: Workers
+) -> Callable[[Array, Array, Array, Array], None]:
+    """Return the attention of one item's m rows over its cache: q, kv, at -> out."""
+    capacity = check.reads[1].shape[0]
+    # As of an empty cache; `at` moves the ends of all ranges of keys alike, and what a window leaves out.
+    ends, near = np.arange(1, m + 1), op.attrs.get("window", capacity)
     limits = np.stack([0 * ends, ends], axis=1)
     empty = tiles_of(limits[:, :1], limits, limits[:, 0])
     tiles, nowhere = empty.copy(), np.zeros(0, np.int64)
@@ -508,13 +527,15 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     attend = [pool.bind(attention_units, divided) for divided in parts]
     table, scale = layout.table(), np.float32(op.attrs["scale"])
 
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        q, kv, at = reads
-        first = first_of(op, at, m, capacity, "rows of the cache")
+    def run(q: Array, kv: Array, at: Array, out: Array) -> None:
+        first = first_of(op, at, m, capacity, "rows of the cache", item)
         np.add(empty[:, 3], first, out=tiles[:, 3])
         np.add(ends, first, out=limits[:, 1])
-        threads = min(pool.threads, 1 + per_key * (first + m // 2 + 1) // GRAIN)
-        attend[threads - 1](q, kv, writes[0].reshape(-1), tiles, limits, table, nowhere, nowhere, *added, scale)
+        if near < capacity:
+            np.maximum(limits[:, 1] - 1 - near, 0, out=limits[:, 0])
+            tiles[:, 2] = limits[tiles[:, 0], 0]
+        threads = min(pool.threads, 1 + per_key * min(first + m // 2 + 1, near + 1) // GRAIN)
+        attend[threads - 1](q, kv, out.reshape(-1), tiles, limits, table, nowhere, nowhere, *added, scale)
 
     return run
 
@@ -530,10 +551,13 @@ def _reference_append_rows(
 def _reference_attention_at(
     op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
 ) -> list[Array]:
-    (q, kv), first = reads[:2], int(reads[2][0])
-    rows = {"q_rows": range(first, first + len(q)), "k_rows": ((0, len(kv)),), "lengths": (len(kv),), "causal": True}
-    whole = op._replace(kernel="attention", reads=op.reads[:2], attrs={**op.attrs, **rows})
-    return [ATTENTION.reference(whole, slots, (q, kv), ())[0]]
+    q, *caches, at = reads
+    ends, out = accumulate(items_of(op, len(q)), initial=0), list[Array]()
+    for (start, stop), kv, first in zip(pairwise(ends), caches, at.tolist(), strict=True):
+        places = {"q_rows": range(first, first + stop - start), "k_rows": ((0, len(kv)),), "lengths": (len(kv),)}
+        whole = op._replace(kernel="attention", reads=op.reads[:2], attrs={**op.attrs, **places, "causal": True})
+        out.append(ATTENTION.reference(whole, slots, (q[start:stop], kv), ())[0])
+    return [np.concatenate(out)]
 
 
 def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:
@@ -543,7 +567,9 @@ def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:
 def _work_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     # The mean over all positions at which the rows fit.
     m, capacity = (slots[s].shape[0] for s in op.reads[:2])
-    return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * m * (capacity + 1) / 2)
+    near = min(op.attrs.get("window", capacity) + 1, capacity)
+    keys = near - near * (near - 1) / (2 * max(capacity, 1))
+    return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * m * keys)
 
 
 APPEND_ROWS: Final = Kernel("append_rows", _bind_append_rows, _reference_append_rows, _work_append_rows, in_place=True)

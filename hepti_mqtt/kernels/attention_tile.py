@@ -576,16 +576,23 @@ def _each_alone(
 
 
 @helper
+def _is_query_alone(tiles: Any, biases: Any, buckets: Any) -> Any:
+    """Return whether there is one query, without anything that is added to its scores."""
+    return len(tiles) == 1 and tiles[0, _STOP] == tiles[0, _FIRST] + 1 and biases.shape[1] + len(buckets) == 0
+
+
+@helper
 def _heads_alone(
-    q: Any, kv: Any, out: Any, limits: Any, layout: Any, scale: Any, row: int, first: int, stop: int, work: Any,
+    q: Any, kv: Any, out: Any, limits: Any, layout: Any, scale: Any, row: int, first: int, stop: int,
 ) -> None:  # fmt: skip
-    """Write the results of one query for heads first..stop, as `_query_alone` has them; work [heads, KEYS + 2 d + 2].
+    """Write the results of one query for heads first..stop, as `_query_alone` has them.
 
     Heads follow each other within a block of keys, so that rows of kv are read from one end to the other: one head's
     part of them lies apart, in as many pages as there are keys.
     """
     heads, d, with_state, group = layout[3], layout[4], layout[5], layout[6]
     low, high = limits[row, _BEGIN], limits[row, _END]
+    work = np.empty((stop - first, KEYS + 2 * d + 2), np.float32)  # scores, query, sums, maximum, sum of weights
     for head in range(first, stop):
         mine = work[head - first]
         for c in range(d):
@@ -673,15 +680,13 @@ def attention_units(
     total, zeros = np.empty(NR * stride, np.float32), np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
     scratch = np.empty((2 * len(to_queries) + d) * NR, np.float32)
-    if len(tiles) == 1 and tiles[0, _STOP] == tiles[0, _FIRST] + 1 and biases.shape[1] == 0 and len(buckets) == 0:
-        work = np.empty((stop - first, KEYS + 2 * d + 2), np.float32)
-        _heads_alone(q, kv, out, limits, layout, scale, tiles[0, _FIRST], first, stop, work)
+    if _is_query_alone(tiles, biases, buckets):
+        _heads_alone(q, kv, out, limits, layout, scale, tiles[0, _FIRST], first, stop)
         return
     for unit in range(first, stop):
         head, tile = unit // len(tiles), unit % len(tiles)
-        row, count = tiles[tile, _FIRST], tiles[tile, _STOP] - tiles[tile, _FIRST]
-        low, end, anchor = tiles[tile, _LOW], tiles[tile, _HIGH], tiles[tile, _ANCHOR]
-        column, of_keys, bias = layout[0] + head * d, head // group, biases[head]
+        row, low, end, anchor = tiles[tile, _FIRST], tiles[tile, _LOW], tiles[tile, _HIGH], tiles[tile, _ANCHOR]
+        count, column, of_keys, bias = tiles[tile, _STOP] - row, layout[0] + head * d, head // group, biases[head]
         k_column, v_column = layout[1] + of_keys * d, layout[2] + of_keys * d
         alone = count <= FEW or end <= low
         if not alone:
@@ -691,8 +696,7 @@ def attention_units(
             norm[:] = ZERO
             if of_keys != copied_head or low != copied_low:
                 copied_head, copied_low, copied_to = of_keys, low, low
-                # Keys that no other tile reads are read where they lie.
-                near = unit + 1 < stop and tile + 1 < len(tiles) and tiles[tile + 1, _LOW] == low
+                near = unit + 1 < stop and tile + 1 < len(tiles) and tiles[tile + 1, _LOW] == low  # else read there
             masked, block, at = False, low, 0
             while block < end:
                 keys = min(KEYS - (block - anchor) % KEYS, end - block)
@@ -717,8 +721,7 @@ def attention_units(
                 if block > low:
                     _scale_rows(total, count, stride, d, rescale)
                 _weighted_values(keys, count, d, scores, values.ctypes.data + 4 * at, zeros, block > low, total)
-                block += keys
-                at += KEYS * stride
+                block, at = block + keys, at + KEYS * stride
             # A masked key weighs 0, but 0 times a value that is not finite is NaN, which its query must not see.
             alone = masked and _has_nan(total, count, d)
         if alone:

@@ -263,22 +263,33 @@ def rowwise(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("rowwise", nbytes=float(sum(slots[s].nbytes for s in (*op.reads, *op.writes))))
 
 
-def check_at(op: Compute, slots: Sequence[SlotSpec], dtypes: tuple[str, ...]) -> Check:
+def check_at(op: Compute, slots: Sequence[SlotSpec], dtypes: tuple[str, ...], items: int = 1) -> Check:
     """Check an op that reads arrays [m] or [m, n] of these dtypes, then `at`, and writes f32 [m, n]."""
     check = Check(op, slots)
     check.count(len(dtypes) + 1)
     got = tuple(s.dtype for s in check.reads)
     check.that(got == (*dtypes, "i32"), f"must read {[*dtypes, 'i32']}, not {list(got)}")
     check.that(check.writes[0].dtype == "f32", "must write f32")
-    check.shape(check.reads[-1], (1,))
+    check.shape(check.reads[-1], (items,))
     ranks = [len(s.shape) for s in (*check.reads[:-1], check.writes[0])]
     check.that(ranks == [1 if d == "i32" else 2 for d in (*dtypes, "f32")], "slots must be matrices, ids a vector")
     return check
 
 
-def first_of(op: Compute, at: Array, m: int, size: int, what: str) -> int:
-    """Return the first of the m new rows; raises ValueError if they do not lie in `size`."""
-    first = int(at[0])
+def items_of(op: Compute, rows: int) -> tuple[int, ...]:
+    """Return the rows of each item of an op with `at`: all of one item, unless it has `lengths`.
+
+    Raises ValueError if they are not as many.
+    """
+    lengths = tuple(op.attrs.get("lengths", (rows,)))
+    if sum(lengths) != rows or min(lengths, default=0) < 0:
+        raise ValueError(f"{op.kernel}: items of {lengths} rows are not the {rows} rows that it reads")
+    return lengths
+
+
+def first_of(op: Compute, at: Array, m: int, size: int, what: str, item: int = 0) -> int:
+    """Return the first of the m new rows of an item; raises ValueError if they do not lie in `size`."""
+    first = int(at[item])
     if first < 0 or first + m > size:
         raise ValueError(
             f"{op.kernel}: rows {first}..{first + m} do not lie in the {size} {what}; end sequences earlier"

@@ -3,9 +3,9 @@
 rotate  x [r, n], n columns of whole heads: first those of queries, then of keys, then of values -> the same, queries
         and keys rotated by their positions. Columns i and i + d / 2 of a head are a pair. Attributes: head_dim (d),
         q_heads, k_heads, theta, rows (packed row of each row of x), lengths. Weights: none, or gamma [d] of queries and
-        of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has. Attribute
-        scaling, of frequencies: none, or factor, low factor, high factor, positions before (Llama 3.1). With an
-        i32 slot `at` [1] behind x, rows stand that many places later; those beyond lengths raise ValueError.
+        of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has. Optional:
+        divisors, of the frequencies [d / 2]. With an i32 slot `at` [B] behind x, the rows of each of the B sequences
+        stand that many places later; attribute places: how many there are, and others raise ValueError.
 """
 
 from __future__ import annotations
@@ -70,39 +70,31 @@ def _rotate(
                 head_out[i + half] = b * cosine[i] + a * sine[i]
 
 
-def _scaled(frequencies: NDArray[Any], scaling: Sequence[float]) -> NDArray[Any]:
-    """Return frequencies [d / 2] as Llama 3.1 scales them: slow ones by the factor, fast ones not, between in part."""
-    if not scaling:
-        return frequencies
-    factor, low, high, before = scaling
-    kept = np.clip((before * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
-    return np.asarray((1 - kept) * frequencies / factor + kept * frequencies, frequencies.dtype)
-
-
 @lru_cache(maxsize=_MOST_TABLES)
 def _angles(
-    theta: float, d: int, length: int, scaling: tuple[float, ...]
+    theta: float, d: int, length: int, divisors: tuple[float, ...]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return cosines and sines of positions 0..length, [length, d / 2] each; angles are f32, as in transformers."""
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
-    frequencies = _scaled(frequencies, scaling)
+    if divisors:
+        frequencies = np.asarray(frequencies / np.asarray(divisors), np.float32)
     angles = (np.arange(length, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _positions(op: Compute) -> NDArray[np.int64]:
-    """Return the place of each row in its sequence [r]."""
+def _positions(op: Compute) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the place of each row in its sequence, and which sequence that is, [r] each."""
     starts, rows = starts_of(op.attrs["lengths"]), np.asarray(op.attrs["rows"], np.int64)
     if len(rows) and (rows.min() < 0 or rows.max() >= starts[-1]):
         raise ValueError(f"{op.kernel}: rows must lie in the {starts[-1]} packed rows of its lengths")
-    return np.asarray(rows - starts[np.searchsorted(starts, rows, side="right") - 1], np.int64)
+    items = np.asarray(np.searchsorted(starts, rows, side="right") - 1, np.int64)
+    return np.asarray(rows - starts[items], np.int64), items
 
 
-def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int, NDArray[np.int64]]:
-    """Return (the op's checks, its rows, columns of a head, the rows' positions)."""
+def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int]:
+    """Return (the op's checks, its rows, columns of a head)."""
     if len(op.reads) > 1:
-        check = check_at(op, slots, ("f32",))
-        check.that(len(op.attrs["lengths"]) == 1, "only one sequence begins at a place")
+        check = check_at(op, slots, ("f32",), len(op.attrs["lengths"]))
         r, n = check.reads[0].shape
         check.shape(check.writes[0], (r, n))
     else:
@@ -110,12 +102,15 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int, NDA
     d, heads = op.attrs["head_dim"], op.attrs["q_heads"] + op.attrs["k_heads"]
     check.that(d >= 2 and d % 2 == 0 and n % d == 0, f"heads of {d} columns make no sense")
     check.that(0 <= heads * d <= n, f"there is no room for {heads} heads to rotate")
+    divisors = op.attrs.get("divisors", ())
+    check.that(len(divisors) in (0, d // 2), f"{len(divisors)} divisors of {d // 2} frequencies do not fit")
     check.that(len(op.attrs["rows"]) == r, f"rows names {len(op.attrs['rows'])} rows, x has {r}")
-    return check, r, d, _positions(op)
+    return check, r, d
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-    check, r, d, positions = _check(op, slots)
+    check, r, d = _check(op, slots)
+    positions, items = _positions(op)
     check.weights(weights, 2 if weights else 0)
     none = np.zeros(0, np.float32)
     norms = [norm_of(check, [weight], d) for weight in weights]
@@ -124,22 +119,27 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     parts = row_parts(r, check.reads[0].shape[1], pool)
     if not parts or not check.reads[0].shape[1]:
         return nothing
-    cosines, sines = _angles(float(op.attrs["theta"]), d, max(op.attrs["lengths"]), tuple(op.attrs.get("scaling", ())))
+    places = op.attrs["places"] if len(op.reads) > 1 else max(op.attrs["lengths"])
+    cosines, sines = _angles(float(op.attrs["theta"]), d, places, tuple(op.attrs.get("divisors", ())))
     rotate, heads = pool.bind(_rotate, parts), (op.attrs["q_heads"], op.attrs["k_heads"])
 
-    last, places, moved = int(positions.max()) + 1, len(cosines), positions.copy()
+    lasts = [(item, int(positions[items == item].max()) + 1) for item in dict.fromkeys(items.tolist())]
+    moved = positions.copy()
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         if len(reads) > 1:
-            np.add(positions, first_of(op, reads[1], last, places, "places of a sequence"), out=moved)
+            for item, last in lasts:
+                first_of(op, reads[1], last, places, "places of a sequence", item)
+            np.add(positions, reads[1][items], out=moved)
         rotate(reads[0], writes[0], d, *heads, cosines, sines, moved, q_gamma, k_gamma, eps)
 
     return run
 
 
 def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    _, r, d, positions = _check(op, slots)
-    positions = positions + int(reads[1][0]) if len(reads) > 1 else positions
+    _, r, d = _check(op, slots)
+    positions, items = _positions(op)
+    positions = positions + reads[1][items] if len(reads) > 1 else positions
     x = reads[0].astype(np.float64).reshape(r, reads[0].shape[1] // d, d)
     q, k = op.attrs["q_heads"], op.attrs["k_heads"]
     out = x.copy()
@@ -148,7 +148,7 @@ def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], w
         if weights:
             gamma = weights[place] + op.attrs.get("gamma_offset", 0.0)
             part = part / np.sqrt(np.square(part).mean(axis=-1, keepdims=True) + op.attrs["eps"]) * gamma
-        frequencies = _scaled(1 / op.attrs["theta"] ** (np.arange(0, d, 2) / d), op.attrs.get("scaling", ()))
+        frequencies = 1 / op.attrs["theta"] ** (np.arange(0, d, 2) / d) / np.asarray(op.attrs.get("divisors") or 1.0)
         angles = positions[:, None, None] * frequencies
         a, b = part[..., : d // 2], part[..., d // 2 :]
         turned = [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]

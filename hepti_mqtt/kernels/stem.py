@@ -5,7 +5,8 @@ embed_tokens       (word may be a packed matrix in blocks, of which rows are the
                    type[id // V], [m, h], of V words. Attribute parts names the weights in their order: word, and
                    perhaps position, type, gamma (without it there is no norm), beta. Others: lengths, position_offset,
                    scale, those of `base.norm_of`.
-embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. `at` is an i32
+embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. Attribute lengths:
+                   of the items, one without; i counts within each. `at` is an i32
                    slot [1];
                    positions beyond the table raise ValueError before anything is written.
 patchify           pixels u8 [B, C, S, S] -> (pixel / 255 - mean) / std, [B (S/p)^2, C p p], a patch flattened as
@@ -24,6 +25,7 @@ An id outside the vocabulary, or of a type that is not there, raises ValueError 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Final
 
@@ -38,6 +40,7 @@ from hepti_mqtt.kernels.base import (
     Run,
     check_at,
     first_of,
+    items_of,
     norm_of,
     nothing,
     reference_norm,
@@ -122,21 +125,26 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
 
 
 def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
-    check = check_at(op, slots, ("i32",))
+    lengths = items_of(op, slots[op.reads[0]].shape[0])
+    check = check_at(op, slots, ("i32",), len(lengths))
     check.weights(weights, 2)
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
     word, position = (check.table(w, h) for w in weights)
     if not m or not h:
         return nothing
+    items = tuple(enumerate(pairwise(accumulate(lengths, initial=0))))
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         ids, out = reads[0], writes[0]
         _check_ids(ids, len(word))
-        first = first_of(op, reads[1], m, len(position), "positions of the model")
+        firsts = [
+            first_of(op, reads[1], b - a, len(position), "positions of the model", item) for item, (a, b) in items
+        ]
         # The ids are checked above; "raise" would go through a buffer.
         np.take(word, ids, axis=0, out=out, mode="clip")
-        np.add(out, position[first : first + m], out=out)
+        for first, (_, (start, stop)) in zip(firsts, items, strict=True):
+            np.add(out[start:stop], position[first : first + stop - start], out=out[start:stop])
 
     return run
 
@@ -166,11 +174,12 @@ def _reference_embed_tokens(
 
 
 def _reference_embed_at(
-    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
-    ids, first = reads[0], int(reads[1][0])
+    ids, at = reads
     word, position = (np.atleast_2d(w).astype(np.float64, copy=False) for w in weights)
-    return [word[ids] + position[first : first + len(ids)]]
+    items = zip(at.tolist(), items_of(op, len(ids)), strict=True)
+    return [word[ids] + position[np.concatenate([np.arange(first, first + rows) for first, rows in items])]]
 
 
 def _work_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> Work:

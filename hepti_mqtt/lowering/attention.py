@@ -201,11 +201,15 @@ class ReorderedAttention(Attention):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachedAttention(HeadedAttention):
-    """Attention over (m, c = heads x d, C): row i over the keys 0..at + i, its own included.
+    """Attention over (m, c = heads x d, C): row i of an item over the keys 0..at + i of its cache, or the last of them.
 
-    inputs: the tensor of the queries, the cache of keys and values with this run's rows in it, and `at`. columns: where
-    q, k and v begin in theirs. Rows and keys are not divided: where they stand is known only as it runs.
+    inputs: the tensor of the queries, the cache of keys and values of each item with this run's rows in it, and `at`.
+    columns: where q, k and v begin in theirs. lengths: of the items. window: how many keys before its own a row sees,
+    -1 for all. Rows and keys are not divided: where they stand is known only as it runs.
     """
+
+    lengths: tuple[int, ...]
+    window: int = -1
 
     kind = "attention at"
 
@@ -213,10 +217,15 @@ class CachedAttention(HeadedAttention):
         return self.space[0], self.d * self.group, self.space[2]
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return *super().input_regions(region), (span(0, 1),)
+        q, kv = super().input_regions(region)
+        return q, *[kv] * len(self.lengths), (span(0, len(self.lengths)),)
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call("attention_at", (), self.heads(region[1], operands))
+        if len({operand.cells for operand in operands[1:-1]}) > 1:
+            raise ValueError(f"{self.name}: the caches of its items are divided in different ways")
+        items = {"lengths": self.lengths} if len(self.lengths) > 1 else {}
+        near = {"window": self.window} if self.window >= 0 else {}
+        return Call("attention_at", (), self.heads(region[1], operands) | items | near)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -224,9 +233,9 @@ class Rotate(Op):
     """Queries, keys and values over (m, c = heads x d), with rotary positions in queries and keys.
 
     q_columns, k_columns: how many of the columns are of queries, and then of keys. lengths: of the packed sequences.
-    norm: of each head of queries and keys before; `tensors` are its gamma for queries and for keys. in_session: the
-    second input is `at`, the place of the first row. scaling: of frequencies as in Llama 3.1, none or its factor, its
-    low and high factors, and the positions that there were before.
+    norm: of each head of queries and keys before; `tensors` are its gamma for queries and for keys. places: in
+    sessions, how many a sequence has; the second input is then `at`, the place of the first row of each. divisors: of
+    the frequencies [d / 2], none where all are 1.
     """
 
     d: int
@@ -235,8 +244,8 @@ class Rotate(Op):
     theta: float
     lengths: tuple[int, ...]
     norm: Norm | None = None
-    in_session: bool = False
-    scaling: tuple[float, ...] = ()
+    places: int = 0
+    divisors: tuple[float, ...] = ()
 
     kind = "rotate"
 
@@ -244,7 +253,7 @@ class Rotate(Op):
         return 1, self.d
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return (region, (span(0, 1),)) if self.in_session else (region,)
+        return (region, (span(0, len(self.lengths)),)) if self.places else (region,)
 
     def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         return tuple(WeightRef(name, (0, 1), (0, self.d), "plain") for name in self.tensors)
@@ -252,14 +261,18 @@ class Rotate(Op):
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         r, c = region
         keys = span(self.q_columns, self.q_columns + self.k_columns)
-        attrs = {
-            "head_dim": self.d,
-            "q_heads": self._heads(intersect_sets(c, span(0, self.q_columns))),
-            "k_heads": self._heads(intersect_sets(c, keys)),
-            "theta": self.theta,
-            "rows": tuple(indices(r)),
-            "lengths": self.lengths,
-        } | ({"scaling": self.scaling} if self.scaling else {})
+        attrs = (
+            {
+                "head_dim": self.d,
+                "q_heads": self._heads(intersect_sets(c, span(0, self.q_columns))),
+                "k_heads": self._heads(intersect_sets(c, keys)),
+                "theta": self.theta,
+                "rows": tuple(indices(r)),
+                "lengths": self.lengths,
+            }
+            | ({"places": self.places} if self.places else {})
+            | ({"divisors": self.divisors} if self.divisors else {})
+        )
         return Call("rotate", self.weight_refs(region), attrs | (self.norm.attrs if self.norm else {}))
 
     def _heads(self, c: IndexSet) -> int:

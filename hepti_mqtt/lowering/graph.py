@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from hepti_mqtt.lowering import roles
@@ -33,7 +33,7 @@ from hepti_mqtt.lowering.ops import (
     Slice,
 )
 from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
-from hepti_mqtt.program import SlotDtype, WeightRef
+from hepti_mqtt.program import SlotDtype, WeightRef, state_name
 from hepti_mqtt.storage import STORAGES, BlockStorage
 
 KEPT_BLOCKS: Final = 5  # of a run of equal blocks: two before, the one that is repeated, two behind
@@ -319,16 +319,17 @@ class GraphBuilder:
         norm: Norm | None = None,
         gammas: tuple[str, ...] = (),
         at: str = "",
-        scaling: tuple[float, ...] = (),
+        places: int = 0,
+        divisors: tuple[float, ...] = (),
     ) -> str:
         """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before.
 
-        at: i32 [1], the place of the first row in a sequence of at most `lengths` rows.
+        at: i32 [B], the place of the first row of each item in its session, which has at most so many `places`.
         """
         inputs = (qkv, at) if at else (qkv,)
         return self._add(
             name, inputs, role, gammas, Rotate, space=self.shape_of(qkv), d=d, q_columns=columns[0],
-            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm, in_session=bool(at), scaling=scaling,
+            k_columns=columns[1], theta=theta, lengths=lengths, norm=norm, places=places, divisors=divisors,
         )  # fmt: skip
 
     def attention(
@@ -383,19 +384,38 @@ class GraphBuilder:
         return self._add(name, (), role, (state,), SessionState, space=(rows, width))
 
     def append_to_cache(
-        self, name: str, state: str, qkv: str, at: str, *, rows: int, start: int, role: str = roles.CACHE
-    ) -> str:
-        """qkv [m, start + w], at [1] -> the session's `state` [rows, w] with the new rows at `at`."""
+        self,
+        name: str,
+        state: str,
+        qkv: str,
+        at: str,
+        *,
+        rows: int,
+        start: int,
+        role: str = roles.CACHE,
+        lengths: tuple[int, ...] = (),
+    ) -> tuple[str, ...]:
+        """qkv [m, start + w], at [B] -> for each item its session's `state` [rows, w] with the new rows at `at`.
+
+        lengths: of the items; none for one.
+        """
         m, width = self.shape_of(qkv)
-        past = self.session_state(f"{name}.past", state, rows=rows, width=width - start, role=role)
-        space = (rows, width - start)
-        return self._add(name, (past, qkv, at), role, (state,), AppendRows, space=space, start=start, rows=m)
+        made, space = list[str](), (rows, width - start)
+        for item, part in enumerate(pairwise(accumulate(lengths or (m,), initial=0))):
+            own, kept = state_name(name, item), state_name(state, item)
+            past = self.session_state(f"{own}.past", kept, rows=rows, width=width - start, role=role)
+            made.append(
+                self._add(
+                    own, (past, qkv, at), role, (kept,), AppendRows, space=space, start=start, rows=part, item=item
+                )
+            )
+        return tuple(made)
 
     def cached_attention(
         self,
         name: str,
         q: str,
-        kv: str,
+        caches: tuple[str, ...],
         at: str,
         *,
         heads: int,
@@ -403,13 +423,18 @@ class GraphBuilder:
         role: str = roles.ATTENTION,
         group: int = 1,
         scale: float = 0.0,
+        lengths: tuple[int, ...] = (),
+        window: int = -1,
     ) -> str:
-        """q [m, *], kv [C, 2 width / group], at [1] -> attention [m, width]; columns: where q, k and v begin."""
-        rows, width = self.shape_of(kv)[0], self.shape_of(kv)[1] // 2 * group
-        space = (self.shape_of(q)[0], width, rows)
+        """q [m, *], a cache [C, 2 width / group] for each item, at [B] -> attention [m, width].
+
+        columns: where q, k and v begin. lengths: of the items; none for one.
+        """
+        (rows, cached), m = self.shape_of(caches[0]), self.shape_of(q)[0]
+        width = cached // 2 * group
         return self._add(
-            name, (q, kv, at), role, (), CachedAttention, space=space, d=width // heads, columns=columns, group=group,
-            scale=scale,
+            name, (q, *caches, at), role, (), CachedAttention, space=(m, width, rows), d=width // heads,
+            columns=columns, group=group, scale=scale, lengths=lengths or (m,), window=window,
         )  # fmt: skip
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:

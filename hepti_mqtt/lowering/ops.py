@@ -317,7 +317,8 @@ class Flatten(Op):
 # Tensor ops of a decoder: a session keeps keys and values of earlier tokens on the devices, and runs add to them.
 #
 # One graph serves every position: how many rows the cache has before the m new ones is a number that comes with the
-# request (`at`, i32 [1]). Letters: m new rows, C rows that the cache has room for, w its columns, d columns of a head.
+# request (`at`, i32 [B], one for each item: every item of a run is of another session). Letters: m new rows, C rows
+# that a cache has room for, w its columns, d columns of a head.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -333,13 +334,15 @@ class SessionState(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AppendRows(Op):
-    """The state with the new rows in their place over (C, w), in the state's own memory.
+    """The state of one item with its new rows in their place over (C, w), in the state's own memory.
 
-    inputs: the state, the new rows [m, *] (from column `start`), and `at`.
+    inputs: the state, the new rows of all items [m, *] (from column `start`), and `at`. rows: those of the item,
+    first..stop.
     """
 
     start: int
-    rows: int
+    rows: tuple[int, int]
+    item: int = 0
 
     kind = "append"
     is_session_state = True
@@ -348,7 +351,7 @@ class AppendRows(Op):
         return self.space[0], 1
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return region, (span(0, self.rows), shift(region[1], self.start)), (span(0, 1),)
+        return region, (span(*self.rows), shift(region[1], self.start)), (span(self.item, self.item + 1),)
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("append_rows")

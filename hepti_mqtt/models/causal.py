@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import heads, plain, text
@@ -32,17 +34,30 @@ def head_tensors(spec: ModelSpec, words: tuple[str, ...]) -> Iterator[TensorSour
 def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one run.
 
-    Of a model that generates: how many tokens came before, then ids, i32 [1 + m] -> the next token's logits [1, V]; of
-    one that embeds: ids i32 [m] -> embeddings.
+    Of a model that generates: how many tokens came before, for each of B items, then ids, i32 [B + m] -> the next
+    token's logits [B, V]; of one that embeds: ids i32 [m] -> embeddings.
     """
     ids = at = ""
     if spec.head.task == "generation":
-        tokens = net.input("tokens", (1 + shape.tokens,), "i32")
-        at = net.slice("at", tokens, roles.SLICE, 0, 1)  # [1]
-        ids = net.slice("ids", tokens, roles.SLICE, 1, 1 + shape.tokens)  # [m]
+        at, ids = add_inputs(net, shape)
     x = text.embed(net, spec, shape, refs, ids)  # [m, h]
     x = add_layers(net, spec, shape, x, refs, at)  # [m, h]
     heads.add_head(net, spec, shape, x, refs)
+
+
+def add_inputs(net: GraphBuilder, shape: TokenBatch) -> tuple[str, str]:
+    """Add what a run of sessions reads: how many rows each cache has already, i32 [B], and ids, i32 [m]."""
+    items, m = len(shape.lengths), shape.tokens
+    tokens = net.input("tokens", (items + m,), "i32")
+    return net.slice("at", tokens, roles.SLICE, 0, items), net.slice("ids", tokens, roles.SLICE, items, items + m)
+
+
+def first_tokens(inputs: plain.Array, shape: TokenBatch) -> plain.Array:
+    """Return the ids of a run whose sessions begin with it; raises UnsupportedModelError for another one."""
+    places, ids = np.split(inputs, [len(shape.lengths)])
+    if places.any():
+        raise UnsupportedModelError("the reference reads whole sequences; give it all tokens from the first")
+    return ids
 
 
 def reference(
@@ -54,8 +69,6 @@ def reference(
     """
     ids = inputs
     if spec.head.task == "generation":
-        if inputs[0] != 0:
-            raise UnsupportedModelError("the reference reads whole sequences; give it all tokens from the first")
-        ids = inputs[1:]
+        ids = first_tokens(inputs, shape)
     x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
     return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)

@@ -47,7 +47,6 @@ _ATTENTION_KEYS: Final = frozenset(
     {"num_attention_heads", "attention_bias", "attention_dropout", "rope_parameters", "rope_scaling", "rope_theta"}
     | {"_attn_implementation", "attn_implementation"}
 )
-_LLAMA3: Final = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ROPE_KEYS: Final = KeyTable(
     read=frozenset({"rope_theta"}),
     only={"rope_type": ("default",), "type": ("default",), "partial_rotary_factor": (1.0, 1)},
@@ -183,22 +182,6 @@ class JsonConfig:
         if hidden % heads:
             raise ModelError(f"{self.file}: {key} {heads} does not divide {of} {hidden}")
         return heads
-
-    def llama3_scaling(self) -> tuple[JsonConfig, tuple[float, ...]]:
-        """Return this file without Llama 3.1's scaling of rotary positions, and that as numbers; none without it."""
-        for key in ("rope_parameters", "rope_scaling"):
-            part = self.get(key, {})
-            if isinstance(part, Mapping) and "llama3" in (part.get("rope_type"), part.get("type")):
-                found = JsonConfig(f"{self.file}: {key}", part)
-                for name in _LLAMA3:
-                    found.require(name)
-                factor, low, high, before = (found.number(name, 1.0) for name in _LLAMA3)
-                if high <= low:
-                    raise found.bad_value("high_freq_factor", f"greater than low_freq_factor {low}", high)
-                rest = {k: v for k, v in part.items() if k not in _LLAMA3}
-                rest |= {k: "default" for k in ("rope_type", "type") if rest.get(k) == "llama3"}
-                return JsonConfig(self.file, {**self.data, key: rest}), (factor, low, high, before)
-        return self, ()
 
     def rope_theta(self, default: float, key: str = "rope_theta", kind: str = "") -> float:
         """Return the base of rotary positions; raise UnsupportedModelError for positions that are scaled.

@@ -50,12 +50,14 @@ def graph(
         q = net.linear(f"{name}q", w, task, {f"{here}cross_query": h})  # [m, h]
         kept = f"{here}cross"  # in the session
         if states is None:
-            kv = net.session_state(f"{name}cross", kept, rows=shape.rows, width=2 * h, role=task)  # [S, 2h]
+            pair = net.session_state(f"{name}cross", kept, rows=shape.rows, width=2 * h, role=task)  # [S, 2h]
         else:
-            kv = net.linear(f"{name}pair", states, task, {f"{here}cross_key": h, f"{here}cross_value": h})  # [S, 2h]
-            kv = net.append_to_cache(f"{name}cross", kept, kv, at, rows=shape.rows, start=0, role=task)  # [S, 2h]
+            pair = net.linear(f"{name}pair", states, task, {f"{here}cross_key": h, f"{here}cross_value": h})  # [S, 2h]
+            (pair,) = net.append_to_cache(
+                f"{name}cross", kept, pair, at, rows=shape.rows, start=0, role=task
+            )  # [S, 2h]
         heard = net.attention(
-            f"{name}heard", q, kv, task, heads=heads, width=h, columns=(0, 0, h), lengths=(shape.rows,)
+            f"{name}heard", q, pair, task, heads=heads, width=h, columns=(0, 0, h), lengths=(shape.rows,)
         )  # [m, h]
         out = net.linear(f"{name}p", heard, task, {f"{here}cross_out": h})  # [m, h]
         z = net.sum(f"{name}z", y, out, task)  # [m, h]

@@ -33,6 +33,8 @@ from hepti_mqtt.models import (
     modernbert,
     mpnet,
     nomic_bert,
+    phi3,
+    qwen2,
     qwen3,
     siglip,
     vit,
@@ -107,10 +109,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deberta": deberta,
     "modernbert": modernbert,
     "nomic_bert": nomic_bert,
+    "qwen2": qwen2,
     "qwen3": qwen3,
     "gemma3": gemma3,
     "gpt2": gpt2,
     "llama": llama,
+    "phi3": phi3,
     "clip": clip,
     "siglip": siglip,
     "decoupled": decoupled,
@@ -193,7 +197,7 @@ def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> 
     dims, dtype = spec.input_spec.input_layout(shape)
     values = rng.integers(0, spec.input_spec.upper_bound, dims).astype(NUMPY_DTYPE[dtype])
     if shape.session_rows:
-        values[0] = 0  # the cache is empty
+        values[: len(shape.sizes)] = 0  # the caches are empty
     if isinstance(spec.input_spec, SpeechInput):
         frames = values[1 + shape.new_rows :]
         frames[:] = fixed_point(np.float32(0.5) * rng.standard_normal(len(frames), np.float32))

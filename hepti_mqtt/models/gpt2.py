@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import GraphBuilder, roles
-from hepti_mqtt.models import plain, sentences, text
+from hepti_mqtt.models import causal, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
@@ -83,20 +82,22 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 
 def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of one run: how many tokens came before, then ids, i32 [1 + m] -> the next token's logits."""
-    m, h, eps = shape.tokens, spec.hidden, spec.norm_eps
-    tokens = net.input("tokens", (1 + m,), "i32")
-    at = net.slice("at", tokens, roles.SLICE, 0, 1)  # [1]
-    ids = net.slice("ids", tokens, roles.SLICE, 1, 1 + m)  # [m]
+    """Add the graph of one run, which reads what `causal.add_inputs` says -> the next token's logits of each item."""
+    m, h, eps, lengths = shape.tokens, spec.hidden, spec.norm_eps, shape.lengths
+    at, ids = causal.add_inputs(net, shape)
     tables = [refs["stem.word"], refs["stem.position"]]
-    x = net.opaque("embedded", (ids, at), roles.STEM, "embed_at", (m, h), tables)  # [m, h]
+    x = net.opaque("embedded", (ids, at), roles.STEM, "embed_at", (m, h), tables, lengths=lengths)  # [m, h]
     for i in net.layers(spec.layers):
         stored = f"layers.{i}."
         u = net.norm(f"{i}.u", x, roles.BEFORE_ATTENTION, f"{stored}attention_norm", eps)  # [m, h]
         net.begin_block()
         qkv = net.linear(f"{i}.qkv", u, roles.QKV, {f"{stored}qkv": 3 * h})  # [m, 3h]
-        kv = net.append_to_cache(f"{i}.kv", f"{stored}kv", qkv, at, rows=shape.cache, start=h)  # [C, 2h]
-        attention = net.cached_attention(f"{i}.attention", qkv, kv, at, heads=spec.heads, columns=(0, 0, h))  # [m, h]
+        kv = net.append_to_cache(
+            f"{i}.kv", f"{stored}kv", qkv, at, rows=shape.cache, start=h, lengths=lengths
+        )  # [C, 2h] each
+        attention = net.cached_attention(
+            f"{i}.attention", qkv, kv, at, heads=spec.heads, columns=(0, 0, h), lengths=lengths
+        )  # [m, h]
         out = net.linear(f"{i}.o", attention, roles.ATTENTION_OUT, {f"{stored}attention_out": h})  # [m, h]
         y = net.sum(f"{i}.y", x, out, roles.AFTER_ATTENTION)  # [m, h]
         v = net.norm(f"{i}.v", y, roles.BEFORE_MLP, f"{stored}mlp_norm", eps)  # [m, h]
@@ -105,34 +106,34 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
         down = net.linear(f"{i}.down", hidden, roles.MLP_DOWN, {f"{stored}mlp_down": h})  # [m, h]
         x = net.sum(f"{i}.x", y, down, roles.AFTER_MLP)  # [m, h]
     net.begin_block()
-    x = net.rows("rows", x, roles.TASK, needed_rows(spec, shape))  # [1, h], or [m, h] for all hidden states
+    x = net.rows("rows", x, roles.TASK, needed_rows(spec, shape))  # [B, h], or [m, h] for all hidden states
     x = net.norm("final_norm", x, roles.TASK, "final_norm", eps)
     if shape.want == "task":
-        net.linear("logits", x, roles.WORDS, {"head.decoder": spec.head.outputs}, bias=False)  # [1, V]
+        net.linear("logits", x, roles.WORDS, {"head.decoder": spec.head.outputs}, bias=False)  # [B, V]
 
 
 def reference(
     spec: ModelSpec, tensors: plain.Tensors, inputs: plain.Array, shape: TokenBatch
 ) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], logits [1, V] of the next token, or the states where they are wanted).
+    """Return (final hidden states [m, h], logits [B, V] of the next tokens, or the states where they are wanted).
 
-    The whole causal pass in plain NumPy, without a cache; inputs: 0, then the ids [m].
+    The whole causal pass in plain NumPy, without a cache; inputs: a 0 for each item, then the ids [m].
     """
-    if inputs[0] != 0:
-        raise UnsupportedModelError("the reference reads whole sequences; give it all tokens from the first")
-    m, eps = len(inputs) - 1, spec.norm_eps
-    x = tensors["stem.word"][inputs[1:]] + tensors["stem.position"][:m]  # [m, h]
+    ids, eps = causal.first_tokens(inputs, shape), spec.norm_eps
+    places = np.concatenate([np.arange(length) for length in shape.lengths])  # [m]
+    x = tensors["stem.word"][ids] + tensors["stem.position"][places]  # [m, h]
     for i in range(spec.layers):
         here = f"layers.{i}."
         u = plain.norm(tensors, f"{here}attention_norm", x, eps)  # [m, h]
         q, k, v = np.split(plain.linear(tensors, f"{here}qkv", u), 3, axis=1)  # [m, h] each
-        attention = plain.attention(q, k, v, spec.heads, (m,), causal=True)  # [m, h]
+        attention = plain.attention(q, k, v, spec.heads, shape.lengths, causal=True)  # [m, h]
         x = x + plain.linear(tensors, f"{here}attention_out", attention)  # [m, h]
         u = plain.norm(tensors, f"{here}mlp_norm", x, eps)  # [m, h]
         hidden = plain.activate(spec.activation, plain.linear(tensors, f"{here}mlp_up", u))  # [m, f]
         x = x + plain.linear(tensors, f"{here}mlp_down", hidden)  # [m, h]
     x = plain.norm(tensors, "final_norm", x, eps)  # [m, h]
-    return x, x if shape.want == "hidden" else x[-1:] @ tensors["head.decoder.weight"]  # [1, V]
+    rows = needed_rows(spec, shape)
+    return x, x if rows is None else x[list(rows)] @ tensors["head.decoder.weight"]  # [B, V]
 
 
 _BASE: Final = {

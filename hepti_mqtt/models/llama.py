@@ -1,4 +1,4 @@
-"""Llama (Touvron et al., 2023), and Mistral where its window is as long as its texts: decoders with a gated MLP.
+"""Llama (Touvron et al., 2023) and Mistral (Jiang et al., 2023), which sees a window: decoders with a gated MLP.
 
 Positions are rotary, and queries' heads share those of keys and values in groups.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.models import qwen3
 from hepti_mqtt.models.causal import graph, reference
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
+from hepti_mqtt.models.rope import read_rope
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 
@@ -31,32 +31,29 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     mistral = architecture.startswith("Mistral")
     config.refuse_unknown_attention(*_WINDOWS.only)
     config.check_keys(_WINDOWS._replace(read=frozenset({"sliding_window"}) if mistral else frozenset()))
-    config, scaling = config.llama3_scaling()
     hidden = config.positive("hidden_size")
     heads = config.heads(hidden)
     positions = config.positive("max_position_embeddings")
     # Null is no window, but a key that is missing is one.
     window = config.positive("sliding_window", 4096) if config.data.get("sliding_window", 0) is not None else positions
-    if mistral and window < positions:
-        raise UnsupportedModelError(
-            f"config.json: sliding_window {window} is less than max_position_embeddings {positions}, and windows are "
-            "supported only in models that embed; use a model whose sliding_window is null"
-        )
+    d = config.positive("head_dim", hidden // heads)
+    rope = read_rope(config, d, 10_000.0)
     biases: tuple[str, ...] = ()
     if not mistral:  # which has none, whatever the file says
         biases += ("qkv", "attention_out") if config.flag("attention_bias", False) else ()
         biases += ("mlp_up", "mlp_down") if config.flag("mlp_bias", False) else ()
-    layers = config.positive("num_hidden_layers")
     block = BlockSpec(
         biases=biases,
         norm_bias=False,
         rms=True,
         gated=True,
         kv_heads=config.positive("num_key_value_heads", 8 if mistral else heads),
-        head_dim=config.positive("head_dim", hidden // heads),
+        head_dim=d,
+        scale=rope.factor * d**-0.5,
         causal=True,
-        thetas=(config.rope_theta(10_000.0),) * layers,
-        rope_scaling=scaling,
+        thetas=(rope.theta,),
+        windows=(window - 1,) if mistral and window < positions else (),
+        rope_divisors=(rope.divisors,),
     )
     return qwen3.decoder_spec("llama", architecture, config, extras, "hidden_act", block, generates=True)
 
@@ -83,9 +80,11 @@ _TINY: Final = _LLAMA | {
     "intermediate_size": 48, "vocab_size": 211, "max_position_embeddings": 96, "rope_theta": 10_000.0,
     "tie_word_embeddings": False, "initializer_range": TINY_SPREAD, "rope_scaling": _SCALING,
 }  # fmt: skip
+_WINDOW: Final = {"rope_scaling": None, "sliding_window": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}
 KINDS: Final = {
     "smollm2-135m": make_kind("LlamaForCausalLM", "llama", _SMOLLM2),
     "tiny-llama": make_kind("LlamaForCausalLM", "llama", _TINY),
+    "tiny-mistral": make_kind("MistralForCausalLM", "mistral", _TINY, _WINDOW),
 }
 
 __all__ = ["ARCHITECTURES", "KINDS", "graph", "reference", "spec", "tensors"]

@@ -92,18 +92,14 @@ def attention_over(q: Array, k: Array, v: Array, heads: int) -> Array:
     return (weights @ vs).transpose(1, 0, 2).reshape(q.shape)
 
 
-def rotate(x: Array, d: int, theta: float, lengths: Sequence[int], scaling: Sequence[float] = ()) -> Array:
+def rotate(x: Array, d: int, theta: float, lengths: Sequence[int], divisors: Sequence[float] = ()) -> Array:
     """Return heads of d columns [m, * d] with rotary positions: columns i and i + d / 2 are pairs.
 
-    scaling: as `lowering.Rotate` has.
+    divisors: as `lowering.Rotate` has.
     """
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
-    if scaling:
-        factor, low, high, before = scaling
-        turns = before * frequencies / np.float32(2 * math.pi)
-        between = (1 - (turns - low) / (high - low)) * frequencies / factor + (turns - low) / (high - low) * frequencies
-        parts = [turns < low, turns > high]
-        frequencies = np.select(parts, [frequencies / factor, frequencies], between).astype(np.float32)
+    if divisors:
+        frequencies = np.asarray(frequencies / np.asarray(divisors), np.float32)
     # In f32, as transformers has them.
     angles = (token_positions(lengths).astype(np.float32)[:, None, None] * frequencies).astype(x.dtype)  # [m, 1, d / 2]
     a, b = np.split(x.reshape(len(x), -1, d), 2, axis=-1)  # [m, *, d / 2] each
@@ -197,7 +193,7 @@ def _attention(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
             for part, z in (("query", q), ("key", k))
         )
     if n.theta:
-        q, k = (rotate(z, n.head_dim, n.theta, n.lengths, n.block.rope_scaling) for z in (q, k))
+        q, k = (rotate(z, n.head_dim, n.theta, n.lengths, n.divisors) for z in (q, k))
     bias, positions = None, None
     if n.block.disentangled:
         to_queries, to_keys = (tensors[f"{here}{name}"] for name in DISENTANGLED)

@@ -16,6 +16,7 @@ from hepti_mqtt.models.causal import graph, reference
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
+from hepti_mqtt.models.rope import read_rope
 from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
 from hepti_mqtt.spec import TaskHead
@@ -39,7 +40,7 @@ LAYER: Final = {
 MOST_TOKENS: Final = 65_536
 
 
-def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], generates: bool) -> TaskHead:
+def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], generates: bool, tied: bool) -> TaskHead:
     """Return the head of a decoder; raises UnsupportedModelError for one that generates where its family does not."""
     if sentences.MODULES in extras:
         return sentences.sentence_head(extras)
@@ -47,7 +48,7 @@ def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], gene
         if generates:
             vocab = config.positive("vocab_size")
             end_tokens(config, extras, vocab)  # what would change the text is refused
-            return TaskHead("generation", "last", outputs=vocab, tied=config.flag("tie_word_embeddings", False))
+            return TaskHead("generation", "last", outputs=vocab, tied=config.flag("tie_word_embeddings", tied))
         raise UnsupportedModelError(
             f"config.json: {architecture} is supported only as an encoder of sentences, with {sentences.MODULES}; use "
             "an embedding model of this family"
@@ -63,17 +64,16 @@ def decoder_spec(
     activation: str,
     block: BlockSpec,
     generates: bool = False,
+    tied: bool = False,
 ) -> ModelSpec:
     """Return the spec of a decoder; raises ModelError, UnsupportedModelError.
 
-    generates: whether one with a head for logits is taken, if no file says that it embeds.
+    generates: whether one with a head for logits is taken, if no file says that it embeds. tied: whether its head is
+    the embeddings, where config.json does not say it.
     """
-    head = _head(architecture, config, extras, generates)
-    if head.task == "generation" and (not block.causal or any(window >= 0 for window in block.windows)):
-        raise UnsupportedModelError(
-            "config.json: a model that generates must see all tokens before, and only those; windows are supported "
-            "in models that embed"
-        )
+    head = _head(architecture, config, extras, generates, tied)
+    if head.task == "generation" and not block.causal:
+        raise UnsupportedModelError("config.json: a model that generates must see only tokens before")
     heads, positions = config.positive("num_attention_heads"), config.positive("max_position_embeddings")
     if heads % block.kv_heads:
         raise ModelError(f"config.json: num_key_value_heads {block.kv_heads} do not divide {heads} heads")
@@ -94,10 +94,9 @@ def decoder_spec(
     )
 
 
-def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of a Qwen3; raises ModelError, UnsupportedModelError."""
-    config.refuse_unknown_attention("use_sliding_window", "sliding_window", "max_window_layers", "is_causal")
-    layers, causal = config.positive("num_hidden_layers"), config.flag("is_causal", True)
+def windows(config: JsonConfig, causal: bool = True) -> tuple[int, ...]:
+    """Return how many rows before its own each layer sees, -1 for all; raises ModelError, UnsupportedModelError."""
+    layers = config.positive("num_hidden_layers")
     slides, near = config.flag("use_sliding_window", False), config.positive("sliding_window", 4096)
     later = config.positive("max_window_layers", 28) if slides else layers
     full = config.layer_kinds(layers, lambda i: i < later)
@@ -106,17 +105,28 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
             f"config.json: layer_types of {SLIDING} need use_sliding_window and causal attention; only {FULL} is "
             "supported here"
         )
+    return () if all(full) else tuple(-1 if sees_all else near - 1 for sees_all in full)
+
+
+def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of a Qwen3; raises ModelError, UnsupportedModelError."""
+    config.refuse_unknown_attention("use_sliding_window", "sliding_window", "max_window_layers", "is_causal")
+    causal = config.flag("is_causal", True)
+    d = config.positive("head_dim", 128)
+    rope = read_rope(config, d, 10_000.0)
     block = BlockSpec(
         biases=("qkv", "attention_out") if config.flag("attention_bias", False) else (),
         norm_bias=False,
         rms=True,
         gated=True,
         kv_heads=config.positive("num_key_value_heads", config.positive("num_attention_heads")),
-        head_dim=config.positive("head_dim", 128),
+        head_dim=d,
         head_norms=True,
+        scale=rope.factor * d**-0.5,
         causal=causal,
-        thetas=(config.rope_theta(10_000.0),) * layers,
-        windows=tuple(-1 if sees_all else near - 1 for sees_all in full),
+        thetas=(rope.theta,),
+        rope_divisors=(rope.divisors,),
+        windows=windows(config, causal),
     )
     return decoder_spec("qwen3", architecture, config, extras, "hidden_act", block, generates=True)
 

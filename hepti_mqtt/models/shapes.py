@@ -41,8 +41,9 @@ class TokenBatch:
 
     lengths: tokens of each sequence. mask_rows: packed rows of mask tokens (masked_token task), or those for which a
     session's run answers, none for the last one alone. want: `task` for the task's output, `hidden` for the final
-    hidden states of all rows [m, h]. cache: rows for which a decoder's cache has room, those of this run included; its
-    inputs are the number of rows there already, then the ids, so that one Program serves every position.
+    hidden states of all rows [m, h]. cache: rows for which a decoder's cache has room, those of this run included; each
+    sequence is of a session of its own, and inputs are the number of rows that each has already, then all ids, so that
+    one Program serves every position.
     """
 
     lengths: tuple[int, ...]
@@ -92,8 +93,8 @@ class TokenBatch:
         return replace(self, want=want)
 
     def decode_step(self, rows: int, begins: bool = False) -> TokenBatch:  # noqa: ARG002
-        """Return the run of a number of tokens in the same session; the first one is like the others."""
-        return replace(self, lengths=(rows,))
+        """Return the run of a number of tokens in one of the sessions; the first one is like the others."""
+        return replace(self, lengths=(rows,), mask_rows=())
 
     def answering(self, rows: int) -> TokenBatch:
         """Return the same run, which answers for each of its last rows instead of the last one alone."""
@@ -104,9 +105,8 @@ class TokenBatch:
         shapes = (self, *others)
         starts = _starts([shape.tokens for shape in shapes])
         masks = (start + row for start, shape in zip(starts, shapes, strict=True) for row in shape.mask_rows)
-        return replace(
-            self, lengths=tuple(chain.from_iterable(shape.lengths for shape in shapes)), mask_rows=tuple(masks)
-        )
+        lengths, cache = chain.from_iterable(shape.lengths for shape in shapes), max(shape.cache for shape in shapes)
+        return replace(self, lengths=tuple(lengths), mask_rows=tuple(masks), cache=cache)
 
     def slice_items(self, first: int, stop: int) -> tuple[TokenBatch, slice]:
         """Return the shape of some of the sequences, and where their ids are in the inputs."""
@@ -284,7 +284,7 @@ class TextInput:
 
 @dataclass(frozen=True, slots=True)
 class DecoderInput(TextInput):
-    """A request brings i32 [1 + m]: how many rows the cache of its session has already, then token ids."""
+    """A request brings i32 [B + m]: how many rows the session of each item has already, then token ids."""
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
         """Return one step with a cache for a sequence of so many tokens, else the largest run of the longest sequence.
@@ -309,7 +309,7 @@ class DecoderInput(TextInput):
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
-        return (1 + shape.size,), "i32"
+        return (len(shape.sizes) + shape.size,), "i32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class BlockSpec:
     a grid of patches instead; shared_bias: all layers have the same. disentangled: a bucket has a key and a query in
     place of a bias. thetas, windows: of each layer the base of its rotary positions, and the most rows between query
     and key, -1 for all, from the first one again where there are more layers; none where no layer has them.
-    rope_scaling: see `lowering.Rotate`.
+    rope_divisors: of each layer in the same way, see `lowering.Rotate`.
     """
 
     biases: tuple[str, ...] = MATRICES
@@ -73,7 +73,7 @@ class BlockSpec:
     disentangled: bool = False
     thetas: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
-    rope_scaling: tuple[float, ...] = ()
+    rope_divisors: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +198,17 @@ class ModelSpec:
             image = dict(fields["image"])
             fields["image"] = ImageStem(**{**image, "mean": tuple(image["mean"]), "std": tuple(image["std"])})
         plain: Mapping[str, Any] = fields.get("block", {})
-        block: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+        block: dict[str, Any] = {k: _frozen(v) for k, v in plain.items()}
         fields["block"] = BlockSpec(**block)
         fields["storages"] = tuple((str(name), _block_storage(of)) for name, of in fields.get("storages", ()))
         made = cls(**fields)
         if made.text is not None and made.max_tokens + made.text.position_offset > made.text.positions:
             raise ValueError(f"{made.max_tokens} tokens do not fit into a table of {made.text.positions} positions")
         return made
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def any_layer(name: str) -> str:
@@ -250,8 +254,8 @@ class Layer(NamedTuple):
     """Sizes of a transformer layer, and what the packed sequences are.
 
     h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
-    theta, window: of this layer, 0 and -1 without. bare: no norm before its attention. bias: the tables by
-    distance. cache, at: rows of a session's keys and values, and the tensor that says how many are there already.
+    theta, window, divisors: of this layer, 0, -1 and none without. bare: no norm before its attention. bias: the tables
+    by distance. cache, at: rows of a session's keys and values, and the tensor that says how many each has already.
     """
 
     hidden: int
@@ -265,6 +269,7 @@ class Layer(NamedTuple):
     block: BlockSpec = BlockSpec()
     theta: float = 0.0
     window: int = -1
+    divisors: tuple[float, ...] = ()
     bare: bool = False
     bias: tuple[WeightRef, ...] = ()
     cache: int = 0
@@ -277,7 +282,7 @@ class Layer(NamedTuple):
         return cls(
             spec.hidden, spec.heads, spec.mlp, spec.activation, spec.norm, shape.lengths, spec.head_dim,
             spec.heads // spec.kv_heads, block, _of_layer(block.thetas, i, 0.0), _of_layer(block.windows, i, -1),
-            i < block.bare, bias,
+            _of_layer(block.rope_divisors, i, ()), i < block.bare, bias,
         )  # fmt: skip
 
 
@@ -290,7 +295,7 @@ def add_layers(
 ) -> str:
     """Add all layers of a model, each with tensors of its own: x [m, h] -> [m, h].
 
-    at: of a session, the tensor that says how many rows its cache has already.
+    at: of sessions, the tensor that says how many rows the cache of each has already.
     """
     layer = pre_norm if spec.norm_first else post_norm
     for i in net.layers(spec.layers):
@@ -348,9 +353,9 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
         qkv = net.linear(f"{name}projection", x, roles.PROJECTION, matrices, bias=bias)  # [m, q + 2 kv]
         qkv = net.rotate(
             f"{name}qkv", qkv, roles.QKV, d=d, columns=(q, kv), theta=n.theta,
-            lengths=(n.cache,) if n.at else n.lengths,
+            lengths=n.lengths, places=n.cache if n.at else 0,
             norm=n.norm if block.head_norms and isinstance(n.norm, Norm) else None, gammas=gammas, at=n.at,
-            scaling=block.rope_scaling,
+            divisors=n.divisors,
         )  # fmt: skip
     else:
         qkv = net.linear(f"{name}qkv", x, roles.QKV, matrices, bias=bias)  # [m, q + 2 kv]
@@ -362,10 +367,13 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
 def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: int, kv: int) -> str:
     block = n.block
     if n.at:
-        cache = net.append_to_cache(f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q)  # [C, 2 kv]
+        caches = net.append_to_cache(
+            f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q, lengths=n.lengths
+        )  # [C, 2 kv] each
         return net.cached_attention(
-            f"{name}attention", qkv, cache, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale
-        )
+            f"{name}attention", qkv, caches, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale,
+            lengths=n.lengths, window=n.window,
+        )  # fmt: skip
     return net.attention(
         f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),
         lengths=n.lengths, causal=block.causal, window=n.window, group=n.group, scale=block.scale, bias=n.bias,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -307,16 +308,16 @@ def _body_view(frame: Frame) -> memoryview:
 
 # -- requests --------------------------------------------------------------------------------------------------------
 #
-# The body of a work frame: int32 [want, B, n_mask, cache, session, final, source, lengths (B), mask rows (n_mask)],
-# zeros to a multiple of 64, then the inputs. The header's numbers say what the inputs are: index of their dtype, then
-# their dimensions. Of a run that goes on with another one, layer is the block from which on, node and part the lower
-# and the upper 32 bits of the other's run id; else they are 0.
+# The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session,
+# final, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the inputs are:
+# index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block from which on,
+# node and part the lower and the upper 32 bits of the other's run id; else they are 0.
 
 
 class DecoderSession(NamedTuple):
-    """The session that a run belongs to: its number, 0 for none, and whether this is its last run.
+    """The session of an item of a run: its number, 0 for none, and whether this is its last run.
 
-    source: the session whose rows before the run's own this one begins with, 0 for none.
+    source: the session whose rows before the item's own this one begins with, 0 for none.
     """
 
     number: int = 0
@@ -331,14 +332,14 @@ class Continued(NamedTuple):
     block: int
 
 
-_NO_SESSION: Final = DecoderSession()
-_COUNTS: Final = 7  # numbers before the lengths
+_COUNTS: Final = 4  # numbers before the lengths
+MAX_TOGETHER: Final = 8  # sessions of one run
 
 
 def work_bytes(shape: RequestShape | PlainShape, input_nbytes: int) -> int:
     """Return the exact bytes of the work frame of a request whose inputs have `input_nbytes`."""
     plain = shape.plain()
-    return frame_bytes(_work_header_bytes(len(plain.sizes), len(plain.mask_rows)) + input_nbytes)
+    return frame_bytes(_work_header_bytes(len(plain.sizes), len(plain.mask_rows), plain.session_rows) + input_nbytes)
 
 
 def encode_work(
@@ -347,24 +348,28 @@ def encode_work(
     run_id: int,
     shape: RequestShape | PlainShape,
     inputs: NDArray[Any],
-    session: DecoderSession = _NO_SESSION,
+    sessions: Sequence[DecoderSession] = (),
     key: FrameKey = UNKEYED,
     continued: Continued | None = None,
 ) -> bytes:
     """Return the frame that hands a request to the devices; continued: with the rest of a run.
 
-    inputs: token ids int32 [m], packed, those of a decoder [1 + m] behind the rows that its cache has already, or
-    pixels uint8 [B, channels, size, size]. Raises `WireError` if they do not fit `shape` or break a limit.
+    inputs: token ids int32 [m], packed, those of a decoder [B + m] behind the rows that the cache of each item has
+    already, or pixels uint8 [B, channels, size, size]. sessions: of all items, none where they have none. Raises
+    `WireError` if they do not fit `shape` or break a limit.
     """
     dtype: SlotDtype = "u8" if inputs.dtype == NUMPY_DTYPE["u8"] else "i32"
     if inputs.dtype != NUMPY_DTYPE[dtype]:
         raise WireError(f"inputs are {inputs.dtype}; send token ids as int32 or pixels as uint8")
     plain = shape.plain()
     _check_request(plain, dtype, inputs.shape)
-    _check_session(plain, session)
-    head = np.zeros(_work_header_bytes(len(plain.sizes), len(plain.mask_rows)) // 4, NUMPY_DTYPE["i32"])
-    counts = (WANTS.index(plain.want), len(plain.sizes), len(plain.mask_rows), plain.session_rows, *session)
-    fields = (*counts, *plain.sizes, *plain.mask_rows)
+    if plain.session_rows and not sessions:
+        sessions = (DecoderSession(),) * len(plain.sizes)
+    _check_sessions(plain, sessions)
+    size = _work_header_bytes(len(plain.sizes), len(plain.mask_rows), plain.session_rows)
+    head = np.zeros(size // 4, NUMPY_DTYPE["i32"])
+    counts = (WANTS.index(plain.want), len(plain.sizes), len(plain.mask_rows), plain.session_rows)
+    fields = (*counts, *plain.sizes, *plain.mask_rows, *chain.from_iterable(sessions))
     head[: len(fields)] = fields
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
@@ -395,26 +400,29 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     want, sequences, masks, cache = np.frombuffer(body[:16], NUMPY_DTYPE["i32"]).tolist()
     if not 0 <= want < len(WANTS) or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
         raise WireError(f"a request cannot have want {want}, {sequences} sequences, {masks} mask rows")
-    head_bytes = _work_header_bytes(sequences, masks)
+    head_bytes = _work_header_bytes(sequences, masks, cache)
     if head_bytes + prod(dims) * DTYPE_BYTES[dtype] != len(body):
         raise WireError(f"a request of {len(body)} bytes does not hold {sequences} sequences and {dtype}{list(dims)}")
     head = np.frombuffer(body[4 * _COUNTS : head_bytes], NUMPY_DTYPE["i32"]).tolist()
-    if any(head[sequences + masks :]):
+    if any(head[sequences + masks + _session_numbers(sequences, cache) :]):
         raise WireError("the request's lengths are not padded with zeros")
     shape = PlainShape(tuple(head[:sequences]), WANTS[want], tuple(head[sequences : sequences + masks]), cache)
     _check_request(shape, dtype, dims)
-    _check_session(shape, decode_session(frame))
+    _check_sessions(shape, decode_sessions(frame))
     inputs = np.frombuffer(body[head_bytes:], NUMPY_DTYPE[dtype]).reshape(dims)
     inputs.flags.writeable = False
     return shape, inputs
 
 
-def decode_session(frame: Frame) -> DecoderSession:
-    """Return the session of a work frame that `decode_work` has read."""
-    number, final, source = np.frombuffer(_body_view(frame)[16:28], NUMPY_DTYPE["i32"]).tolist()
-    if final not in (0, 1):
-        raise WireError(f"a run cannot be final {final}")
-    return DecoderSession(number, bool(final), source)
+def decode_sessions(frame: Frame) -> tuple[DecoderSession, ...]:
+    """Return the sessions of a work frame whose counts `decode_work` has read, none without a cache."""
+    body = _body_view(frame)
+    _, sequences, masks, cache = np.frombuffer(body[: 4 * _COUNTS], NUMPY_DTYPE["i32"]).tolist()
+    first, count = 4 * (_COUNTS + sequences + masks), _session_numbers(sequences, cache)
+    numbers = np.frombuffer(body[first : first + 4 * count], NUMPY_DTYPE["i32"]).reshape(-1, 3).tolist()
+    if any(final not in (0, 1) for _, final, _ in numbers):
+        raise WireError("a run can be the last one of a session, 1, or not, 0")
+    return tuple(DecoderSession(number, bool(final), source) for number, final, source in numbers)
 
 
 def decode_continued(frame: Frame) -> Continued | None:
@@ -422,14 +430,22 @@ def decode_continued(frame: Frame) -> Continued | None:
     return Continued(frame.part << 32 | frame.node, frame.layer) if frame.layer else None
 
 
-def _check_session(shape: PlainShape, session: DecoderSession) -> None:
-    known = 0 <= session.number <= MAX_SESSION and 0 <= session.source <= MAX_SESSION
-    if not known or (not (shape.session_rows and session.number) and session != _NO_SESSION):
-        raise WireError(f"a run with a cache of {shape.session_rows} rows cannot belong to session {session}")
+def _check_sessions(shape: PlainShape, sessions: Sequence[DecoderSession]) -> None:
+    known = all(0 <= n <= MAX_SESSION and 0 <= source <= MAX_SESSION for n, _, source in sessions)
+    named = [session.number for session in sessions if session.number]
+    none = all(session == DecoderSession() for session in sessions if not session.number)
+    if not (known and none) or len(sessions) != (len(shape.sizes) if shape.session_rows else 0):
+        raise WireError(f"a run of {len(shape.sizes)} items with caches of {shape.session_rows} rows has {sessions}")
+    if len(set(named)) < len(named):
+        raise WireError(f"items of one run share a session: {sessions}")
 
 
-def _work_header_bytes(sequences: int, masks: int) -> int:
-    return -(-4 * (_COUNTS + sequences + masks) // ALIGN) * ALIGN
+def _work_header_bytes(sequences: int, masks: int, cache: int) -> int:
+    return -(-4 * (_COUNTS + sequences + masks + _session_numbers(sequences, cache)) // ALIGN) * ALIGN
+
+
+def _session_numbers(sequences: int, cache: int) -> int:
+    return len(DecoderSession._fields) * sequences if cache else 0
 
 
 def check_shape(shape: PlainShape) -> None:
@@ -443,7 +459,7 @@ def check_shape(shape: PlainShape) -> None:
     rows = shape.mask_rows
     if rows and (rows[0] < 0 or rows[-1] >= tokens or any(a >= b for a, b in pairwise(rows))):
         raise WireError(f"mask rows must rise within 0 to {tokens - 1}")
-    if shape.session_rows and (sequences > 1 or not tokens <= shape.session_rows <= MAX_TOKENS):
+    if shape.session_rows and (sequences > MAX_TOGETHER or not max(shape.sizes) <= shape.session_rows <= MAX_TOKENS):
         raise WireError(f"a cache of {shape.session_rows} rows is not for {sequences} sequences of {tokens} tokens")
 
 

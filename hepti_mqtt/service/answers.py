@@ -39,7 +39,7 @@ def decode_output(
     computed. generation: of its tokens. before: outputs of other models, of which the question is asked too.
     """
     spec, shape = checkpoint.spec, prepared.shape
-    if generation is not None and prepared.rules.scored:
+    if generation is not None and not generation.wants_states and prepared.rules.scored:
         return transcript(checkpoint, prepared, generation)
     if prepared.new_tokens:
         ids, rules = output.tolist(), prepared.rules

@@ -68,7 +68,7 @@ class Decoders(Site):
 
     def cache(self, device: str, admission: int) -> list[int]:
         frame = self.work[admission]
-        return self.caches.setdefault((device, frame.plan_version, frames.decode_session(frame).number), [])
+        return self.caches.setdefault((device, frame.plan_version, frames.decode_sessions(frame)[0].number), [])
 
     def compute(self, admission: int, *devices: str) -> None:
         """Let devices compute their part of a run, once, or say that they have lost its session."""

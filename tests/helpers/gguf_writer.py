@@ -13,7 +13,7 @@ from tokenizers import pre_tokenizers
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.storage import STORAGES
 
-KIND = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "q4_k": 12, "q6_k": 14}
+KIND = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q4_k": 12, "q6_k": 14, "bf16": 30}
 LAYER = {
     "attention_norm": "attn_norm",
     "mlp_norm": "ffn_norm",
@@ -24,6 +24,10 @@ LAYER = {
     "mlp_gate": "ffn_gate",
     "mlp_up": "ffn_up",
     "mlp_down": "ffn_down",
+    "query_norm": "attn_q_norm",
+    "key_norm": "attn_k_norm",
+    "attention_out_norm": "post_attention_norm",
+    "mlp_down_norm": "post_ffw_norm",
 }
 WHOLE = {"stem.word": "token_embd", "final_norm": "output_norm", "head.decoder": "output"}
 
@@ -35,6 +39,8 @@ def quantised(values: np.ndarray, storage: str) -> np.ndarray:
         return values.view(np.uint8)
     if storage == "f16":
         return values.astype("<f2").view(np.uint8)
+    if storage == "bf16":
+        return np.ascontiguousarray(values.view("<u4") >> 16).astype("<u2").view(np.uint8)
     found = STORAGES[storage]
     blocks = values.reshape(-1, found.block)
     return np.stack([_BLOCK[storage](block) for block in blocks]).reshape(len(values), -1)
@@ -59,6 +65,19 @@ def _q4_1(x: np.ndarray) -> np.ndarray:
 def _q8_0(x: np.ndarray) -> np.ndarray:
     step = np.abs(x).max() / 127
     return np.concatenate([_half(step), (np.rint(x / step) if step else 0 * x).astype(np.int8).view(np.uint8)])
+
+
+def _q5_0(x: np.ndarray) -> np.ndarray:
+    step = x[np.abs(x).argmax()] / -16
+    q = np.clip(np.floor(x / step + 16.5) if step else 16 + 0 * x, 0, 31).astype(np.uint8)
+    return np.concatenate([_half(step), np.packbits(q >> 4, bitorder="little"), q[:16] & 15 | (q[16:] & 15) << 4])
+
+
+def _q5_1(x: np.ndarray) -> np.ndarray:
+    step = (x.max() - x.min()) / 31
+    q = np.clip(np.floor((x - x.min()) / step + 0.5) if step else 0 * x, 0, 31).astype(np.uint8)
+    low = q[:16] & 15 | (q[16:] & 15) << 4
+    return np.concatenate([_half(step), _half(x.min()), np.packbits(q >> 4, bitorder="little"), low])
 
 
 def _q4_k(x: np.ndarray) -> np.ndarray:
@@ -86,7 +105,7 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
     return np.concatenate([lower.reshape(-1), upper.reshape(-1), scales.view(np.uint8), _half(scale)])
 
 
-_BLOCK = {"q4_0": _q4_0, "q4_1": _q4_1, "q8_0": _q8_0, "q4_k": _q4_k, "q6_k": _q6_k}
+_BLOCK = {"q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q4_k": _q4_k, "q6_k": _q6_k}
 
 
 def _text(value: str) -> bytes:
@@ -126,8 +145,10 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def converted(original: Path, path: Path, storage: str, table: str = "", **more: Any) -> Path:
-    """Write a Llama as GGUF; storage: of the matrices, table: of the embeddings."""
+def converted(
+    original: Path, path: Path, storage: str, table: str = "", architecture: str = "llama", **more: Any
+) -> Path:
+    """Write a decoder as GGUF; storage: of the matrices, table: of the embeddings."""
     with Checkpoint.open(original) as whole:
         spec, tensors = whole.spec, dict(whole.tensors())
         config = whole.config
@@ -137,30 +158,37 @@ def converted(original: Path, path: Path, storage: str, table: str = "", **more:
         values, how = (array.T if array.ndim == 2 and own != "stem.word" else array), "f32"
         if own.startswith("layers."):
             _, layer, part = own.split(".")
-            if part in ("query", "key"):
+            if part in ("query", "key") and architecture == "llama":
                 values = permuted(values, spec.heads if part == "query" else spec.kv_heads)
             own = f"blk.{layer}.{LAYER[part]}"
         else:
             own = WHOLE[own]
-            if own == "output" and config["tie_word_embeddings"]:
+            if own == "output" and spec.head.tied:
                 continue
+        if architecture == "gemma3" and own.endswith("norm"):
+            values = values + 1
         if values.ndim == 2:
             how = (table or "f16") if own in ("token_embd", "output") else storage
             how = "f16" if values.shape[1] % STORAGES[how].block else how
         stored[f"{own}.{end}"] = (values, how)
+    if architecture == "phi3":
+        for layer in range(spec.layers):
+            for whole, parts in (("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))):
+                rows = [stored.pop(f"blk.{layer}.{part}.weight") for part in parts]
+                stored[f"blk.{layer}.{whole}.weight"] = np.concatenate([values for values, _ in rows]), rows[0][1]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c not in "ĠÃ©", c))
     tokens = ["<s>", "<unk>", "<|user|>", "</s>", "ab", *letters, *map(str, range(10, 1000))][: spec.head.outputs]
     metadata = {
-        "general.architecture": "llama",
-        "llama.block_count": spec.layers,
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": spec.hidden,
-        "llama.feed_forward_length": spec.mlp,
-        "llama.attention.head_count": spec.heads,
-        "llama.attention.head_count_kv": spec.kv_heads,
-        "llama.attention.key_length": spec.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": float(spec.norm_eps),
-        "llama.rope.freq_base": float(config["rope_theta"]),
+        "general.architecture": architecture,
+        f"{architecture}.block_count": spec.layers,
+        f"{architecture}.context_length": config["max_position_embeddings"],
+        f"{architecture}.embedding_length": spec.hidden,
+        f"{architecture}.feed_forward_length": spec.mlp,
+        f"{architecture}.attention.head_count": spec.heads,
+        f"{architecture}.attention.head_count_kv": spec.kv_heads,
+        f"{architecture}.attention.key_length": spec.head_dim,
+        f"{architecture}.attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        f"{architecture}.rope.freq_base": float(config["rope_theta"]),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,

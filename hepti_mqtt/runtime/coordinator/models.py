@@ -208,12 +208,19 @@ class PlanGroup:
         return ((), inf) if first is None else self._next(chain([first], turns), share)
 
     def _with_room(self, room_rows: int) -> Iterator[WorkItem]:
-        """Yield what waits in turn; behind a session that has no room yet, none begins."""
+        """Yield what waits in turn; behind a session that has no room yet, none begins.
+
+        A step of a session waits for those under way, so that it is made beside the next ones.
+        """
+        together = self.served.batching.max_requests > 1
+        stepping = {r.plan_version for r in self.runs.values() if together and r.steps and r.is_computing}
         versions = {plan.version for plan in self.usable_executables}
         used = max((self.reserved_rows(version) for version in versions), default=0)
         begun = {plan.version for plan in self.session_plans}
         for item in self.queue.in_turn():
             made = item.request.generation
+            if made is not None and made.joins and made.plan_version in stepping:
+                continue
             needed = 0 if made is None or made.plan_version in begun else made.reserved_rows
             if needed and used + needed > room_rows:
                 used = room_rows
@@ -233,10 +240,11 @@ class PlanGroup:
                 return
             items, _ = self._next(queue.in_turn())
             queue.remove(items)
-            if len(items) > 1:
+            if len(items) > 1 and items[0].request.generation is None:
                 yield concatenate([item.batch for item in items]).shape
             elif items[0].request.wants_result:
-                yield from items[0].request.upcoming_shapes(items[0].index)
+                for item in items:
+                    yield from item.request.upcoming_shapes(item.index)
 
     # -- what is known of plans -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from hepti_mqtt.models.generation import LIKELIEST, TokenRules, Verdict
 from hepti_mqtt.models.shapes import cache_rows, next_rows
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.protocol.frames import DecoderSession, Frame
+from hepti_mqtt.protocol.frames import MAX_TOGETHER, DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
@@ -197,21 +197,28 @@ class Generation:
             self.left.append((self.plan_version, self.session))
         self.plan_version = None
 
+    @property
+    def joins(self) -> bool:
+        """Return whether its next run is a step of its session, which may be made beside those of others."""
+        step = self.plan_version is not None and len(self.prompt) + len(self.tokens) - self.cached_rows == 1
+        return step and not self.carried.size and not self.wants_states
+
     def held(self, longest: int) -> HeldText | None:
         """Return the text that the session holds; None without a session that another text may begin with."""
         if self.plan_version is None or self.carried.size or not longest:
             return None
         return HeldText((self.plan_version, self.session), np.array(self._ids(0, self.cached_rows), np.int32), longest)
 
-    def next_batch(self, pace: StepPace) -> tuple[Batch, DecoderSession]:
+    def next_batch(self, pace: StepPace | None) -> tuple[Batch, DecoderSession]:
         """Return the next run, of tokens that are not cached, and whether it is the session's last.
 
-        Where the last token alone is not cached, guesses of what follows it may come behind it.
+        Where the last token alone is not cached, guesses of what follows it may come behind it; pace: of runs with
+        them, None for none.
         """
         total = len(self.prompt) + len(self.tokens)
         first, stop = self._rows_behind(self.cached_rows, total)
         self.guessed = ()
-        if self.guesses is not None and self.tokens and total - self.cached_rows == 1:
+        if pace is not None and self.guesses is not None and self.tokens and total - self.cached_rows == 1:
             most = self.max_new_tokens - len(self.tokens) - 1
             self.guessed = self.guesses.propose(self.prompt, self.tokens, most, pace)
         ids = (*self._ids(first, stop), *self.guessed)
@@ -390,7 +397,9 @@ class Request:
     def measured_s(self, now: float) -> tuple[int, float, float]:
         """Return the rows of the largest run of a text and what it took, and what the fastest one took."""
         began = [*(run.dispatched_s or 0.0 for run in self.stats), now]
-        took = [(run.shape.size, stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)]
+        took = [
+            (max(run.shape.sizes), stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)
+        ]
         rows, seconds = max(took, key=lambda run: run[0], default=(1, 0.0))
         return rows, max(seconds, LEAST_TOKEN_S), max(min((s for _, s in took), default=0.0), LEAST_TOKEN_S)
 
@@ -424,8 +433,16 @@ class WorkItem:
     @property
     def batchable(self) -> bool:
         """Return whether it may run together with others."""
-        request = self.request
-        return request.wants_result and request.generation is None and self.index not in request.unbatchable
+        request, made = self.request, self.request.generation
+        joins = made is None or made.joins
+        return request.wants_result and joins and self.index not in request.unbatchable
+
+    def joins(self, other: WorkItem) -> bool:
+        """Return whether it may run together with another one, if both are batchable: with a session, in one plan."""
+        mine, theirs = self.request.generation, other.request.generation
+        if mine is None or theirs is None:
+            return mine is theirs and self.batch.shape.want == other.batch.shape.want
+        return mine.plan_version == theirs.plan_version
 
 
 class Expectation(NamedTuple):
@@ -474,13 +491,13 @@ class Run:
     parts: of the output, by device, node and part, with their first row. expected_s: predicted duration;
     expected_end_s: predicted end, after earlier runs on its devices. probe_at_s: when its devices are probed; probed_s:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
-    output before all reports, and run_index of this run in the request then. task_queue: of leased tasks. lost_devices:
-    devices without which it continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan;
-    only_beside_loads: and had bytes to load all the time. beside_search, only_beside_search: the planner's machine
-    searched, and did so all the time. frame_key: of its frames. progress: how far it is, as far as devices have said.
-    before: the run that it goes on with under another plan. asked: the plan and the progress that the rule was last
-    asked about. is_late: it is not as far as it should be; was_searched_for: a brief search for a plan that it may go
-    on under was made.
+    output before all reports. places: of this run among those of each item's request, once its tokens were taken, None
+    of a request that had ended. steps: of sessions. task_queue: of leased tasks. lost_devices: devices without which it
+    continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan; only_beside_loads: and had
+    bytes to load all the time. beside_search, only_beside_search: the planner's machine searched, and did so all the
+    time. frame_key: of its frames. progress: how far it is, as far as devices have said. before: the run that it goes
+    on with under another plan. asked: the plan and the progress that the rule was last asked about. is_late: it is not
+    as far as it should be; was_searched_for: a brief search for a plan that it may go on under was made.
     """
 
     run_id: int
@@ -501,7 +518,8 @@ class Run:
     expected_end_s: float = 0.0
     broker_was_lost: bool = False
     early_stats: RunStats | None = None
-    run_index: int | None = None
+    places: tuple[int | None, ...] = ()
+    steps: bool = False
     task_queue: TaskQueue | None = None
     lost_devices: set[str] = field(default_factory=set)
     beside_loads: bool = False
@@ -534,8 +552,8 @@ class Run:
 
     @property
     def is_computing(self) -> bool:
-        """Return whether devices may still compute for it; False once its token was taken."""
-        return self.run_index is None
+        """Return whether devices may still compute for it; False once its tokens were taken."""
+        return not self.places
 
     def needs(self, plan_version: PlanVersion) -> bool:
         """Return whether devices of a plan are needed for it; once it is seen to go on, none of the plan before."""
@@ -596,6 +614,11 @@ class Run:
         mine = [array for _, array in self._sent_parts()]
         return mine[0] if len(mine) == 1 else np.concatenate(mine)
 
+    def outputs_of_steps(self) -> list[Array]:
+        """Return of a run of sessions what answers each item: of several a row each, else all."""
+        output = self.output()
+        return [output] if len(self.items) == 1 else [output[i : i + 1] for i in range(len(self.items))]
+
     def stats(self) -> RunStats:
         """Return what the devices reported."""
         return RunStats(
@@ -643,16 +666,19 @@ def select_batch(
     """Return the items of the next run, from all queued ones in their order, and when it is due.
 
     It is the first item with others that may run with it: a power of two, sorted by length, so that shapes repeat.
-    Batches of one request run apart, as its forecast said. A batch with room for more is due when its first item has
-    waited for the delay; a full one, and one that was lost before, at once. max_items: the others run elsewhere.
+    Batches of one request run apart, as its forecast said. Steps of sessions wait for no others. A batch with room for
+    more is due when its first item has waited for the delay; a full one, and one that was lost before, at once.
+    max_items: the others run elsewhere.
     """
     first = next(turns)
+    if first.request.generation is not None:
+        return _select_steps(first, turns, min(batching.max_requests, MAX_TOGETHER)), -inf
     chosen, jobs, tokens = [first], {id(first.request)}, first.tokens
     full = not first.batchable or first.request.losses[first.index] > 0
     for item in turns if first.batchable else ():
         if len(chosen) == batching.max_requests:
             break
-        if not item.batchable or item.batch.shape.want != first.batch.shape.want or id(item.request) in jobs:
+        if not (item.batchable and first.joins(item)) or id(item.request) in jobs:
             continue
         if tokens + item.tokens > max_tokens:
             full = True
@@ -666,6 +692,23 @@ def select_batch(
     return tuple(sorted(chosen[:size], key=lambda item: item.batch.shape.sizes)), due_s
 
 
+def _select_steps(first: WorkItem, turns: Iterator[WorkItem], most: int) -> tuple[WorkItem, ...]:
+    """Return the next run of a session, where that is a step with the steps that may be made beside it."""
+    others = (item for item in turns if item.batchable and first.joins(item))
+    return (first, *(islice(others, most - 1) if first.batchable else ()))
+
+
+def pack_steps(runs: Sequence[tuple[Batch, DecoderSession]]) -> tuple[Batch, tuple[DecoderSession, ...]]:
+    """Return runs of sessions as one, of a power of two of items, so that there are few Programs.
+
+    Those behind are of no session, and nobody reads what follows from them.
+    """
+    filler = Batch(runs[0][0].shape.decode_step(1), np.zeros(2, np.int32)), DecoderSession()
+    size = 1 << (len(runs) - 1).bit_length()
+    batches, sessions = zip(*runs, *[filler] * (size - len(runs)), strict=True)
+    return concatenate(batches), sessions
+
+
 def _waits_until(delay_s: float, item: WorkItem) -> float:
     """Return until when a request may wait for others: the delay, or as long before its deadline."""
     deadline_s = inf if item.request.deadline_s is None else item.request.deadline_s
@@ -673,11 +716,12 @@ def _waits_until(delay_s: float, item: WorkItem) -> float:
 
 
 def concatenate(chunks: Sequence[Batch]) -> Batch:
-    """Return one batch of several with the same `want`, in their order."""
+    """Return one batch of several with the same `want`, in their order; places of sessions stand before all ids."""
     if len(chunks) == 1:
         return chunks[0]
     first, *others = (chunk.shape for chunk in chunks)
-    return Batch(first.concatenate(others), np.concatenate([chunk.inputs for chunk in chunks]))
+    parts = [np.split(c.inputs, [len(c.shape.sizes) if c.shape.session_rows else 0]) for c in chunks]
+    return Batch(first.concatenate(others), np.concatenate([*(p for p, _ in parts), *(ids for _, ids in parts)]))
 
 
 def split_into_micro_batches(chunks: Sequence[Batch]) -> tuple[Batch, ...]:

@@ -43,6 +43,7 @@ from hepti_mqtt.runtime.coordinator.requests import (
     WorkItem,
     concatenate,
     length_factor,
+    pack_steps,
     split_into_micro_batches,
     split_output,
 )
@@ -226,6 +227,9 @@ class Scheduler:
                 held[id(group)] = inf
                 continue
             assert group.active is not None
+            made = items[0].request.generation
+            if made is not None and made.plan_version != plan.version:  # its session begins with a run of its own
+                items = items[:1]
             group.queue.remove(items)
             if items[0].request.wants_result:
                 out += self._dispatch(group, plan, items, now)
@@ -302,6 +306,8 @@ class Scheduler:
         group, run = found
         out: list[CoordinatorCommand] = [LogEvent("request_failed", f"{device}: {message.text}")]
         if message.code in ("wire", "session", "link", "passed"):
+            if message.code == "session" and len(run.items) > 1 and run.is_computing:
+                return out + self._part(group, run)
             same_loss = message.code == "link" and self._is_same_link_loss(run, now)
             reused = message.code == "session" and self._forget_reused(run)
             return out + self.retry(group, run, blameless=same_loss or message.code == "passed" or reused)
@@ -315,10 +321,18 @@ class Scheduler:
         tried = 1 + max((item.request.losses[item.index] for item in run.open_items), default=0)
         if len(run.items) == 1 and tried < tries:
             return self.retry(group, run)
+        if len(run.items) == 1:
+            out = self._cancel(group, run)
+            return out + (self.fail_request(group, run.items[0].request, error) if run.open_items else [])
+        for item in run.open_items:  # what is cached may follow from what was forged
+            if item.request.generation is not None:
+                item.request.generation.leave_session()
+        return self._part(group, run)
+
+    def _part(self, group: PlanGroup, run: Run) -> list[CoordinatorCommand]:
+        """Take a run of several items back: whose fault it was shows when each runs by itself."""
         out = self._cancel(group, run)
-        if len(run.items) == 1 and run.open_items:
-            return out + self.fail_request(group, run.items[0].request, error)
-        for item in run.open_items:  # whose fault it was shows when each runs by itself
+        for item in run.open_items:
             item.request.unbatchable.add(item.index)
         group.queue.prepend(run.open_items)
         return out
@@ -402,9 +416,7 @@ class Scheduler:
         out: list[CoordinatorCommand] = []
         for run in [r for r in group.runs.values() if not r.waiting_requests and r.early_stats is None]:
             out += self._cancel(group, run)
-        if (made := request.generation) is not None and made.plan_version is not None:
-            out += self._end_sessions(group, made.plan_version, [made.session])
-        return [*out, RefuseRequest(request, error)]
+        return [*out, *self._end_session_of(group, request), RefuseRequest(request, error)]
 
     def refuse_expired(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Refuse the requests whose deadline has passed."""
@@ -442,16 +454,20 @@ class Scheduler:
         """Dispatch items under a plan; continued: as the rest of a run, from a block on."""
         out, run_id = list[CoordinatorCommand](), self._ids.next_run()
         before = None if continued is None else Continued(continued[0].run_id, continued[1])
-        part, session = concatenate([item.batch for item in items]), DecoderSession()
-        generation = items[0].request.generation
-        if generation is not None:
+        generations = [item.request.generation for item in items if item.request.generation is not None]
+        for generation in generations:
             if generation.plan_version != plan.version:
                 out += self._begin_session(group, plan, generation)
-            part, session = generation.next_batch(group.step_pace(plan))
+        steps, sessions = bool(generations) and all(g.joins for g in generations), tuple[DecoderSession, ...]()
+        if generations:
+            pace = group.step_pace(plan) if len(generations) == 1 else None
+            part, sessions = pack_steps([generation.next_batch(pace) for generation in generations])
+        else:
+            part = concatenate([item.batch for item in items])
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
         key = self._fleet.frame_key(plan)
-        payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, session, key, before)
+        payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, sessions, key, before)
         topic = self._topics.work(plan.model, plan.devices[0])
         beside = self._concurrent_runs(group.name, plan)
         expectation = group.expected(plan)
@@ -483,6 +499,7 @@ class Scheduler:
             task_queue=TaskQueue(tasks, plan.devices, now) if tasks else None,
             frame_key=key,
             before=None if continued is None else continued[0],
+            steps=steps,
         )
         return [*out, Publish(topic, payload, 1)]
 
@@ -538,6 +555,16 @@ class Scheduler:
             return []
         message = messages.EndSessions(plan.model, version, tuple(sessions))
         return [self._command(device, message) for device in plan.devices]
+
+    def _end_session_of(self, group: PlanGroup, request: Request) -> list[CoordinatorCommand]:
+        """Let devices forget the session of a request that has failed, once no run with it is under way."""
+        made = request.generation
+        if made is None or made.plan_version is None or not request.finished or made.done:
+            return []
+        if any(run.is_computing and any(i.request is request for i in run.items) for run in group.runs.values()):
+            return []
+        version, made.plan_version = made.plan_version, None
+        return self._end_sessions(group, version, [made.session])
 
     def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
@@ -606,7 +633,9 @@ class Scheduler:
         for each in (run,) if run.before is None else (run.before, run):
             cancel = messages.Cancel(each.plan.model, each.plan_version, each.run_id)
             out += [self._command(device, cancel) for device in (run.before or run).plan.devices]
-        return out + self._answer_generation(group, run)  # which may have waited for its reports alone
+        for item in run.items:  # which may have waited for its reports alone
+            out += self._answer_generation(group, item) + self._end_session_of(group, item.request)
+        return out
 
     # -- leased tasks ---------------------------------------------------------------------------------------------
 
@@ -644,35 +673,52 @@ class Scheduler:
     # if its run was forged it is computed again, and a different token is an error.
 
     def _continue_generation(self, group: PlanGroup, run: Run, now: float, reported: bool) -> list[CoordinatorCommand]:
-        """Take the token of a run's output, and its reports once all are in."""
-        request, generation, stats = run.items[0].request, run.items[0].request.generation, run.stats()
-        assert generation is not None
-        if not reported:
-            if not run.waiting_requests or generation.wants_states or not _usable(run.output()):
-                return []
-            run.early_stats, run.run_index = stats, len(generation.steps)
-            return self._take_tokens(group, run, stats, now)
-        if request.finished:
+        """Take the tokens of a run's output, and its reports once all are in."""
+        stats, taken = run.stats(), [*zip(run.items, run.outputs_of_steps(), strict=True)]
+        out: list[CoordinatorCommand] = []
+        if not run.is_computing:
+            seen = [(item, made, place) for (item, made), place in zip(taken, run.places, strict=True)]
+            known = [
+                (i.request, i, made, place) for i, made, place in seen if place is not None and not i.request.finished
+            ]
+            for request, _, made, place in known:
+                assert request.generation is not None
+                if not request.generation.follows(request.generation.steps[place], made):  # a part was forged
+                    error = RemoteError("parts of an answer are not those that devices have sent")
+                    return self._rewind(group, run, error, MAX_ATTEMPTS)
+            for request, item, _, place in known:
+                request.stats[place] = stats
+                out += self._answer_generation(group, item)
+            return out
+        generations = [item.request.generation for item in run.items]
+        states = any(g.wants_states for g in generations if g)
+        if not reported and (states or not run.waiting_requests or not _usable(run.output())):
             return []
-        if run.run_index is None:
-            return self._take_tokens(group, run, stats, now)
-        if not generation.follows(generation.steps[run.run_index], run.output()):  # by the reports a part was forged
-            error = RemoteError("parts of an answer are not those that devices have sent")
-            return self._rewind(group, run, error, MAX_ATTEMPTS)
-        request.stats[run.run_index] = stats
-        return self._answer_generation(group, run)
+        run.early_stats = None if reported else stats
+        places = [
+            len(g.steps) if g and not i.request.finished else None for i, g in zip(run.items, generations, strict=True)
+        ]
+        run.places = tuple(places)
+        for item, output in taken:
+            if item.request.finished:
+                out += self._end_session_of(group, item.request)
+            else:
+                out += self._take_tokens(group, run, item, output, stats, now)
+        return out
 
-    def _take_tokens(self, group: PlanGroup, run: Run, stats: RunStats, now: float) -> list[CoordinatorCommand]:
+    def _take_tokens(
+        self, group: PlanGroup, run: Run, item: WorkItem, logits: Array, stats: RunStats, now: float
+    ) -> list[CoordinatorCommand]:
         """Take what follows, and queue the next run of its session."""
-        item, logits = run.items[0], run.output()
         request, generation = item.request, item.request.generation
         assert generation is not None
         if not generation.wants_states and not _usable(logits):
             error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
             return self.fail_request(group, request, error)
+        request.unbatchable.discard(item.index)
         published = generation.published_tokens
         step = generation.append_tokens(logits)
-        if run.ran_alone:
+        if run.ran_alone and len(run.items) == 1:
             group.step_pace(run.plan).record(run.shape.size, now - run.dispatched_s)
         request.stats.append(stats)
         out: list[CoordinatorCommand] = []
@@ -687,14 +733,14 @@ class Scheduler:
                 request.losses.clear()
         if not generation.done:
             group.queue.resume(item)
-        return out + self._answer_generation(group, run)
+        return out + self._answer_generation(group, item)
 
-    def _answer_generation(self, group: PlanGroup, run: Run) -> list[CoordinatorCommand]:
-        """Answer the request of a run if all tokens are there, and the reports that it waits for."""
-        request = run.items[0].request
+    def _answer_generation(self, group: PlanGroup, item: WorkItem) -> list[CoordinatorCommand]:
+        """Answer a request that generates if all tokens are there, and the reports that it waits for."""
+        request = item.request
         if request.finished or request.generation is None or not request.generation.done:
             return []
-        if request.wants_report and any(other.items[0].request is request for other in group.runs.values()):
+        if request.wants_report and any(request is i.request for run in group.runs.values() for i in run.items):
             return []
         if not request.generation.carried.size:  # most texts end long before they are as long as they may be
             group.recent_lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
@@ -711,23 +757,24 @@ class Scheduler:
 
     def _rewind(self, group: PlanGroup, run: Run, error: HeptiError, tries: int) -> list[CoordinatorCommand]:
         """Take back the tokens since a run whose output may be forged, and compute them again; fail after `tries`."""
-        item = run.items[0]
-        request, place = item.request, run.run_index
-        assert request.generation is not None
-        assert place is not None
-        if request.finished:
+        back = [(i, place) for i, place in zip(run.items, run.places, strict=True) if not i.request.finished]
+        items, out = [item for item, place in back if place is not None], list[CoordinatorCommand]()
+        if not items:
             return self._cancel(group, run)
-        request.generation.rewind(place)
-        del request.stats[place:]
-        out: list[CoordinatorCommand] = []
-        for later in [r for r in group.runs.values() if r.items[0] is item and r.run_id >= run.run_id]:
+        for item, place in back:
+            if place is not None and item.request.generation is not None:
+                item.request.generation.rewind(place)
+                del item.request.stats[place:]
+                item.request.losses[item.index] += 1
+        for later in [r for r in group.runs.values() if r.run_id >= run.run_id and any(i in items for i in r.items)]:
             out += self._cancel(group, later)
-        if any(waiting is item for waiting in group.queue):
-            group.queue.remove([item])
-        request.losses[item.index] += 1
-        if request.losses[item.index] >= tries:
-            return out + self.fail_request(group, request, error)
-        group.queue.prepend([item])
+            group.queue.prepend(item for item in later.open_items if item not in items)
+        group.queue.remove([item for item in group.queue if item in items])
+        for item in items:
+            if item.request.losses[item.index] >= tries:
+                out += self.fail_request(group, item.request, error)
+            else:
+                group.queue.prepend([item])
         return out
 
 

@@ -378,7 +378,7 @@ def run_local(
     """
     bound = bind(program, pack(tensors, program.weights()), workers or Workers(1))
     executor = Executor()
-    states = {name: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for name, spec in program.session_arrays().items()}
+    states = {spec.state: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for spec in program.slots if spec.state}
     executor.admit(1, bound, states)
     for key in bound.template.inputs:
         executor.deliver(1, key, inputs)

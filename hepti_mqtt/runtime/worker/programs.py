@@ -7,7 +7,7 @@ that runs wait for, then urgent ones (a plan or a decoder session needs them nex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hepti_mqtt.errors import HeptiError, PlanError
@@ -46,9 +46,9 @@ def analyse(order: AnalysePrepare, device: str, topics: Topics) -> PrepareAnalys
         return PrepareAnalysed(order.prepare, PlanError(f"the plan cannot be prepared ({error!r})"))
 
 
-def next_step(shape: RequestShape, session: DecoderSession) -> RequestShape | None:
+def next_step(shape: RequestShape, sessions: Sequence[DecoderSession]) -> RequestShape | None:
     """Return the shape of the run that follows in a session, None after the last one and without a session."""
-    return None if session.final or not session.number else shape.decode_step(1)
+    return shape.decode_step(1) if any(s.number and not s.final for s in sessions) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.models.shapes import cache_rows
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import NUMPY_DTYPE, Program, SlotDtype, SlotSpec, publish_targets
+from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, SlotSpec, publish_targets, state_name
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import (
     Continued,
@@ -23,7 +23,7 @@ from hepti_mqtt.protocol.frames import (
     TensorArrival,
     continue_frame,
     decode_continued,
-    decode_session,
+    decode_sessions,
     decode_work,
     encode,
     frame_bytes,
@@ -159,15 +159,19 @@ class DecoderSessions:
         return sum(session.capacity for session in self._open.values())
 
     def arrays(
-        self, key: SessionKey, program: Program, run: SessionRun, room_rows: int, busy: frozenset[SessionKey]
+        self,
+        key: SessionKey,
+        states: Mapping[str, SlotSpec],
+        run: SessionRun,
+        room_rows: int,
+        busy: frozenset[SessionKey],
     ) -> Mapping[str, Array]:
         """Return the arrays of a session for a run of it, which may grow.
 
-        room_rows: of all sessions of the plan; the least recently used ones that are not `busy` are dropped where there
-        is no room. Number 0: a run without a session, with arrays of its own. Raises SessionLostError if rows before
-        the run's own are missing.
+        states: what the run takes for them. room_rows: of all sessions of the plan; the least recently used ones that
+        are not `busy` are dropped where there is no room. Number 0: a run without a session, with arrays of its own.
+        Raises SessionLostError if rows before the run's own are missing.
         """
-        states = program.session_arrays()
         if not states:
             return {}
         number = key[2]
@@ -180,7 +184,8 @@ class DecoderSessions:
         grows = all(spec.shape[0] == run.longest for spec in states.values())
         capacity = cache_rows(run.stop, run.longest) if grows else run.longest
         if known is None or run.source or known.capacity < capacity:
-            self._make_room(key, capacity, room_rows, busy | {source})
+            if number:
+                self._make_room(key, capacity, room_rows, busy | {source})
             before = {} if known is None else known.arrays
             made = {name: _grown(spec, capacity, before.get(name), run.at) for name, spec in states.items()}
             known = _Session(made, capacity=capacity)
@@ -189,6 +194,11 @@ class DecoderSessions:
             self._open.move_to_end(key)
         known.rows = run.stop
         return known.arrays
+
+    def take_back(self, key: SessionKey, at: int) -> None:
+        """Forget the rows of a session from a run on: what that has cached may be incomplete."""
+        if (known := self._open.get(key)) is not None:
+            known.rows = min(known.rows, at)
 
     def end(self, key: SessionKey) -> None:
         """Forget a session."""
@@ -240,15 +250,15 @@ class PreparedSend(NamedTuple):
 class WorkerRun:
     """A run on this device, begun by `frame` under `plan`.
 
-    inputs: kept for tasks that are leased later. compute_s: of its ops so far. sent_bytes: of its PUBLISH packets.
-    outputs_sent: parts of the output that were sent. frame_key: of its plan. reported_s: when the planner last heard
-    how far it is. run_id_bytes: the end of its frames' headers.
+    sessions: of its items. inputs: kept for tasks that are leased later. compute_s: of its ops so far. sent_bytes: of
+    its PUBLISH packets. outputs_sent: parts of the output that were sent. frame_key: of its plan. reported_s: when the
+    planner last heard how far it is. run_id_bytes: the end of its frames' headers.
     """
 
     plan: Plan
     frame: Frame
     started_s: float
-    session: DecoderSession
+    sessions: tuple[DecoderSession, ...]
     inputs: Array
     sends: dict[int, PreparedSend]
     frame_key: FrameKey = UNKEYED
@@ -344,14 +354,13 @@ class WorkerRuns:
 
         A run is cancelled behind its work frame, so a number that is unknown here would only keep a later run out.
         """
-        request, frame = self._runs.get(run_id), self._building.drop(run_id)
-        if request is not None:  # what was cached may be incomplete
-            self._sessions.end((*request.key, request.session.number))
-        if frame is not None:
-            self._sessions.end((frame.model, frame.plan_version, decode_session(frame).number))
-        if request is None and frame is None:
+        request = self._runs.get(run_id)
+        if request is None and self._building.drop(run_id) is None:
             self._counters["unknown_cancel"] += 1
             return
+        if request is not None:
+            for session, at in zip(request.sessions, request.inputs.tolist(), strict=False):
+                self._sessions.take_back((*request.key, session.number), at)
         self.end(run_id)
 
     def end_sessions(self, key: PlanKey, numbers: Iterable[int]) -> None:
@@ -393,7 +402,7 @@ class WorkerRuns:
         if known is not None:
             return self._handle_duplicate(known, frame)
         plain, inputs = decode_work(frame)
-        session = decode_session(frame)
+        sessions = decode_sessions(frame)
         try:
             shape = shape_of(resident.spec, plain)
         except PlanError as error:
@@ -413,13 +422,13 @@ class WorkerRuns:
             self._building.enqueue(frame, program_key)
             return []
         resident.programs.move_to_end(program_key)
-        resident.request_program(next_step(shape, session))
+        resident.request_program(next_step(shape, sessions))
         try:
-            states = self._session_arrays(resident, bound, session, inputs, shape)
+            states = self._session_arrays(resident, bound, sessions, inputs, shape)
         except SessionLostError as error:
             return self._refuse(frame, "session", str(error))
         self._runs[frame.run_id] = WorkerRun(
-            resident.plan, frame, now, session, inputs, bound.sends, resident.frame_key
+            resident.plan, frame, now, sessions, inputs, bound.sends, resident.frame_key
         )
         self._executor.admit(frame.run_id, bound, states)
         for key in bound.template.inputs:
@@ -526,17 +535,28 @@ class WorkerRuns:
         return [self._up(messages.RunFailed(*key, run_id, code, text))]
 
     def _session_arrays(
-        self, resident: ResidentPlan, bound: BoundProgram, session: DecoderSession, inputs: Array, shape: RequestShape
+        self,
+        resident: ResidentPlan,
+        bound: BoundProgram,
+        sessions: Sequence[DecoderSession],
+        inputs: Array,
+        shape: RequestShape,
     ) -> Mapping[str, Array]:
-        """Return the arrays that a run's session keeps here."""
+        """Return the arrays that the sessions of a run keep here."""
         if not shape.session_rows:
             return {}
-        at, plan = int(inputs[0]), resident.plan
-        key = (plan.model, plan.version, session.number)
-        busy = frozenset((*r.key, r.session.number) for r in self._runs.values())
-        begins = shape == shape.decode_step(shape.new_rows, begins=True)
-        run = SessionRun(at, at + shape.new_rows, shape.session_rows, begins, session.source)
-        return self._sessions.arrays(key, bound.template.program, run, resident.session_rows, busy)
+        rows = shape.sizes if len(sessions) > 1 else (shape.new_rows,)
+        begins = len(sessions) > 1 or shape == shape.decode_step(shape.new_rows, begins=True)
+        used = {(*r.key, session.number) for r in self._runs.values() for session in r.sessions}
+        keys = [(*resident.key, session.number) for session in sessions]
+        busy, out = frozenset({*used, *keys}), dict[str, Array]()
+        for item, (key, session, count) in enumerate(zip(keys, sessions, rows, strict=True)):
+            at = int(inputs[item])
+            run = SessionRun(at, at + count, shape.session_rows, begins, session.source)
+            states = bound.template.program.session_arrays(item)
+            arrays = self._sessions.arrays(key, states, run, resident.session_rows, busy)
+            out |= {state_name(name, item): array for name, array in arrays.items()}
+        return out
 
     def handle_tensor(self, frame: Frame, now: float) -> list[Command]:
         """Take what a peer has sent, or keep it until its request is here."""
@@ -668,8 +688,9 @@ class WorkerRuns:
         numbers = (int(request.compute_s * 1e6), int(wait * 1e6), sent, request.outputs_sent)
         self._counters.update(compute_us=numbers[0], wait_us=numbers[1])
         self.end(run_id)
-        if request.session.final:
-            self._sessions.end((model, plan_version, request.session.number))
+        for session in request.sessions:
+            if session.final:
+                self._sessions.end((model, plan_version, session.number))
         done = self._frame_of("done", model, plan_version, run_id, np.empty(0, np.uint8), numbers)
         return [Publish(topic, encode(done, request.frame_key), 1)]
 

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_writer import converted, quantised
+from golden_cases import GOLDEN
+from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.storage import STORAGES
@@ -28,7 +31,17 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("storage", "error"), [("f32", 0), ("f16", 1e-3), ("q8_0", 0.01), ("q4_1", 0.1), ("q4_0", 0.2)]
+    ("storage", "error"),
+    [
+        ("f32", 0),
+        ("f16", 1e-3),
+        ("bf16", 0.01),
+        ("q8_0", 0.01),
+        ("q5_1", 0.05),
+        ("q5_0", 0.1),
+        ("q4_1", 0.1),
+        ("q4_0", 0.2),
+    ],
 )
 def test_a_converted_model_is_the_original(original: Path, tmp_path: Path, storage: str, error: float) -> None:
     """Of queries and keys, too, whose rows stand in another order in the file."""
@@ -39,6 +52,37 @@ def test_a_converted_model_is_the_original(original: Path, tmp_path: Path, stora
         for name, array in want.tensors().items():
             np.testing.assert_allclose(got.tensors()[name], array, rtol=0, atol=error * np.abs(array).max())
         assert all(got.tile(digest) for entry in got.manifest.entries for digest in entry.hashes)
+
+
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 24}
+NEAR = {"attention.sliding_window": 8}
+FAMILIES = {
+    "qwen2": ("tiny-qwen2", {**YARN, "attention.key_length": None}),
+    "qwen3": ("tiny-qwen3-text", {}),
+    "gemma3": ("tiny-gemma3-text", {**NEAR, "attention.sliding_window_pattern": 2}),
+    "phi3": ("tiny-phi3", NEAR),
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_other_architectures_are_their_originals(tmp_path: Path, architecture: str) -> None:
+    kind, more = FAMILIES[architecture]
+    original = make_model(kind, tmp_path / "original")
+    if architecture == "gemma3":  # whose files do not say by what scores are divided
+        config = json.loads((original / "config.json").read_text())
+        (original / "config.json").write_text(json.dumps({**config, "query_pre_attn_scalar": config["head_dim"]}))
+    keys = {f"{architecture}.{key}": value for key, value in more.items()}
+    ends = {"tokenizer.ggml.eot_token_id": 4} if architecture == "gemma3" else {}
+    path = converted(original, tmp_path / "m.gguf", "f32", "f32", architecture, **keys, **ends)
+    with Checkpoint.open(original) as want, Checkpoint.open(path) as got:
+        assert got.spec == want.spec
+        assert got.end_tokens == want.end_tokens
+        for name, array in want.tensors().items():
+            np.testing.assert_allclose(got.tensors()[name], array, rtol=0, atol=1e-6)
+    path = converted(original, tmp_path / "q.gguf", "q8_0", "q8_0", architecture, **keys, **ends)
+    with Checkpoint.open(path) as blocks:
+        assert {"layers.*.query.weight", "layers.*.mlp_up.weight"} <= dict(blocks.spec.storages).keys()
+        assert all(blocks.tile(digest) for entry in blocks.manifest.entries for digest in entry.hashes)
 
 
 def test_a_directory_with_one_file_is_its_model(original: Path, tmp_path: Path) -> None:
@@ -67,10 +111,11 @@ def test_texts_are_read_by_the_files_own_tokenizer(original: Path, tmp_path: Pat
     [
         {"general.architecture": "gemma2"},
         {"llama.expert_count": 8},
-        {"llama.rope.scaling.type": "yarn"},
+        {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
         {"llama.attention.sliding_window": 16},
         {"tokenizer.ggml.pre": "an unknown one"},
-        {"tokenizer.ggml.model": "llama"},
+        {"tokenizer.ggml.model": "bert"},
+        {"tokenizer.ggml.add_eos_token": True},
         {"llama.attention.value_length": 16},
         {"split.count": 3},
     ],
@@ -152,6 +197,20 @@ def _q6_k(block: np.ndarray) -> list[float]:
                 at = 128 * n + 32 * part + i
                 out[at] = _half(block, 208) * int(scales[at // 16]) * (code - 32)
     return out
+
+
+@pytest.mark.parametrize("case", json.loads((GOLDEN / "pieces.json").read_text()), ids=["a space in front", "none"])
+def test_texts_become_the_pieces_of_sentencepiece(case: dict[str, Any]) -> None:
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in case["metadata"].items()}
+    metadata["tokenizer.ggml.model"] = "llama"
+    data, _ = tokenizer_files(Path("m.gguf"), metadata)
+    tokenizer = Tokenizer.from_str(json.dumps(data))
+    for text, ids in case["ids"].items():
+        assert tokenizer.encode(text).ids == [1, *ids], "behind BOS"
+        assert tokenizer.decode(ids) == text
+    users = {**metadata, "tokenizer.ggml.token_type": [4] * len(case["metadata"]["tokens"])}
+    with pytest.raises(UnsupportedModelError):
+        tokenizer_files(Path("m.gguf"), users)
 
 
 def test_messages_become_ids_by_the_files_own_template(original: Path, tmp_path: Path) -> None:

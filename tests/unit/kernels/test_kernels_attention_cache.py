@@ -111,10 +111,11 @@ def test_rows_that_do_not_fit_into_the_cache_are_refused(first):
     d=st.sampled_from([1, 2, 7, 16, 32, 64]),
     before=st.integers(0, 50),
     after=st.integers(0, 5),
+    near=st.sampled_from([{}, {"window": 0}, {"window": 5}, {"window": 60}]),
 )
-def test_attention_at(m, heads, d, before, after):
+def test_attention_at(m, heads, d, before, after, near):
     q, kv = queries_and_cache(m, before + m + after, heads, d)
-    attention_at(q, kv, before, heads, d).check()
+    attention_at(q, kv, before, heads, d, **near).check()
 
 
 @pytest.mark.parametrize("first", [0, 1, 255, 256, 300])
@@ -122,6 +123,7 @@ def test_attention_at(m, heads, d, before, after):
 def test_many_queries_and_blocks_of_keys(m, first):
     q, kv = queries_and_cache(m, 430, 2, 32)
     attention_at(q, kv, first, 2, 32).check()
+    attention_at(q, kv, first, 2, 32, window=100).check()
 
 
 def test_a_prompt_in_parts_is_the_prompt_at_once_and_causal_attention():

@@ -23,11 +23,12 @@ def rotate(lengths, d, q, k, v, *, rows=None, weights=(), x=None, **attrs):
     d=st.sampled_from([2, 8, 64]),
     normed=st.booleans(),
     theta=st.sampled_from([1e3, 1e4, 1.6e5]),
-    scaling=st.sampled_from([(), (8.0, 1.0, 4.0, 32.0)]),
+    divided=st.booleans(),
 )
-def test_rotate(lengths, heads, d, normed, theta, scaling):
+def test_rotate(lengths, heads, d, normed, theta, divided):
     attrs = {"weights": [array(d), array(d)], "eps": 1e-6, "rms": True, "gamma_offset": 1.0} if normed else {}
-    rotate(lengths, d, *heads, theta=theta, scaling=scaling, **attrs).check(rtol=2e-4, atol=2e-4)
+    divisors = tuple(np.linspace(1, 8, d // 2).tolist()) if divided else ()
+    rotate(lengths, d, *heads, theta=theta, divisors=divisors, **attrs).check(rtol=2e-4, atol=2e-4)
 
 
 def test_values_stay_and_positions_begin_with_each_sequence():
@@ -51,9 +52,10 @@ def test_rows_of_a_session_stand_behind_those_before():
     whole = rotate((12,), 8, 1, 1, 1, x=x).run()[0]
     for first in (0, 7, 8):
         case = rotate((12,), 8, 1, 1, 1, x=x[first : first + 4], rows=range(4))
-        at = Case("rotate", [*case.reads, np.array([first], np.int32)], [(4, 24)], **case.op.attrs)
+        attrs = case.op.attrs | {"lengths": (4,), "places": 12}
+        at = Case("rotate", [*case.reads, np.array([first], np.int32)], [(4, 24)], **attrs)
         np.testing.assert_array_equal(at.check(rtol=2e-4, atol=2e-4)[0], whole[first : first + 4])
-    at = Case("rotate", [*case.reads, np.array([9], np.int32)], [(4, 24)], **case.op.attrs)
+    at = Case("rotate", [*case.reads, np.array([9], np.int32)], [(4, 24)], **attrs)
     with pytest.raises(ValueError, match="places of a sequence"):
         at.run()
 

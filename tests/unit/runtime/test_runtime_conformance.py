@@ -172,8 +172,8 @@ class Driven:
         if frame.key is not None:
             return sent.get((frame.run_id, frame.key))
         shape, inputs, _ = self.asked[frame.run_id - 1]
-        session = DecoderSession(frame.run_id, final=True) if shape.session_rows else DecoderSession()
-        return encode_work("m", EPOCH, frame.run_id, shape, inputs, session)
+        sessions = (DecoderSession(frame.run_id, final=True),) if shape.session_rows else ()
+        return encode_work("m", EPOCH, frame.run_id, shape, inputs, sessions)
 
     def seconds(self, step):
         program = self.programs[step.run_id - 1]

@@ -214,7 +214,7 @@ def test_a_token_in_doubt_is_computed_again_with_all_that_followed_and_told_once
         site.event(interface.DeviceFrame("a", done))
     assert site.running == {4}, "the step behind it is taken back, too"
     assert site.asked(4) == (0, [*PROMPT])
-    assert frames.decode_session(site.work[4]).number == 2
+    assert frames.decode_sessions(site.work[4])[0].number == 2
     for _ in range(4):
         site.step()
     assert site.tokens() == site.told_tokens["r"] == expected(4)

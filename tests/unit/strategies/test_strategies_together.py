@@ -1,0 +1,97 @@
+"""Texts of several users that are made in one run are those that each would have had alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sites import always, everyone, plan, tensors
+from swarm import MODEL, Swarm
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.models.generation import LIKELIEST, TokenRules
+from hepti_mqtt.runtime.coordinator.interface import RequestCancelled
+from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, RequestKey
+
+USERS = 8
+ROOM = 7  # runs in flight: then eight sessions of the longest text have room
+
+
+def site(kind: str, method: str, weights: tuple[float, ...], **network: object) -> Swarm:
+    spec = spec_of_kind(kind)
+    devices = {f"d{i}": (1e9, 1 << 30) for i in range(len(weights))}
+    decider = always(plan(spec, (method, {}), weights))
+    return Swarm(spec, tensors(spec), devices, decider=decider, batching=Batching(), in_flight=ROOM, **network)
+
+
+def prompts(spec: object, count: int = USERS) -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, spec.text.vocab, int(rng.integers(1, 12))).astype(np.int32) for _ in range(count)]
+
+
+def alone(spec: object, prompt: np.ndarray, most: int, rules: TokenRules = LIKELIEST) -> list[int]:
+    """Return the text by whole passes of the reference."""
+    text: list[int] = []
+    for _ in range(most):
+        shape, inputs = models.single_sequence(spec, np.array([*prompt, *text], np.int32))
+        logits = models.reference(spec, tensors(spec), inputs, shape)[1]
+        text.append(rules.choose(logits, text, rules.temperatures[0])[0])
+    return text
+
+
+def finish(swarm: Swarm, names: list[object]) -> None:
+    swarm.run(300, until=lambda: all(n in swarm.answers or n in swarm.errors for n in names))
+    assert not any(name in swarm.errors for name in names), (swarm.errors, [n.text for n in swarm.notes])
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "weights"),
+    [
+        ("tiny-gpt2", "decoder", (1.0, 2.0)),
+        ("tiny-llama", "single", (1.0,)),
+        ("tiny-qwen3-text", "decoder", (1.0, 1.0)),
+    ],
+)
+def test_texts_of_eight_users_are_those_of_each_alone(kind, method, weights):
+    swarm = site(kind, method, weights, duplicates=0.2, jitter_s=0.01)
+    rng, texts = np.random.default_rng(1), {}
+    for name, prompt in enumerate(prompts(swarm.spec)):
+        most, seed = int(rng.integers(3, 14)), int(rng.integers(2))
+        rules = TokenRules(temperatures=(1.5,), seed=name) if seed else LIKELIEST
+        texts[name] = alone(swarm.spec, prompt, most, rules)
+        shape, inputs = models.single_sequence(swarm.spec, prompt, tokens=len(prompt) + most)
+        swarm.begin(name, Batch(shape, inputs), Generation(tuple(prompt.tolist()), most, shape, rules))
+        swarm.run(float(rng.choice([0.0, 0.05])))  # they join at any moment
+    finish(swarm, list(texts))
+    for name, text in texts.items():
+        assert swarm.answers[name][0][0].tolist() == text, name
+    runs = [stats for answer in swarm.answers.values() for stats in answer[0][1]]
+    assert max(stats.requests for stats in runs) >= 4
+    assert {len(stats.shape.sizes) for stats in runs} <= {1, 2, 4, 8}, "so that Programs are few"
+
+
+@pytest.mark.parametrize("fault", ["a device", "one session", "a user leaves"])
+def test_texts_go_on_when_something_is_lost(fault):
+    swarm = site("tiny-gpt2", "decoder", (1.0, 1.0, 1.0), jitter_s=0.01)
+    swarm.decider = everyone(("decoder", {}))
+    asked = prompts(swarm.spec, 5)
+    for name, prompt in enumerate(asked):
+        swarm.generate(name, swarm.spec, prompt, 16)
+    swarm.run(60, until=lambda: all(len(swarm.tokens.get(name, ())) > 3 for name in range(5)))
+    if fault == "a device":
+        swarm.kill("d1")
+    elif fault == "one session":
+        held = swarm.hosts["d1"].session.runs._sessions
+        held.end(next(iter(held._open)))
+    else:
+        swarm.tell_planner(RequestCancelled(RequestKey(MODEL, "user", "4")))
+        asked.pop()
+    finish(swarm, list(range(len(asked))))
+    for name, prompt in enumerate(asked):
+        assert swarm.tokens[name] == list(enumerate(alone(swarm.spec, prompt, 16))), name
+    begun = sum(len(prompt) > 8 for prompt in asked)
+    long = [sum(s.shape.tokens > 8 for s in swarm.answers[name][0][1]) for name in range(len(asked))]
+    again = {"a device": 5, "one session": 1, "a user leaves": 0}[fault]
+    assert sum(long) <= begun + again, "the others keep their rows"
+    refused = any("no rows before" in note.text for note in swarm.notes)
+    assert refused <= (fault == "one session")
