@@ -152,10 +152,8 @@ class Search:
         if active is not None:
             best = self._best_s
             for draft in self._with_other_devices(active):
-                lacks = draft.plan.root == active.root and not self._has_weights(
-                    draft.plan
-                )  # a new head lacks its part
-                if not self.found or (floor.bound_unpriced(draft.plan) < best and not lacks):
+                able = draft.plan.root != active.root or self._has_weights(draft.plan)  # a new head lacks its part
+                if not self.found or (floor.bound_unpriced(draft.plan) < best and able):
                     yield from self._priced(draft.plan, draft.shares)
 
     def usable_plans(self) -> Iterator[Plan]:
