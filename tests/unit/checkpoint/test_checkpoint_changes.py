@@ -118,7 +118,9 @@ def answers(checkpoint, kind, computed):
             continue
         key = (checkpoint.spec, prepared.inputs.tobytes(), prepared.shape)
         if key not in computed:  # most changes change nothing
-            computed[key] = reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)[1]
+            computed[key] = reference(
+                checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape.decode_step(len(ids))
+            )[1]
         found.append(flat(checkpoint, decode_output(checkpoint, prepared, computed[key])))
     return found
 
@@ -144,7 +146,9 @@ def generated(checkpoint, prepared, computed):
         key = (checkpoint.spec, ids)
         if key not in computed:
             inputs = np.array([0, *ids], np.int32)
-            computed[key] = reference(checkpoint.spec, checkpoint.tensors(), inputs, prepared.shape)[1]
+            computed[key] = reference(
+                checkpoint.spec, checkpoint.tensors(), inputs, prepared.shape.decode_step(len(ids))
+            )[1]
         generation.append_tokens(computed[key])
     answer = decode_output(checkpoint, prepared, np.array(generation.tokens))
     return [answer["ids"], answer["text"]]
