@@ -118,9 +118,7 @@ def answers(checkpoint, kind, computed):
             continue
         key = (checkpoint.spec, prepared.inputs.tobytes(), prepared.shape)
         if key not in computed:  # most changes change nothing
-            computed[key] = reference(
-                checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape.decode_step(len(ids))
-            )[1]
+            computed[key] = reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)[1]
         found.append(flat(checkpoint, decode_output(checkpoint, prepared, computed[key])))
     return found
 
@@ -145,10 +143,8 @@ def generated(checkpoint, prepared, computed):
         ids = (*prompt, *generation.tokens)
         key = (checkpoint.spec, ids)
         if key not in computed:
-            inputs = np.array([0, *ids], np.int32)
-            computed[key] = reference(
-                checkpoint.spec, checkpoint.tensors(), inputs, prepared.shape.decode_step(len(ids))
-            )[1]
+            inputs, shape = np.array([0, *ids], np.int32), prepared.shape.decode_step(len(ids))
+            computed[key] = reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)[1]
         generation.append_tokens(computed[key])
     answer = decode_output(checkpoint, prepared, np.array(generation.tokens))
     return [answer["ids"], answer["text"]]
