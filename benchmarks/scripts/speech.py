@@ -23,8 +23,8 @@ from benchmarks.tables import table
 
 PATIENCE_S: Final = 600.0
 LANGUAGE: Final = {"language": "en"}
-# As faster-whisper does it, but without times; beam 5 is its default.
 ENCODES: Final = {**LANGUAGE, "window": 30, "max_new_tokens": 1}  # the encoder, and the first token
+# As faster-whisper does it, but without times; beam 5 is its default.
 WHISPER: Final = {"without_timestamps": True, "condition_on_previous_text": False, **LANGUAGE}
 
 

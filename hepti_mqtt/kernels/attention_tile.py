@@ -696,7 +696,7 @@ def attention_units(
             norm[:] = ZERO
             if of_keys != copied_head or low != copied_low:
                 copied_head, copied_low, copied_to = of_keys, low, low
-                near = unit + 1 < stop and tile + 1 < len(tiles) and tiles[tile + 1, _LOW] == low  # else read there
+                near = unit + 1 < stop and tile + 1 < len(tiles) and tiles[tile + 1, _LOW] == low  # else read in place
             masked, block, at = False, low, 0
             while block < end:
                 keys = min(KEYS - (block - anchor) % KEYS, end - block)

@@ -324,7 +324,7 @@ class GraphBuilder:
     ) -> str:
         """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before.
 
-        at: i32 [B], the place of the first row of each item in its session, which has at most so many `places`.
+        at: i32 [B], the place of the first row of each item in its session, which has at most `places`.
         """
         inputs = (qkv, at) if at else (qkv,)
         return self._add(

@@ -216,7 +216,7 @@ OVERLAP_ROWS: Final = 16  # that are computed again at most: about what one more
 
 
 def cache_rows(tokens: int, longest: int) -> int:
-    """Return the rows that are set aside for a session of so many tokens, where the longest text has `longest`."""
+    """Return the rows that are set aside for a session of a number of tokens, where the longest text has `longest`."""
     rows = CACHE_ROWS
     while rows < tokens:
         rows *= 2

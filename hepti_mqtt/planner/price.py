@@ -205,7 +205,7 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
 
 
 SINGLE: Final = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
-PLENTY: Final = 2  # a device that holds its part of any plan so many times has room for two plans
+PLENTY: Final = 2  # a device with room for its part of any plan this many times has room for two plans
 # Its part needs at most so much more than all of the model on it alone: what it receives, and larger Programs.
 MORE: Final = 1.25
 MORE_BYTES: Final = 64 << 20

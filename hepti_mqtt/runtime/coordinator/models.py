@@ -200,7 +200,7 @@ class PlanGroup:
     def next_batch(self, share: int | None, room_rows: int) -> tuple[tuple[WorkItem, ...], float]:
         """Return what runs next of what waits, and when: at once unless others may come to run with it.
 
-        Nothing where all that waits must have a session first and has no room for it. share: no more than so many,
+        Nothing where all that waits must have a session first and has no room for it. share: at most this many,
         where others run on other replicas. room_rows: of all sessions under a plan, 0 of a model without them.
         """
         turns = self._with_room(room_rows) if room_rows else self.queue.in_turn()

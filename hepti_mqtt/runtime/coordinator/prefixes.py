@@ -81,7 +81,7 @@ class HeldSessions:
         self._held.move_to_end(text.session)
 
     def make_room(self, version: PlanVersion, room_rows: int, source: int = 0) -> list[int]:
-        """Return which sessions under a plan devices must drop, so that all others have room in so many rows.
+        """Return which sessions under a plan devices must drop, so that all others have room in some rows.
 
         source: the session that is about to be copied. Those beyond `MAX_KEPT` go, too.
         """

@@ -245,7 +245,7 @@ class Generation:
         return self.shape.decode_step(stop - first, begins=not self.cached_rows).size
 
     def shapes_to(self, total: int) -> list[RequestShape]:
-        """Return the shapes of the runs that cache so many rows, from the first one on."""
+        """Return the shapes of the runs that cache a number of rows, from the first one on."""
         shapes, cached = list[RequestShape](), 0
         while cached < total:
             first, stop = self._rows_behind(cached, total)

@@ -222,7 +222,7 @@ class DecoderSessions:
 
 
 def _grown(spec: SlotSpec, capacity: int, held: Array | None, rows: int) -> Array:
-    """Return an array of a session with room for so many rows, of which the first ones are held."""
+    """Return an array of a session with room for some rows, of which the first ones are held."""
     made = np.empty((min(capacity, spec.shape[0]), *spec.shape[1:]), NUMPY_DTYPE[spec.dtype])
     if held is not None:
         made[:rows] = held[:rows]
