@@ -250,6 +250,10 @@ class GraphBuilder:
         op = self._ops[x]
         return op.space[: op.rank]
 
+    def block_of(self, tensor: str) -> int:
+        """Return how many values of a row of a matrix are stored together."""
+        return STORAGES[self._storages.get(tensor, "f32")].block
+
     def build(self) -> Graph:
         """Return the graph; the last tensor is the answer."""
         return Graph(tuple(self._ops.values()), tuple(self._blocks))
@@ -350,6 +354,7 @@ class GraphBuilder:
         bias: Sequence[WeightRef] = (),
         farthest: int = 0,
         side: int = 0,
+        unit: int = 1,
     ) -> str:
         """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors.
 
@@ -361,7 +366,7 @@ class GraphBuilder:
         return self._add(
             name, (q, kv), role, tensors, Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
             causal=causal, window=window, group=group, scale=scale, buckets=buckets, farthest=farthest,
-            side=side, disentangled=len(bias) > 1,
+            side=side, disentangled=len(bias) > 1, unit=unit,
         )  # fmt: skip
 
     def rows(self, name: str, x: str, role: str, rows: Sequence[int] | None = None) -> str:
@@ -425,16 +430,17 @@ class GraphBuilder:
         scale: float = 0.0,
         lengths: tuple[int, ...] = (),
         window: int = -1,
+        unit: int = 1,
     ) -> str:
         """q [m, *], a cache [C, 2 width / group] for each item, at [B] -> attention [m, width].
 
-        columns: where q, k and v begin. lengths: of the items; none for one.
+        columns: where q, k and v begin. lengths: of the items; none for one. Others as `HeadedAttention` has.
         """
         (rows, cached), m = self.shape_of(caches[0]), self.shape_of(q)[0]
         width = cached // 2 * group
         return self._add(
             name, (q, *caches, at), role, (), CachedAttention, space=(m, width, rows), d=width // heads,
-            columns=columns, group=group, scale=scale, lengths=lengths or (m,), window=window,
+            columns=columns, group=group, scale=scale, lengths=lengths or (m,), window=window, unit=unit,
         )  # fmt: skip
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:

@@ -164,6 +164,10 @@ class Op:
         """Return the units in which shares of a dimension are best made: at least its grain."""
         return self.granularity()[dim]
 
+    def range_cost(self, dim: int, start: int, stop: int) -> int:
+        """Return what a range of a dimension costs beside others: more than its part where ranges need the same."""
+        return stop - start
+
     def trim(self, region: Region) -> Region | None:
         """Return the part of a region that contributes anything; None if nothing does."""
         return region if all(region) else None

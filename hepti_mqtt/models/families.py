@@ -53,7 +53,7 @@ from hepti_mqtt.models.transformer import ModelSpec, any_layer
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage
+from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
 
 Array = npt.NDArray[Any]
 
@@ -375,15 +375,12 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
     }
     if not kept or not isinstance(spec, ModelSpec):
         return spec
-    group = spec.head_dim * (spec.heads // spec.kv_heads)
     for source in tensor_sources(spec):
         together = [source.name]
         layer, _, part = source.name.removesuffix(".weight").rpartition(".")
         if part in _ATTENDED:
             together = [f"{layer}.{other}.weight" for other in _ATTENDED]
-        stored_in = STORAGES[kept.get(source.name, "f32")]
-        uneven = part == "attention_out" and group % stored_in.block
-        if not source.transposed or source.layout != "packed" or uneven or any(name not in kept for name in together):
+        if not source.transposed or source.layout != "packed" or any(name not in kept for name in together):
             kept.pop(source.name, None)
     layers: dict[str, set[BlockStorage | None]] = {}
     for source in tensor_sources(spec):

@@ -365,19 +365,19 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
 
 
 def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: int, kv: int) -> str:
-    block = n.block
+    block, unit = n.block, net.block_of(f"{stored}attention_out.weight")
     if n.at:
         caches = net.append_to_cache(
             f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q, lengths=n.lengths
         )  # [C, 2 kv] each
         return net.cached_attention(
             f"{name}attention", qkv, caches, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale,
-            lengths=n.lengths, window=n.window,
+            lengths=n.lengths, window=n.window, unit=unit,
         )  # fmt: skip
     return net.attention(
         f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),
         lengths=n.lengths, causal=block.causal, window=n.window, group=n.group, scale=block.scale, bias=n.bias,
-        farthest=block.farthest, side=block.side,
+        farthest=block.farthest, side=block.side, unit=unit,
     )  # fmt: skip
 
 

@@ -18,8 +18,10 @@ from tokenizers import Tokenizer
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.models import graph, spec_from_dict
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.storage import STORAGES
+from hepti_mqtt.strategies.method import HEADS
 
 
 @pytest.fixture(scope="module")
@@ -225,11 +227,13 @@ def test_messages_become_ids_by_the_files_own_template(original: Path, tmp_path:
 
 
 def test_what_stays_in_blocks_is_told_by_the_spec(original: Path, tmp_path: Path) -> None:
-    """Heads of 8 x 2 columns are no whole blocks, 48 columns of the MLP neither; a head of its own is a matrix."""
+    """48 columns of the MLP are no whole blocks; four heads of 8 are one, and are not parted; a head is a matrix."""
     with Checkpoint.open(converted(original, tmp_path / "m.gguf", "q4_0", table="q8_0")) as model:
-        blocks = {"key", "mlp_gate", "mlp_up", "query", "value"}
+        blocks = {"attention_out", "key", "mlp_gate", "mlp_up", "query", "value"}
         matrices = {f"layers.*.{name}.weight": "q4_0" for name in blocks}
         assert dict(model.spec.storages) == {**matrices, "head.decoder.weight": "q8_0"}
+        found = HEADS.ranges(graph(model.spec, TokenBatch((1,), cache=64)), (1.0, 1.0, 1.0))
+        assert found == ((0, 32), (32, 64), (64, 64))
         assert spec_from_dict(json.loads(json.dumps(model.spec.to_dict()))) == model.spec
         dtypes = {entry.name: entry.dtype for entry in model.manifest.entries}
         assert dtypes["layers.0.query.weight"] == dtypes["layers.0.attention_out.weight"] == "q4_0"
