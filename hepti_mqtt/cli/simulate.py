@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hepti_mqtt.checkpoint import KINDS, Checkpoint, onnx_file, spec_of_kind
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, gguf_file, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, what_if, write_pictures
 from hepti_mqtt.cli.weather import simulate_weather
@@ -21,19 +21,23 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import representative_shape
+from hepti_mqtt.models import quantised, representative_shape
+from hepti_mqtt.plan import Quantised
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, price, wire_errors
 from hepti_mqtt.spec import Spec
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
-    cluster, spec = load_site(settings.find_bundled_config("sites", args.devices_file)), _spec(args.model)
+    cluster, spec = (
+        load_site(settings.find_bundled_config("sites", args.devices_file)),
+        _spec(args.model, PinOptions.from_args(args).quantised),
+    )
     if args.weather is not None:
         return simulate_weather(args, cluster, spec)
     question = _question(args, cluster, spec)
     try:
-        decision = _decide(args.model, question)
+        decision = _decide(args, question)
     except PlanError as error:
         output.print_lines(error.detail if args.explain and not args.json else ())
         raise
@@ -63,16 +67,16 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
     return pins.question(naming, spec, cluster, shape, version, in_flight=args.in_flight, requests=requests)
 
 
-def _decide(model: str, question: Question) -> Decision:
+def _decide(args: argparse.Namespace, question: Question) -> Decision:
     """Return the best plan; an accuracy budget needs the weights, whose answers the wire moves."""
     if question.accuracy is None:
         return decide(question)
-    if not _is_stored(model):
+    if not _is_stored(args.model):
         raise ConfigError(
             "--accuracy needs the weights of a model directory or an ONNX file; make a directory: "
             "hepti model make KIND --out DIR"
         )
-    with Checkpoint.open(model) as checkpoint:
+    with Checkpoint.open(args.model, weights=PinOptions.from_args(args).quantised) as checkpoint:
         tensors = checkpoint.tensors()
         return decide_within_accuracy(question, {}, lambda plan: wire_errors(question.spec, plan, tensors))
 
@@ -130,15 +134,18 @@ def _energy(question: Question, decision: Decision) -> list[str]:
     return [f"energy: {chosen.name} draws {joules:.3g} J of a request in {chosen.price.seconds * 1e3:.1f} ms{until}"]
 
 
-def _spec(name: str) -> Spec:
+def _spec(name: str, weights: Quantised | None) -> Spec:
     if name in KINDS:
-        return spec_of_kind(name)
+        spec = spec_of_kind(name)
+        return spec if weights is None else quantised(spec, weights)
     if _is_stored(name):
-        with Checkpoint.open(name) as checkpoint:
+        with Checkpoint.open(name, weights=weights) as checkpoint:
             return checkpoint.spec
-    raise ConfigError(f"{name} is no model directory, ONNX file or kind; kinds: {', '.join(KINDS)}")
+    raise ConfigError(f"{name} is no model directory, GGUF or ONNX file, or kind; kinds: {', '.join(KINDS)}")
 
 
 def _is_stored(name: str) -> bool:
     """Return whether a name is that of a model's files; one that is a kind's name, too, is the kind."""
-    return name not in KINDS and (Path(name).is_dir() or onnx_file.find_onnx(Path(name)) is not None)
+    path = Path(name)
+    found = path.is_dir() or onnx_file.find_onnx(path) is not None or gguf_file.find_gguf(path) is not None
+    return name not in KINDS and found
