@@ -32,6 +32,7 @@ from hepti_mqtt.models import (
     quantised,
     spec_from_config,
     tensor_sources,
+    with_cache,
     with_storages,
     without_missing_pooler,
 )
@@ -43,7 +44,7 @@ from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
 from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Quantised
+from hepti_mqtt.plan import CacheDtype, Quantised
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileLocation, tile_hash
 from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
@@ -94,6 +95,7 @@ class Checkpoint:
         name: str = "",
         tokenizer: Mapping[str, Any] | None = None,
         weights: Quantised | None = None,
+        cache: CacheDtype = "f32",
     ) -> None:
         self.path = path
         self.model = model
@@ -109,6 +111,7 @@ class Checkpoint:
         self.spec = with_storages(self.spec, in_blocks)
         if weights is not None:
             self.spec = quantised(self.spec, weights)
+        self.spec = with_cache(self.spec, cache)
         self._tensors = self._as_stored = _match(self._stored, self.spec, path)
         if weights is not None:
             self._tensors = {s: self._quantised(s, tensor, weights) for s, tensor in self._tensors.items()}
@@ -123,6 +126,7 @@ class Checkpoint:
         model: str | None = None,
         part: str | None = None,
         weights: Quantised | None = None,
+        cache: CacheDtype = "f32",
     ) -> Checkpoint:
         """Open the directory `path`, or a GGUF or ONNX file.
 
@@ -130,7 +134,7 @@ class Checkpoint:
 
         part: which one of the models in the directory (`model_parts`), by default the first.
 
-        weights: what matrices are quantised to, None for as they are.
+        weights: what matrices are quantised to, None for as they are. cache: how sessions' keys and values are kept.
 
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
@@ -150,11 +154,11 @@ class Checkpoint:
         if onnx is not None:
             beside = root / "config.json"
             opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
-            return cls(path, name, opened.config, extras, [opened], weights=weights)
+            return cls(path, name, opened.config, extras, [opened], weights=weights, cache=cache)
         if gguf is not None:
             file = gguf_file.GgufFile(gguf)
             within = gguf_file.gguf_extras(file, extras)
-            return cls(path, name, file.config, within, [file], tokenizer=file.tokenizer, weights=weights)
+            return cls(path, name, file.config, within, [file], tokenizer=file.tokenizer, weights=weights, cache=cache)
         if (path / _ADAPTER).is_file():
             raise UnsupportedModelError(
                 f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
@@ -165,7 +169,7 @@ class Checkpoint:
         config = read_json(described) if described.is_file() or opening is not None else {}
         if opening is None and (converted := ctranslate2_file.find(path)) is not None:
             made = ctranslate2_file.CTranslate2File(converted, config)
-            return cls(path, name, made.config, extras, [made], weights=weights)
+            return cls(path, name, made.config, extras, [made], weights=weights, cache=cache)
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         scores = matching(config)
@@ -179,7 +183,7 @@ class Checkpoint:
         files = [*opening()]
         try:
             files += [_opened_folder(path, projection.path) for projection in spec.head.projections]
-            return cls(path, name, config, extras, files, scores, own, weights=weights)
+            return cls(path, name, config, extras, files, scores, own, weights=weights, cache=cache)
         except BaseException:
             close_all(files)
             raise

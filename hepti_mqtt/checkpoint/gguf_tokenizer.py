@@ -94,8 +94,7 @@ def _as_texts_have_them(path: Path, of: Mapping[str, Any], tokens: list[str], ki
     text, which may become a part of them.
     """
     found = [
-        token.replace(_MARK, " ") if kind == _USER_DEFINED else token
-        for token, kind in zip(tokens, kinds, strict=True)
+        token.replace(_MARK, " ") if kind == _USER_DEFINED else token for token, kind in zip(tokens, kinds, strict=True)
     ]
     if of.get("add_space_prefix", True) and any(" " in token for token in found):
         raise UnsupportedModelError(

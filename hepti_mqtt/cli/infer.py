@@ -198,8 +198,8 @@ def check(
 
 
 def _as_numbers(spec: Spec) -> Spec:
-    """Return the spec of the same model with no matrix in blocks: it may be quantised where it answers."""
-    return replace(spec, storages=()) if isinstance(spec, ModelSpec) else spec
+    """Return the spec of the same model with all numbers in f32: they may be narrower where it answers."""
+    return replace(spec, storages=(), cache="f32") if isinstance(spec, ModelSpec) else spec
 
 
 def max_abs_err(checkpoint: Checkpoint, body: Mapping[str, Any], hidden: NDArray[np.float32]) -> float:

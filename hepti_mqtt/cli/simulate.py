@@ -21,18 +21,15 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import quantised, representative_shape
-from hepti_mqtt.plan import Quantised
+from hepti_mqtt.models import quantised, representative_shape, with_cache
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, price, wire_errors
 from hepti_mqtt.spec import Spec
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
-    cluster, spec = (
-        load_site(settings.find_bundled_config("sites", args.devices_file)),
-        _spec(args.model, PinOptions.from_args(args).quantised),
-    )
+    cluster = load_site(settings.find_bundled_config("sites", args.devices_file))
+    spec = _spec(args.model, PinOptions.from_args(args))
     if args.weather is not None:
         return simulate_weather(args, cluster, spec)
     question = _question(args, cluster, spec)
@@ -134,12 +131,13 @@ def _energy(question: Question, decision: Decision) -> list[str]:
     return [f"energy: {chosen.name} draws {joules:.3g} J of a request in {chosen.price.seconds * 1e3:.1f} ms{until}"]
 
 
-def _spec(name: str, weights: Quantised | None) -> Spec:
+def _spec(name: str, pins: PinOptions) -> Spec:
+    weights, cache = pins.quantised, pins.kv_cache
     if name in KINDS:
         spec = spec_of_kind(name)
-        return spec if weights is None else quantised(spec, weights)
+        return with_cache(spec if weights is None else quantised(spec, weights), cache)
     if _is_stored(name):
-        with Checkpoint.open(name, weights=weights) as checkpoint:
+        with Checkpoint.open(name, weights=weights, cache=cache) as checkpoint:
             return checkpoint.spec
     raise ConfigError(f"{name} is no model directory, GGUF or ONNX file, or kind; kinds: {', '.join(KINDS)}")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 from hepti_mqtt.config.settings import Settings, parse_size
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Objective, Quantised, Route, WeightDtype, WireDtype
+from hepti_mqtt.plan import CacheDtype, Objective, Quantised, Route, WeightDtype, WireDtype
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.requests import Pins
@@ -155,6 +155,9 @@ def add_pin_arguments(parser: argparse.ArgumentParser, opens: bool = False) -> N
     add("--accuracy", type=error_fraction, metavar="ERROR", help=accuracy)
     kept = "pin the dtype of the layers' weight matrices"
     kept += "; q8, q4: quantise a decoder's matrices when it is opened" if opens else ""
+    if opens:
+        cached = "how decoders keep keys and values (default f32; f16 takes half the memory, and near ties may change)"
+        add("--kv-cache", choices=get_args(CacheDtype), default="f32", help=cached)
     add("--weights", choices=(*get_args(WeightDtype), *(get_args(Quantised) if opens else ())), help=kept)
     route = "pin the route of tensors between devices: broker or mesh"
     add("--route", choices=(*get_args(Route), "auto"), help=route)
@@ -184,7 +187,10 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PinOptions:
-    """What a user fixed of a plan; None is the planner's choice. weights: how the layers' matrices are kept."""
+    """What a user fixed of a plan; None is the planner's choice.
+
+    weights: how the layers' matrices are kept. kv_cache: how decoders keep keys and values.
+    """
 
     strategy: str | None = None
     variant: str | None = None
@@ -194,6 +200,7 @@ class PinOptions:
     route: Route | Literal["auto"] | None = None
     objective: Objective | None = None
     accuracy: float | None = None
+    kv_cache: CacheDtype = "f32"
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PinOptions:

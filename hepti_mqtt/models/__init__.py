@@ -27,6 +27,7 @@ from hepti_mqtt.models.families import (
     tensor_sources,
     tokenizer_class,
     weight_dtypes,
+    with_cache,
     with_storages,
     without_missing_pooler,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "tokenizer_class",
     "vector_ref",
     "weight_dtypes",
+    "with_cache",
     "with_storages",
     "without_missing_pooler",
 ]

@@ -50,7 +50,7 @@ from hepti_mqtt.models.speech import SpeechInput, fixed_point
 from hepti_mqtt.models.tensors import TensorSource, transposed, whole_ref
 from hepti_mqtt.models.towers import Matching, Towers
 from hepti_mqtt.models.transformer import ModelSpec, any_layer
-from hepti_mqtt.plan import Quantised, WeightDtype
+from hepti_mqtt.plan import CacheDtype, Quantised, WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
 from hepti_mqtt.storage import BLOCK_STORAGES, QUANTISED, STORAGES, BlockStorage
@@ -430,6 +430,21 @@ def quantised(spec: Spec, how: Quantised) -> Spec:
             return made
         why = f"none of its matrices is in whole blocks of {STORAGES[storage].block}"
     raise UnsupportedModelError(f"{spec.architecture} cannot be quantised to {how}: {why}")
+
+
+def with_cache(spec: Spec, kept: CacheDtype) -> Spec:
+    """Return the spec with sessions' keys and values in a dtype.
+
+    Raises UnsupportedModelError for f16 in a model without sessions, or that has its own kind of them.
+    """
+    if kept == "f32":
+        return spec
+    if isinstance(spec, ModelSpec) and _is_causal(spec) and spec.head.task == "generation":
+        return replace(spec, cache=kept)
+    raise UnsupportedModelError(
+        f"{spec.architecture} cannot keep keys and values in {kept}: only decoders with rotary positions that generate "
+        "can; leave out --kv-cache"
+    )
 
 
 def left_unquantised(spec: ModelSpec) -> tuple[str, ...]:

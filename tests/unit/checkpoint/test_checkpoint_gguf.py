@@ -216,7 +216,9 @@ def _q6_k(block: np.ndarray) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("case", json.loads((GOLDEN / "pieces.json").read_text()), ids=["a space in front", "none", "of users"])
+@pytest.mark.parametrize(
+    "case", json.loads((GOLDEN / "pieces.json").read_text()), ids=["a space in front", "none", "of users"]
+)
 def test_texts_become_the_pieces_of_sentencepiece(case: dict[str, Any]) -> None:
     metadata = {f"tokenizer.ggml.{key}": value for key, value in case["metadata"].items()}
     metadata["tokenizer.ggml.model"] = "llama"

@@ -30,17 +30,17 @@ def opened(*paths):
 
 
 def quantised(paths, **changes):
-    """Return the storages of each of the models under `--weights q4`."""
+    """Return the storages of each of the models under `--weights q8`."""
     models = {path.name: path for path in paths}
     config = PlannerConfig(BrokerUrl.parse("mqtt://127.0.0.1"), "home", models, **changes)
-    config = replace(config, quantised=dict.fromkeys(models, "q4"))
+    config = replace(config, quantised=dict.fromkeys(models, "q8"))
     with contextlib.ExitStack() as stack:
         return {n: {*dict(m.checkpoint.spec.storages).values()} for n, m in open_models(config, stack).items()}
 
 
 def test_one_of_several_models_that_cannot_be_quantised_is_served_as_it_is(tmp_path):
     bert, llama = (make_model(f"tiny-{kind}", tmp_path / kind) for kind in ("bert", "llama"))
-    assert quantised([bert, llama]) == {"bert": set(), "llama": {"q4_0"}}
+    assert quantised([bert, llama]) == {"bert": set(), "llama": {"q8_0"}}
     with pytest.raises(UnsupportedModelError):
         quantised([bert])
     with pytest.raises(ConfigError):  # it moves the answers too far
