@@ -70,7 +70,7 @@ def _decide(args: argparse.Namespace, question: Question) -> Decision:
         return decide(question)
     if not _is_stored(args.model):
         raise ConfigError(
-            "--accuracy needs the weights of a model directory or an ONNX file; make a directory: "
+            "--accuracy needs the weights of a model directory or file; make a directory: "
             "hepti model make KIND --out DIR"
         )
     with Checkpoint.open(args.model, weights=PinOptions.from_args(args).quantised) as checkpoint:
@@ -139,11 +139,10 @@ def _spec(name: str, pins: PinOptions) -> Spec:
     if _is_stored(name):
         with Checkpoint.open(name, weights=weights, cache=cache) as checkpoint:
             return checkpoint.spec
-    raise ConfigError(f"{name} is no model directory, GGUF or ONNX file, or kind; kinds: {', '.join(KINDS)}")
+    raise ConfigError(f"{name} is no model directory, ONNX or GGUF file, or kind; kinds: {', '.join(KINDS)}")
 
 
 def _is_stored(name: str) -> bool:
     """Return whether a name is that of a model's files; one that is a kind's name, too, is the kind."""
     path = Path(name)
-    found = path.is_dir() or onnx_file.find_onnx(path) is not None or gguf_file.find_gguf(path) is not None
-    return name not in KINDS and found
+    return name not in KINDS and (path.is_dir() or bool(onnx_file.find_onnx(path) or gguf_file.find_gguf(path)))
