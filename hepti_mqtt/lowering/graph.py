@@ -384,9 +384,11 @@ class GraphBuilder:
         """x [n] -> x[start:stop]."""
         return self._add(name, (x,), role, (), Slice, space=(stop - start,), dtype=self._ops[x].dtype, start=start)
 
-    def session_state(self, name: str, state: str, *, rows: int, width: int, role: str = roles.CACHE) -> str:
+    def session_state(
+        self, name: str, state: str, *, rows: int, width: int, role: str = roles.CACHE, kept: SlotDtype = "f32"
+    ) -> str:
         """What the session has kept as `state` [rows, width]."""
-        return self._add(name, (), role, (state,), SessionState, space=(rows, width))
+        return self._add(name, (), role, (state,), SessionState, space=(rows, width), dtype=kept)
 
     def append_to_cache(
         self,
@@ -399,21 +401,20 @@ class GraphBuilder:
         start: int,
         role: str = roles.CACHE,
         lengths: tuple[int, ...] = (),
+        kept: SlotDtype = "f32",
     ) -> tuple[str, ...]:
         """qkv [m, start + w], at [B] -> for each item its session's `state` [rows, w] with the new rows at `at`.
 
-        lengths: of the items; none for one.
+        lengths: of the items; none for one. kept: the dtype of the state.
         """
         m, width = self.shape_of(qkv)
         made, space = list[str](), (rows, width - start)
         for item, part in enumerate(pairwise(accumulate(lengths or (m,), initial=0))):
-            own, kept = state_name(name, item), state_name(state, item)
-            past = self.session_state(f"{own}.past", kept, rows=rows, width=width - start, role=role)
-            made.append(
-                self._add(
-                    own, (past, qkv, at), role, (kept,), AppendRows, space=space, start=start, rows=part, item=item
-                )
-            )
+            own, state_of = state_name(name, item), state_name(state, item)
+            past = self.session_state(f"{own}.past", state_of, rows=rows, width=width - start, role=role, kept=kept)
+            where = {"start": start, "rows": part, "item": item}
+            inputs = (past, qkv, at)
+            made.append(self._add(own, inputs, role, (state_of,), AppendRows, space=space, dtype=kept, **where))
         return tuple(made)
 
     def cached_attention(

@@ -47,13 +47,13 @@ from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput, fixed_point
-from hepti_mqtt.models.tensors import TensorSource, whole_ref
+from hepti_mqtt.models.tensors import TensorSource, transposed, whole_ref
 from hepti_mqtt.models.towers import Matching, Towers
 from hepti_mqtt.models.transformer import ModelSpec, any_layer
-from hepti_mqtt.plan import WeightDtype
+from hepti_mqtt.plan import CacheDtype, Quantised, WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
-from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
+from hepti_mqtt.storage import BLOCK_STORAGES, QUANTISED, STORAGES, BlockStorage
 
 Array = npt.NDArray[Any]
 
@@ -343,7 +343,10 @@ def _usual(table: str) -> Mapping[str, str]:
 def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
     """Return every tensor of the model, from the stem to the head."""
     shared = head_tensors(spec) if isinstance(spec, ModelSpec) else ()
-    return (*FAMILIES[spec.family].tensors(spec), *shared)
+    found = (*FAMILIES[spec.family].tensors(spec), *shared)
+    if not isinstance(spec, ModelSpec) or spec.storage_of(causal.WORDS) is None:
+        return found
+    return tuple(transposed(source) if source.name == causal.WORDS else source for source in found)
 
 
 @lru_cache(maxsize=64)
@@ -380,8 +383,10 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
         layer, _, part = source.name.removesuffix(".weight").rpartition(".")
         if part in _ATTENDED:
             together = [f"{layer}.{other}.weight" for other in _ATTENDED]
-        if not source.transposed or source.layout != "packed" or any(name not in kept for name in together):
+        if not _may_be_in_blocks(spec, source) or any(name not in kept for name in together):
             kept.pop(source.name, None)
+    if spec.head.tied and causal.HEAD in kept:
+        kept.pop(causal.WORDS, None)  # the matrix of the head is both
     layers: dict[str, set[BlockStorage | None]] = {}
     for source in tensor_sources(spec):
         layers.setdefault(any_layer(source.name), set()).add(kept.get(source.name))
@@ -390,7 +395,62 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
     return replace(spec, storages=tuple(sorted((n, s) for n, s in {**alike, **named}.items() if s is not None)))
 
 
+def _may_be_in_blocks(spec: ModelSpec, source: TensorSource) -> bool:
+    """Return whether kernels read a tensor in blocks: matrices, and the embeddings of words where that is all."""
+    is_table = source.name == causal.WORDS and _is_causal(spec)
+    return is_table or (source.transposed and source.layout == "packed")
+
+
+def _is_causal(spec: ModelSpec) -> bool:
+    """Return whether a model is a decoder with rotary positions, whose graph is that of `causal`."""
+    return FAMILIES[spec.family].graph is causal.graph
+
+
 _ATTENDED: Final = ("query", "key", "value")
+
+
+def quantised(spec: Spec, how: Quantised) -> Spec:
+    """Return the spec of a model whose matrices of whole blocks are quantised when its checkpoint is opened.
+
+    Raises UnsupportedModelError for a model without any, for one that is in blocks already, and for all but decoders.
+    """
+    why = ""
+    storage = QUANTISED[how]
+    if not isinstance(spec, ModelSpec) or not _is_causal(spec):
+        why = "only decoders with rotary positions are; w8a8 and w8a32 keep the weights of other transformers narrow"
+    elif spec.storages:
+        why = "its weights are in the blocks of its file already; leave out --weights"
+    else:
+        whole = {s.name: storage for s in tensor_sources(spec) if not s.stored_shape[-1] % STORAGES[storage].block}
+        made = with_storages(spec, whole)
+        if isinstance(made, ModelSpec) and made.storages:
+            return made
+        why = f"none of its matrices is in whole blocks of {STORAGES[storage].block}"
+    raise UnsupportedModelError(f"{spec.architecture} cannot be quantised to {how}: {why}")
+
+
+def with_cache(spec: Spec, kept: CacheDtype) -> Spec:
+    """Return the spec with sessions' keys and values in a dtype.
+
+    Raises UnsupportedModelError for f16 in a model without sessions, or that has its own kind of them.
+    """
+    if kept == "f32":
+        return spec
+    if isinstance(spec, ModelSpec) and _is_causal(spec) and spec.head.task == "generation":
+        return replace(spec, cache=kept)
+    raise UnsupportedModelError(
+        f"{spec.architecture} cannot keep keys and values in {kept}: only decoders with rotary positions that generate "
+        "can; leave out --kv-cache"
+    )
+
+
+def left_unquantised(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the matrices of a quantised model that stay as they are, `*` for the number of any layer."""
+    sources = [source for source in tensor_sources(spec) if _may_be_in_blocks(spec, source)]
+    whole = [
+        s.name for s in sources if spec.storage_of(s.name) is None and not (s.name == causal.WORDS and spec.head.tied)
+    ]
+    return tuple(dict.fromkeys(any_layer(name).removesuffix(".weight") for name in whole))
 
 
 def full_ref(spec: Spec, name: str) -> WeightRef:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 from hepti_mqtt.lowering import GraphBuilder, Norm, roles
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput
+from hepti_mqtt.plan import CacheDtype
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Activation, InputSpec, RequestShape, TaskHead
 from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
@@ -122,7 +123,8 @@ class ImageStem:
 class ModelSpec:
     """The spec of a transformer: text or images in, layers that are alike, a task head.
 
-    storages: (name, storage) of the matrices that stay in the blocks of their file; `*` in a name is any layer.
+    storages: (name, storage) of the matrices that stay in the blocks of their file; `*` in a name is any layer. cache:
+    how a session's keys and values are kept.
     """
 
     family: str
@@ -140,6 +142,7 @@ class ModelSpec:
     image: ImageStem | None = None
     block: BlockSpec = BlockSpec()
     storages: tuple[tuple[str, BlockStorage], ...] = ()
+    cache: CacheDtype = "f32"
 
     def storage_of(self, name: str) -> BlockStorage | None:
         """Return the storage of a tensor, None for one that is kept as numbers."""
@@ -201,6 +204,8 @@ class ModelSpec:
         block: dict[str, Any] = {k: _frozen(v) for k, v in plain.items()}
         fields["block"] = BlockSpec(**block)
         fields["storages"] = tuple((str(name), _block_storage(of)) for name, of in fields.get("storages", ()))
+        if fields.get("cache", "f32") not in get_args(CacheDtype):
+            raise ValueError(f"keys and values in {fields['cache']!r}")
         made = cls(**fields)
         if made.text is not None and made.max_tokens + made.text.position_offset > made.text.positions:
             raise ValueError(f"{made.max_tokens} tokens do not fit into a table of {made.text.positions} positions")
@@ -256,6 +261,7 @@ class Layer(NamedTuple):
     h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
     theta, window, divisors: of this layer, 0, -1 and none without. bare: no norm before its attention. bias: the tables
     by distance. cache, at: rows of a session's keys and values, and the tensor that says how many each has already.
+    kept: how they are kept.
     """
 
     hidden: int
@@ -274,6 +280,7 @@ class Layer(NamedTuple):
     bias: tuple[WeightRef, ...] = ()
     cache: int = 0
     at: str = ""
+    kept: CacheDtype = "f32"
 
     @classmethod
     def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: tuple[WeightRef, ...] = ()) -> Layer:
@@ -304,7 +311,7 @@ def add_layers(
         here = "" if spec.block.shared_bias else f"layers.{i}."
         names = DISENTANGLED if spec.block.disentangled else ("relative_bias",)
         bias = tuple(refs[f"{here}{name}"] for name in names) if spec.block.buckets else ()
-        n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at)
+        n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at, kept=spec.cache)
         x = layer(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
     net.begin_block()
     return x
@@ -368,7 +375,7 @@ def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: in
     block, unit = n.block, net.block_of(f"{stored}attention_out.weight")
     if n.at:
         caches = net.append_to_cache(
-            f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q, lengths=n.lengths
+            f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q, lengths=n.lengths, kept=n.kept
         )  # [C, 2 kv] each
         return net.cached_attention(
             f"{name}attention", qkv, caches, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale,

@@ -14,6 +14,7 @@ from swarm import Swarm, plan_of
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.memory import session_rows
+from hepti_mqtt.models import with_cache
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs
@@ -156,6 +157,18 @@ def test_runs_of_many_rows_are_reduced_on_own_rows_and_give_the_same_tokens(kind
 def programs(swarm: Swarm, spec: Any) -> list[Any]:
     """Return the Programs of a step by device."""
     return list(device_programs(spec, plan_of(swarm), TokenBatch((1,), cache=64)).values())
+
+
+@pytest.mark.parametrize("name", ["single", "three"])
+def test_keys_and_values_in_f16_give_nearly_the_same_logits(name):
+    spec = spec_of_kind("tiny-llama")
+    expected, logits = greedy(PROMPT, 4, spec)
+    swarm = site(*SITES[name], with_cache(spec, "f16"))
+    swarm.generate("r", with_cache(spec, "f16"), PROMPT, 4)
+    finish(swarm, "r")
+    assert [token for _, token in swarm.tokens["r"]] == expected
+    wrong = max(np.abs(got - want).max() for got, want in zip(swarm.logits.values(), logits, strict=True))
+    assert 0 < wrong < 0.01 * max(np.abs(want).max() for want in logits)
 
 
 @pytest.mark.parametrize("kind", ["tiny-gpt2", "tiny-llama"])
@@ -355,10 +368,13 @@ def test_methods_that_keep_no_cache_say_so(name):
         device_programs(SPEC, plan(SPEC, (name, {}), (1.0, 1.0)), TokenBatch((3,), cache=64))
 
 
-def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():
+@pytest.mark.parametrize(("kind", "kept", "nbytes"), [("gpt2", "f32", 4), ("llama", "f32", 4), ("llama", "f16", 2)])
+def test_every_position_is_priced_alike_and_sessions_are_in_the_budget(kind, kept, nbytes):
     from hepti_mqtt.cost.memory import max_live_bytes
 
-    chosen = plan(SPEC, ("decoder", {}), (1.0, 1.0))
-    one, two = (max_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))
-    cache = SPEC.layers * SPEC.max_tokens * 2 * (SPEC.hidden // 2) * 4  # of the own half of the heads
+    spec = with_cache(spec_of_kind(f"tiny-{kind}"), kept)
+    chosen = plan(spec, ("decoder", {}), (1.0, 1.0))
+    one, two = (max_live_bytes(spec, chosen, "d0", n) for n in (1, 2))
+    columns = spec.kv_heads * spec.head_dim // 2  # of the own half of the heads
+    cache = spec.layers * spec.max_tokens * 2 * columns * nbytes
     assert 2 * one - two == cache, "of a session beside those of the runs in flight"
