@@ -420,7 +420,11 @@ def _request(
     else:  # its session is divided into runs
         batches = (Batch(prepared.shape, prepared.inputs),)
         prompt, carried = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
-        generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules, carried)
+        shape, rules = prepared.shape, prepared.rules
+        if shape.want == "task" and not rules.needs_logits and not carried.size:
+            shape = shape.with_want("candidates")
+        generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
+        generation.vocab = model.checkpoint.spec.head.outputs
         generation.guesses = Guesses() if prepared.guesses and generation.rules.judge is None else None
     return Request(
         key,
