@@ -3,7 +3,8 @@
 candidates        logits [r, c], temperatures i32 [r] (the bits of an f32; 0 counts as 1) -> [r, 2 K + 3]: the K largest
                   values, best first and of equal ones the first, their columns on the whole (attribute first: that of
                   column 0), then two sums over all c, of exp(x - largest) and of the same at the row's temperature,
-                  and the temperature. Where c is below K the rest is -inf, in column -1. A row that is not finite has sums that are NaN.
+                  and the temperature. Where c is below K the rest is -inf, in column -1. A row that is not finite has
+                  sums that are NaN.
 merge_candidates  p_1 ... p_n [r, 2 K + 3] -> the same of all columns together.
 
 Columns are whole numbers below 2**24, so that f32 holds them.

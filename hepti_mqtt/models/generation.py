@@ -71,6 +71,13 @@ class Verdict(NamedTuple):
 Judge = Callable[[Sequence[int], Sequence[float], float], Verdict]  # tokens, their scores, the probability of silence
 
 
+class Likely(NamedTuple):
+    """A token, and the logarithm of its probability by the model at its place, whatever a request changes."""
+
+    token: int
+    logprob: float
+
+
 class Candidates(NamedTuple):
     """The likeliest next tokens by the logits of a row, best first and of equal ones the first, and what is known of
     the others: that none has a larger logit than the last of these.
@@ -95,9 +102,10 @@ class Candidates(NamedTuple):
         """Return whether no token is missing."""
         return len(self.ids) == self.vocab
 
-    def log_probability(self, place: int) -> float:
-        """Return that of one of them by the model, whatever a request changes."""
-        return float(self.values[place]) - float(self.values[0]) - float(np.log(self.sums[0]))
+    def likely(self, place: int, count: int) -> tuple[Likely, ...]:
+        """Return one of them, and behind it the first `count` of all, with their probabilities."""
+        whole = float(self.values[0]) + float(np.log(self.sums[0]))
+        return tuple(Likely(int(self.ids[i]), float(self.values[i]) - whole) for i in (place, *range(count)))
 
 
 class Tail(NamedTuple):
@@ -218,8 +226,9 @@ AS_THEY_ARE: Final = Sampling()
 class TokenRules:
     """Which token follows: the likeliest that is allowed, or one drawn by its probability.
 
-    end: of a text. never: tokens that are left out everywhere; first_never: besides as the first of the text. moments:
-    the tokens of times, None for a text without. scored: probabilities are wanted. silent: the token whose probability
+    end: of a text. likely: how many of the likeliest tokens are wanted beside each one, with their probabilities, -1
+    for none and not even its own. never: tokens that are left out everywhere; first_never: besides as the first of the
+    text. moments: the tokens of times, None for a text without. scored: probabilities are wanted. silent: the token whose probability
     behind the prompt's first token is that nobody speaks, -1 without one.
     choices: before the text, one of these ends the prompt; then `forced` follow, and `opening` comes before all.
     temperatures: of the first text and of those that are tried after it, as long as the judge asks for another; 0 takes
@@ -234,6 +243,7 @@ class TokenRules:
     opening: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()
     scored: bool = False
+    likely: int = -1
     silent: int = -1
     moments: Moments | None = None
     temperatures: tuple[float, ...] = (0.0,)
@@ -268,6 +278,13 @@ class TokenRules:
             drawn = self._draw(ids, row[ids], NO_TAIL, len(before), temperature)
             token = token if drawn is None else int(ids[drawn])
         return token, _log_probability(row, token) if self.scored else 0.0
+
+    def likely_with(self, row: npt.NDArray[Any], token: int) -> tuple[Likely, ...]:
+        """Return a token and behind it the likeliest ones by all logits [V], as many as are wanted; none for -1."""
+        if self.likely < 0:
+            return ()
+        best = np.argsort(-row, kind="stable")[: self.likely].tolist()
+        return tuple(Likely(one, _log_probability(row, one)) for one in (token, *best))
 
     @property
     def needs_logits(self) -> bool:

@@ -176,7 +176,8 @@ class ModelSpec:
         return ImageInput(image.size, image.channels, image.rows, image.shortest, image.square)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
-        """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, candidates or [B, h] embeddings."""
+        """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, [rows, 2 K + 3] candidates,
+        or [B, h] embeddings."""
         if shape.want == "hidden":
             return shape.size, self.hidden
         columns = 2 * candidate_count(self) + 3 if shape.want == "candidates" else self.head.columns(self.hidden)

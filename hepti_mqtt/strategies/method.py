@@ -63,9 +63,8 @@ class Division(NamedTuple):
 def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return each device's words of the logits: by how fast it reads weights, or all of them on the head device.
 
-    A token takes the time of reading a matrix of all words, of which nothing but the logits or the likeliest words has to be
-    sent. lanes: of
-    the devices; without any, links are taken to cost nothing.
+    A token takes the time of reading a matrix of all words, of which nothing but the logits or the likeliest
+    words has to be sent. lanes: of the devices; without any, links are taken to cost nothing.
     """
     resources = lanes or [DeviceResources()] * len(weights)
     speeds = [lane.row_flops_per_s or weight for lane, weight in zip(resources, weights, strict=True)]

@@ -18,7 +18,7 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models.generation import LIKELIEST, Candidates, TokenRules, Verdict
+from hepti_mqtt.models.generation import LIKELIEST, Candidates, Likely, TokenRules, Verdict
 from hepti_mqtt.models.shapes import cache_rows, next_rows
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
@@ -98,7 +98,8 @@ class GeneratedTokens(NamedTuple):
 
     tokens: the text's own list, which grows. place: of the first one in it. taken: those that followed, none from a run
     whose rows were cached and no more; one or more of a run that had guesses. attempt: the text's number. rows: for
-    which the run answered. whole: with all logits.
+    which the run answered. whole: with all logits. likely: see
+    `Generation`.
     """
 
     tokens: list[int]
@@ -108,6 +109,7 @@ class GeneratedTokens(NamedTuple):
     temperature: float
     rows: int = 1
     whole: bool = True
+    likely: Sequence[tuple[Likely, ...]] = ()
 
 
 class Attempt(NamedTuple):
@@ -129,13 +131,15 @@ class Generation:
     """The generation of tokens: the prompt, the tokens so far, and the session that caches them.
 
     shape: of the prompt's run. rules: for the tokens. carried: i32 [n], what the first run of a session reads beside
-    tokens. scores: logarithms of the probabilities of the tokens; silence: the probability that there is nothing to
+    tokens. scores: logarithms of the probabilities of the tokens; likely: each token with the likeliest at its place,
+    where they are wanted; silence: the probability that there is nothing to
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
     of them is the answer. source: the session whose rows it begins with, 0 without one; reuses: it began with rows of
     another text; left: sessions that it had before. steps: what followed from each run. guesses: of what follows, None
-    without; guessed: what the run under way has behind the last token. vocab: V, where candidates are wanted. undecided: how many tokens candidates left
-    open; open: the next one is among them. states: of all rows, where they are wanted instead of tokens.
+    without; guessed: what the run under way has behind the last token. vocab: V, where candidates are wanted.
+    undecided: how many tokens candidates left open; open: the next one is among them. states: of all rows, where they
+    are wanted instead of tokens.
     """
 
     prompt: tuple[int, ...]
@@ -145,6 +149,7 @@ class Generation:
     carried: Array = field(default_factory=lambda: np.empty(0, np.int32))
     tokens: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    likely: list[tuple[Likely, ...]] = field(default_factory=list)
     silence: float | None = None
     session: int = 0
     plan_version: PlanVersion | None = None
@@ -315,9 +320,10 @@ class Generation:
             if (chosen := self._choose(row, self.tokens, temperature, whole)) is None:
                 self.open, self.undecided = True, self.undecided + 1
                 break
-            token, score = chosen
+            token, score, likely = chosen
             self.tokens.append(token)
             self.scores.append(score)
+            self.likely.append(likely)
             if token != guess or self.done:
                 break
         taken = tuple(self.tokens[place:])
@@ -325,15 +331,20 @@ class Generation:
         if self.guesses is not None and self.guessed and taken:
             right = sum(map(int.__eq__, taken, self.guessed))
             self.guesses.record(min(len(taken), len(self.guessed)), right)
-        return GeneratedTokens(self.tokens, place, taken, len(self.tried), temperature, rows, whole)
+        return GeneratedTokens(self.tokens, place, taken, len(self.tried), temperature, rows, whole, self.likely)
 
-    def _choose(self, row: Array, before: Sequence[int], temperature: float, whole: bool) -> tuple[int, float] | None:
-        """Return the token by a row of an answer, and its score; None where candidates leave it open."""
+    def _choose(
+        self, row: Array, before: Sequence[int], temperature: float, whole: bool
+    ) -> tuple[int, float, tuple[Likely, ...]] | None:
+        """Return the token by a row of an answer, its score and the likeliest; None where candidates leave it open."""
+        rules = self.rules
         if whole:
-            return self.rules.choose(row[None], before, temperature)
+            token, score = rules.choose(row[None], before, temperature)
+            return token, score, rules.likely_with(row, token)
         found = Candidates.read(row, self.vocab)
-        place = self.rules.pick(found, before, temperature)
-        return None if place is None else (int(found.ids[place]), 0.0)
+        if (place := rules.pick(found, before, temperature)) is None:
+            return None
+        return int(found.ids[place]), 0.0, () if rules.likely < 0 else found.likely(place, rules.likely)
 
     def follows(self, step: GeneratedTokens, logits: Array) -> bool:
         """Return whether a step follows from the answer of its run."""
@@ -356,7 +367,7 @@ class Generation:
         """Begin another text if this one is not good enough, else take the best one."""
         self.tried.append(Attempt(self.tokens, self.scores, self.temperature, verdict))
         if verdict.again and len(self.tried) < len(self.rules.temperatures):
-            self.tokens, self.scores, self.published_tokens = [], [], ()
+            self.tokens, self.scores, self.likely, self.published_tokens = [], [], [], ()
             self.cached_rows = len(self.prompt) - 1  # what the prompt's last token gives is computed again
         elif verdict.again:
             best = max(self.tried, key=lambda one: one.verdict.worth)
@@ -373,7 +384,8 @@ class Generation:
         self.published_tokens = max(published, tuple(step.tokens), key=len)
         self.scores = self.tried[step.attempt].scores if step.attempt < len(self.tried) else self.scores
         self.tokens = step.tokens
-        del self.tokens[max(step.place, 0) :], self.scores[max(step.place, 0) :], self.tried[step.attempt :]
+        place = max(step.place, 0)
+        del self.tokens[place:], self.scores[place:], self.likely[place:], self.tried[step.attempt :]
 
 
 @dataclass(slots=True)

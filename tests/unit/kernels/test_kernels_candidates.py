@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from kernels_support import Case
@@ -25,7 +27,7 @@ def test_candidates_are_those_of_the_reference_however_the_row_is_divided(column
     x = logits(columns, equal)
     Case("candidates", [x, HEAT.view(np.int32)], [(3, 2 * K + 3)], first=7).check()
     whole, cuts = found(x), sorted({0, columns // 3, columns // 2, columns})
-    parts = [found(x[:, a:z].copy(), a) for a, z in zip(cuts, cuts[1:], strict=False)]
+    parts = [found(x[:, a:z].copy(), a) for a, z in pairwise(cuts)]
     merged = Case("merge_candidates", parts, [whole.shape]).run()[0]
     np.testing.assert_array_equal(merged[:, : 2 * K], whole[:, : 2 * K])
     np.testing.assert_allclose(merged[:, 2 * K :], whole[:, 2 * K :], rtol=1e-5)
