@@ -228,9 +228,9 @@ class TokenRules:
 
     end: of a text. likely: how many of the likeliest tokens are wanted beside each one, with their probabilities, -1
     for none and not even its own. never: tokens that are left out everywhere; first_never: besides as the first of the
-    text. moments: the tokens of times, None for a text without. scored: probabilities are wanted. silent: the token whose probability
-    behind the prompt's first token is that nobody speaks, -1 without one.
-    choices: before the text, one of these ends the prompt; then `forced` follow, and `opening` comes before all.
+    text. moments: the tokens of times, None for a text without. scored: probabilities are wanted. silent: the token
+    whose probability behind the prompt's first token is that nobody speaks, -1 without one. choices: before the text,
+    one of these ends the prompt; then `forced` follow, and `opening` comes before all.
     temperatures: of the first text and of those that are tried after it, as long as the judge asks for another; 0 takes
     the likeliest token. seed: of the draws. sampling: what changes the probabilities. stops: whether a text ends behind
     its tokens so far.

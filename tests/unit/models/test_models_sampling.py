@@ -108,6 +108,10 @@ def test_candidates_give_the_token_of_all_logits_or_none(name, count, spread):
         row = row_of(logits, temperature, count)
         picked = rules.pick(row, before, temperature)
         if picked is not None:
+            wide = replace(rules, likely=3)
+            by_all = wide.likely_with(logits, int(row.ids[picked]))
+            assert [one.token for one in row.likely(picked, 3)] == [one.token for one in by_all]
+            assert np.allclose([one.logprob for one in row.likely(picked, 3)], [one.logprob for one in by_all])
             assert int(row.ids[picked]) == rules.choose(logits[None], before, temperature)[0]
             given += 1
     assert given == texts or count < 1000, "all tokens are candidates"
