@@ -35,10 +35,11 @@ def decode_output(
     {"embedding": [h numbers, or the request's dimensions]}; {"labels": [{"label", "score"}]} best first; {"masks":
     [{"position", "tokens": [{"token", "id", "score"}]}]} with the position in the sequence; {"dtype", "shape",
     "base64"} for hidden states. {"ids", "text", "finish"} of the tokens that a decoder has generated, with "logprobs"
-    where they are wanted; {"map": {"dtype", "shape", "base64"}} for a feature map whose pixels are rows; for a question, what that has. A request with a list (texts,
-    pairs, images, ids of ids) gets {"results": [one of these for each]}, except hidden states, which are packed [m, h].
-    Raises WireError for an output of another shape, ModelError for one that is not finite. plan: by which it was
-    computed. generation: of its tokens. before: outputs of other models, of which the question is asked too.
+    where they are wanted; {"map": {"dtype", "shape", "base64"}} for a feature map whose pixels are rows; for a
+    question, what that has. A request with a list (texts, pairs, images, ids of ids) gets {"results": [one of these
+    for each]}, except hidden states, which are packed [m, h]. Raises WireError for an output of another shape,
+    ModelError for one that is not finite. plan: by which it was computed. generation: of its tokens. before: outputs
+    of other models, of which the question is asked too.
     """
     spec, shape = checkpoint.spec, prepared.shape
     if generation is not None and not generation.wants_states and prepared.rules.scored:
