@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.models.config import JsonConfig, KeyTable
+from hepti_mqtt.spec import CANDIDATES
 
 FILE: Final = "generation_config.json"
 
@@ -97,6 +98,12 @@ class Candidates(NamedTuple):
         k = (len(row) - 3) // 2
         return cls(row[k : 2 * k].astype(np.intp), row[:k], vocab, (float(row[-3]), float(row[-2])), float(row[-1]))
 
+    @classmethod
+    def of(cls, logits: npt.NDArray[np.float32], count: int) -> Candidates:
+        """Return those of a row of all logits, without sums."""
+        best = np.argsort(-logits, kind="stable")[:count]
+        return cls(best, logits[best], len(logits), (0.0, 0.0), 0.0)
+
     @property
     def is_whole(self) -> bool:
         """Return whether no token is missing."""
@@ -106,6 +113,19 @@ class Candidates(NamedTuple):
         """Return one of them, and behind it the first `count` of all, with their probabilities."""
         whole = float(self.values[0]) + float(np.log(self.sums[0]))
         return tuple(Likely(int(self.ids[i]), float(self.values[i]) - whole) for i in (place, *range(count)))
+
+
+class _Ranked(NamedTuple):
+    """Candidates by their changed logits: places of those that are above all other tokens, and of the rest, best first.
+
+    values: their changed logits. bounds: from above, of the changed logits of all others [V]. most: of them.
+    """
+
+    known: npt.NDArray[np.intp]
+    mixed: npt.NDArray[np.intp]
+    values: npt.NDArray[np.float32]
+    bounds: npt.NDArray[np.float32]
+    most: float
 
 
 class Tail(NamedTuple):
@@ -266,7 +286,7 @@ class TokenRules:
 
         logits: [r, V], of which the last row counts. The probability is that among the allowed tokens.
         """
-        row = logits[-1]
+        raw = row = logits[-1]
         if self._changes or self.moments is not None:
             row = row.copy()
             self._change(row, before)
@@ -275,7 +295,12 @@ class TokenRules:
         token = int(row.argmax())
         if temperature:
             ids = np.argsort(-row, kind="stable")[: int(np.isfinite(row).sum())]
-            drawn = self._draw(ids, row[ids], NO_TAIL, len(before), temperature)
+            first = len(ids)
+            if self.moments is None and not self.sampling.narrows:  # those that are known without the others come first
+                best = Candidates.of(raw, CANDIDATES)
+                known = best.ids[self._ranked(best, before).known]
+                ids, first = np.concatenate([known, ids[~np.isin(ids, known)]]), len(known)
+            drawn = self._draw(ids, row[ids], first, NO_TAIL, len(before), temperature)
             token = token if drawn is None else int(ids[drawn])
         return token, _log_probability(row, token) if self.scored else 0.0
 
@@ -296,15 +321,8 @@ class TokenRules:
         """Return which of the candidates `choose` takes; None where that depends on tokens that are none."""
         if not temperature and not self._changes:
             return 0
+        known, mixed_in, values, bounds, most = self._ranked(row, before)
         least = row.values[-1]
-        bounds = np.full(row.vocab, least)  # of each token's logit from above; the candidates have theirs
-        bounds[row.ids] = row.values
-        self._change(bounds, before)
-        values = bounds[row.ids]
-        bounds[row.ids] = -np.inf
-        most = bounds.max()
-        order = np.lexsort((row.ids, -values))
-        known = order[: int((values > most).sum())]
         if not len(known):
             return None
         if not temperature:
@@ -316,7 +334,7 @@ class TokenRules:
         with np.errstate(over="ignore", invalid="ignore"):
             before_all = row.sums[1] * np.exp((float(row.values[0]) - top) / temperature)
             others = before_all - _weights(row.values, top, temperature)
-            mixed = _weights(values[order[len(known) :]], top, temperature)
+            mixed = _weights(values[mixed_in], top, temperature)
             changed = bounds[np.isfinite(bounds) & (bounds > least)]
             lowered = np.count_nonzero(bounds < least) - len(row.ids)
             low = others - SLACK * before_all - lowered * _weights(least[None], top, temperature)
@@ -326,8 +344,20 @@ class TokenRules:
         elif not np.isfinite([low, high]).all():
             return None
         tail = Tail(most / temperature, max(low, 0.0) + mixed, max(high, 0.0) + mixed)
-        drawn = self._draw(row.ids[known], values[known], tail, len(before), temperature)
+        drawn = self._draw(row.ids[known], values[known], len(known), tail, len(before), temperature)
         return None if drawn is None else int(known[drawn])
+
+    def _ranked(self, row: Candidates, before: Sequence[int]) -> _Ranked:
+        """Return the candidates by their changed logits."""
+        bounds = np.full(row.vocab, row.values[-1])
+        bounds[row.ids] = row.values
+        self._change(bounds, before)
+        values = bounds[row.ids]
+        bounds[row.ids] = -np.inf
+        most = float(bounds.max())
+        order = np.lexsort((row.ids, -values))
+        count = int((values > most).sum())
+        return _Ranked(order[:count], order[count:], values, bounds, most)
 
     @property
     def _changes(self) -> bool:
@@ -343,11 +373,18 @@ class TokenRules:
         return self.choices[int(logits[-1][list(self.choices)].argmax())]
 
     def _draw(
-        self, ids: npt.NDArray[np.intp], values: npt.NDArray[Any], tail: Tail, place: int, temperature: float
+        self,
+        ids: npt.NDArray[np.intp],
+        values: npt.NDArray[Any],
+        first: int,
+        tail: Tail,
+        place: int,
+        temperature: float,
     ) -> int | None:
         """Return which of some tokens is drawn by seed, temperature and place, whatever else was drawn.
 
-        values: their logits, best first; all others are in the tail. None where it depends on those.
+        values: their logits, best first, of the first ones and then of the rest; all others are in the tail. None where
+        it depends on those.
         """
         scaled = values.astype(np.float64) / temperature
         draws = np.random.Generator(np.random.Philox(key=[self.seed, round(temperature * 1000)], counter=place))
@@ -358,10 +395,12 @@ class TokenRules:
             order = np.argsort(ids[:count])
             sums = np.cumsum(np.exp(scaled[order] - scaled[0]))
             return int(order[np.searchsorted(sums, share * sums[-1], "right")])
-        # The likeliest first: then the share of the others is the last one, and they need not be known to draw these.
-        sums = np.cumsum(np.exp(scaled - scaled[0]))
-        first, last = (int(np.searchsorted(sums, share * (sums[-1] + t), "right")) for t in (tail.low, tail.high))
-        return first if first == last < len(ids) else None
+        # First whether it is one of the first tokens, then which, for which the others need not be known.
+        weights, within = np.exp(scaled - scaled[0]), draws.random()
+        own, rest = np.cumsum(weights[:first]), np.cumsum(weights[first:])
+        if len(own) and share * (own[-1] + (rest[-1] if len(rest) else tail.high)) < own[-1]:
+            return int(np.searchsorted(own, within * own[-1], "right"))
+        return first + int(np.searchsorted(rest, within * rest[-1], "right")) if len(rest) else None
 
     def silence(self, logits: npt.NDArray[Any]) -> float | None:
         """Return the probability that nobody speaks by the logits [r, V] of the first run, None if it is not wanted."""

@@ -69,7 +69,8 @@ def test_a_text_is_the_same_with_guesses(name):
 @pytest.mark.parametrize("guesses", [None, Guesses])
 @pytest.mark.parametrize("most", [0, 9])
 def test_what_candidates_leave_open_is_chosen_by_all_logits(guesses, most, monkeypatch):
-    monkeypatch.setattr("hepti_mqtt.models.transformer.CANDIDATES", 4)
+    for room in ("transformer", "generation"):
+        monkeypatch.setattr(f"hepti_mqtt.models.{room}.CANDIDATES", 4)
     spec = replace(SPEC, max_tokens=SPEC.max_tokens - 1)  # whose graphs nobody else keeps
     rules = TokenRules(temperatures=(0.9,), seed=7, sampling=Sampling(top_k=most))
     plain, runs = written(rules, spec=spec)
