@@ -89,7 +89,7 @@ def _bind_merge(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weigh
             out[:k], out[k : 2 * k] = values[order], columns[order]
             lower = rows[:, 0].astype(np.float64) - out[0]
             out[2 * k] = (rows[:, -3] * np.exp(lower)).sum()
-            out[2 * k + 1] = (rows[:, -2] * np.exp(lower / rows[0, -1])).sum()
+            out[2 * k + 1] = (rows[:, -2] * np.exp(lower / (rows[0, -1] or 1))).sum()
             out[2 * k + 2] = rows[0, -1]
 
     return run
@@ -119,7 +119,7 @@ def _reference_merge(
         found = sorted((-v, c) for part in parts for v, c in zip(part[i, :k], part[i, k : 2 * k], strict=True))[:k]
         row[:k], row[k : 2 * k] = [-v for v, _ in found], [c for _, c in found]
         row[-1] = parts[0][i, -1]
-        row[-2] = sum(part[i, -2] * np.exp((part[i, 0] - row[0]) / row[-1]) for part in parts)
+        row[-2] = sum(part[i, -2] * np.exp((part[i, 0] - row[0]) / (row[-1] or 1)) for part in parts)
         row[-3] = sum(part[i, -3] * np.exp(part[i, 0] - row[0]) for part in parts)
     return [out]
 

@@ -139,6 +139,13 @@ class Tail(NamedTuple):
     high: float
 
 
+class Kept(NamedTuple):
+    """Which tokens may be drawn: the first `count` of those that are known, and others that weigh `high` at most."""
+
+    count: int
+    high: float
+
+
 NO_TAIL: Final = Tail(-np.inf, 0.0, 0.0)
 SLACK: Final = 2e-5  # relative, of sums that devices have added up in f32
 
@@ -205,13 +212,8 @@ class Sampling:
         for token, added in self.bias:
             row[token] += added
 
-    @property
-    def narrows(self) -> bool:
-        """Return whether tokens are left out of draws."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    def keep(self, values: npt.NDArray[np.float64], tail: Tail) -> int | None:
-        """Return how many of the scaled logits, best first, may be drawn; None where that depends on the tail.
+    def keep(self, values: npt.NDArray[np.float64], tail: Tail) -> Kept | None:
+        """Return which of the scaled logits, best first, may be drawn; None where that depends on the tail.
 
         One at least may. tail: of tokens that are all below these.
         """
@@ -226,17 +228,20 @@ class Sampling:
         if self.top_p < 1:
             sums = np.append(np.cumsum(weights[::-1])[::-1], 0.0)  # of each and those below it, but for the tail
             left_out = [sums + t <= (1 - self.top_p) * (sums[0] + t) for t in (low, high)]
-            if (left_out[0] != left_out[1]).any() or (high > 0 and not left_out[1][-1]):
+            if (left_out[0] != left_out[1]).any():
                 return None
-            low = high = 0.0
             count = max(int((~left_out[0][:-1]).sum()), 1)
+            # Where it takes some of the tail, their weight and the next one's are as much as is wanted, or more.
+            high = (
+                self.top_p * (sums[0] + high) + np.exp(tail.most - values[0]) - sums[0] if not left_out[1][-1] else 0.0
+            )
         if self.min_p:
             least = values[0] + np.log(self.min_p)
             if high > 0 and tail.most >= least:
                 return None
-            low = high = 0.0
+            high = 0.0
             count = int((values[:count] >= least).sum())
-        return None if high > 0 else count
+        return Kept(count, high)
 
 
 AS_THEY_ARE: Final = Sampling()
@@ -296,7 +301,7 @@ class TokenRules:
         if temperature:
             ids = np.argsort(-row, kind="stable")[: int(np.isfinite(row).sum())]
             first = len(ids)
-            if self.moments is None and not self.sampling.narrows:  # those that are known without the others come first
+            if self.moments is None:  # those that are known without the others come first
                 best = Candidates.of(raw, CANDIDATES)
                 known = best.ids[self._ranked(best, before).known]
                 ids, first = np.concatenate([known, ids[~np.isin(ids, known)]]), len(known)
@@ -389,16 +394,16 @@ class TokenRules:
         scaled = values.astype(np.float64) / temperature
         draws = np.random.Generator(np.random.Philox(key=[self.seed, round(temperature * 1000)], counter=place))
         share = draws.random()
-        if self.sampling.narrows:
-            if (count := self.sampling.keep(scaled, tail)) is None:
-                return None
-            order = np.argsort(ids[:count])
-            sums = np.cumsum(np.exp(scaled[order] - scaled[0]))
+        if (kept := self.sampling.keep(scaled, tail)) is None:
+            return None
+        weights, within = np.exp(scaled[: kept.count] - scaled[0]), draws.random()
+        if kept.high <= 0 and kept.count <= first:
+            order = np.argsort(ids[: kept.count])
+            sums = np.cumsum(weights[order])
             return int(order[np.searchsorted(sums, share * sums[-1], "right")])
         # First whether it is one of the first tokens, then which, for which the others need not be known.
-        weights, within = np.exp(scaled - scaled[0]), draws.random()
         own, rest = np.cumsum(weights[:first]), np.cumsum(weights[first:])
-        if len(own) and share * (own[-1] + (rest[-1] if len(rest) else tail.high)) < own[-1]:
+        if len(own) and share * (own[-1] + (rest[-1] if len(rest) else kept.high)) < own[-1]:
             return int(np.searchsorted(own, within * own[-1], "right"))
         return first + int(np.searchsorted(rest, within * rest[-1], "right")) if len(rest) else None
 
