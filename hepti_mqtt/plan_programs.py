@@ -8,7 +8,19 @@ from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.ids import PLANNER, PlanVersion
-from hepti_mqtt.lowering import PLANNER_INDEX, Graph, Lowered, Piece, Table, on_device, roles, span, split_along
+from hepti_mqtt.lowering import (
+    PLANNER_INDEX,
+    Graph,
+    IndexSet,
+    Lowered,
+    Piece,
+    Rule,
+    Table,
+    on_device,
+    roles,
+    span,
+    split_along,
+)
 from hepti_mqtt.lowering.handover import HandedOver, HandoverError, Move, hand_over, moves
 from hepti_mqtt.lowering.lower import KEPT_PARTS
 from hepti_mqtt.lowering.passes import (
@@ -87,11 +99,16 @@ def base_table(division: Division) -> Table:
     head = on_device(division.root)
     lines = {roles.INPUT: on_device(PLANNER_INDEX), **dict.fromkeys((roles.STEM, roles.TASK, roles.CACHE), head)}
     if (words := division.plan.ranges.get(WORDS.kind)) is None:
-        lines[roles.WORDS] = head
+        lines |= dict.fromkeys((roles.WORDS, roles.CANDIDATES), head)
     else:  # each device's own, which meet on the root device
-        own = split_along([span(*part) for part in words], 1)
-        lines[roles.WORDS] = lambda op: [*(own(op) or ()), Piece(division.root, op.full_region, relay=True)]
+        parts = [span(*part) for part in words]
+        lines |= {roles.WORDS: _meeting(parts, 1, division.root), roles.CANDIDATES: _meeting(parts, 2, division.root)}
     return Table(optional_rules=lines)
+
+
+def _meeting(parts: Sequence[IndexSet], dim: int, root: int) -> Rule:
+    own = split_along(parts, dim)
+    return lambda op: [*(own(op) or ()), Piece(root, op.full_region, relay=True)]
 
 
 def _table(division: Division) -> Table:

@@ -114,6 +114,7 @@ class RequestKeys(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    logprobs: int | None
     stop: str | Sequence[str] | None
     speculate: bool | None
     prompt: str | Sequence[str | int] | None

@@ -101,7 +101,7 @@ async def _write(
 
     async def lines() -> AsyncIterator[str]:
         async for part in parts:
-            if not isinstance(part, str):
+            if isinstance(part, Answer):
                 yield f"{json.dumps(last(part))}\n"
             elif text := writing.add(part):
                 yield f"{json.dumps(line(told(text)))}\n"

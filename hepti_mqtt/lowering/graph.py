@@ -18,6 +18,7 @@ from hepti_mqtt.lowering.ops import (
     Add,
     AddTable,
     AppendRows,
+    Candidates,
     Columns,
     ConcatColumns,
     Gate,
@@ -450,6 +451,12 @@ class GraphBuilder:
         *starts, total = accumulate((self.shape_of(x)[1] for x in xs), initial=0)
         space = (self.shape_of(xs[0])[0], total)
         return self._add(name, xs, role, (), ConcatColumns, space=space, starts=tuple(starts))
+
+    def candidates(self, name: str, logits: str, temperatures: str, role: str, count: int) -> str:
+        """logits [r, V], temperatures i32 [r] -> the likeliest words as the kernel has them [r, 2 count + 3]."""
+        r, vocab = self.shape_of(logits)
+        space = (r, 2 * count + 3, vocab)
+        return self._add(name, (logits, temperatures), role, (), Candidates, space=space)
 
     def opaque(
         self,

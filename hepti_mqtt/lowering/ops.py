@@ -517,6 +517,31 @@ class Moments(Op):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Candidates(Op):
+    """The likeliest words of logits over (r, c, k), as the kernel has them: partial where words lie on several devices.
+
+    inputs: the logits, and the temperature of each row, i32 [r].
+    """
+
+    kind = "candidates"
+    stays_f32 = True
+
+    def granularity(self) -> tuple[int, ...]:
+        return 1, self.space[1], 1
+
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        return (region[0], region[2]), (region[0],)
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        if len(region[2]) != 1:
+            raise ValueError(f"{self.name}: words {region[2]} are several ranges; give each device one")
+        return Call("candidates", (), {"first": region[2][0][0]})
+
+    def combine_call(self, region: Region) -> Call:
+        return Call("merge_candidates")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Normalise(Op):
     """The norm of x over (r, c), from x and its moments; `tensors` are gamma, and beta if there is one."""
 

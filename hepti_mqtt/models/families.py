@@ -198,6 +198,7 @@ def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> 
     values = rng.integers(0, spec.input_spec.upper_bound, dims).astype(NUMPY_DTYPE[dtype])
     if shape.session_rows:
         values[: len(shape.sizes)] = 0  # the caches are empty
+        values[len(shape.sizes) + shape.new_rows :] = 0  # temperatures
     if isinstance(spec.input_spec, SpeechInput):
         frames = values[1 + shape.new_rows :]
         frames[:] = fixed_point(np.float32(0.5) * rng.standard_normal(len(frames), np.float32))

@@ -10,7 +10,7 @@ from hepti_mqtt.lowering import GraphBuilder, Norm, roles
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput
 from hepti_mqtt.plan import CacheDtype
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Activation, InputSpec, RequestShape, TaskHead
+from hepti_mqtt.spec import CANDIDATES, Activation, InputSpec, RequestShape, TaskHead
 from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
 
 
@@ -179,12 +179,14 @@ class ModelSpec:
         return ImageInput(image.size, image.channels, image.rows, image.shortest, image.square)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
-        """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, or [B, h] embeddings."""
+        """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, [rows, 2 K + 3] candidates,
+        or [B, h] embeddings."""
         if shape.want == "hidden":
             return shape.size, self.hidden
+        columns = 2 * candidate_count(self) + 3 if shape.want == "candidates" else self.head.columns(self.hidden)
         asked = len(shape.mask_positions)  # of a generation's run, the last one where it names none
         counts = {"mask": asked, "none": shape.size, "last": asked or len(shape.sizes)}
-        return counts.get(self.head.pooling, len(shape.sizes)), self.head.columns(self.hidden)
+        return counts.get(self.head.pooling, len(shape.sizes)), columns
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
@@ -238,6 +240,11 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
     if pooling == "last" and not shape.mask_rows:
         return tuple(start + length - 1 for start, length in zip(shape.starts, shape.lengths, strict=True))
     return shape.mask_rows
+
+
+def candidate_count(spec: ModelSpec) -> int:
+    """Return how many likeliest next tokens a run answers with where candidates are wanted."""
+    return min(CANDIDATES, spec.head.outputs)
 
 
 def patch_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:

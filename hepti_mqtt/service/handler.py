@@ -22,7 +22,7 @@ from hepti_mqtt.ids import asked_name, check_name
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.protocol.messages import TAKEN_BY
+from hepti_mqtt.protocol.messages import LOGPROBS, TAKEN_BY
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
@@ -30,6 +30,7 @@ from hepti_mqtt.runtime.coordinator.requests import Batch, Generation, Pins, Req
 from hepti_mqtt.service import answers, requests
 from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts, shares
+from hepti_mqtt.service.logprobs import described
 from hepti_mqtt.service.requests import (
     MAX_WAITING_BYTES,
     MemoryQuota,
@@ -276,6 +277,8 @@ class RequestHandler:
             "text": answers.token_text(self._models[request.key.model].checkpoint, command.tokens),
             "final": False,
         }
+        if command.likely:
+            told[LOGPROBS] = described(self._models[request.key.model].checkpoint, command.likely)
         if command.attempt:  # the text begins again
             told["attempt"] = command.attempt
         return Reply(_context(request).topic, json.dumps(told).encode(), _context(request).asked.key)
@@ -420,7 +423,11 @@ def _request(
     else:  # its session is divided into runs
         batches = (Batch(prepared.shape, prepared.inputs),)
         prompt, carried = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
-        generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules, carried)
+        shape, rules = prepared.shape, prepared.rules
+        if shape.want == "task" and not rules.needs_logits and not carried.size:
+            shape = shape.with_want("candidates")
+        generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
+        generation.vocab = model.checkpoint.spec.head.outputs
         generation.guesses = Guesses() if prepared.guesses and generation.rules.judge is None else None
     return Request(
         key,

@@ -362,6 +362,10 @@ def _decoded(
     rules, stop = sampling.read_sampling(
         checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab, request.get("top_k") or 0
     )
+    if (most := sampling.MAX_LIKELY_IN_ALL // (rules.likely + 1 or 1)) < new and rules.likely >= 0:
+        if "max_new_tokens" in request:
+            raise RequestError(f"logprobs {rules.likely} is possible for {most} tokens: lower it or max_new_tokens")
+        new = most
     guesses = request.get("speculate") is None or _flag(request, "speculate")
     return ModelInput(shape, inputs, False, top_k, computes, new, rules=rules, stop=stop, guesses=guesses)
 

@@ -15,6 +15,8 @@ from hepti_mqtt.service.texts import describe, is_int, quoted
 MAX_SEED: Final = 2**32 - 1
 MAX_STOPS: Final = 16
 LONGEST_STOP: Final = 200  # characters
+MAX_LIKELY: Final = 20
+MAX_LIKELY_IN_ALL: Final = 24_000  # in an answer: more do not fit into the packets that brokers take
 MAX_BIASED: Final = 1024
 # What a number may be, from and to; a value that is not sent changes nothing.
 RANGES: Final[Mapping[str, tuple[float, float]]] = {
@@ -25,7 +27,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-OPTIONS: Final = (*RANGES, "seed", "logit_bias", "stop", "speculate")
+OPTIONS: Final = (*RANGES, "seed", "logit_bias", "stop", "logprobs", "speculate")
 
 
 def read_sampling(
@@ -55,6 +57,7 @@ def read_sampling(
         seed=read_seed(request.get("seed")),
         sampling=rules.sampling if changed == Sampling() else changed,
         stops=_stopper(checkpoint, stop) if stop else None,
+        likely=_likely(request.get("logprobs")),
     ), stop
 
 
@@ -83,6 +86,14 @@ def _number(request: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise RequestError(f"{key} must be a number from {low:g} to {high:g}, not {describe(value)}")
     return float(value)
+
+
+def _likely(value: Any) -> int:
+    if value is None:
+        return -1
+    if not is_int(value) or not 0 <= value <= MAX_LIKELY:
+        raise RequestError(f"logprobs must be an integer from 0 to {MAX_LIKELY}, not {describe(value)}")
+    return int(value)
 
 
 def _bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:

@@ -72,8 +72,8 @@ class Division(NamedTuple):
 def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return each device's words of the logits: by how fast it reads weights, or all of them on the head device.
 
-    A token takes the time of reading a matrix of all words, of which nothing but the logits has to be sent. lanes: of
-    the devices; without any, links are taken to cost nothing.
+    A token takes the time of reading a matrix of all words, of which nothing but the logits or the likeliest
+    words has to be sent. lanes: of the devices; without any, links are taken to cost nothing.
     """
     resources = lanes or [DeviceResources()] * len(weights)
     speeds = [lane.row_flops_per_s or weight for lane, weight in zip(resources, weights, strict=True)]
@@ -83,7 +83,10 @@ def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[Device
         alone_s = 2.0 * words * width / speeds[root]
         own = divided[root][1] - divided[root][0]
         rate, delay_s = min(lane.bytes_per_s for lane in lanes), max(lane.latency_s for lane in lanes)
-        sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * (words - own) / rate
+        meet = words - own  # numbers that the others send, where they do not choose the likeliest of their own
+        if roles.CANDIDATES in graph.roles:
+            meet = (len(weights) - 1) * graph.first_with_role(roles.CANDIDATES).space[1]
+        sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * meet / rate
         if alone_s * own / words + sent_s > WORTH_SPLITTING * alone_s:
             return WORDS.ranges(graph, [float(i == root) for i in range(len(weights))])
     return divided

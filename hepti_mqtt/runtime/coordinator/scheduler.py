@@ -724,7 +724,8 @@ class Scheduler:
         out: list[CoordinatorCommand] = []
         for place, token in enumerate(step.taken, step.place):
             if place >= len(published):
-                out.append(TokenReady(request, place, tuple(step.tokens[: place + 1]), step.attempt))
+                so_far = tuple(step.tokens[: place + 1])
+                out.append(TokenReady(request, place, so_far, step.attempt, step.likely[place]))
             elif place >= 0 and token != published[place]:
                 text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat "
                 text += "the request; a device may be faulty (see `hepti devices`)."

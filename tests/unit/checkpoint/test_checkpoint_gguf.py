@@ -250,7 +250,7 @@ def test_messages_become_ids_by_the_files_own_template(original: Path, tmp_path:
 
 
 def test_what_stays_in_blocks_is_told_by_the_spec(original: Path, tmp_path: Path) -> None:
-    """48 columns of the MLP are no whole blocks; four heads of 8 are one, and are not parted; embeddings are a matrix."""
+    """48 columns of the MLP are no whole blocks; four heads of 8 are one, and not parted; embeddings are a matrix."""
     with Checkpoint.open(converted(original, tmp_path / "m.gguf", "q4_0", table="q8_0")) as model:
         blocks = {"attention_out", "key", "mlp_gate", "mlp_up", "query", "value"}
         matrices = {f"layers.*.{name}.weight": "q4_0" for name in blocks}

@@ -21,6 +21,11 @@ TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+def likely(text: str) -> dict[str, Any]:
+    other = {"id": 7, "token": "\ufffd", "bytes": [0xE2], "logprob": -2.0}
+    return {"id": 3, "token": text, "logprob": -0.5, "top": [{"id": 3, "token": text, "logprob": -0.5}, other]}
+
+
 class Talker(Client):
     """Writes one text, token by token; what is lost does not arrive."""
 
@@ -32,6 +37,8 @@ class Talker(Client):
         text = "".join(self.tokens)
         text = text[: text.index(self.stop)] if self.stop else text
         told = {"ids": list(range(len(self.tokens))), "text": text, "finish": "stop"}
+        if self.asked[-1].get("logprobs") is not None:
+            told["logprobs"] = [likely(text) for text in self.tokens]
         return Answer({"result": told, "tokens": 5}, 1.0)
 
     def submit(self, model: str, **request: Any) -> Future[Answer]:
@@ -48,7 +55,8 @@ class Talker(Client):
             return stream
         for index, text in enumerate(self.tokens):
             if index != self.lost:
-                put({"index": index, "token": index, "text": text})
+                told = {"logprobs": likely(text)} if self.asked[-1].get("logprobs") is not None else {}
+                put({"index": index, "token": index, "text": text, **told})
         stream.set_result(self._answer())
         return stream
 
@@ -91,6 +99,33 @@ def test_a_stream_has_what_the_whole_answer_has(tokens, options, content, calls,
     assert chunks[-1]["finish_reason"] == reason == ("tool_calls" if calls else "stop")
 
 
+@pytest.mark.parametrize("lost", [None, 0, 2])
+@pytest.mark.parametrize("tokens", [("It", " is", " o", "pen"), ("Ä", "b EN", "D", " de")])
+def test_probabilities_come_with_the_tokens_that_they_are_of(tokens, lost):
+    options: dict[str, Any] = {"stop": "END"} if "D" in tokens else {}
+    client = Talker(*tokens, lost=lost, stop=options.get("stop", ""))
+    _, whole = asked(client, logprobs=True, top_logprobs=2, **options)
+    assert client.asked[-1]["logprobs"] == 2
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], bytes(one["bytes"]).decode(), one["logprob"]) for one in content] == [
+        (text, text, -0.5) for text in tokens
+    ]
+    assert content[0]["top_logprobs"][1] == {"token": "\ufffd", "logprob": -2.0, "bytes": [0xE2]}
+    chunks = asked(client, stream=True, logprobs=True, top_logprobs=2, **options)
+    assert [one for chunk in chunks for one in (chunk["logprobs"] or {"content": []})["content"]] == content
+    http = TestClient(create_app(Site(client, 5.0)))
+    body = {"model": "m", "prompt": "hello", "logprobs": 2, **options}
+    told = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert (told["tokens"], told["token_logprobs"]) == ([*tokens], [-0.5] * 4)
+    assert told["text_offset"] == [len("".join(tokens[:place])) for place in range(4)]
+    assert told["top_logprobs"][1] == {tokens[1]: -0.5, "\ufffd": -2.0}
+    events = http.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
+    parts = [json.loads(line[6:])["choices"][0]["logprobs"] for line in events if line.startswith("data: {")]
+    joined = {key: [one for part in parts if part for one in part[key]] for key in told}
+    assert joined == told
+    assert asked(client, **options)[1]["choices"][0]["logprobs"] is None
+
+
 def test_what_is_asked_for_reaches_the_planner():
     client = Talker("x")
     asked(client, max_completion_tokens=3, temperature=0.5, stop=["a"], logit_bias={}, tools=[])
@@ -107,7 +142,9 @@ def test_what_is_asked_for_reaches_the_planner():
         {"n": 2},
         {"response_format": {"type": "json_object"}},
         {"tool_choice": "required"},
-        {"logprobs": True},
+        {"top_logprobs": 3},
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": 3},
         {"stream": "yes"},
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sites import always, plan, tensors
@@ -10,8 +12,10 @@ from swarm import Swarm
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.runtime.coordinator.guesses import SIZES, Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
+from hepti_mqtt.spec import Want
 
 SPEC = spec_of_kind("tiny-llama")
 BEGINNING = (5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 2)
@@ -19,13 +23,18 @@ MOST = 40
 
 
 def written(
-    rules: TokenRules = LIKELIEST, guesses: Guesses | None = None, lost_after: int = -1
+    rules: TokenRules = LIKELIEST,
+    guesses: Guesses | None = None,
+    lost_after: int = -1,
+    want: Want = "task",
+    spec: ModelSpec = SPEC,
 ) -> tuple[list[int], int]:
     """Return the tokens of a text by two devices, and how many runs they took."""
     devices = {"d0": (1e9, 1 << 30), "d1": (1e9, 1 << 30)}
-    swarm = Swarm(SPEC, tensors(SPEC), devices, decider=always(plan(SPEC, ("decoder", {}), (1.0, 1.0))), jitter_s=0.01)
-    shape, inputs = models.single_sequence(SPEC, np.array(BEGINNING, np.int32), "task", len(BEGINNING) + MOST)
-    swarm.begin("r", Batch(shape, inputs), Generation(BEGINNING, MOST, shape, rules, guesses=guesses))
+    swarm = Swarm(spec, tensors(spec), devices, decider=always(plan(spec, ("decoder", {}), (1.0, 1.0))), jitter_s=0.01)
+    shape, inputs = models.single_sequence(spec, np.array(BEGINNING, np.int32), "task", len(BEGINNING) + MOST)
+    generation = Generation(BEGINNING, MOST, shape.with_want(want), rules, guesses=guesses, vocab=spec.head.outputs)
+    swarm.begin("r", Batch(shape, inputs), generation)
     if lost_after >= 0:
         swarm.run(120, until=lambda: len(swarm.tokens.get("r", ())) > lost_after)
         swarm.kill("d1")
@@ -52,6 +61,23 @@ def test_a_text_is_the_same_with_guesses(name):
     assert guessed == plain
     assert fewer <= runs
     assert name == "drawn" or fewer < 0.6 * runs, (fewer, runs)
+    text, by_candidates = written(RULES[name], Guesses(), want="candidates")
+    assert text == plain
+    assert by_candidates < fewer + 5, "runs depend on how long others took"
+
+
+@pytest.mark.parametrize("guesses", [None, Guesses])
+@pytest.mark.parametrize("most", [0, 9])
+def test_what_candidates_leave_open_is_chosen_by_all_logits(guesses, most, monkeypatch):
+    for room in ("transformer", "generation"):
+        monkeypatch.setattr(f"hepti_mqtt.models.{room}.CANDIDATES", 4)
+    spec = replace(SPEC, max_tokens=SPEC.max_tokens - 1)  # whose graphs nobody else keeps
+    rules = TokenRules(temperatures=(0.9,), seed=7, sampling=Sampling(top_k=most))
+    plain, runs = written(rules, spec=spec)
+    found, more = written(rules, guesses and guesses(), want="candidates", spec=spec)
+    assert found == plain
+    assert guesses or more > runs, "some rows were asked for once more"
+    assert written(rules, guesses and guesses(), 9, "candidates", spec)[0] == plain
 
 
 @pytest.mark.parametrize("after", [0, 9, 30])
