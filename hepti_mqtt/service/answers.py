@@ -16,8 +16,8 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput
-from hepti_mqtt.service.sampling import cut_at
 from hepti_mqtt.service.speech import transcript
+from hepti_mqtt.service.written import cut_at, whole_text
 
 
 def decode_output(
@@ -42,9 +42,10 @@ def decode_output(
     if generation is not None and not generation.wants_states and prepared.rules.scored:
         return transcript(checkpoint, prepared, generation)
     if prepared.new_tokens:
-        ids, rules = output.tolist(), prepared.rules
-        text = cut_at(_decoded_text(checkpoint, ids), prepared.stop)
-        return {"ids": ids, "text": text, "finish": "stop" if rules.ends(ids) else "length"}
+        ids, whole = output.tolist(), whole_text(checkpoint, output.tolist())
+        text = cut_at(whole, prepared.stop)
+        has_ended = len(text) < len(whole) or ids[-1:] in [[end] for end in prepared.rules.end]
+        return {"ids": ids, "text": text, "finish": "stop" if has_ended else "length"}
     if output.shape != spec.output_shape(shape):
         raise WireError(
             f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "
@@ -147,22 +148,3 @@ def _scores(checkpoint: Checkpoint, logits: Floats) -> Floats:
     if problem == "multi_label_classification":
         return sigmoid(logits)
     return softmax(logits)
-
-
-def token_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text that the last generated token adds; empty while a character is incomplete."""
-    before, whole = (_shown(checkpoint, part) for part in (tokens[:-1], tokens))
-    return whole.removeprefix(before) if whole.startswith(before) else whole
-
-
-def _shown(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    text = _decoded_text(checkpoint, tokens)
-    return text.rstrip("\ufffd")
-
-
-def _decoded_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text of generated tokens without those that steer a model; empty without a tokenizer."""
-    if not checkpoint.has_tokenizer:
-        return ""
-    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=True)
-    return text
