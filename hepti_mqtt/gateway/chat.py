@@ -38,40 +38,24 @@ class Finished(NamedTuple):
 
 
 class Writing:
-    """A text as it comes: what of it may be shown, because neither a call of a tool nor a stop text begins there."""
+    """A text as it comes: what of it may be shown, because no call of a tool begins there."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, stop: Sequence[str]) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._tools = ToolText({tool["function"]["name"] for tool in tools or ()})
-        self._stop = stop
-        self._text, self._fed = "", 0
+        self._fed = 0
 
     def add(self, text: str) -> str:
         """Take the text of a token; return what may be shown now."""
-        self._text += text
-        held = max((_overlap(self._text, one) for one in self._stop), default=0)
-        return self._feed(len(self._text) - held)
-
-    def _feed(self, stop: int) -> str:
-        new = self._text[self._fed : stop]
-        self._fed = max(self._fed, stop)
-        return self._tools.feed(new)
+        self._fed += len(text)
+        return self._tools.feed(text)
 
     def end(self, answer: Answer) -> Finished:
         """Take the whole answer, in which no token is missing."""
         result = answer.result
-        if len(result["text"]) >= self._fed:
-            self._text = result["text"]
-        shown = self._feed(len(self._text))
+        shown = self._tools.feed(result["text"][self._fed :])
         rest, calls = self._tools.end()
         reason = "tool_calls" if calls else result["finish"]
         return Finished(shown + rest, calls, reason, answer.tokens, len(result["ids"]))
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many of a text's last characters may be the beginning of a stop text, or all from one on."""
-    if (at := text.find(stop)) >= 0:
-        return len(text) - at
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _options(asked: Asked) -> Asked:
@@ -82,17 +66,12 @@ def _options(asked: Asked) -> Asked:
     return {name: asked[name] for name in (*names, "seed", "stop")} | {"max_new_tokens": most, "logit_bias": bias}
 
 
-def _stop(asked: Asked) -> list[str]:
-    stop = asked["stop"]
-    return [stop] if isinstance(stop, str) else stop or []
-
-
 async def chat(site: Site, asked: Asked) -> Any:
     """The next message of a conversation."""
     model = await site.model_named(asked["model"])
     tools = asked["tools"] if asked["tool_choice"] != "none" else None
     request = {"messages": asked["messages"], "tools": tools or None, **_options(asked)}
-    writing, about = Writing(tools, _stop(asked)), _about("chat.completion", "chatcmpl", model)
+    writing, about = Writing(tools), _about("chat.completion", "chatcmpl", model)
     if asked["stream"]:
         parts = await site.stream(model, request)
         return StreamingResponse(_chat_events(parts, writing, about, asked["stream_options"]), media_type=EVENTS)
@@ -107,7 +86,7 @@ async def chat(site: Site, asked: Asked) -> Any:
 async def complete(site: Site, asked: Asked) -> Any:
     """The continuation of a text."""
     model = await site.model_named(asked["model"])
-    writing, about = Writing(None, _stop(asked)), _about("text_completion", "cmpl", model)
+    writing, about = Writing(None), _about("text_completion", "cmpl", model)
     request = {"text": asked["prompt"], **_options(asked)}
     if asked["stream"]:
         parts = await site.stream(model, request)

@@ -58,7 +58,7 @@ async def chat(site: Site, asked: dict[str, Any]) -> Any:
             message["tool_calls"] = [{"function": one} for one in made]
         return {"message": message}
 
-    return await _write(site, asked, request, Writing(tools, _stop(options)), told)
+    return await _write(site, asked, request, Writing(tools), told)
 
 
 async def generate(site: Site, asked: dict[str, Any]) -> Any:
@@ -71,7 +71,7 @@ async def generate(site: Site, asked: dict[str, Any]) -> Any:
     def told(text: str, _calls: Sequence[Call] = ()) -> dict[str, Any]:
         return {"response": text}
 
-    return await _write(site, asked, request | _sampled(options), Writing(None, _stop(options)), told)
+    return await _write(site, asked, request | _sampled(options), Writing(None), told)
 
 
 async def _write(
@@ -107,11 +107,6 @@ async def _write(
                 yield f"{json.dumps(line(told(text)))}\n"
 
     return StreamingResponse(lines(), media_type=LINES)
-
-
-def _stop(options: dict[str, Any]) -> list[str]:
-    stop = options.get("stop")
-    return [stop] if isinstance(stop, str) else stop or []
 
 
 def _sampled(options: dict[str, Any]) -> dict[str, Any]:

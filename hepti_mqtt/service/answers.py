@@ -17,7 +17,7 @@ from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput
 from hepti_mqtt.service.speech import transcript
-from hepti_mqtt.service.written import cut_at, whole_text
+from hepti_mqtt.service.written import WrittenText
 
 
 def decode_output(
@@ -42,10 +42,11 @@ def decode_output(
     if generation is not None and not generation.wants_states and prepared.rules.scored:
         return transcript(checkpoint, prepared, generation)
     if prepared.new_tokens:
-        ids, whole = output.tolist(), whole_text(checkpoint, output.tolist())
-        text = cut_at(whole, prepared.stop)
-        has_ended = len(text) < len(whole) or ids[-1:] in [[end] for end in prepared.rules.end]
-        return {"ids": ids, "text": text, "finish": "stop" if has_ended else "length"}
+        ids, written = output.tolist(), WrittenText(checkpoint, prepared.stop)
+        text = written.extend_to(ids)
+        rest, stopped = written.end()
+        has_ended = stopped or ids[-1:] in [[end] for end in prepared.rules.end]
+        return {"ids": ids, "text": text + rest, "finish": "stop" if has_ended else "length"}
     if output.shape != spec.output_shape(shape):
         raise WireError(
             f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "

@@ -214,7 +214,7 @@ class RequestHandler:
         joint = Joint() if len(found) > 1 else None
         made = []
         for one, prepared in found:
-            written = None if bare or not prepared.new_tokens else WrittenText(one.checkpoint)
+            written = None if bare or not prepared.new_tokens else WrittenText(one.checkpoint, prepared.stop)
             context = _ReplyContext(topic, prepared, now, not bare, written, Asked(key, asked), joint)
             self._quota.take(prepared.inputs.nbytes, context)
             made.append(_request(replace(key, model=one.name), one, prepared, context, parts))

@@ -11,7 +11,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.service.texts import describe, is_int, quoted
-from hepti_mqtt.service.written import StopTexts
+from hepti_mqtt.service.written import WrittenText
 
 MAX_SEED: Final = 2**32 - 1
 MAX_STOPS: Final = 16
@@ -55,7 +55,7 @@ def read_sampling(
         temperatures=(_or(number["temperature"], 0.0),),
         seed=read_seed(request.get("seed")),
         sampling=rules.sampling if changed == Sampling() else changed,
-        stops=StopTexts(checkpoint, stop) if stop else None,
+        stops=WrittenText(checkpoint, stop).stops if stop else None,
     ), stop
 
 
