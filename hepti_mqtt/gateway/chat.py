@@ -70,7 +70,9 @@ async def chat(site: Site, asked: Asked) -> Any:
     """The next message of a conversation."""
     model = await site.model_named(asked["model"])
     tools = asked["tools"] if asked["tool_choice"] != "none" else None
-    request = {"messages": asked["messages"], "tools": tools or None, **_options(asked)}
+    choice = asked["tool_choice"] if asked["tool_choice"] not in ("auto", "none") else None
+    wanted = {"tool_choice": choice, "response_format": asked["response_format"]}
+    request = {"messages": asked["messages"], "tools": tools or None, **wanted, **_options(asked)}
     writing, about = Writing(tools), _about("chat.completion", "chatcmpl", model)
     if asked["stream"]:
         parts = await site.stream(model, request)
@@ -154,9 +156,14 @@ def _only(value: Any, why: str) -> s.Schema:
 
 _STREAM_OPTIONS: Final = s.body({}, {"include_usage": s.FLAG, "include_obfuscation": s.IGNORED})
 _ONE: Final = _only({"type": "integer", "minimum": 1, "maximum": 1}, "1: one answer is written")
-_TEXT_FORMAT: Final = _only(
-    s.body({"type": {"type": "string", "enum": ["text"]}}), '{"type": "text"}: what is written follows no schema'
-)
+_KIND: Final = {"type": "string", "enum": ["text", "json_object", "json_schema"]}
+_FORMAT: Final = s.body({"type": _KIND}, {"json_schema": s.OBJECT})
+_DEMANDED: Final = {"type": "object", "properties": {"function": s.OBJECT}, "required": ["function"]}
+_CHOICE_OF_TOOLS: Final = {
+    "anyOf": [{"type": "string", "enum": ["auto", "none", "required"]}, _DEMANDED],
+    "default": "auto",
+    "description": "auto, none, required, or an object that names a function",
+}
 _SAMPLED: Final[Mapping[str, s.Schema]] = {
     "model": MODEL,
     "max_tokens": s.COUNT,
@@ -190,9 +197,9 @@ OPERATIONS: Final = (
                 **_SAMPLED,
                 "max_completion_tokens": s.COUNT,
                 "tools": s.array(TOOL),
-                "tool_choice": _only({"type": "string", "enum": ["auto", "none"], "default": "auto"}, "auto or none"),
+                "tool_choice": _CHOICE_OF_TOOLS,
                 "parallel_tool_calls": s.IGNORED,
-                "response_format": _TEXT_FORMAT,
+                "response_format": _FORMAT,
             },
         ),
     ),

@@ -160,7 +160,8 @@ class TokenRules:
     choices: before the text, one of these ends the prompt; then `forced` follow, and `opening` comes before all.
     temperatures: of the first text and of those that are tried after it, as long as the judge asks for another; 0 takes
     the likeliest token. seed: of the draws. sampling: what changes the probabilities. stops: whether a text ends behind
-    its tokens so far.
+    its tokens so far. allowed: which tokens may follow those of a text so far [V], None for all; the logits of all
+    tokens are needed for that.
     """
 
     end: tuple[int, ...] = ()
@@ -177,6 +178,7 @@ class TokenRules:
     judge: Judge | None = None
     sampling: Sampling = AS_THEY_ARE
     stops: Callable[[Sequence[int]], bool] | None = None
+    allowed: Callable[[Sequence[int]], npt.NDArray[np.bool_]] | None = None
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Return whether a text ends behind its tokens so far."""
@@ -194,12 +196,15 @@ class TokenRules:
         """
         row = logits[-1]
         left_out = [*self.never, *(() if before else self.first_never)]
-        if left_out or self.moments is not None or self.sampling is not AS_THEY_ARE:
+        steered = self.moments is not None or self.allowed is not None
+        if left_out or steered or self.sampling is not AS_THEY_ARE:
             row = row.copy()
             row[left_out] = -np.inf
             self.sampling.shift(row, before)
             if self.moments is not None:
                 self.moments.allow(row, before)
+            if self.allowed is not None:
+                row[~self.allowed(before)] = -np.inf
         token = int(row.argmax()) if temperature == 0 else self._draw(row, len(before), temperature)
         return token, _log_probability(row, token) if self.scored else 0.0
 
