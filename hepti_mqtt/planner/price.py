@@ -188,7 +188,7 @@ class Price:
 
     @property
     def computing(self) -> float:
-        """Return the part of the seconds in which devices compute, one after the other or side by side; 1 if unknown."""
+        """Return the part of the seconds in which devices compute, in turn or side by side; 1 if unknown."""
         alone = {device: min(use.alone_s, use.compute_s) for device, use in self.use.items()}
         busy_s = sum(alone.values()) + max((u.compute_s - alone[d] for d, u in self.use.items()), default=inf)
         return min(busy_s / max(self.seconds, 1e-12), 1.0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, RequestError
@@ -158,14 +159,14 @@ def _tokenizer(checkpoint: Checkpoint) -> LLTokenizer:
             f"model {checkpoint.model} has no end token (eos_token_id), so it writes no text by a schema"
         )
     with _making:  # of a large vocabulary it takes a second
-        return _made(checkpoint.tokenizer.to_str(), checkpoint.end_tokens)
+        return _made(checkpoint.tokenizer, checkpoint.end_tokens)
 
 
 @lru_cache(maxsize=4)
-def _made(tokenizer: str, ends: tuple[int, ...]) -> LLTokenizer:
+def _made(tokenizer: Tokenizer, ends: tuple[int, ...]) -> LLTokenizer:
     from llguidance import LLTokenizer
 
     try:
-        return LLTokenizer(tokenizer, eos_token=list(ends))
+        return LLTokenizer(tokenizer.to_str(), eos_token=list(ends))
     except ValueError as error:
         raise RequestError(f"this model's tokenizer writes no text by a schema ({str(error)[:200]})") from error

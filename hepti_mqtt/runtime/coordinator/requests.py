@@ -432,8 +432,7 @@ class WorkItem:
     @property
     def turn(self) -> int:
         """Return the tokens that it counts for in its client's turn: of a prompt half, as its user has nothing yet."""
-        made = self.request.generation
-        return self.tokens if made is None or made.joins else (self.tokens + 1) // 2
+        return self.tokens if self.request.generation is None else (self.tokens + 1) // 2
 
     @property
     def batchable(self) -> bool:

@@ -256,9 +256,9 @@ class Scheduler:
 
         It does while one of them is of a user who has had fewer tokens than its own.
         """
-        made, client = item.request.generation, item.request.key.client
-        if made is None or made.joins:
+        if item.request.generation is None or item.tokens == 1:
             return False
+        client = item.request.key.client
         beside = [i.request for run in group.runs.values() if run.is_computing for i in run.items]
         clients = {r.key.client for r in beside if r.generation is not None and not r.finished} - {client}
         return any(group.queue.served(other) < group.queue.served(client) for other in clients)
@@ -720,11 +720,11 @@ class Scheduler:
             if item.request.finished:
                 out += self._end_session_of(group, item.request)
             else:
-                out += self._take_tokens(group, run, item, output, stats, now)
+                out += self._take_tokens(group, item, output, stats)
         return out
 
     def _take_tokens(
-        self, group: PlanGroup, run: Run, item: WorkItem, logits: Array, stats: RunStats, now: float
+        self, group: PlanGroup, item: WorkItem, logits: Array, stats: RunStats
     ) -> list[CoordinatorCommand]:
         """Take what follows, and queue the next run of its session."""
         request, generation = item.request, item.request.generation

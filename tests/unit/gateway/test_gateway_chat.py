@@ -18,6 +18,7 @@ from hepti_mqtt.gateway.site import Site
 
 CALL = '<tool_call>{"name": "open", "arguments": {"door": 1}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "open"}}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -98,13 +99,34 @@ def test_what_is_asked_for_reaches_the_planner():
 
 
 @pytest.mark.parametrize(
+    ("choice", "demanded"),
+    [("none", None), ("auto", None), ("required", "required"), (NAMED, NAMED)],
+)
+def test_what_follows_a_schema_is_asked_of_the_planner(choice, demanded):
+    client, schema = Talker('{"name": "open", ', '"arguments": {"door": 1}}'), {"type": "object"}
+    formatted = {"type": "json_schema", "json_schema": {"name": "d", "strict": True, "schema": schema}}
+    chunks = asked(client, stream=True, tools=[TOOL], tool_choice=choice, response_format=formatted)
+    sent = client.asked[0]
+    assert (sent.get("tool_choice"), sent["response_format"]["json_schema"]["schema"]) == (demanded, schema)
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+    assert [call["function"]["name"] for call in calls] == ["open"] * (choice != "none"), "a call without its tags"
+    http = TestClient(create_app(Site(client, 5.0)))
+    for wanted, told in (("json", {"type": "json_object"}), (schema, formatted), ("", None), (None, None)):
+        http.post("/api/chat", json={"model": "m", "messages": HELLO, "stream": False, "format": wanted})
+        found = client.asked[-1].get("response_format")
+        assert found == told or found["json_schema"]["schema"] == schema
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"messages": []},
         {"messages": "x"},
         {"n": 2},
-        {"response_format": {"type": "json_object"}},
-        {"tool_choice": "required"},
+        {"response_format": {"type": "xml"}},
+        {"response_format": "json"},
+        {"tool_choice": "any"},
+        {"tool_choice": {"name": "open"}},
         {"logprobs": True},
         {"stream": "yes"},
     ],
@@ -134,7 +156,7 @@ def test_ollamas_lines_have_what_its_whole_answer_has(tokens, content, calls):
     assert lines[-1]["eval_count"] == len(tokens)
     prompt = {"model": "m", "prompt": "hello", "stream": False}
     assert http.post("/api/generate", json=prompt).json()["response"] == "".join(tokens)
-    for wrong in ({"format": "json"}, {"think": True}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
+    for wrong in ({"format": "xml"}, {"think": True}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
         assert http.post("/api/generate", json=prompt | wrong).status_code == 400
 
 
