@@ -20,11 +20,12 @@ from hepti_mqtt.service.texts import describe, quoted
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 MAX_SCHEMA: Final = 100_000  # characters
 FORMATS: Final = ("text", "json_object", "json_schema")
 # Small models would write spaces for ever.
-_OPTIONS: Final = {"whitespace_pattern": r"[ \n]{0,16}"}
+_OPTIONS: Final[JsonCompileOptions] = {"whitespace_pattern": r"[ \n]{0,16}"}
 _ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 _making = threading.Lock()
 

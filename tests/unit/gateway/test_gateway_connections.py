@@ -42,6 +42,8 @@ class Transport(asyncio.Transport):
     def abort(self) -> None:
         self.aborted = True
 
+    close = abort
+
 
 async def answer_at_once(_scope: Any, _receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
