@@ -45,7 +45,7 @@ def decode_output(
         ids, written = output.tolist(), WrittenText(checkpoint, prepared.stop)
         text = written.extend_to(ids)
         rest, stopped = written.end()
-        has_ended = stopped or ids[-1:] in [[end] for end in prepared.rules.end]
+        has_ended = stopped or len(ids) < prepared.new_tokens or ids[-1] in prepared.rules.end
         return {"ids": ids, "text": text + rest, "finish": "stop" if has_ended else "length"}
     if output.shape != spec.output_shape(shape):
         raise WireError(

@@ -137,6 +137,46 @@ def test_what_is_not_done_is_refused(body):
     assert told["error"]["code"] == "bad_request"
 
 
+# As Home Assistant's conversation by OpenAI's interface sends a turn behind a call of a tool.
+HOME = {
+    "messages": [
+        {"role": "system", "content": "You are a voice assistant for Home Assistant."},
+        {"role": "user", "content": "open the door"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "open", "arguments": '{"door": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": '{"success": true}'},
+    ],
+    "tools": [{"type": "function", "function": {**TOOL["function"], "description": "Opens.", "strict": False}}],
+    "max_tokens": 3000,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "user": "01J",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+@pytest.mark.parametrize("tokens", [("The", " door"), tuple(CALL)])
+@pytest.mark.parametrize("task", [{}, {"response_format": {"type": "json_schema", "json_schema": {
+    "name": "task", "strict": True, "schema": {"type": "object"}}}}], ids=["a talk", "a task"])  # fmt: skip
+def test_a_turn_of_home_assistant(tokens, task):
+    client = Talker(*tokens)
+    http = TestClient(create_app(Site(client, 5.0)))
+    lines = http.post("/v1/chat/completions", json={"model": "m", **HOME, **task}).text.splitlines()
+    *chunks, usage = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert usage["usage"]["completion_tokens"] == len(tokens)
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == (["open"] if tokens != ("The", " door") else [])
+    sent = client.asked[0]
+    assert (sent["messages"], sent["tools"], sent["max_new_tokens"]) == (HOME["messages"], HOME["tools"], 3000)
+    assert (sent.get("response_format") or {}).get("type") == ("json_schema" if task else None)
+
+
 def test_an_error_before_the_first_token_is_no_stream():
     status, told = asked(Talker("x", error=OverloadedError("full")), stream=True)
     assert (status, told["error"]["code"]) == (429, "overloaded")
