@@ -45,20 +45,18 @@ class Finished(NamedTuple):
 
 
 class Writing:
-    """A text as it comes: what of it may be shown, because neither a call of a tool nor a stop text begins there."""
+    """A text as it comes: what of it may be shown, because no call of a tool begins there."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, stop: Sequence[str]) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._tools = ToolText({tool["function"]["name"] for tool in tools or ()})
-        self._stop = stop
-        self._text, self._fed = "", 0
+        self._fed = 0
         self._logprobs, self._taken = list[Asked](), 0
 
     def add(self, token: Mapping[str, Any]) -> str:
         """Take a token; return what may be shown now."""
-        self._text += token["text"]
         self._logprobs += [token[LOGPROBS]] if LOGPROBS in token else []
-        held = max((_overlap(self._text, one) for one in self._stop), default=0)
-        return self._feed(len(self._text) - held)
+        self._fed += len(token["text"])
+        return self._tools.feed(token["text"])
 
     def take_logprobs(self) -> list[Asked]:
         """Return the probabilities of the tokens since the last call."""
@@ -66,28 +64,14 @@ class Writing:
         self._taken += len(taken)
         return taken
 
-    def _feed(self, stop: int) -> str:
-        new = self._text[self._fed : stop]
-        self._fed = max(self._fed, stop)
-        return self._tools.feed(new)
-
     def end(self, answer: Answer) -> Finished:
         """Take the whole answer, in which no token is missing."""
         result = answer.result
-        if len(result["text"]) >= self._fed:
-            self._text = result["text"]
-        shown = self._feed(len(self._text))
+        shown = self._tools.feed(result["text"][self._fed :])
         rest, calls = self._tools.end()
         reason = "tool_calls" if calls else result["finish"]
         logprobs = result.get(LOGPROBS, [])[self._taken :]
         return Finished(shown + rest, calls, reason, answer.tokens, len(result["ids"]), logprobs)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many of a text's last characters may be the beginning of a stop text, or all from one on."""
-    if (at := text.find(stop)) >= 0:
-        return len(text) - at
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _options(asked: Asked) -> Asked:
@@ -98,20 +82,20 @@ def _options(asked: Asked) -> Asked:
     return {name: asked[name] for name in (*names, "seed", "stop")} | {"max_new_tokens": most, "logit_bias": bias}
 
 
-def _stop(asked: Asked) -> list[str]:
-    stop = asked["stop"]
-    return [stop] if isinstance(stop, str) else stop or []
-
-
 async def chat(site: Site, asked: Asked) -> Any:
     """The next message of a conversation."""
     model = await site.model_named(asked["model"])
     tools = asked["tools"] if asked["tool_choice"] != "none" else None
     if asked["top_logprobs"] is not None and not asked["logprobs"]:
         raise RequestError("top_logprobs is for logprobs true; send both")
-    likely = asked["top_logprobs"] or 0 if asked["logprobs"] else None
-    request = {"messages": asked["messages"], "tools": tools or None, "logprobs": likely, **_options(asked)}
-    writing, about = Writing(tools, _stop(asked)), _about("chat.completion", "chatcmpl", model)
+    choice = asked["tool_choice"] if asked["tool_choice"] not in ("auto", "none") else None
+    wanted = {
+        "tool_choice": choice,
+        "response_format": asked["response_format"],
+        "logprobs": asked["top_logprobs"] or 0 if asked["logprobs"] else None,
+    }
+    request = {"messages": asked["messages"], "tools": tools or None, **wanted, **_options(asked)}
+    writing, about = Writing(tools), _about("chat.completion", "chatcmpl", model)
     if asked["stream"]:
         parts = await site.stream(model, request)
         return StreamingResponse(_chat_events(parts, writing, about, asked["stream_options"]), media_type=EVENTS)
@@ -126,7 +110,7 @@ async def chat(site: Site, asked: Asked) -> Any:
 async def complete(site: Site, asked: Asked) -> Any:
     """The continuation of a text."""
     model = await site.model_named(asked["model"])
-    writing, about = Writing(None, _stop(asked)), _about("text_completion", "cmpl", model)
+    writing, about = Writing(None), _about("text_completion", "cmpl", model)
     request = {"text": asked["prompt"], "logprobs": asked["logprobs"], **_options(asked)}
     if asked["stream"]:
         parts = await site.stream(model, request)
@@ -231,10 +215,15 @@ def _only(value: Any, why: str) -> s.Schema:
 
 _STREAM_OPTIONS: Final = s.body({}, {"include_usage": s.FLAG, "include_obfuscation": s.IGNORED})
 _ONE: Final = _only({"type": "integer", "minimum": 1, "maximum": 1}, "1: one answer is written")
-_TEXT_FORMAT: Final = _only(
-    s.body({"type": {"type": "string", "enum": ["text"]}}), '{"type": "text"}: what is written follows no schema'
-)
 _LIKELY: Final[s.Schema] = {"type": "integer", "minimum": 0, "maximum": 20}
+_KIND: Final = {"type": "string", "enum": ["text", "json_object", "json_schema"]}
+_FORMAT: Final = s.body({"type": _KIND}, {"json_schema": s.OBJECT})
+_DEMANDED: Final = {"type": "object", "properties": {"function": s.OBJECT}, "required": ["function"]}
+_CHOICE_OF_TOOLS: Final = {
+    "anyOf": [{"type": "string", "enum": ["auto", "none", "required"]}, _DEMANDED],
+    "default": "auto",
+    "description": "auto, none, required, or an object that names a function",
+}
 _SAMPLED: Final[Mapping[str, s.Schema]] = {
     "model": MODEL,
     "max_tokens": s.COUNT,
@@ -270,9 +259,9 @@ OPERATIONS: Final = (
                 "logprobs": s.FLAG,
                 "top_logprobs": _LIKELY,
                 "tools": s.array(TOOL),
-                "tool_choice": _only({"type": "string", "enum": ["auto", "none"], "default": "auto"}, "auto or none"),
+                "tool_choice": _CHOICE_OF_TOOLS,
                 "parallel_tool_calls": s.IGNORED,
-                "response_format": _TEXT_FORMAT,
+                "response_format": _FORMAT,
             },
         ),
     ),

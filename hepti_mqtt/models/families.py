@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -367,6 +368,12 @@ def _storages(spec: Spec) -> Mapping[str, BlockStorage]:
         return {}
     found = {source.name: spec.storage_of(source.name) for source in tensor_sources(spec)}
     return {name: storage for name, storage in found.items() if storage is not None}
+
+
+def product_storage(spec: Spec, weight_dtype: WeightDtype) -> WeightDtype | BlockStorage:
+    """Return how most matrices are kept; weight_dtype: those that are kept as numbers."""
+    blocks = Counter(_storages(spec).values())
+    return blocks.most_common(1)[0][0] if blocks else weight_dtype
 
 
 def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:

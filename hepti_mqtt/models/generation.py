@@ -258,7 +258,8 @@ class TokenRules:
     one of these ends the prompt; then `forced` follow, and `opening` comes before all.
     temperatures: of the first text and of those that are tried after it, as long as the judge asks for another; 0 takes
     the likeliest token. seed: of the draws. sampling: what changes the probabilities. stops: whether a text ends behind
-    its tokens so far.
+    its tokens so far. allowed: which tokens may follow those of a text so far [V], None for all; the logits of all
+    tokens are needed for that.
     """
 
     end: tuple[int, ...] = ()
@@ -276,6 +277,7 @@ class TokenRules:
     judge: Judge | None = None
     sampling: Sampling = AS_THEY_ARE
     stops: Callable[[Sequence[int]], bool] | None = None
+    allowed: Callable[[Sequence[int]], npt.NDArray[np.bool_]] | None = None
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Return whether a text ends behind its tokens so far."""
@@ -292,16 +294,19 @@ class TokenRules:
         logits: [r, V], of which the last row counts. The probability is that among the allowed tokens.
         """
         raw = row = logits[-1]
-        if self._changes or self.moments is not None:
+        steered = self.moments is not None or self.allowed is not None
+        if self._changes or steered:
             row = row.copy()
             self._change(row, before)
             if self.moments is not None:
                 self.moments.allow(row, before)
+            if self.allowed is not None:
+                row[~self.allowed(before)] = -np.inf
         token = int(row.argmax())
         if temperature:
             ids = np.argsort(-row, kind="stable")[: int(np.isfinite(row).sum())]
             first = len(ids)
-            if self.moments is None:  # those that are known without the others come first
+            if not steered:  # those that are known without the others come first
                 best = Candidates.of(raw, CANDIDATES)
                 known = best.ids[self._ranked(best, before).known]
                 ids, first = np.concatenate([known, ids[~np.isin(ids, known)]]), len(known)
@@ -319,8 +324,8 @@ class TokenRules:
     @property
     def needs_logits(self) -> bool:
         """Return whether the likeliest tokens of a row are never enough."""
-        judged = self.judge is not None
-        return bool(self.choices) or self.scored or self.silent >= 0 or self.moments is not None or judged
+        steered = self.moments is not None or self.allowed is not None
+        return bool(self.choices) or self.scored or self.silent >= 0 or steered or self.judge is not None
 
     def pick(self, row: Candidates, before: Sequence[int], temperature: float = 0.0) -> int | None:
         """Return which of the candidates `choose` takes; None where that depends on tokens that are none."""

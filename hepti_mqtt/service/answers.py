@@ -18,8 +18,8 @@ from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service.logprobs import described
 from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput
-from hepti_mqtt.service.sampling import cut_at
 from hepti_mqtt.service.speech import transcript
+from hepti_mqtt.service.written import WrittenText
 
 
 def decode_output(
@@ -45,10 +45,12 @@ def decode_output(
     if generation is not None and not generation.wants_states and prepared.rules.scored:
         return transcript(checkpoint, prepared, generation)
     if prepared.new_tokens:
-        ids, rules = output.tolist(), prepared.rules
-        text = cut_at(_decoded_text(checkpoint, ids), prepared.stop)
-        told = {"ids": ids, "text": text, "finish": "stop" if rules.ends(ids) else "length"}
-        if rules.likely >= 0 and generation is not None:
+        ids, written = output.tolist(), WrittenText(checkpoint, prepared.stop)
+        text = written.extend_to(ids)
+        rest, stopped = written.end()
+        has_ended = stopped or len(ids) < prepared.new_tokens or ids[-1] in prepared.rules.end
+        told = {"ids": ids, "text": text + rest, "finish": "stop" if has_ended else "length"}
+        if prepared.rules.likely >= 0 and generation is not None:
             told[LOGPROBS] = [described(checkpoint, likely) for likely in generation.likely]
         return told
     if output.shape != spec.output_shape(shape):
@@ -153,22 +155,3 @@ def _scores(checkpoint: Checkpoint, logits: Floats) -> Floats:
     if problem == "multi_label_classification":
         return sigmoid(logits)
     return softmax(logits)
-
-
-def token_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text that the last generated token adds; empty while a character is incomplete."""
-    before, whole = (_shown(checkpoint, part) for part in (tokens[:-1], tokens))
-    return whole.removeprefix(before) if whole.startswith(before) else whole
-
-
-def _shown(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    text = _decoded_text(checkpoint, tokens)
-    return text.rstrip("\ufffd")
-
-
-def _decoded_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text of generated tokens without those that steer a model; empty without a tokenizer."""
-    if not checkpoint.has_tokenizer:
-        return ""
-    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=True)
-    return text

@@ -42,6 +42,7 @@ from hepti_mqtt.service.requests import (
     split_envelope,
     split_into_batches,
 )
+from hepti_mqtt.service.written import WrittenText
 
 DEADLINE_S: Final = 600.0  # of requests without one: every request ends
 SIMULATED: Final = "simulated"
@@ -126,14 +127,15 @@ class Joint:
 class _ReplyContext:
     """How to answer a request; weakly referenced by the memory quota.
 
-    asked: what its client calls it. streams: tokens go out as they come. joint: of a request whose answer needs the
-    outputs of several models.
+    asked: what its client calls it. streams: what is known goes out before the answer; written: the text of its tokens,
+    None without. joint: of a request whose answer needs the outputs of several models.
     """
 
     topic: str
     model_input: requests.ModelInput
     received_s: float
     streams: bool
+    written: WrittenText | None
     asked: Asked
     joint: Joint | None = None
 
@@ -213,7 +215,8 @@ class RequestHandler:
         joint = Joint() if len(found) > 1 else None
         made = []
         for one, prepared in found:
-            context = _ReplyContext(topic, prepared, now, not bare, Asked(key, asked), joint)
+            written = None if bare or not prepared.new_tokens else WrittenText(one.checkpoint, prepared.stop)
+            context = _ReplyContext(topic, prepared, now, not bare, written, Asked(key, asked), joint)
             self._quota.take(prepared.inputs.nbytes, context)
             made.append(_request(replace(key, model=one.name), one, prepared, context, parts))
         if joint is not None:
@@ -267,14 +270,14 @@ class RequestHandler:
 
     def encode_token(self, command: TokenReady) -> Reply | None:
         """Return the JSON of one token, sent before the answer, which has all; None where only that is wanted."""
-        request = command.request
-        if not _context(request).streams:
+        request, written = command.request, _context(command.request).written
+        if written is None:
             return None
         told = {
             "request": request.key.id,
             "index": command.index,
             "token": command.tokens[-1],
-            "text": answers.token_text(self._models[request.key.model].checkpoint, command.tokens),
+            "text": written.extend_to(command.tokens),
             "final": False,
         }
         if command.likely:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.service.texts import describe, is_int, quoted
+from hepti_mqtt.service.written import WrittenText
 
 MAX_SEED: Final = 2**32 - 1
 MAX_STOPS: Final = 16
@@ -56,7 +57,7 @@ def read_sampling(
         temperatures=(_or(number["temperature"], 0.0),),
         seed=read_seed(request.get("seed")),
         sampling=rules.sampling if changed == Sampling() else changed,
-        stops=_stopper(checkpoint, stop) if stop else None,
+        stops=WrittenText(checkpoint, stop).stops if stop else None,
         likely=_likely(request.get("logprobs")),
     ), stop
 
@@ -68,11 +69,6 @@ def read_seed(value: Any) -> int:
     if not is_int(value) or not 0 <= value <= MAX_SEED:
         raise RequestError(f"seed must be an integer from 0 to {MAX_SEED}, not {describe(value)}")
     return int(value)
-
-
-def cut_at(text: str, stop: Sequence[str]) -> str:
-    """Return a text up to the first of some texts in it."""
-    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
 
 
 def _or(value: float | None, default: float) -> float:
@@ -125,13 +121,3 @@ def _stop(checkpoint: Checkpoint, value: Any) -> tuple[str, ...]:
             f"model {checkpoint.model} has no tokenizer, so it writes no text that could stop; leave it out"
         )
     return tuple(found)
-
-
-def _stopper(checkpoint: Checkpoint, stop: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-    tail = 4 * max(map(len, stop)) + 16  # a character may take four tokens
-
-    def stops(tokens: Sequence[int]) -> bool:
-        text = checkpoint.tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=True)
-        return any(one in text for one in stop)
-
-    return stops

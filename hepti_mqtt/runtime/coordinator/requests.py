@@ -223,13 +223,13 @@ class Generation:
         """Return the next run, of tokens that are not cached, and whether it is the session's last.
 
         Where the last token alone is not cached, guesses of what follows it may come behind it; pace: of runs with
-        them, None for none.
+        them, None where they are not wanted.
         """
         total = len(self.prompt) + len(self.tokens)
         first, stop = self._rows_behind(self.cached_rows, total)
         self.guessed = ()
         guesses = None if self.open else self.guesses
-        if pace is not None and guesses is not None and self.tokens and total - self.cached_rows == 1:
+        if guesses is not None and self.tokens and total - self.cached_rows == 1:
             most = self.max_new_tokens - len(self.tokens) - 1
             self.guessed = guesses.propose(self.prompt, self.tokens, most, pace)
         ids = (*self._ids(first, stop), *self.guessed)
@@ -328,9 +328,8 @@ class Generation:
                 break
         taken = tuple(self.tokens[place:])
         self.cached_rows += len(taken) - 1
-        if self.guesses is not None and self.guessed and taken:
-            right = sum(map(int.__eq__, taken, self.guessed))
-            self.guesses.record(min(len(taken), len(self.guessed)), right)
+        if self.guesses is not None:
+            self.guesses.record(taken)
         return GeneratedTokens(self.tokens, place, taken, len(self.tried), temperature, rows, whole, self.likely)
 
     def _choose(
@@ -472,6 +471,11 @@ class WorkItem:
         """Return the tokens of its own batch, or of its next run."""
         made = self.request.generation
         return self.batch.shape.size if made is None else made.next_size
+
+    @property
+    def turn(self) -> int:
+        """Return the tokens that it counts for in its client's turn: of a prompt half, as its user has nothing yet."""
+        return self.tokens if self.request.generation is None else (self.tokens + 1) // 2
 
     @property
     def batchable(self) -> bool:
@@ -683,11 +687,6 @@ def _same(one: Array, other: Array) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
-def length_factor(plan: Plan, tokens: int) -> float:
-    """Return the factor on a plan's predicted time for this many tokens, at least 1."""
-    return max(tokens / max(plan.predicted_tokens, 1), 1.0)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs of several requests: which items run together, their packed batch, and the output of each.
 
@@ -852,7 +851,11 @@ class FairQueue:
             yield line[place]
             places[client] = place + 1
             if place + 1 < len(line):
-                heappush(turns, (had + line[place].tokens, line[place + 1].request.sequence, i, client))
+                heappush(turns, (had + line[place].turn, line[place + 1].request.sequence, i, client))
+
+    def served(self, client: str) -> int:
+        """Return the tokens that a client has had so far."""
+        return self._tokens_served.get(client, self._served_before.get(client, 0))
 
     def oldest_sequence(self) -> float:
         """Return the number of the request that came first, infinity if none waits."""
@@ -887,7 +890,7 @@ class FairQueue:
             client = item.request.key.client
             self._lines[client].remove(item)
             self._last_served_tokens = max(self._last_served_tokens, self._tokens_served[client])
-            self._tokens_served[client] += item.tokens
+            self._tokens_served[client] += item.turn
             self._forget(client)
 
     def discard_finished(self) -> None:

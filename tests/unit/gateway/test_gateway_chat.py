@@ -1,4 +1,4 @@
-"""Texts of a chat as they come: nothing of a stop text or a call is shown, nothing is lost, calls are told whole."""
+"""Texts of a chat as they come: nothing of a call is shown, nothing is lost, calls are told whole."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hepti_mqtt.gateway.site import Site
 
 CALL = '<tool_call>{"name": "open", "arguments": {"door": 1}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "open"}}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -29,13 +30,12 @@ def likely(text: str) -> dict[str, Any]:
 class Talker(Client):
     """Writes one text, token by token; what is lost does not arrive."""
 
-    def __init__(self, *tokens: str, lost: int | None = None, error: Exception | None = None, stop: str = "") -> None:
+    def __init__(self, *tokens: str, lost: int | None = None, error: Exception | None = None) -> None:
         super().__init__()
-        self.tokens, self.lost, self.error, self.stop = tokens, lost, error, stop
+        self.tokens, self.lost, self.error = tokens, lost, error
 
     def _answer(self) -> Answer:
         text = "".join(self.tokens)
-        text = text[: text.index(self.stop)] if self.stop else text
         told = {"ids": list(range(len(self.tokens))), "text": text, "finish": "stop"}
         if self.asked[-1].get("logprobs") is not None:
             told["logprobs"] = [likely(text) for text in self.tokens]
@@ -80,17 +80,16 @@ def asked(client: Talker, **body: Any) -> Any:
         (tuple(CALL * 2), {"tools": [TOOL]}, "", 2),
         (tuple(CALL), {}, CALL, 0),
         (tuple(CALL), {"tools": [TOOL], "tool_choice": "none"}, CALL, 0),
-        (("ab", "c EN", "D de"), {"stop": "END"}, "abc ", 0),
+        (("ab", "c ", ""), {"stop": "END"}, "abc ", 0),
     ],
 )
 @pytest.mark.parametrize("lost", [None, 0, 1])
 def test_a_stream_has_what_the_whole_answer_has(tokens, options, content, calls, lost):
-    stop = options.get("stop", "")
-    status, whole = asked(Talker(*tokens, stop=stop), **options)
+    status, whole = asked(Talker(*tokens), **options)
     assert status == 200
     message, reason = whole["choices"][0]["message"], whole["choices"][0]["finish_reason"]
     assert ((message["content"] or ""), len(message.get("tool_calls", ()))) == (content, calls)
-    chunks = asked(Talker(*tokens, lost=lost, stop=stop), stream=True, **options)
+    chunks = asked(Talker(*tokens, lost=lost), stream=True, **options)
     deltas = [chunk["delta"] for chunk in chunks]
     assert "".join(delta.get("content") or "" for delta in deltas) == content
     told = [call for delta in deltas for call in delta.get("tool_calls", ())]
@@ -135,13 +134,34 @@ def test_what_is_asked_for_reaches_the_planner():
 
 
 @pytest.mark.parametrize(
+    ("choice", "demanded"),
+    [("none", None), ("auto", None), ("required", "required"), (NAMED, NAMED)],
+)
+def test_what_follows_a_schema_is_asked_of_the_planner(choice, demanded):
+    client, schema = Talker('{"name": "open", ', '"arguments": {"door": 1}}'), {"type": "object"}
+    formatted = {"type": "json_schema", "json_schema": {"name": "d", "strict": True, "schema": schema}}
+    chunks = asked(client, stream=True, tools=[TOOL], tool_choice=choice, response_format=formatted)
+    sent = client.asked[0]
+    assert (sent.get("tool_choice"), sent["response_format"]["json_schema"]["schema"]) == (demanded, schema)
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+    assert [call["function"]["name"] for call in calls] == ["open"] * (choice != "none"), "a call without its tags"
+    http = TestClient(create_app(Site(client, 5.0)))
+    for wanted, told in (("json", {"type": "json_object"}), (schema, formatted), ("", None), (None, None)):
+        http.post("/api/chat", json={"model": "m", "messages": HELLO, "stream": False, "format": wanted})
+        found = client.asked[-1].get("response_format")
+        assert found == told or found["json_schema"]["schema"] == schema
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"messages": []},
         {"messages": "x"},
         {"n": 2},
-        {"response_format": {"type": "json_object"}},
-        {"tool_choice": "required"},
+        {"response_format": {"type": "xml"}},
+        {"response_format": "json"},
+        {"tool_choice": "any"},
+        {"tool_choice": {"name": "open"}},
         {"top_logprobs": 3},
         {"logprobs": True, "top_logprobs": 21},
         {"logprobs": 3},
@@ -152,6 +172,46 @@ def test_what_is_not_done_is_refused(body):
     status, told = asked(Talker("x"), **body)
     assert status == 400
     assert told["error"]["code"] == "bad_request"
+
+
+# As Home Assistant's conversation by OpenAI's interface sends a turn behind a call of a tool.
+HOME = {
+    "messages": [
+        {"role": "system", "content": "You are a voice assistant for Home Assistant."},
+        {"role": "user", "content": "open the door"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "open", "arguments": '{"door": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": '{"success": true}'},
+    ],
+    "tools": [{"type": "function", "function": {**TOOL["function"], "description": "Opens.", "strict": False}}],
+    "max_tokens": 3000,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "user": "01J",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+@pytest.mark.parametrize("tokens", [("The", " door"), tuple(CALL)])
+@pytest.mark.parametrize("task", [{}, {"response_format": {"type": "json_schema", "json_schema": {
+    "name": "task", "strict": True, "schema": {"type": "object"}}}}], ids=["a talk", "a task"])  # fmt: skip
+def test_a_turn_of_home_assistant(tokens, task):
+    client = Talker(*tokens)
+    http = TestClient(create_app(Site(client, 5.0)))
+    lines = http.post("/v1/chat/completions", json={"model": "m", **HOME, **task}).text.splitlines()
+    *chunks, usage = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert usage["usage"]["completion_tokens"] == len(tokens)
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == (["open"] if tokens != ("The", " door") else [])
+    sent = client.asked[0]
+    assert (sent["messages"], sent["tools"], sent["max_new_tokens"]) == (HOME["messages"], HOME["tools"], 3000)
+    assert (sent.get("response_format") or {}).get("type") == ("json_schema" if task else None)
 
 
 def test_an_error_before_the_first_token_is_no_stream():
@@ -173,7 +233,7 @@ def test_ollamas_lines_have_what_its_whole_answer_has(tokens, content, calls):
     assert lines[-1]["eval_count"] == len(tokens)
     prompt = {"model": "m", "prompt": "hello", "stream": False}
     assert http.post("/api/generate", json=prompt).json()["response"] == "".join(tokens)
-    for wrong in ({"format": "json"}, {"think": True}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
+    for wrong in ({"format": "xml"}, {"think": True}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
         assert http.post("/api/generate", json=prompt | wrong).status_code == 400
 
 
