@@ -140,9 +140,9 @@ class Tail(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Which tokens may be drawn: the first `count` of those that are known, and others that weigh `high` at most."""
+    """Which tokens may be drawn: the first `known` of those that are known, and others that weigh `high` at most."""
 
-    count: int
+    known: int
     high: float
 
 
@@ -401,9 +401,9 @@ class TokenRules:
         share = draws.random()
         if (kept := self.sampling.keep(scaled, tail)) is None:
             return None
-        weights, within = np.exp(scaled[: kept.count] - scaled[0]), draws.random()
-        if kept.high <= 0 and kept.count <= first:
-            order = np.argsort(ids[: kept.count])
+        weights, within = np.exp(scaled[: kept.known] - scaled[0]), draws.random()
+        if kept.high <= 0 and kept.known <= first:
+            order = np.argsort(ids[: kept.known])
             sums = np.cumsum(weights[order])
             return int(order[np.searchsorted(sums, share * sums[-1], "right")])
         # First whether it is one of the first tokens, then which, for which the others need not be known.
