@@ -150,7 +150,7 @@ def _answers(
     wires: Sequence[Mapping[str, Program]], inputs: Sequence[Array], weights: Sequence[_Weights]
 ) -> list[list[Array]]:
     """Return for each of the inputs the answers of all Programs, each with its weights, layer by layer side by side."""
-    runs = [[_ReferenceRun(*each, x) for each in zip(wires, weights, strict=True)] for x in inputs]
+    runs = [[_ReferenceRun(parts, x, own) for parts, own in zip(wires, weights, strict=True)] for x in inputs]
     while sum(run.advance() for alike in runs for run in alike):
         pass
     return [[run.answer() for run in alike] for alike in runs]
@@ -184,7 +184,7 @@ class _Weights:
 class _ReferenceRun:
     """One request under one plan: exchanges are handed over as they are sent."""
 
-    def __init__(self, parts: Mapping[str, Program], weights: _Weights, inputs: Array) -> None:
+    def __init__(self, parts: Mapping[str, Program], inputs: Array, weights: _Weights) -> None:
         self._devices = {name: _ReferenceDevice(program, inputs, weights) for name, program in parts.items()}
         self._parts: list[tuple[int, Array]] = []
         devices = list(self._devices.values())
