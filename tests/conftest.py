@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ hypothesis.settings.register_profile("hepti", deadline=None)
 hypothesis.settings.load_profile("hepti")
 
 pytest_plugins = ["stories"]
+
+# Where no bytecode is written, as in many containers, every process that a test starts compiles all modules again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A suite that is started in the background, or by nohup, ignores these signals, and so would every process that a test
 # starts and then interrupts.
@@ -38,12 +43,16 @@ LONG = (
     *("test_strategies_contract.py", "test_planner_search.py", "test_lowering_tables.py"),
 )
 
-# Files and directories of tests/site that start no broker, so that nothing of them depends on which is installed.
-NO_BROKER = (
-    *("cli/test_cli_offline.py", "cli/test_cli_show.py", "deployment", "kernels"),
-    *("service/test_service_requests.py", "service/test_service_solver.py"),
-    *("transport/test_endpoint.py", "transport/test_mesh.py", "transport/test_mesh_tls.py", "transport/test_peer.py"),
-)
+# What of tests/site starts no broker, so that nothing of it depends on which is installed.
+NO_BROKER = {
+    path
+    for pattern in (
+        *("cli/test_cli_offline.py", "cli/test_cli_show.py", "deployment/*.py", "kernels/*.py"),
+        *("service/test_service_requests.py", "service/test_service_solver.py"),
+        *("transport/test_endpoint.py", "transport/test_mesh*.py", "transport/test_peer.py"),
+    )
+    for path in SITE.glob(pattern)
+}
 
 MEASURED = (
     2  # cases of one test that are measured: the others run the same lines with other numbers, at a third of the cost
@@ -100,15 +109,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _mix_tiers(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, and with files that wait beside files that compute."""
     files = sorted(dict.fromkeys(item.path for item in items), key=lambda path: path.name not in LONG)
-    tiers = [[path for path in files if (SITE in path.parents) == waits] for waits in (True, False)]
+    tiers = [[path for path in files if of in path.parents] for of in (SITE, NIGHTLY)]
+    tiers.append([path for path in files if path not in {*tiers[0], *tiers[1]}])
     place = {path: (i + 0.5) / len(tier) for tier in tiers for i, path in enumerate(tier)}
     items.sort(key=lambda item: place[item.path])
 
 
 def _is_alike(item: pytest.Item) -> bool:
     """Return whether a test does the same whichever broker is installed: it starts none, or names amqtt."""
-    named = isinstance(item, pytest.Function) and hasattr(item, "callspec") and "amqtt" in item.callspec.params.values()
-    return named or any((SITE / path) in (item.path, *item.path.parents) for path in NO_BROKER)
+    params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    return item.path in NO_BROKER or any(isinstance(value, str) and value == "amqtt" for value in params)
 
 
 def _fewer_examples(test: Any) -> None:
