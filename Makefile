@@ -4,18 +4,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-unit test-site test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
+.PHONY: demo test test-unit test-site test-broker test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
 	test-soak test-weather test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
 
 # Tests of one file run in one process, files beside each other; kernels are compiled before any of them needs one.
-WORKERS ?= 2
+# A third worker computes while sites of the others wait: the tiers alternate.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 # What a change needs: everything once. Minutes. With HEPTI_NO_MOSQUITTO=1 as on a machine without Mosquitto.
-test: check kernels
+test: $(VENV)/.dev
+	$(MAKE) --no-print-directory -j2 check kernels
 	$(PYTEST) -m "not nightly"
 
 # No process, no broker, a virtual clock.
@@ -25,6 +27,10 @@ test-unit: kernels
 # What starts processes or a broker.
 test-site: kernels
 	$(PYTEST) tests/site -m "not nightly"
+
+# What another broker may change.
+test-broker: kernels
+	$(PYTEST) tests/site -m "not nightly and not any_broker"
 
 # Faults, soak, parity, every instruction set.
 test-nightly: kernels $(VENV)/.speech

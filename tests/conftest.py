@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ hypothesis.settings.load_profile("hepti")
 
 pytest_plugins = ["stories"]
 
+# Where no bytecode is written, as in many containers, every process that a test starts compiles all modules again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A suite that is started in the background, or by nohup, ignores these signals, and so would every process that a test
 # starts and then interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -27,13 +32,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-NIGHTLY = Path(__file__).parent / "nightly"
+SITE, NIGHTLY = (Path(__file__).parent / tier for tier in ("site", "nightly"))
 
 # A change is tried on a part of each property's examples; `make test-all` tries all of them.
 PART_OF_EXAMPLES, LEAST_EXAMPLES = 3, 5
 
-# Files whose tests take minutes: what is begun last should be short, or one worker waits for the other.
-LONG = ("test_mesh_hostile.py", "test_faults.py")
+# Files whose tests take longest: what is begun last should be short, or one worker waits for the others.
+LONG = (
+    *("test_faults.py", "test_service_site.py", "test_device_agent_process.py", "test_cli_site.py"),
+    *("test_strategies_contract.py", "test_planner_search.py", "test_lowering_tables.py"),
+)
+
+# What of tests/site starts no broker, so that nothing of it depends on which is installed.
+NO_BROKER = {
+    path
+    for pattern in (
+        *("cli/test_cli_offline.py", "cli/test_cli_show.py", "deployment/*.py", "kernels/*.py"),
+        *("service/test_service_requests.py", "service/test_service_solver.py"),
+        *("transport/test_endpoint.py", "transport/test_mesh*.py", "transport/test_peer.py"),
+    )
+    for path in SITE.glob(pattern)
+}
 
 MEASURED = (
     2  # cases of one test that are measured: the others run the same lines with other numbers, at a third of the cost
@@ -45,9 +64,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     What is wide repeats what others prove, and is not measured either. And try fewer examples of each property.
     """
-    items.sort(key=lambda item: item.path.name not in LONG)
+    _mix_tiers(items)
     seen: Counter[str] = Counter()
     for item in items:
+        if _is_alike(item):
+            item.add_marker(pytest.mark.any_broker)
         if NIGHTLY in item.path.parents:
             item.add_marker(pytest.mark.nightly)
         if not os.environ.get("HEPTI_ALL_EXAMPLES") and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
@@ -83,6 +104,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum(isinstance(r.longrepr, tuple) and NEEDS_MOSQUITTO in r.longrepr[2] for r in skipped)
     if count:
         terminalreporter.write_line(f"{count} tests need Mosquitto: apt install mosquitto")
+
+
+def _mix_tiers(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, and with files that wait beside files that compute."""
+    files = sorted(dict.fromkeys(item.path for item in items), key=lambda path: path.name not in LONG)
+    tiers = [[path for path in files if of in path.parents] for of in (SITE, NIGHTLY)]
+    tiers.append([path for path in files if path not in {*tiers[0], *tiers[1]}])
+    place = {path: (i + 0.5) / len(tier) for tier in tiers for i, path in enumerate(tier)}
+    items.sort(key=lambda item: place[item.path])
+
+
+def _is_alike(item: pytest.Item) -> bool:
+    """Return whether a test does the same whichever broker is installed: it starts none, or names amqtt."""
+    params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    return item.path in NO_BROKER or any(isinstance(value, str) and value == "amqtt" for value in params)
 
 
 def _fewer_examples(test: Any) -> None:

@@ -158,14 +158,6 @@ def tile_hash(data: bytes | memoryview) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def check_tile(digest: bytes, data: bytes | memoryview) -> None:
-    """Raise WireError unless `data` is the tile named `digest`."""
-    if tile_hash(data) != digest:
-        raise WireError(
-            f"weight tile {digest.hex()[:12]} arrived damaged: its {len(data)} bytes have another SHA-256; ask again"
-        )
-
-
 def tile_array(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[Any] | StoredRows:
     """Return a view of a tile's bytes in canonical [in, out] orientation, [1, n] for a vector, or its rows in blocks.
 

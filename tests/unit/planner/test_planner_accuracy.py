@@ -119,6 +119,7 @@ def side_by_side(accuracy: float, *gflops: float):
     return decide_within_accuracy(question, known, measure).chosen.plan, known, measured
 
 
+@pytest.mark.nightly  # the next test has replicas too
 def test_replicas_keep_the_budget_each_with_its_own_wire():
     exact, known, measured = side_by_side(1e-6, 0.02, 0.019, 0.018, 0.017)
     assert [(len(part.devices), part.wire) for part in exact.replicas] == [(2, "f32"), (2, "f32")]

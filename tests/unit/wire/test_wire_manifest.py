@@ -17,7 +17,6 @@ from hepti_mqtt.protocol.manifest import (
     VECTOR_TILE,
     Manifest,
     TensorEntry,
-    check_tile,
     grid,
     tile_array,
     tile_hash,
@@ -43,7 +42,7 @@ def gather(manifest, ref, tiles):
     out = np.full((ref.rows[1] - ref.rows[0], ref.columns[1] - ref.columns[0]), np.nan)
     for place in manifest.tiles(ref):
         data = tiles[place.hash]
-        check_tile(place.hash, data)
+        assert tile_hash(data) == place.hash
         tile = tile_array(place, data)
         r0, c0 = max(place.row0, ref.rows[0]), max(place.column0, ref.columns[0])
         r1 = min(place.row0 + tile.shape[0], ref.rows[1])
@@ -191,13 +190,10 @@ def test_a_manifest_has_the_bytes_of_the_first_version():
     assert encoded == bytes.fromhex("9401cd0100a16d9195a1629103a3663136c2c420") + bytes(range(32))
 
 
-def test_a_damaged_or_short_tile_is_a_wire_error():
+def test_a_short_tile_is_a_wire_error():
     entry, tiles = cut("w", np.ones((4, 4), "f4"))
     place = entry.tile_at(0, 0)
     data = tiles[place.hash]
-    check_tile(place.hash, data)
-    with pytest.raises(WireError):
-        check_tile(place.hash, data[:-1] + b"\x01")
     with pytest.raises(WireError):
         tile_array(place, data[:-1])
 
