@@ -1,10 +1,10 @@
 """Attention of few queries over caches, as in a decoder's steps: of one or some rows of each of several sessions.
 
 Lanes lie along the columns of a head, so that one query fills them. Keys come in blocks with a running maximum and sum,
-as in `attention_tile`. In a block, LANES keys at a time meet all queries, which of a decoder's heads share them: memory
-is read once, from one end to the other. One head's part of the rows of a cache would lie in as many pages as there are
-keys. Each query sees the keys of its own limits alone, in blocks that begin at the same keys for all: its bits do not
-depend on the queries beside it, so that tokens that were guessed are judged as if they came one by one.
+as in `attention_tile`. In a block, LANES keys at a time are copied side by side and meet all queries of the heads that
+share them: memory is read once, nearly from one end to the other. One head's part of the rows of a cache would lie in
+as many pages as there are keys. Each query sees the keys of its own limits alone, in blocks that begin at the same keys
+for all: its bits do not depend on the queries beside it, so that guessed tokens are judged as if they came alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba import float32
 
-from hepti_mqtt.kernels.attention_tile import Vectors
+from hepti_mqtt.kernels.attention_tile import Vectors, scaled_rows
 from hepti_mqtt.kernels.cpu import TILE, Tile
 from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import (
@@ -32,6 +32,7 @@ from hepti_mqtt.kernels.jit import (
     lowered,
     reads,
 )
+from hepti_mqtt.kernels.tile import NR
 
 LANES: Final = TILE.lanes
 # Rows of an item up to which they are few: of more, tiles with queries along the lanes are faster.
@@ -137,30 +138,58 @@ _weighted: Final = lowered(emitter(6, _emit_weighted), _plain_weighted)
 CACHE, HELD, ROW, COUNT = range(4)
 
 
+# What is at work on a query, by address: an index that might be negative, for all that Numba knows, leaves no vectors.
 @helper
-def _softmax(mine: Any, low: int, high: int, d: int) -> None:
-    """Turn the scores low..high of a query into weights; scale its sums, and note their maximum and sum of weights."""
-    before = mine[_BLOCK + 2 * d]
-    top = before
-    for i in range(low, high):
-        top = mine[i] if mine[i] > top else top
-    above = top if top > _MINUS_INF else ZERO
-    rescale, norm = exp_of_negative(before - above), ZERO
-    for i in range(low, high):
-        mine[i] = exp_of_negative(mine[i] - above)
-        norm += mine[i]
-    mine[_BLOCK + 2 * d], mine[_BLOCK + 2 * d + 1] = top, mine[_BLOCK + 2 * d + 1] * rescale + norm
+def _begin(mine: int, q: Any, row: int, column: int, d: int, scale: Any) -> None:
+    """Fill a query's place: scores, query, sums, maximum, sum of weights."""
+    source, query = floats(q.ctypes.data + 4 * (row * q.shape[1] + column), d), floats(mine + 4 * _BLOCK, d)
+    sums, tail = floats(mine + 4 * (_BLOCK + d), d), floats(mine + 4 * (_BLOCK + 2 * d), 2)
     for c in range(d):
-        mine[_BLOCK + d + c] *= rescale
+        query[c] = source[c] * scale
+        sums[c] = ZERO
+    tail[0], tail[1] = _MINUS_INF, ZERO
 
 
 @helper
-def _add_values(mine: int, value: int, stride: int, low: int, high: int, d: int) -> None:
-    """Add to the sums of a query the values of keys low..high of a block; value: the address of the block's first."""
+def _softmax(mine: int, low: int, high: int, d: int) -> None:
+    """Turn the scores low..high of a query into weights; scale its sums, and note their maximum and sum of weights."""
+    scores, keys = floats(mine + 4 * low, high - low), high - low
+    sums, tail = floats(mine + 4 * (_BLOCK + d), d), floats(mine + 4 * (_BLOCK + 2 * d), 2)
+    top = tail[0]
+    for i in range(keys):
+        top = scores[i] if scores[i] > top else top
+    above = top if top > _MINUS_INF else ZERO
+    rescale, norm = exp_of_negative(tail[0] - above), ZERO
+    for i in range(keys):
+        scores[i] = exp_of_negative(scores[i] - above)
+        norm += scores[i]
+    tail[0], tail[1] = top, tail[1] * rescale + norm
+    for c in range(d):
+        sums[c] *= rescale
+
+
+@helper
+def _end(mine: int, out: Any, row: int, column: int, d: int) -> None:
+    """Write the result of a query."""
+    sums, target = floats(mine + 4 * (_BLOCK + d), d), floats(out.ctypes.data + 4 * (row * out.shape[1] + column), d)
+    by = ONE / floats(mine + 4 * (_BLOCK + 2 * d), 2)[1]
+    for c in range(d):
+        target[c] = sums[c] * by
+
+
+@helper
+def _copy(source: int, width: int, rows: int, d: int, copies: int) -> None:
+    """Copy rows [rows, d] side by side: apart by some KB, they would fall into a few sets of the cache."""
+    for c in range(0, d, NR):
+        scaled_rows(min(NR, d - c) // LANES, rows, source + 4 * c, width, ONE, copies + 4 * c, d)
+
+
+@helper
+def _add_values(mine: int, values: int, low: int, high: int, d: int) -> None:
+    """Add to the sums of a query the values of keys low..high of a block; values: the address of the first."""
     for c in range(0, d, _VECTORS * LANES):
         vectors = min(_VECTORS, (d - c) // LANES)
-        at = value + low * stride + 4 * c
-        _weighted(vectors, mine + 4 * low, at, stride, high - low, mine + 4 * (_BLOCK + d + c))
+        _weighted(vectors, mine + 4 * low, values + 4 * c, 4 * d, high - low, mine + 4 * (_BLOCK + d + c))
 
 
 @kernel(
@@ -175,42 +204,42 @@ def attention_few(
     item sees rows held + i - near to held + i of its cache. layout: the table of `HeadLayout`; d is whole vectors.
     """
     heads, d, group, stride = layout[3], layout[4], layout[6], 4 * width
-    size = _BLOCK + 2 * d + 2  # scores, query, sums, maximum, sum of weights
+    size, copies = 4 * (_BLOCK + 2 * d + 2), np.empty(LANES * d, np.float32)
     for item in range(first // heads, (stop + heads - 1) // heads):
         low_head, high_head = max(first - item * heads, 0), min(stop - item * heads, heads)
         row, count, held, some = items[item, ROW], items[item, COUNT], items[item, HELD], high_head - low_head
-        work = np.empty((count * some, size), np.float32)
+        work = np.empty(count * some * size, np.uint8)
         for j in range(count):
             for head in range(low_head, high_head):
-                mine = work[j * some + head - low_head]
-                for c in range(d):
-                    mine[_BLOCK + c] = q[row + j, layout[0] + head * d + c] * scale
-                    mine[_BLOCK + d + c] = ZERO
-                mine[_BLOCK + 2 * d], mine[_BLOCK + 2 * d + 1] = _MINUS_INF, ZERO
+                mine = work.ctypes.data + size * (j * some + head - low_head)
+                _begin(mine, q, row + j, layout[0] + head * d, d, scale)
         end = held + count
         for block in range(max(held - near, 0) // _BLOCK * _BLOCK, end, _BLOCK):
             keys, at = min(_BLOCK, end - block), items[item, CACHE] + block * stride
             for i in range(0, keys, LANES):
-                for j in range(count):
-                    for head in range(low_head, high_head):
-                        mine = work.ctypes.data + 4 * size * (j * some + head - low_head)
-                        key = at + i * stride + 4 * (layout[1] + head // group * d)
-                        _scores(mine + 4 * _BLOCK, key, stride, min(LANES, keys - i), d // LANES, mine + 4 * i)
+                rows = min(LANES, keys - i)
+                for of_keys in range(low_head // group, (high_head + group - 1) // group):
+                    _copy(at + i * stride + 4 * (layout[1] + of_keys * d), width, rows, d, copies.ctypes.data)
+                    for j in range(count):
+                        for head in range(max(low_head, of_keys * group), min(high_head, (of_keys + 1) * group)):
+                            mine = work.ctypes.data + size * (j * some + head - low_head)
+                            _scores(mine + 4 * _BLOCK, copies.ctypes.data, 4 * d, rows, d // LANES, mine + 4 * i)
             for j in range(count):
                 low, high = max(held + j - near - block, 0), min(held + j + 1 - block, keys)
                 if low < high:
                     for head in range(some):
-                        _softmax(work[j * some + head], low, high, d)
+                        _softmax(work.ctypes.data + size * (j * some + head), low, high, d)
             for i in range(0, keys, LANES):
-                for j in range(count):
-                    low, high = max(held + j - near - block, i), min(held + j + 1 - block, i + LANES)
-                    if low < high:
-                        for head in range(low_head, high_head):
-                            mine = work.ctypes.data + 4 * size * (j * some + head - low_head)
-                            _add_values(mine, at + 4 * (layout[2] + head // group * d), stride, low, high, d)
+                for of_keys in range(low_head // group, (high_head + group - 1) // group):
+                    value = at + i * stride + 4 * (layout[2] + of_keys * d)
+                    _copy(value, width, min(LANES, keys - i), d, copies.ctypes.data)
+                    for j in range(count):
+                        low, high = max(held + j - near - block, i), min(held + j + 1 - block, i + LANES)
+                        for head in range(max(low_head, of_keys * group), min(high_head, (of_keys + 1) * group)):
+                            if low < high:
+                                mine = work.ctypes.data + size * (j * some + head - low_head)
+                                _add_values(mine, copies.ctypes.data + 4 * (low - i) * d, low, high, d)
         for j in range(count):
             for head in range(low_head, high_head):
-                mine = work[j * some + head - low_head]
-                by = ONE / mine[_BLOCK + 2 * d + 1]
-                for c in range(d):
-                    out[row + j, head * d + c] = mine[_BLOCK + d + c] * by
+                mine = work.ctypes.data + size * (j * some + head - low_head)
+                _end(mine, out, row + j, head * d, d)
