@@ -183,7 +183,7 @@ def _model(sub: argparse.ArgumentParser) -> None:
 
 
 def _simulate(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", help="a model directory, an ONNX file, or a kind that `hepti model make` knows")
+    sub.add_argument("model", help="a model directory, an ONNX or GGUF file, or a kind that `hepti model make` knows")
     sub.add_argument(
         "--devices-file", type=Path, required=True, metavar="YAML", help="devices and links (configs/sites)"
     )

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hepti_mqtt.checkpoint import KINDS, Checkpoint, onnx_file, spec_of_kind
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, gguf_file, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, what_if, write_pictures
 from hepti_mqtt.cli.weather import simulate_weather
@@ -69,7 +69,7 @@ def _decide(model: str, question: Question) -> Decision:
         return decide(question)
     if not _is_stored(model):
         raise ConfigError(
-            "--accuracy needs the weights of a model directory or an ONNX file; make a directory: "
+            "--accuracy needs the weights of a model directory or file; make a directory: "
             "hepti model make KIND --out DIR"
         )
     with Checkpoint.open(model) as checkpoint:
@@ -136,9 +136,10 @@ def _spec(name: str) -> Spec:
     if _is_stored(name):
         with Checkpoint.open(name) as checkpoint:
             return checkpoint.spec
-    raise ConfigError(f"{name} is no model directory, ONNX file or kind; kinds: {', '.join(KINDS)}")
+    raise ConfigError(f"{name} is no model directory, ONNX or GGUF file, or kind; kinds: {', '.join(KINDS)}")
 
 
 def _is_stored(name: str) -> bool:
     """Return whether a name is that of a model's files; one that is a kind's name, too, is the kind."""
-    return name not in KINDS and (Path(name).is_dir() or onnx_file.find_onnx(Path(name)) is not None)
+    path = Path(name)
+    return name not in KINDS and (path.is_dir() or bool(onnx_file.find_onnx(path) or gguf_file.find_gguf(path)))
