@@ -13,6 +13,10 @@ NARROW_WIRE_DTYPES: Final[tuple[WireDtype, ...]] = ("i8", "f16")  # the narrowes
 # How matrices of the layers are kept: f32; f16 (half the memory); int8 with one scale per column, times activations
 # quantised per row (w8a8, integer arithmetic) or as they are (w8a32).
 WeightDtype = Literal["f32", "f16", "w8a8", "w8a32"]
+# To what the matrices of a checkpoint may be quantised when it is opened: it is stored so from then on.
+Quantised = Literal["q8", "q4"]
+# How a session's keys and values are kept.
+CacheDtype = Literal["f32", "f16"]
 Range = tuple[int, int]
 # Who carries the exchanges between devices: the site's broker, or each sender straight to its receivers.
 Route = Literal["broker", "mesh"]

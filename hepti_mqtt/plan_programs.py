@@ -8,7 +8,19 @@ from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.ids import PLANNER, PlanVersion
-from hepti_mqtt.lowering import PLANNER_INDEX, Graph, Lowered, Piece, Table, on_device, roles, span, split_along
+from hepti_mqtt.lowering import (
+    PLANNER_INDEX,
+    Graph,
+    IndexSet,
+    Lowered,
+    Piece,
+    Rule,
+    Table,
+    on_device,
+    roles,
+    span,
+    split_along,
+)
 from hepti_mqtt.lowering.handover import HandedOver, HandoverError, Move, hand_over, moves
 from hepti_mqtt.lowering.lower import KEPT_PARTS
 from hepti_mqtt.lowering.passes import (
@@ -26,7 +38,7 @@ from hepti_mqtt.program import ExchangeKey, Program, Send, Slot, WeightRef
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
-from hepti_mqtt.strategies.method import WORDS, word_ranges
+from hepti_mqtt.strategies.method import FEW_ROWS, WORDS, word_ranges
 from hepti_mqtt.task_queue import LoweredTasks, nonempty_tasks
 
 CACHE_SIZE: Final = 32  # graphs under tables that are kept
@@ -87,11 +99,16 @@ def base_table(division: Division) -> Table:
     head = on_device(division.root)
     lines = {roles.INPUT: on_device(PLANNER_INDEX), **dict.fromkeys((roles.STEM, roles.TASK, roles.CACHE), head)}
     if (words := division.plan.ranges.get(WORDS.kind)) is None:
-        lines[roles.WORDS] = head
+        lines |= dict.fromkeys((roles.WORDS, roles.CANDIDATES), head)
     else:  # each device's own, which meet on the root device
-        own = split_along([span(*part) for part in words], 1)
-        lines[roles.WORDS] = lambda op: [*(own(op) or ()), Piece(division.root, op.full_region, relay=True)]
+        parts = [span(*part) for part in words]
+        lines |= {roles.WORDS: _meeting(parts, 1, division.root), roles.CANDIDATES: _meeting(parts, 2, division.root)}
     return Table(optional_rules=lines)
+
+
+def _meeting(parts: Sequence[IndexSet], dim: int, root: int) -> Rule:
+    own = split_along(parts, dim)
+    return lambda op: [*(own(op) or ()), Piece(root, op.full_region, relay=True)]
 
 
 def _table(division: Division) -> Table:
@@ -306,12 +323,18 @@ def _can_divide(method: Method, graph: Graph, devices: int) -> bool:
 def lowered_for_longest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
     """Yield the Programs of the longest request: for all hidden states, and for the task where the device has a part.
 
-    What else a device does for the task it does for all hidden states too.
+    What else a device does for the task it does for all hidden states too. Where runs of few rows are divided in
+    another way, the longest one is so too: a bound for them.
     """
-    task, hidden = (lower_plan(spec, plan.for_device(device), shape) for shape in longest_shapes(spec))
-    if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.WORDS):
-        yield task
-    yield hidden
+    own = plan.for_device(device)
+    few = (
+        [replace(own, ranges={k: r for k, r in own.ranges.items() if k != FEW_ROWS})] if FEW_ROWS in own.ranges else []
+    )
+    for way in (own, *few):
+        task, hidden = (lower_plan(spec, way, shape) for shape in longest_shapes(spec))
+        if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.WORDS):
+            yield task
+        yield hidden
 
 
 def covering_plans(spec: Spec, plan: Plan) -> tuple[Plan, ...]:

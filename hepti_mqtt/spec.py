@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Final, Literal, Protocol, Self
 
 Task = Literal[
     "embedding",
@@ -36,7 +36,9 @@ Pooling = Literal[
 ]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
-Want = Literal["task", "hidden"]
+Want = Literal["task", "hidden", "candidates"]
+
+CANDIDATES: Final = 128  # of the next token that a run answers with, where they are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class RequestShape(Hashable, Protocol):
 
     @property
     def want(self) -> Want:
-        """Return `task` for the task's output, `hidden` for the final hidden states."""
+        """Return `task` for the task's output, `hidden` for the final hidden states, `candidates` for the likeliest
+        next tokens instead of all logits."""
 
     @property
     def sizes(self) -> tuple[int, ...]:

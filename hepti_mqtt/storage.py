@@ -12,22 +12,31 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from hepti_mqtt.plan import Quantised
+
 # Those that kernels multiply by as they are.
 BlockStorage = Literal["q4_0", "q4_1", "q8_0", "q4_k", "q6_k"]
 BLOCK_STORAGES: Final[tuple[BlockStorage, ...]] = get_args(BlockStorage)
 BLOCK: Final = 32  # values of the smallest block of any of them; larger ones have several of these
+
+# What a checkpoint of numbers is quantised to.
+QUANTISED: Final[Mapping[Quantised, BlockStorage]] = {"q8": "q8_0", "q4": "q4_0"}
 
 Octets = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
 class Storage(NamedTuple):
-    """One way of storing: values and bytes of a block, and the values f32 [n, block] of blocks u8 [n, block_bytes]."""
+    """One way of storing: values and bytes of a block, and the values f32 [n, block] of blocks u8 [n, block_bytes].
+
+    encode: the inverse, of those that numbers are quantised to.
+    """
 
     name: str
     block: int
     block_bytes: int
     decode: Callable[[Octets], Floats]
+    encode: Callable[[Floats], Octets] | None = None
 
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row of a number of values, a multiple of `block`."""
@@ -38,6 +47,13 @@ class Storage(NamedTuple):
         if self.name in ("f16", "f32"):
             return raw.view({"f16": "<f2", "f32": "<f4"}[self.name])
         return self.decode(raw.reshape(-1, self.block_bytes)).reshape(len(raw), -1)
+
+    def stored(self, values: npt.NDArray[Any]) -> Octets:
+        """Return rows [n, columns] as stored, u8 [n, bytes]; raises ValueError for a storage without `encode`."""
+        if self.encode is None:
+            raise ValueError(f"numbers are not quantised to {self.name}")
+        blocks = np.ascontiguousarray(values, np.float32).reshape(-1, self.block)
+        return self.encode(blocks).reshape(len(values), -1)
 
 
 class StoredRows(NamedTuple):
@@ -96,6 +112,30 @@ def _q8_0(raw: Octets) -> Floats:
     return raw[:, 2:].view(np.int8) * _half(raw, 0)
 
 
+def _steps(x: Floats, extremes: Floats, most: int) -> tuple[Floats, Octets]:
+    """Return blocks in steps of their own, extreme / most, and these steps in f16 as bytes; of zeros they are 0.
+
+    As in ggml values are divided by the step before it is rounded.
+    """
+    step = extremes / np.float32(most)
+    by = np.divide(np.float32(1), step, out=np.zeros_like(step), where=step != 0)
+    with np.errstate(over="ignore"):
+        return x * by, step.astype("<f2").view(np.uint8)
+
+
+def _to_q8_0(x: Floats) -> Octets:
+    codes, step = _steps(x, np.abs(x).max(axis=1, keepdims=True), 127)
+    return np.concatenate([step, np.rint(codes, out=codes).astype(np.int8).view(np.uint8)], axis=1)
+
+
+def _to_q4_0(x: Floats) -> Octets:
+    """The value that is farthest from zero becomes -8."""
+    farthest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
+    codes, step = _steps(x, farthest, -8)
+    nibbles = np.clip(codes + np.float32(8.5), 0, 15).astype(np.uint8)
+    return np.concatenate([step, nibbles[:, :16] | nibbles[:, 16:] << 4], axis=1)
+
+
 def _q4_k(raw: Octets) -> Floats:
     """Eight parts of 32, each with a scale and a minimum of 6 bits: part 2 c has the low halves of 32 bytes."""
     packed, codes = raw[:, 4:16], raw[:, 16:].reshape(-1, 4, 1, 32)
@@ -125,12 +165,12 @@ STORAGES: Final[Mapping[str, Storage]] = {
     for s in (
         Storage("f32", 1, 4, _single("<f4")),
         Storage("f16", 1, 2, _single("<f2")),
-        Storage("q4_0", 32, 18, _q4_0),
+        Storage("q4_0", 32, 18, _q4_0, _to_q4_0),
         Storage("q4_1", 32, 20, _q4_1),
         Storage("bf16", 1, 2, _bf16),
         Storage("q5_0", 32, 22, _q5_0),
         Storage("q5_1", 32, 24, _q5_1),
-        Storage("q8_0", 32, 34, _q8_0),
+        Storage("q8_0", 32, 34, _q8_0, _to_q8_0),
         Storage("q4_k", 256, 144, _q4_k),
         Storage("q6_k", 256, 210, _q6_k),
     )

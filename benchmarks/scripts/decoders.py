@@ -50,7 +50,7 @@ class Hepti:
         self._bound: dict[int, BoundProgram] = {}
         with Checkpoint.open(model) as whole:
             self._spec = whole.spec
-            self._shape = self._spec.input_spec.shape(rows)
+            self._shape = self._spec.input_spec.shape(rows).with_want("task")
             program = device_programs(self._spec, self._plan, self._shape)["a"]
             self._weights = pack(whole.weights(), program.weights())
         self._states = {n: np.empty(s.shape, NUMPY_DTYPE[s.dtype]) for n, s in program.session_arrays().items()}

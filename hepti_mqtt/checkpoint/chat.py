@@ -26,13 +26,18 @@ OLD_FILE: Final = "chat_template.json"
 CONFIG: Final = "tokenizer_config.json"
 MAX_TEXT: Final = 1_000_000  # characters that a template may write
 MAX_ROUNDS: Final = 100_000  # of loops over numbers, in one text
+CALL: Final = "<tool_call>\n"  # of Hermes and Qwen
+_LLAMA: Final = '"parameters": '
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Stand for special tokens in what users wrote, while the template's own are looked for.
 _OPEN, _CLOSE, _FIRST = "\ue000", "\ue001", 0xE100
 
 
 class ChatTemplate:
-    """Turns messages into token ids; raises ModelError for a template that is broken or writes without end."""
+    """Turns messages into token ids; raises ModelError for a template that is broken or writes without end.
+
+    call_start: the ids behind which it writes a call of a tool; call_arguments: the call's key beside its name.
+    """
 
     def __init__(self, source: str, tools_source: str, tokenizer: Tokenizer, named: Mapping[str, str]) -> None:
         """tools_source: of the template for requests with tools. named: special tokens by their role."""
@@ -45,6 +50,10 @@ class ChatTemplate:
         self._special = {token.content: i for i, token in found if token.special and token.content}
         longest_first = sorted(map(re.escape, self._special), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest_first) or r"(?!)")
+        self.call_start = (
+            list(self._marked.encode(CALL, add_special_tokens=False).ids) if CALL.strip() in tools_source else []
+        )
+        self.call_arguments = "parameters" if _LLAMA in tools_source else "arguments"
 
     def ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Return the ids of a conversation up to where its next answer begins.

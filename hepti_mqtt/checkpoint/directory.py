@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from hepti_mqtt.checkpoint import ctranslate2_file, gguf_file, onnx_file, storage
 from hepti_mqtt.checkpoint.chat import ChatTemplate, open_template
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
+from hepti_mqtt.checkpoint.quantise import Quantisation, measured, quantised_reader
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm, zeros_reader
 from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
@@ -25,13 +26,17 @@ from hepti_mqtt.ids import check_name, part_name, valid_name
 from hepti_mqtt.models import (
     TensorSource,
     files_in_our_words,
+    left_unquantised,
     matching,
     models_of,
+    quantised,
     spec_from_config,
     tensor_sources,
+    with_cache,
     with_storages,
     without_missing_pooler,
 )
+from hepti_mqtt.models.causal import HEAD, WORDS
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
@@ -39,10 +44,11 @@ from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
 from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.plan import CacheDtype, Quantised
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileLocation, tile_hash
 from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.storage import STORAGES, Storage, StoredRows
+from hepti_mqtt.storage import QUANTISED, STORAGES, Storage, StoredRows
 
 # What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
 _EXTRAS: Final = (
@@ -88,6 +94,8 @@ class Checkpoint:
         scores: Matching | None = None,
         name: str = "",
         tokenizer: Mapping[str, Any] | None = None,
+        weights: Quantised | None = None,
+        cache: CacheDtype = "f32",
     ) -> None:
         self.path = path
         self.model = model
@@ -98,20 +106,35 @@ class Checkpoint:
         self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
-        self._tensors = _match(self._stored, self.spec, path)
-        in_blocks = {source.name: tensor.dtype for source, tensor in self._tensors.items() if tensor.raw is not None}
+        matched = _match(self._stored, self.spec, path)
+        in_blocks = {source.name: tensor.dtype for source, tensor in matched.items() if tensor.raw is not None}
         self.spec = with_storages(self.spec, in_blocks)
+        if weights is not None:
+            self.spec = quantised(self.spec, weights)
+        self.spec = with_cache(self.spec, cache)
+        self._tensors = self._as_stored = _match(self._stored, self.spec, path)
+        if weights is not None:
+            self._tensors = {s: self._quantised(s, tensor, weights) for s, tensor in self._tensors.items()}
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
             self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
         self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
 
     @classmethod
-    def open(cls, path: str | Path, model: str | None = None, part: str | None = None) -> Checkpoint:
+    def open(
+        cls,
+        path: str | Path,
+        model: str | None = None,
+        part: str | None = None,
+        weights: Quantised | None = None,
+        cache: CacheDtype = "f32",
+    ) -> Checkpoint:
         """Open the directory `path`, or a GGUF or ONNX file.
 
         model: its name on the site, by default made from the path's.
 
         part: which one of the models in the directory (`model_parts`), by default the first.
+
+        weights: what matrices are quantised to, None for as they are. cache: how sessions' keys and values are kept.
 
         Raises ModelError (UnsupportedModelError) for a missing directory or file, broken JSON, missing tensors, tensors
         of another shape, truncated weights; BadNameError for a name that cannot stand in a topic.
@@ -131,10 +154,11 @@ class Checkpoint:
         if onnx is not None:
             beside = root / "config.json"
             opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
-            return cls(path, name, opened.config, extras, [opened])
+            return cls(path, name, opened.config, extras, [opened], weights=weights, cache=cache)
         if gguf is not None:
             file = gguf_file.GgufFile(gguf)
-            return cls(path, name, file.config, gguf_file.gguf_extras(file, extras), [file], tokenizer=file.tokenizer)
+            within = gguf_file.gguf_extras(file, extras)
+            return cls(path, name, file.config, within, [file], tokenizer=file.tokenizer, weights=weights, cache=cache)
         if (path / _ADAPTER).is_file():
             raise UnsupportedModelError(
                 f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
@@ -145,7 +169,7 @@ class Checkpoint:
         config = read_json(described) if described.is_file() or opening is not None else {}
         if opening is None and (converted := ctranslate2_file.find(path)) is not None:
             made = ctranslate2_file.CTranslate2File(converted, config)
-            return cls(path, name, made.config, extras, [made])
+            return cls(path, name, made.config, extras, [made], weights=weights, cache=cache)
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         scores = matching(config)
@@ -159,7 +183,7 @@ class Checkpoint:
         files = [*opening()]
         try:
             files += [_opened_folder(path, projection.path) for projection in spec.head.projections]
-            return cls(path, name, config, extras, files, scores, own)
+            return cls(path, name, config, extras, files, scores, own, weights=weights, cache=cache)
         except BaseException:
             close_all(files)
             raise
@@ -180,6 +204,26 @@ class Checkpoint:
         """Return all tensors by canonical name: f32, [in, out]; each is read when asked for, and not kept."""
         return _Tensors(self._tensors)
 
+    def tensors_as_stored(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Return all tensors as `tensors` does, before they are quantised."""
+        return _Tensors(self._as_stored)
+
+    @cached_property
+    def quantisation(self) -> Quantisation | None:
+        """Return what quantising did to the weights; None where they are as stored."""
+        pairs = [(s, self._as_stored[s], t) for s, t in self._tensors.items() if t is not self._as_stored[s]]
+        if not pairs or not isinstance(self.spec, ModelSpec):
+            return None
+        return measured(pairs[0][2].dtype, pairs, left_unquantised(self.spec))
+
+    def _quantised(self, source: TensorSource, tensor: TensorReader, how: Quantised) -> TensorReader:
+        """Return a tensor as devices have it; of a head that is the embeddings these are quantised too."""
+        assert isinstance(self.spec, ModelSpec)
+        tied = source.name == WORDS and self.spec.storage_of(HEAD) is not None and self.spec.head.tied
+        if not tied and self.spec.storage_of(source.name) is None:
+            return tensor
+        return quantised_reader(source.primary_name, tensor, STORAGES[QUANTISED[how]])
+
     def weights(self) -> Mapping[str, npt.NDArray[np.float32] | StoredRows]:
         """Return all tensors as devices get them: as `tensors` does, but matrices in the blocks of the file."""
         return _Weights(self._tensors)
@@ -197,7 +241,8 @@ class Checkpoint:
     @cached_property
     def _manifest_cache(self) -> Path:
         stamps = (stamp for file in self._files for stamp in file.stamps)
-        return storage.manifest_cache_path(stamps, self._stored, self._tensors)
+        storages = self.spec.storages if isinstance(self.spec, ModelSpec) else ()
+        return storage.manifest_cache_path(stamps, self._stored, self._tensors, storages)
 
     def tile(self, digest: bytes) -> bytes:
         """Return the bytes of the tile named `digest`.

@@ -54,6 +54,8 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
         )
     tokens: list[str] = of["tokens"]
     kinds = of.get("token_type", [_NORMAL] * len(tokens))
+    if pieces:
+        tokens = _as_texts_have_them(path, of, tokens, kinds)
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or len(kinds) != len(tokens):
         raise ValueError(f"{len(vocab)} different ones of {len(tokens)} tokens, {len(kinds)} kinds")
@@ -74,7 +76,7 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
     if pieces:
-        parts, has_bos = _pieces(path, of, vocab, kinds), True
+        parts, has_bos = _pieces(of, vocab, kinds), True
     else:
         parts, has_bos = _byte_pairs(of, vocab), _PRE[of["pre"]][2]
     bos = config.get("bos_token") if of.get("add_bos_token", has_bos) else None
@@ -83,6 +85,23 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
         raise UnsupportedModelError(f"{path}: its tokenizer puts {eos!r} behind every text, which is not supported")
     post = _begin_with(bos, vocab[bos]) if bos else None
     return {"version": "1.0", "added_tokens": added, "post_processor": post, **parts}, config
+
+
+def _as_texts_have_them(path: Path, of: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> list[str]:
+    """Return the tokens with spaces in pieces of users (Gemma's runs of them), of which older files have the mark.
+
+    They are found in the text before all others. Raises UnsupportedModelError where a space is put in front of the
+    text, which may become a part of them.
+    """
+    found = [
+        token.replace(_MARK, " ") if kind == _USER_DEFINED else token for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    if of.get("add_space_prefix", True) and any(" " in token for token in found):
+        raise UnsupportedModelError(
+            f"{path}: its tokenizer has pieces of users with spaces and puts a space in front of texts, which is not "
+            "supported; give the original model with model.safetensors and tokenizer.json"
+        )
+    return found
 
 
 def _byte_pairs(of: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, Any]:
@@ -101,19 +120,11 @@ def _byte_pairs(of: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, An
     }
 
 
-def _pieces(path: Path, of: Mapping[str, Any], vocab: Mapping[str, int], kinds: list[int]) -> dict[str, Any]:
-    """Return the parts of a tokenizer of SentencePiece's byte pairs: of two neighbours the likeliest piece is made.
-
-    Raises UnsupportedModelError for pieces of users that have spaces, which are found in the text before all others.
-    """
+def _pieces(of: Mapping[str, Any], vocab: Mapping[str, int], kinds: list[int]) -> dict[str, Any]:
+    """Return the parts of a tokenizer of SentencePiece's byte pairs: of two neighbours the likeliest piece is made."""
     scores: list[float] = of["scores"]
     if len(scores) != len(vocab):
         raise ValueError(f"{len(scores)} scores of {len(vocab)} tokens")
-    if any(_MARK in token for token, kind in zip(vocab, kinds, strict=True) if kind == _USER_DEFINED):
-        raise UnsupportedModelError(
-            f"{path}: its tokenizer has pieces of users with spaces, which are not supported; give the original model "
-            "with model.safetensors and tokenizer.json"
-        )
     unknown = of.get("unknown_token_id")
     prefix, space = of.get("add_space_prefix", True), {"String": " "}
     marked = {"type": "Replace", "pattern": space, "content": _MARK}

@@ -191,10 +191,17 @@ def sample_digest(tensors: Mapping[str, TensorReader]) -> str:
 
 
 def manifest_cache_path(
-    stamps: Iterable[FileStamp], stored: Mapping[str, TensorReader], sources: Iterable[TensorSource]
+    stamps: Iterable[FileStamp],
+    stored: Mapping[str, TensorReader],
+    sources: Iterable[TensorSource],
+    storages: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Return where the manifest of these files, what is stored in them, and tensors is kept."""
-    key = hashlib.sha256(repr((list(stamps), sample_digest(stored), list(sources))).encode()).hexdigest()
+    """Return where the manifest of these files, what is stored in them, and tensors is kept.
+
+    storages: of the tensors that are in blocks, or are quantised to them.
+    """
+    what = (list(stamps), sample_digest(stored), list(sources), list(storages))
+    key = hashlib.sha256(repr(what).encode()).hexdigest()
     return Path(platformdirs.user_cache_dir("hepti")) / "manifests" / key
 
 

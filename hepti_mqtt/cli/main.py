@@ -27,7 +27,7 @@ from hepti_mqtt.config.options import (
 )
 from hepti_mqtt.config.settings import check_environment
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.plan import Objective
+from hepti_mqtt.plan import Objective, Quantised
 
 
 def build() -> argparse.ArgumentParser:
@@ -179,7 +179,9 @@ def _model(sub: argparse.ArgumentParser) -> None:
     make.add_argument("--layers", type=positive_int, help="fewer layers, or more, than KIND has")
     for name, text in (("inspect", "print what a model directory holds"), ("verify", "load it and compute with it")):
         sub_action = actions.add_parser(name, help=text)
-        sub_action.add_argument("directory", type=Path, metavar="DIR", help="a Hugging Face directory")
+        sub_action.add_argument("directory", type=Path, metavar="DIR", help="a Hugging Face directory, or a GGUF file")
+        quantise = "quantise a decoder's matrices, and say how far that moves them"
+        sub_action.add_argument("--weights", choices=get_args(Quantised), help=quantise)
 
 
 def _simulate(sub: argparse.ArgumentParser) -> None:
@@ -214,7 +216,7 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--minutes", type=positive_int, default=30, help="minutes of --weather (default 30)")
     sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --weather (default 0)")
     _drawing(sub)
-    add_pin_arguments(sub)
+    add_pin_arguments(sub, opens=True)
 
 
 def _devices(sub: argparse.ArgumentParser) -> None:
@@ -289,6 +291,7 @@ _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "devices": (("hepti --broker mqtt://192.168.1.10 devices", "who is there, and why a device is not used"),),
     "model": (
         ("hepti model inspect /models/all-MiniLM-L6-v2", "what Hepti makes of a directory"),
+        ("hepti model verify /models/SmolLM2-135M --weights q4", "what quantising costs"),
         ("hepti model make bert-base --out /tmp/bert-base", "a random one, for tests"),
     ),
     "simulate": (

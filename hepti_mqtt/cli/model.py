@@ -40,7 +40,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _inspect_one(args: argparse.Namespace, part: str) -> None:
     from hepti_mqtt.service.requests import forms
 
-    with Checkpoint.open(args.directory, part=part) as checkpoint:
+    with Checkpoint.open(args.directory, part=part, weights=args.weights) as checkpoint:
         spec = checkpoint.spec
         sources = models.tensor_sources(spec)
         parameters = sum(prod(s.shape) for s in sources)
@@ -49,6 +49,7 @@ def _inspect_one(args: argparse.Namespace, part: str) -> None:
             "parameters": parameters,
             "tensors": len(sources),
             "requests": [" and ".join(form) for form in forms(checkpoint)],
+            "quantised": None if checkpoint.quantisation is None else checkpoint.quantisation.text(),
         }
     if args.json:
         output.print_json(result)
@@ -71,21 +72,31 @@ def _verify_one(args: argparse.Namespace, part: str) -> None:
     from hepti_mqtt.plan_programs import device_program, make_plan
     from hepti_mqtt.runtime.worker.executor import run_local
 
-    with Checkpoint.open(args.directory, part=part) as checkpoint:
+    with Checkpoint.open(args.directory, part=part, weights=args.weights) as checkpoint:
         spec, tensors = checkpoint.spec, checkpoint.tensors()
         shape = models.representative_shape(spec, 32).with_want("hidden")
+        if shape.session_rows and shape.size == 1:  # a decoder's step; its prompt says more
+            shape = shape.decode_step(min(32, shape.session_rows))
         inputs = models.random_inputs(spec, shape, np.random.default_rng(0))
         expected, _ = models.reference(spec, tensors, inputs, shape)
         alone = make_plan(spec, Plan("model", PlanVersion(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
         got = run_local(device_program(spec, alone, shape, "here"), checkpoint.weights(), inputs)
+        quantisation, cosine = checkpoint.quantisation, None
+        if quantisation is not None:
+            both = (tensors, checkpoint.tensors_as_stored())
+            now, before = (models.reference(spec, each, inputs, shape.with_want("task"))[1] for each in both)
+            cosine = float(np.sum(now * before) / np.linalg.norm(now) / np.linalg.norm(before))
     error = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))
     if not error < 2e-4:
         raise ModelError(
             f"{args.directory}: kernels and reference differ by {error:.2e} (bound 2e-4); please report this"
         )
     if args.json:
-        output.print_json({"directory": str(args.directory), "tokens": shape.size, "max_abs_err": error})
+        told = {"directory": str(args.directory), "tokens": shape.size, "max_abs_err": error}
+        output.print_json(told if cosine is None else told | {"cosine": cosine})
     else:
         output.print_lines(
             [f"{args.directory}: {spec.architecture}, {shape.size} tokens, max |difference| {error:.1e}"]
         )
+        if quantisation is not None:
+            output.print_lines([quantisation.text(), f"cosine with the answer before: {cosine:.6f}"])

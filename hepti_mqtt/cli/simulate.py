@@ -21,19 +21,20 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import representative_shape
+from hepti_mqtt.models import quantised, representative_shape, with_cache
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, price, wire_errors
 from hepti_mqtt.spec import Spec
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
-    cluster, spec = load_site(settings.find_bundled_config("sites", args.devices_file)), _spec(args.model)
+    cluster = load_site(settings.find_bundled_config("sites", args.devices_file))
+    spec = _spec(args.model, PinOptions.from_args(args))
     if args.weather is not None:
         return simulate_weather(args, cluster, spec)
     question = _question(args, cluster, spec)
     try:
-        decision = _decide(args.model, question)
+        decision = _decide(args, question)
     except PlanError as error:
         output.print_lines(error.detail if args.explain and not args.json else ())
         raise
@@ -63,16 +64,16 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
     return pins.question(naming, spec, cluster, shape, version, in_flight=args.in_flight, requests=requests)
 
 
-def _decide(model: str, question: Question) -> Decision:
+def _decide(args: argparse.Namespace, question: Question) -> Decision:
     """Return the best plan; an accuracy budget needs the weights, whose answers the wire moves."""
     if question.accuracy is None:
         return decide(question)
-    if not _is_stored(model):
+    if not _is_stored(args.model):
         raise ConfigError(
             "--accuracy needs the weights of a model directory or file; make a directory: "
             "hepti model make KIND --out DIR"
         )
-    with Checkpoint.open(model) as checkpoint:
+    with Checkpoint.open(args.model, weights=PinOptions.from_args(args).quantised) as checkpoint:
         tensors = checkpoint.tensors()
         return decide_within_accuracy(question, {}, lambda plan: wire_errors(question.spec, plan, tensors))
 
@@ -130,11 +131,13 @@ def _energy(question: Question, decision: Decision) -> list[str]:
     return [f"energy: {chosen.name} draws {joules:.3g} J of a request in {chosen.price.seconds * 1e3:.1f} ms{until}"]
 
 
-def _spec(name: str) -> Spec:
+def _spec(name: str, pins: PinOptions) -> Spec:
+    weights, cache = pins.quantised, pins.kv_cache
     if name in KINDS:
-        return spec_of_kind(name)
+        spec = spec_of_kind(name)
+        return with_cache(spec if weights is None else quantised(spec, weights), cache)
     if _is_stored(name):
-        with Checkpoint.open(name) as checkpoint:
+        with Checkpoint.open(name, weights=weights, cache=cache) as checkpoint:
             return checkpoint.spec
     raise ConfigError(f"{name} is no model directory, ONNX or GGUF file, or kind; kinds: {', '.join(KINDS)}")
 

@@ -73,9 +73,9 @@ class RequestKeys(TypedDict, total=False):
     """The keys of a request; docs/reference/requests.md says what each means, and which belong together.
 
     Inputs: text, texts, ids (with token_types), text and text_pair, pairs, query and documents, question and context,
-    text or texts with candidate_labels, messages (with tools), image, images (each a path, a file's bytes, a Pillow
-    image or base64), audio (a path, a file's bytes or base64) with language, task ("translate": into English), window
-    (seconds), timestamps, prompt, temperature and seed.
+    text or texts with candidate_labels, messages (with tools and tool_choice), image, images (each a path, a file's
+    bytes, a Pillow image or base64), audio (a path, a file's bytes or base64) with language, task ("translate": into
+    English), window (seconds), timestamps, prompt, temperature and seed.
     want="hidden": final hidden states instead of the task's result; want="plan": computes nothing; the answer comes
     when the plan is active and has the predicted cost. strategy ("auto" to free it), options, devices, wire, accuracy,
     weights, route, objective pin the planner's choice for this request alone. report: the answer waits for the devices'
@@ -87,6 +87,8 @@ class RequestKeys(TypedDict, total=False):
     ids: Sequence[int] | Sequence[Sequence[int]] | None
     messages: Sequence[Mapping[str, Any]] | None
     tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None
     token_types: Sequence[int] | Sequence[Sequence[int]] | None
     text_pair: str | None
     pairs: Sequence[Sequence[str]] | None
@@ -114,6 +116,7 @@ class RequestKeys(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    logprobs: int | None
     stop: str | Sequence[str] | None
     speculate: bool | None
     prompt: str | Sequence[str | int] | None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 from hepti_mqtt.config.settings import Settings, parse_size
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
+from hepti_mqtt.plan import CacheDtype, Objective, Quantised, Route, WeightDtype, WireDtype
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.requests import Pins
@@ -122,6 +122,8 @@ BATCH: Final = 16  # default of --batch
 # Default of --max-weight-error. The real MiniLM moves by 0.03 under w8a32 and by 0.05 under w8a8; a checkpoint with a
 # few large columns by 0.5.
 MAX_WEIGHT_ERROR: Final = 0.15
+_KEPT: Final[Mapping[str, WeightDtype]] = {dtype: dtype for dtype in get_args(WeightDtype)}
+_QUANTISED: Final[Mapping[str, Quantised]] = {how: how for how in get_args(Quantised)}
 
 
 def host_name() -> str:
@@ -141,8 +143,8 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     return Settings.from_environment(args.broker, args.site)
 
 
-def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what a user can fix of a plan."""
+def add_pin_arguments(parser: argparse.ArgumentParser, opens: bool = False) -> None:
+    """Add what a user can fix of a plan; opens: the command opens models, whose weights can be quantised then."""
     add = parser.add_argument
     variants = "kv of row, ring of megatron, 2 of grid, groups=2 of replicas, ..."
     add("--strategy", metavar="NAME", help="pin the strategy (auto: let the planner choose)")
@@ -151,7 +153,12 @@ def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wire", choices=get_args(WireDtype), help="pin the dtype of exchanged activations")
     accuracy = "let the planner choose that dtype: the largest relative error of an answer, e.g. 1e-3"
     add("--accuracy", type=error_fraction, metavar="ERROR", help=accuracy)
-    add("--weights", choices=get_args(WeightDtype), help="pin the dtype of the layers' weight matrices")
+    kept = "pin the dtype of the layers' weight matrices"
+    kept += "; q8, q4: quantise a decoder's matrices when it is opened" if opens else ""
+    if opens:
+        cached = "how decoders keep keys and values (default f32; f16 takes half the memory, and near ties may change)"
+        add("--kv-cache", choices=get_args(CacheDtype), default="f32", help=cached)
+    add("--weights", choices=(*get_args(WeightDtype), *(get_args(Quantised) if opens else ())), help=kept)
     route = "pin the route of tensors between devices: broker or mesh"
     add("--route", choices=(*get_args(Route), "auto"), help=route)
     objective = "least latency of one request (default), most throughput, least memory"
@@ -180,21 +187,30 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PinOptions:
-    """What a user fixed of a plan; None is the planner's choice. weights: how the layers' matrices are kept."""
+    """What a user fixed of a plan; None is the planner's choice.
+
+    weights: how the layers' matrices are kept. kv_cache: how decoders keep keys and values.
+    """
 
     strategy: str | None = None
     variant: str | None = None
     devices: tuple[str, ...] | None = None
     wire: WireDtype | None = None
-    weights: WeightDtype | None = None
+    weights: WeightDtype | Quantised | None = None
     route: Route | Literal["auto"] | None = None
     objective: Objective | None = None
     accuracy: float | None = None
+    kv_cache: CacheDtype = "f32"
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PinOptions:
         """Return what the arguments of `add_pin_arguments` say."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+    @property
+    def quantised(self) -> Quantised | None:
+        """Return what weights are quantised to when a model is opened; None for as they are."""
+        return _QUANTISED.get(self.weights or "")
 
     def to_pins(self) -> Pins:
         """Return them as the planner takes them; raises ConfigError where they contradict each other."""
@@ -203,7 +219,7 @@ class PinOptions:
         if self.wire is not None and self.accuracy is not None:
             raise ConfigError(f"--wire {self.wire} leaves nothing for --accuracy to choose; give one of the two")
         route = None if self.route == "auto" else self.route
-        kept = self.weights or "f32"
+        kept = _KEPT.get(self.weights or "f32", "f32")
         strategy = None if self.strategy == "auto" else self.strategy
         options, objective = variant_options(strategy, self.variant), self.objective or "latency"
         return Pins(strategy, options, self.devices, self.wire or "f32", kept, route, objective, self.accuracy)
@@ -278,7 +294,7 @@ class PlannerOptions:
         share = "answer a share of the requests to this site too, beside other planners with the same option (MQTT 5)"
         add("--shared", metavar="SITE", help=share)
         add("--no-announce", dest="announce", action="store_false", help=NO_ANNOUNCE_HELP)
-        add_pin_arguments(parser)
+        add_pin_arguments(parser, opens=True)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PlannerOptions:

@@ -309,7 +309,12 @@ _NOTE: Final = (
     "[rows × columns | what a result is summed over]. Rows and columns are drawn to scale, each to its own. "
     "Sheets on a stack are added; the complete result, if a device has it, is in front."
 )
-_REDUCED: Final[Mapping[str, str]] = {"linear": "inner", "attention": "keys", "moments": "columns"}
+_REDUCED: Final[Mapping[str, str]] = {
+    "linear": "inner",
+    "attention": "keys",
+    "moments": "columns",
+    "candidates": "words",
+}
 
 
 class _Scale(NamedTuple):

@@ -115,9 +115,9 @@ class DeviceProfile:
             return self.slowdown * (self.mesh_frame_s * frames + nbytes / self.mesh_copy_bytes_per_s)
         return self.slowdown * (self.frame_s * frames + nbytes / self.copy_bytes_per_s)
 
-    def speed(self, rows: int) -> float:
+    def speed(self, rows: int, storage: WeightDtype | BlockStorage = "f32") -> float:
         """Return FLOP/s of large matmuls at `rows` rows: what shares start from."""
-        curve = max(self._curves("f32"), key=lambda c: c.k * c.n)
+        curve = max(self._curves(storage), key=lambda c: c.k * c.n)
         return 2.0 * rows * curve.k * curve.n / (curve.seconds(rows) * self.slowdown)
 
     def _curves(self, storage: WeightDtype | BlockStorage) -> tuple[Curve, ...]:
@@ -160,6 +160,12 @@ class Cluster:
     peer_links: Mapping[DevicePair, PeerLink] = field(default_factory=dict)
     shared_medium: frozenset[str] = frozenset()
     deadline_s: float = inf
+
+
+def rows_factor(cluster: Cluster, devices: Collection[str], storage: WeightDtype | BlockStorage, rows: int) -> float:
+    """Return how many times as long products of some rows take as those of one, on the device where that is most."""
+    known = [cluster.devices[name] for name in devices if name in cluster.devices]
+    return max((rows * device.speed(1, storage) / device.speed(rows, storage) for device in known), default=float(rows))
 
 
 def make_cluster(

@@ -49,7 +49,7 @@ async def version(_site: Site, _asked: dict[str, Any]) -> Any:
 async def chat(site: Site, asked: dict[str, Any]) -> Any:
     """The next message of a conversation, as Ollama gives it: by default line by line."""
     tools, options = asked["tools"] or None, asked["options"] or {}
-    request = {"messages": asked["messages"], "tools": tools, **_sampled(options)}
+    request = {"messages": asked["messages"], "tools": tools, **_format(asked["format"]), **_sampled(options)}
 
     def told(text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -58,7 +58,7 @@ async def chat(site: Site, asked: dict[str, Any]) -> Any:
             message["tool_calls"] = [{"function": one} for one in made]
         return {"message": message}
 
-    return await _write(site, asked, request, Writing(tools, _stop(options)), told)
+    return await _write(site, asked, request, Writing(tools), told)
 
 
 async def generate(site: Site, asked: dict[str, Any]) -> Any:
@@ -71,7 +71,8 @@ async def generate(site: Site, asked: dict[str, Any]) -> Any:
     def told(text: str, _calls: Sequence[Call] = ()) -> dict[str, Any]:
         return {"response": text}
 
-    return await _write(site, asked, request | _sampled(options), Writing(None, _stop(options)), told)
+    request |= {**_format(asked["format"]), **_sampled(options)}
+    return await _write(site, asked, request, Writing(None), told)
 
 
 async def _write(
@@ -101,7 +102,7 @@ async def _write(
 
     async def lines() -> AsyncIterator[str]:
         async for part in parts:
-            if not isinstance(part, str):
+            if isinstance(part, Answer):
                 yield f"{json.dumps(last(part))}\n"
             elif text := writing.add(part):
                 yield f"{json.dumps(line(told(text)))}\n"
@@ -109,9 +110,13 @@ async def _write(
     return StreamingResponse(lines(), media_type=LINES)
 
 
-def _stop(options: dict[str, Any]) -> list[str]:
-    stop = options.get("stop")
-    return [stop] if isinstance(stop, str) else stop or []
+def _format(asked: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Return Ollama's `format` as a request has it."""
+    if not asked:
+        return {}
+    if asked == "json":
+        return {"response_format": {"type": "json_object"}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": asked}}}
 
 
 def _sampled(options: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +144,7 @@ _WRITTEN: Final[dict[str, Schema]] = {
     "stream": {**FLAG, "default": True},
     "options": body({}, {**_SAMPLED, **dict.fromkeys(_COMPUTES, IGNORED)}),
     "keep_alive": IGNORED,
-    "format": {"type": "string", "enum": [""], "description": "empty: what is written follows no schema"},
+    "format": {"anyOf": [{"type": "string", "enum": ["", "json"]}, OBJECT], "description": '"json", or a JSON schema'},
     "think": {"type": "boolean", "enum": [False], "description": "false: the model's text is not divided"},
 }
 _WHOLE: Final = {"model": TEXT, "created_at": TEXT, "done": FLAG, "total_duration": INTEGER, "eval_count": INTEGER}

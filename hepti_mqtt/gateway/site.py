@@ -224,8 +224,8 @@ class Site:
         """Return the answer to one request as MQTT gives it; raises as `embed` does."""
         return (await self._ask_all(model, [body]))[0]
 
-    async def stream(self, model: str, body: dict[str, Any]) -> AsyncGenerator[str | Answer, None]:
-        """Return the texts of a decoder's tokens as they come, and behind them the whole answer.
+    async def stream(self, model: str, body: dict[str, Any]) -> AsyncGenerator[Mapping[str, Any] | Answer, None]:
+        """Return a decoder's tokens as they come, and behind them the whole answer.
 
         Raises what the planner says before the first token, here, and the rest from the generator.
         """
@@ -237,13 +237,13 @@ class Site:
 
         stream = self.client.stream(model, body, put)
 
-        async def read() -> AsyncGenerator[str | Answer, None]:
+        async def read() -> AsyncGenerator[Mapping[str, Any] | Answer, None]:
             self.journal.waiting += 1
             part = first
             try:
                 while part is not None:
                     for token in stream.take(part):
-                        yield token["text"]
+                        yield token
                     part = await asyncio.wait_for(parts.get(), self._timeout_s)
                 yield stream.result()
             except HeptiError as error:

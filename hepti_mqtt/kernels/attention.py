@@ -18,11 +18,10 @@ attention_block      The same, but writes states [r, heads, d + 2]: the sum of e
 attention_combine    States of several blocks -> [r, heads d], combined in the given order. Attributes: heads,
                      head_dim.
 append_rows          state [C, w], new [m, w], at -> state with rows at..at + m replaced by new. In place, where the
-                     result
-                     is the memory of the state, only the new rows move.
+                     result is the memory of the state, only the new rows move. The state may be f16.
 attention_at         q [m, *], kv [C, *] of each item, at -> [m, heads d]: query i of an item attends to rows 0..at + i
                      of its kv. Attributes as `attention` has: columns, heads, head_dim, scale, window; lengths: of the
-                     items, one without. Other rows of kv are never read.
+                     items, one without. Other rows of kv are never read. kv may be f16.
 attention_reordered  q [r, *], x [s, w] -> [r, heads d]: ((q Wk.T) x.T), then (P x) Wv + b, so that no keys and
                      values are
                      computed (Voltage, Hu and Li, 2024): fewer multiplications for few queries and many rows of x.
@@ -69,9 +68,10 @@ from hepti_mqtt.kernels.base import (
     rowwise,
     starts_of,
 )
+from hepti_mqtt.kernels.codecs import widen_rows
 from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, address_table, fills, floats, helper, kernel, reads
-from hepti_mqtt.kernels.threads import Workers, ranges
+from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec, Work
@@ -474,7 +474,8 @@ ATTENTION_COMBINE: Final = Kernel("attention_combine", _bind_combine, _reference
 
 
 def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
-    check = check_at(op, slots, ("f32", "f32"))
+    kept = _kept(op, slots)
+    check = check_at(op, slots, (kept, "f32"), result=kept)
     check.weights(weights, 0)
     (rows, width), m = check.reads[0].shape, check.reads[1].shape[0]
     check.shape(check.reads[1], (m, width))
@@ -486,14 +487,21 @@ def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[
         first = first_of(op, at, m, rows, "rows of the cache")
         if out is not state and not np.may_share_memory(out, state):
             out[...] = state
-        out[first : first + m] = new
+        with np.errstate(over="ignore"):  # beyond 65504 is infinity, as on the wire
+            out[first : first + m] = new
 
     return run
 
 
+def _kept(op: Compute, slots: Sequence[SlotSpec], read: int = 0) -> str:
+    """Return the dtype of the keys and values that an op reads: f16, or f32 that it must be otherwise."""
+    return "f16" if read < len(op.reads) and slots[op.reads[read]].dtype == "f16" else "f32"
+
+
 def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
     lengths = items_of(op, slots[op.reads[0]].shape[0])
-    check = check_at(op, slots, ("f32",) * (1 + len(lengths)), len(lengths))
+    kept = _kept(op, slots, 1)
+    check = check_at(op, slots, ("f32", *[kept] * len(lengths)), len(lengths))
     check.weights(weights, 0)
     m, caches = check.reads[0].shape[0], check.reads[1:-1]
     check.that(len({spec.shape for spec in caches}) == 1, "the caches of all items must be alike")
@@ -501,11 +509,12 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     check.shape(check.writes[0], (m, layout.heads * layout.d))
     if not m * layout.heads:
         return nothing
-    few = [] if layout.d % LANES else [item for item, rows in enumerate(lengths) if rows <= attention_few.ROWS]
+    attend_item, fits = (_attend_at, layout.d % LANES == 0) if kept == "f32" else (_attend_widened, False)
+    few = [item for item, rows in enumerate(lengths) if fits and rows <= attention_few.ROWS]
     attend_few = _attend_few(op, check, layout, few, pool) if few else nothing
     places = list(pairwise(accumulate(lengths, initial=0)))
     many = [
-        (_attend_at(op, check, layout, item, lengths[item], pool), item, *places[item])
+        (attend_item(op, check, layout, item, lengths[item], pool), item, *places[item])
         for item in range(len(lengths))
         if item not in few
     ]
@@ -544,19 +553,25 @@ def _attend_few(op: Compute, check: Check, layout: HeadLayout, few: Sequence[int
 
 
 def _attend_at(
-    op: Compute, check: Check, layout: HeadLayout, item: int, m: int, pool: Workers
+    op: Compute, check: Check, layout: HeadLayout, item: int, m: int, pool: Workers, alone: int | None = None
 ) -> Callable[[Array, Array, Array, Array], None]:
-    """Return the attention of one item's m rows over its cache: q, kv, at -> out."""
-    capacity = check.reads[1].shape[0]
+    """Return the attention of one item's m rows over its cache: q, kv, at -> out.
+
+    alone: of the heads that share the keys and values of one, which kv has alone.
+    """
+    capacity, heads, skipped = check.reads[1].shape[0], layout.heads, 0
+    if alone is not None:
+        heads, skipped = layout.group, alone * layout.group
+        layout = layout._replace(k_column=-alone * layout.d, v_column=(1 - alone) * layout.d)
     # As of an empty cache; `at` moves the ends of all ranges of keys alike, and what a window leaves out.
     ends, near = np.arange(1, m + 1), op.attrs.get("window", capacity)
     limits = np.stack([0 * ends, ends], axis=1)
     empty = tiles_of(limits[:, :1], limits, limits[:, 0])
     tiles, nowhere = empty.copy(), np.zeros(0, np.int64)
     added = _distances(check, layout, ())
-    units, per_key = layout.heads * len(tiles), 4 * layout.heads * layout.d * m
+    units, per_key, begin = heads * len(tiles), 4 * heads * layout.d * m, skipped * len(tiles)
     parts = (ranges(units, n if n == 1 else 4 * n) for n in range(1, pool.threads + 1))
-    attend = [pool.bind(attention_units, divided) for divided in parts]
+    attend = [pool.bind(attention_units, Parts((begin + a, begin + z) for a, z in divided)) for divided in parts]
     table, scale = layout.table(), np.float32(op.attrs["scale"])
 
     def run(q: Array, kv: Array, at: Array, out: Array) -> None:
@@ -568,6 +583,26 @@ def _attend_at(
             tiles[:, 2] = limits[tiles[:, 0], 0]
         threads = min(pool.threads, 1 + per_key * min(first + m // 2 + 1, near + 1) // GRAIN)
         attend[threads - 1](q, kv, out.reshape(-1), tiles, limits, table, nowhere, nowhere, *added, scale)
+
+    return run
+
+
+def _attend_widened(
+    op: Compute, check: Check, layout: HeadLayout, item: int, m: int, pool: Workers
+) -> Callable[[Array, Array, Array, Array], None]:
+    """Return the same of a cache in f16, of which the keys and values of one head are widened at a time."""
+    (capacity, width), d, near = check.reads[1].shape, layout.d, op.attrs.get("window", check.reads[1].shape[0])
+    groups = layout.heads // layout.group
+    attend = [_attend_at(op, check, layout, item, m, pool, group) for group in range(groups)]
+
+    def run(q: Array, kv: Array, at: Array, out: Array) -> None:
+        first = first_of(op, at, m, capacity, "rows of the cache", item)
+        low, stop = max(first - near, 0), first + m
+        wide, narrow = np.empty((stop, 2 * d), np.float32), kv.reshape(-1)
+        for group in range(groups):
+            for column, to in ((layout.k_column, 0), (layout.v_column, d)):
+                widen_rows(narrow, wide, (low, stop), width, column + group * d, to, d)
+            attend[group](q, wide, at, out)
 
     return run
 
@@ -585,10 +620,11 @@ def _reference_attention_at(
 ) -> list[Array]:
     q, *caches, at = reads
     ends, out = accumulate(items_of(op, len(q)), initial=0), list[Array]()
+    wide = [spec._replace(dtype="f32") if spec.dtype == "f16" else spec for spec in slots]
     for (start, stop), kv, first in zip(pairwise(ends), caches, at.tolist(), strict=True):
         places = {"q_rows": range(first, first + stop - start), "k_rows": ((0, len(kv)),), "lengths": (len(kv),)}
         whole = op._replace(kernel="attention", reads=op.reads[:2], attrs={**op.attrs, **places, "causal": True})
-        out.append(ATTENTION.reference(whole, slots, (q[start:stop], kv), ())[0])
+        out.append(ATTENTION.reference(whole, wide, (q[start:stop], kv.astype(np.float32)), ())[0])
     return [np.concatenate(out)]
 
 

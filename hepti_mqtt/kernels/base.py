@@ -263,13 +263,15 @@ def rowwise(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("rowwise", nbytes=float(sum(slots[s].nbytes for s in (*op.reads, *op.writes))))
 
 
-def check_at(op: Compute, slots: Sequence[SlotSpec], dtypes: tuple[str, ...], items: int = 1) -> Check:
-    """Check an op that reads arrays [m] or [m, n] of these dtypes, then `at`, and writes f32 [m, n]."""
+def check_at(
+    op: Compute, slots: Sequence[SlotSpec], dtypes: tuple[str, ...], items: int = 1, result: str = "f32"
+) -> Check:
+    """Check an op that reads arrays [m] or [m, n] of these dtypes, then `at`, and writes [m, n] of a dtype."""
     check = Check(op, slots)
     check.count(len(dtypes) + 1)
     got = tuple(s.dtype for s in check.reads)
     check.that(got == (*dtypes, "i32"), f"must read {[*dtypes, 'i32']}, not {list(got)}")
-    check.that(check.writes[0].dtype == "f32", "must write f32")
+    check.that(check.writes[0].dtype == result, f"must write {result}")
     check.shape(check.reads[-1], (items,))
     ranks = [len(s.shape) for s in (*check.reads[:-1], check.writes[0])]
     check.that(ranks == [1 if d == "i32" else 2 for d in (*dtypes, "f32")], "slots must be matrices, ids a vector")

@@ -18,6 +18,7 @@ from hepti_mqtt.kernels.attention import (
     ATTENTION_REORDERED,
 )
 from hepti_mqtt.kernels.base import Kernel
+from hepti_mqtt.kernels.candidates import CANDIDATES, MERGE_CANDIDATES
 from hepti_mqtt.kernels.codecs import ASSEMBLE, FROM_F16, FROM_I8, TO_F16, TO_I8
 from hepti_mqtt.kernels.conv2d import CONV2D
 from hepti_mqtt.kernels.linear import LINEAR
@@ -68,6 +69,8 @@ _ALL: Final = (
     REPEAT_ROW,
     APPEND_ROWS,
     ATTENTION_AT,
+    CANDIDATES,
+    MERGE_CANDIDATES,
     TO_F16,
     FROM_F16,
     TO_I8,

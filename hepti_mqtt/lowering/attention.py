@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from math import lcm
 from typing import Any
 
 from hepti_mqtt.lowering.ops import Call, Norm, Op, Operand, cached
@@ -18,6 +19,7 @@ from hepti_mqtt.lowering.regions import (
     indices,
     intersect_sets,
     positions_in,
+    round_to_units,
     shift,
     span,
     union,
@@ -30,19 +32,43 @@ from hepti_mqtt.program import WeightRef
 class HeadedAttention(Op):
     """What reads queries from one tensor, keys and values from another; columns: where q, k and v begin there.
 
-    group: how many heads of queries share one of keys and values (Ainslie et al., 2023); they stay together. scale: of
-    the scores, 0 for 1 / sqrt(d).
+    group: how many heads of queries share one of keys and values (Ainslie et al., 2023). Devices that have some of them
+    each need that one. scale: of the scores, 0 for 1 / sqrt(d). unit: values of a block of the matrix by which the
+    result is multiplied.
     """
 
     d: int
     columns: tuple[int, int, int]
     group: int = 1
     scale: float = 0.0
+    unit: int = 1
+
+    def granularity(self) -> tuple[int, ...]:
+        return 1, self.d, 1
+
+    def share_unit(self, dim: int) -> int:
+        return lcm(self.d, self.unit) if dim == 1 else super().share_unit(dim)
+
+    def range_cost(self, dim: int, start: int, stop: int) -> int:
+        """Return the columns of the matrices around it; those of keys and values twice, as what is cached is read."""
+        if dim != 1 or start == stop:
+            return super().range_cost(dim, start, stop)
+        return 2 * (stop - start) + 4 * index_count(self.columns_of("k", span(start, stop)))
 
     def columns_of(self, which: str, c: IndexSet) -> IndexSet:
         """Return the columns of queries `q`, keys `k` or values `v` of some heads, which are columns of the result."""
-        first, by = self.columns["qkv".index(which)], 1 if which == "q" else self.group
-        return tuple((a // by + first, z // by + first) for a, z in c)
+        first = self.columns["qkv".index(which)]
+        if which == "q":
+            return shift(c, first)
+        whole = round_to_units(c, self.d * self.group)
+        return tuple((a // self.group + first, z // self.group + first) for a, z in whole)
+
+    def kernel_regions(self, region: Region) -> tuple[Region, ...]:
+        """Return parts in each of which as many heads of queries share every one of keys and values."""
+        r, c, k = region
+        by = self.d * self.group
+        cut = [intersect_sets(c, span(at, at + by)) for a, z in round_to_units(c, by) for at in range(a, z, by)]
+        return tuple((r, union(*alike), k) for _, alike in groupby(cut, index_count))
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
@@ -61,7 +87,8 @@ class HeadedAttention(Op):
             f"{which}_column": positions_in(self.columns_of(which, c), operand.cells[1])[0][0]
             for which, operand in zip("qkv", (operands[0], operands[1], operands[1]), strict=True)
         }
-        more = {"group": self.group} if self.group > 1 else {}
+        group = index_count(c) // index_count(self.columns_of("k", c))
+        more = {"group": group} if group > 1 else {}
         scale = self.scale or self.d**-0.5
         return {**where, "heads": index_count(c) // self.d, "head_dim": self.d, "scale": scale, **more}
 
@@ -87,9 +114,6 @@ class Attention(HeadedAttention):
     disentangled: bool = False
 
     kind = "attention"
-
-    def granularity(self) -> tuple[int, ...]:
-        return 1, self.d * self.group, 1
 
     @cached
     def _sequences(self) -> tuple[IndexSet, ...]:
@@ -135,7 +159,7 @@ class Attention(HeadedAttention):
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         r, c, k = region
-        return tuple((r, (columns,), k) for columns in c) if self.disentangled else (region,)
+        return tuple((r, (columns,), k) for columns in c) if self.disentangled else super().kernel_regions(region)
 
     def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
         if self.disentangled:
@@ -214,7 +238,7 @@ class CachedAttention(HeadedAttention):
     kind = "attention at"
 
     def granularity(self) -> tuple[int, ...]:
-        return self.space[0], self.d * self.group, self.space[2]
+        return self.space[0], self.d, self.space[2]
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         q, kv = super().input_regions(region)

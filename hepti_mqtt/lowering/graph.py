@@ -18,6 +18,7 @@ from hepti_mqtt.lowering.ops import (
     Add,
     AddTable,
     AppendRows,
+    Candidates,
     Columns,
     ConcatColumns,
     Gate,
@@ -250,6 +251,10 @@ class GraphBuilder:
         op = self._ops[x]
         return op.space[: op.rank]
 
+    def block_of(self, tensor: str) -> int:
+        """Return how many values of a row of a matrix are stored together."""
+        return STORAGES[self._storages.get(tensor, "f32")].block
+
     def build(self) -> Graph:
         """Return the graph; the last tensor is the answer."""
         return Graph(tuple(self._ops.values()), tuple(self._blocks))
@@ -350,6 +355,7 @@ class GraphBuilder:
         bias: Sequence[WeightRef] = (),
         farthest: int = 0,
         side: int = 0,
+        unit: int = 1,
     ) -> str:
         """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors.
 
@@ -361,7 +367,7 @@ class GraphBuilder:
         return self._add(
             name, (q, kv), role, tensors, Attention, space=space, d=width // heads, columns=columns, lengths=lengths,
             causal=causal, window=window, group=group, scale=scale, buckets=buckets, farthest=farthest,
-            side=side, disentangled=len(bias) > 1,
+            side=side, disentangled=len(bias) > 1, unit=unit,
         )  # fmt: skip
 
     def rows(self, name: str, x: str, role: str, rows: Sequence[int] | None = None) -> str:
@@ -379,9 +385,11 @@ class GraphBuilder:
         """x [n] -> x[start:stop]."""
         return self._add(name, (x,), role, (), Slice, space=(stop - start,), dtype=self._ops[x].dtype, start=start)
 
-    def session_state(self, name: str, state: str, *, rows: int, width: int, role: str = roles.CACHE) -> str:
+    def session_state(
+        self, name: str, state: str, *, rows: int, width: int, role: str = roles.CACHE, kept: SlotDtype = "f32"
+    ) -> str:
         """What the session has kept as `state` [rows, width]."""
-        return self._add(name, (), role, (state,), SessionState, space=(rows, width))
+        return self._add(name, (), role, (state,), SessionState, space=(rows, width), dtype=kept)
 
     def append_to_cache(
         self,
@@ -394,21 +402,20 @@ class GraphBuilder:
         start: int,
         role: str = roles.CACHE,
         lengths: tuple[int, ...] = (),
+        kept: SlotDtype = "f32",
     ) -> tuple[str, ...]:
         """qkv [m, start + w], at [B] -> for each item its session's `state` [rows, w] with the new rows at `at`.
 
-        lengths: of the items; none for one.
+        lengths: of the items; none for one. kept: the dtype of the state.
         """
         m, width = self.shape_of(qkv)
         made, space = list[str](), (rows, width - start)
         for item, part in enumerate(pairwise(accumulate(lengths or (m,), initial=0))):
-            own, kept = state_name(name, item), state_name(state, item)
-            past = self.session_state(f"{own}.past", kept, rows=rows, width=width - start, role=role)
-            made.append(
-                self._add(
-                    own, (past, qkv, at), role, (kept,), AppendRows, space=space, start=start, rows=part, item=item
-                )
-            )
+            own, state_of = state_name(name, item), state_name(state, item)
+            past = self.session_state(f"{own}.past", state_of, rows=rows, width=width - start, role=role, kept=kept)
+            where = {"start": start, "rows": part, "item": item}
+            inputs = (past, qkv, at)
+            made.append(self._add(own, inputs, role, (state_of,), AppendRows, space=space, dtype=kept, **where))
         return tuple(made)
 
     def cached_attention(
@@ -425,16 +432,17 @@ class GraphBuilder:
         scale: float = 0.0,
         lengths: tuple[int, ...] = (),
         window: int = -1,
+        unit: int = 1,
     ) -> str:
         """q [m, *], a cache [C, 2 width / group] for each item, at [B] -> attention [m, width].
 
-        columns: where q, k and v begin. lengths: of the items; none for one.
+        columns: where q, k and v begin. lengths: of the items; none for one. Others as `HeadedAttention` has.
         """
         (rows, cached), m = self.shape_of(caches[0]), self.shape_of(q)[0]
         width = cached // 2 * group
         return self._add(
             name, (q, *caches, at), role, (), CachedAttention, space=(m, width, rows), d=width // heads,
-            columns=columns, group=group, scale=scale, lengths=lengths or (m,), window=window,
+            columns=columns, group=group, scale=scale, lengths=lengths or (m,), window=window, unit=unit,
         )  # fmt: skip
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:
@@ -443,6 +451,12 @@ class GraphBuilder:
         *starts, total = accumulate((self.shape_of(x)[1] for x in xs), initial=0)
         space = (self.shape_of(xs[0])[0], total)
         return self._add(name, xs, role, (), ConcatColumns, space=space, starts=tuple(starts))
+
+    def candidates(self, name: str, logits: str, temperatures: str, role: str, count: int) -> str:
+        """logits [r, V], temperatures i32 [r] -> the likeliest words as the kernel has them [r, 2 count + 3]."""
+        r, vocab = self.shape_of(logits)
+        space = (r, 2 * count + 3, vocab)
+        return self._add(name, (logits, temperatures), role, (), Candidates, space=space)
 
     def opaque(
         self,

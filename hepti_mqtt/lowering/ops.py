@@ -164,6 +164,10 @@ class Op:
         """Return the units in which shares of a dimension are best made: at least its grain."""
         return self.granularity()[dim]
 
+    def range_cost(self, dim: int, start: int, stop: int) -> int:
+        """Return what a range of a dimension costs beside others: more than its part where ranges need the same."""
+        return stop - start
+
     def trim(self, region: Region) -> Region | None:
         """Return the part of a region that contributes anything; None if nothing does."""
         return region if all(region) else None
@@ -510,6 +514,31 @@ class Moments(Op):
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("moments")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Candidates(Op):
+    """The likeliest words of logits over (r, c, k), as the kernel has them: partial where words lie on several devices.
+
+    inputs: the logits, and the temperature of each row, i32 [r].
+    """
+
+    kind = "candidates"
+    stays_f32 = True
+
+    def granularity(self) -> tuple[int, ...]:
+        return 1, self.space[1], 1
+
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        return (region[0], region[2]), (region[0],)
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        if len(region[2]) != 1:
+            raise ValueError(f"{self.name}: words {region[2]} are several ranges; give each device one")
+        return Call("candidates", (), {"first": region[2][0][0]})
+
+    def combine_call(self, region: Region) -> Call:
+        return Call("merge_candidates")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -17,6 +17,7 @@ STEM: Final = "stem"  # before the layers
 FRAMES: Final = "frames"  # a stem in rows that are computed where the layers need them
 TASK: Final = "task"  # behind the layers
 WORDS: Final = "words"  # the logits of every word
+CANDIDATES: Final = "candidates"  # the likeliest words
 
 BEFORE_ATTENTION: Final = "before_attention"
 PROJECTION: Final = "projection"  # queries, keys and values without rotary positions

@@ -35,26 +35,34 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
     """Add the graph of one run.
 
     Of a model that generates: how many tokens came before, for each of B items, then ids, i32 [B + m] -> the next
-    token's logits [B, V]; of one that embeds: ids i32 [m] -> embeddings.
+    token's logits [B, V], or the likeliest ones where they are wanted; of one that embeds: ids i32 [m] -> embeddings.
     """
-    ids = at = ""
+    ids = at = heat = ""
     if spec.head.task == "generation":
-        at, ids = add_inputs(net, shape)
+        at, ids, heat = add_inputs(net, shape)
     x = text.embed(net, spec, shape, refs, ids)  # [m, h]
     x = add_layers(net, spec, shape, x, refs, at)  # [m, h]
-    heads.add_head(net, spec, shape, x, refs)
+    logits = heads.add_head(net, spec, shape, x, refs)
+    if shape.want == "candidates":
+        heads.add_candidates(net, spec, logits, heat)
 
 
-def add_inputs(net: GraphBuilder, shape: TokenBatch) -> tuple[str, str]:
-    """Add what a run of sessions reads: how many rows each cache has already, i32 [B], and ids, i32 [m]."""
-    items, m = len(shape.lengths), shape.tokens
-    tokens = net.input("tokens", (items + m,), "i32")
-    return net.slice("at", tokens, roles.SLICE, 0, items), net.slice("ids", tokens, roles.SLICE, items, items + m)
+def add_inputs(net: GraphBuilder, shape: TokenBatch) -> tuple[str, str, str]:
+    """Add what a run of sessions reads: how many rows each cache has already, i32 [B], ids, i32 [m], and temperatures.
+
+    A temperature for each row that it answers for by candidates, i32 [r] (the bits of f32), no tensor without.
+    """
+    items, behind = len(shape.lengths), len(shape.lengths) + shape.tokens
+    whole = behind + shape.temperatures
+    tokens = net.input("tokens", (whole,), "i32")
+    at, ids = net.slice("at", tokens, roles.SLICE, 0, items), net.slice("ids", tokens, roles.SLICE, items, behind)
+    return at, ids, net.slice("temperatures", tokens, roles.SLICE, behind, whole) if shape.temperatures else ""
 
 
 def first_tokens(inputs: plain.Array, shape: TokenBatch) -> plain.Array:
     """Return the ids of a run whose sessions begin with it; raises UnsupportedModelError for another one."""
-    places, ids = np.split(inputs, [len(shape.lengths)])
+    items = len(shape.lengths)
+    places, ids, _ = np.split(inputs, [items, items + shape.tokens])
     if places.any():
         raise UnsupportedModelError("the reference reads whole sequences; give it all tokens from the first")
     return ids

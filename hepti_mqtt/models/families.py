@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -47,13 +48,13 @@ from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput, fixed_point
-from hepti_mqtt.models.tensors import TensorSource, whole_ref
+from hepti_mqtt.models.tensors import TensorSource, transposed, whole_ref
 from hepti_mqtt.models.towers import Matching, Towers
 from hepti_mqtt.models.transformer import ModelSpec, any_layer
-from hepti_mqtt.plan import WeightDtype
+from hepti_mqtt.plan import CacheDtype, Quantised, WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage
+from hepti_mqtt.storage import BLOCK_STORAGES, QUANTISED, STORAGES, BlockStorage
 
 Array = npt.NDArray[Any]
 
@@ -198,6 +199,7 @@ def random_inputs(spec: Spec, shape: RequestShape, rng: np.random.Generator) -> 
     values = rng.integers(0, spec.input_spec.upper_bound, dims).astype(NUMPY_DTYPE[dtype])
     if shape.session_rows:
         values[: len(shape.sizes)] = 0  # the caches are empty
+        values[len(shape.sizes) + shape.new_rows :] = 0  # temperatures
     if isinstance(spec.input_spec, SpeechInput):
         frames = values[1 + shape.new_rows :]
         frames[:] = fixed_point(np.float32(0.5) * rng.standard_normal(len(frames), np.float32))
@@ -343,7 +345,10 @@ def _usual(table: str) -> Mapping[str, str]:
 def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
     """Return every tensor of the model, from the stem to the head."""
     shared = head_tensors(spec) if isinstance(spec, ModelSpec) else ()
-    return (*FAMILIES[spec.family].tensors(spec), *shared)
+    found = (*FAMILIES[spec.family].tensors(spec), *shared)
+    if not isinstance(spec, ModelSpec) or spec.storage_of(causal.WORDS) is None:
+        return found
+    return tuple(transposed(source) if source.name == causal.WORDS else source for source in found)
 
 
 @lru_cache(maxsize=64)
@@ -365,6 +370,12 @@ def _storages(spec: Spec) -> Mapping[str, BlockStorage]:
     return {name: storage for name, storage in found.items() if storage is not None}
 
 
+def product_storage(spec: Spec, weight_dtype: WeightDtype) -> WeightDtype | BlockStorage:
+    """Return how most matrices are kept; weight_dtype: those that are kept as numbers."""
+    blocks = Counter(_storages(spec).values())
+    return blocks.most_common(1)[0][0] if blocks else weight_dtype
+
+
 def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
     """Return the spec of a model of which these matrices, by name, are stored in blocks.
 
@@ -375,16 +386,15 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
     }
     if not kept or not isinstance(spec, ModelSpec):
         return spec
-    group = spec.head_dim * (spec.heads // spec.kv_heads)
     for source in tensor_sources(spec):
         together = [source.name]
         layer, _, part = source.name.removesuffix(".weight").rpartition(".")
         if part in _ATTENDED:
             together = [f"{layer}.{other}.weight" for other in _ATTENDED]
-        stored_in = STORAGES[kept.get(source.name, "f32")]
-        uneven = part == "attention_out" and group % stored_in.block
-        if not source.transposed or source.layout != "packed" or uneven or any(name not in kept for name in together):
+        if not _may_be_in_blocks(spec, source) or any(name not in kept for name in together):
             kept.pop(source.name, None)
+    if spec.head.tied and causal.HEAD in kept:
+        kept.pop(causal.WORDS, None)  # the matrix of the head is both
     layers: dict[str, set[BlockStorage | None]] = {}
     for source in tensor_sources(spec):
         layers.setdefault(any_layer(source.name), set()).add(kept.get(source.name))
@@ -393,7 +403,62 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
     return replace(spec, storages=tuple(sorted((n, s) for n, s in {**alike, **named}.items() if s is not None)))
 
 
+def _may_be_in_blocks(spec: ModelSpec, source: TensorSource) -> bool:
+    """Return whether kernels read a tensor in blocks: matrices, and the embeddings of words where that is all."""
+    is_table = source.name == causal.WORDS and _is_causal(spec)
+    return is_table or (source.transposed and source.layout == "packed")
+
+
+def _is_causal(spec: ModelSpec) -> bool:
+    """Return whether a model is a decoder with rotary positions, whose graph is that of `causal`."""
+    return FAMILIES[spec.family].graph is causal.graph
+
+
 _ATTENDED: Final = ("query", "key", "value")
+
+
+def quantised(spec: Spec, how: Quantised) -> Spec:
+    """Return the spec of a model whose matrices of whole blocks are quantised when its checkpoint is opened.
+
+    Raises UnsupportedModelError for a model without any, for one that is in blocks already, and for all but decoders.
+    """
+    why = ""
+    storage = QUANTISED[how]
+    if not isinstance(spec, ModelSpec) or not _is_causal(spec):
+        why = "only decoders with rotary positions are; w8a8 and w8a32 keep the weights of other transformers narrow"
+    elif spec.storages:
+        why = "its weights are in the blocks of its file already; leave out --weights"
+    else:
+        whole = {s.name: storage for s in tensor_sources(spec) if not s.stored_shape[-1] % STORAGES[storage].block}
+        made = with_storages(spec, whole)
+        if isinstance(made, ModelSpec) and made.storages:
+            return made
+        why = f"none of its matrices is in whole blocks of {STORAGES[storage].block}"
+    raise UnsupportedModelError(f"{spec.architecture} cannot be quantised to {how}: {why}")
+
+
+def with_cache(spec: Spec, kept: CacheDtype) -> Spec:
+    """Return the spec with sessions' keys and values in a dtype.
+
+    Raises UnsupportedModelError for f16 in a model without sessions, or that has its own kind of them.
+    """
+    if kept == "f32":
+        return spec
+    if isinstance(spec, ModelSpec) and _is_causal(spec) and spec.head.task == "generation":
+        return replace(spec, cache=kept)
+    raise UnsupportedModelError(
+        f"{spec.architecture} cannot keep keys and values in {kept}: only decoders with rotary positions that generate "
+        "can; leave out --kv-cache"
+    )
+
+
+def left_unquantised(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the matrices of a quantised model that stay as they are, `*` for the number of any layer."""
+    sources = [source for source in tensor_sources(spec) if _may_be_in_blocks(spec, source)]
+    whole = [
+        s.name for s in sources if spec.storage_of(s.name) is None and not (s.name == causal.WORDS and spec.head.tied)
+    ]
+    return tuple(dict.fromkeys(any_layer(name).removesuffix(".weight") for name in whole))
 
 
 def full_ref(spec: Spec, name: str) -> WeightRef:

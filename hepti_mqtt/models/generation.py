@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.models.config import JsonConfig, KeyTable
+from hepti_mqtt.spec import CANDIDATES
 
 FILE: Final = "generation_config.json"
 
@@ -69,6 +70,84 @@ class Verdict(NamedTuple):
 
 
 Judge = Callable[[Sequence[int], Sequence[float], float], Verdict]  # tokens, their scores, the probability of silence
+
+
+class Likely(NamedTuple):
+    """A token, and the logarithm of its probability by the model at its place, whatever a request changes."""
+
+    token: int
+    logprob: float
+
+
+class Candidates(NamedTuple):
+    """The likeliest next tokens by the logits of a row, best first and of equal ones the first, and what is known of
+    the others: that none has a larger logit than the last of these.
+
+    ids, values: [k]. vocab: V. sums: of exp(x - largest) over all tokens, at temperature 1 and at `temperature`.
+    """
+
+    ids: npt.NDArray[np.intp]
+    values: npt.NDArray[np.float32]
+    vocab: int
+    sums: tuple[float, float]
+    temperature: float
+
+    @classmethod
+    def read(cls, row: npt.NDArray[np.float32], vocab: int) -> Candidates:
+        """Return what a row of a run's answer says, as the kernel `candidates` has it."""
+        k = (len(row) - 3) // 2
+        return cls(row[k : 2 * k].astype(np.intp), row[:k], vocab, (float(row[-3]), float(row[-2])), float(row[-1]))
+
+    @classmethod
+    def of(cls, logits: npt.NDArray[np.float32], count: int) -> Candidates:
+        """Return those of a row of all logits, without sums."""
+        best = np.argsort(-logits, kind="stable")[:count]
+        return cls(best, logits[best], len(logits), (0.0, 0.0), 0.0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether no token is missing."""
+        return len(self.ids) == self.vocab
+
+    def likely(self, place: int, count: int) -> tuple[Likely, ...]:
+        """Return one of them, and behind it the first `count` of all, with their probabilities."""
+        whole = float(self.values[0]) + float(np.log(self.sums[0]))
+        return tuple(Likely(int(self.ids[i]), float(self.values[i]) - whole) for i in (place, *range(count)))
+
+
+class _Ranked(NamedTuple):
+    """Candidates by their changed logits: places of those that are above all other tokens, and of the rest, best first.
+
+    values: their changed logits. bounds: from above, of the changed logits of all others [V]. most: of them.
+    """
+
+    known: npt.NDArray[np.intp]
+    mixed: npt.NDArray[np.intp]
+    values: npt.NDArray[np.float32]
+    bounds: npt.NDArray[np.float32]
+    most: float
+
+
+class Tail(NamedTuple):
+    """What is known of tokens that are no candidates: the most that a logit may be, and the bounds of their weights.
+
+    A weight is exp((x - largest candidate) / temperature).
+    """
+
+    most: float
+    low: float
+    high: float
+
+
+class Kept(NamedTuple):
+    """Which tokens may be drawn: the first `known` of those that are known, and others that weigh `high` at most."""
+
+    known: int
+    high: float
+
+
+NO_TAIL: Final = Tail(-np.inf, 0.0, 0.0)
+SLACK: Final = 2e-5  # relative, of sums that devices have added up in f32
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +212,36 @@ class Sampling:
         for token, added in self.bias:
             row[token] += added
 
-    def narrow(self, row: npt.NDArray[np.float64]) -> None:
-        """Set to -inf what is left out of the scaled logits [V]; one token at least stays."""
-        if 0 < self.top_k < len(row):
-            row[row < np.partition(row, -self.top_k)[-self.top_k]] = -np.inf
+    def keep(self, values: npt.NDArray[np.float64], tail: Tail) -> Kept | None:
+        """Return which of the scaled logits, best first, may be drawn; None where that depends on the tail.
+
+        One at least may. tail: of tokens that are all below these.
+        """
+        count, low, high = len(values), tail.low, tail.high
+        if self.top_k:
+            if self.top_k > count and high > 0:
+                return None
+            if self.top_k <= count:
+                low = high = 0.0
+                count = int((values >= values[self.top_k - 1]).sum())
+        weights = np.exp(values[:count] - values[0])
         if self.top_p < 1:
-            order = np.argsort(row)
-            weights = np.exp(row[order] - row[order[-1]])
-            below = np.cumsum(weights) <= (1 - self.top_p) * weights.sum()
-            below[-1] = False
-            row[order[below]] = -np.inf
+            sums = np.append(np.cumsum(weights[::-1])[::-1], 0.0)  # of each and those below it, but for the tail
+            left_out = [sums + t <= (1 - self.top_p) * (sums[0] + t) for t in (low, high)]
+            if (left_out[0] != left_out[1]).any():
+                return None
+            count = max(int((~left_out[0][:-1]).sum()), 1)
+            # Where it takes some of the tail, their weight and the next one's are as much as is wanted, or more.
+            high = (
+                self.top_p * (sums[0] + high) + np.exp(tail.most - values[0]) - sums[0] if not left_out[1][-1] else 0.0
+            )
         if self.min_p:
-            row[row < row.max() + np.log(self.min_p)] = -np.inf
+            least = values[0] + np.log(self.min_p)
+            if high > 0 and tail.most >= least:
+                return None
+            high = 0.0
+            count = int((values[:count] >= least).sum())
+        return Kept(count, high)
 
 
 AS_THEY_ARE: Final = Sampling()
@@ -154,13 +251,15 @@ AS_THEY_ARE: Final = Sampling()
 class TokenRules:
     """Which token follows: the likeliest that is allowed, or one drawn by its probability.
 
-    end: of a text. never: tokens that are left out everywhere; first_never: besides as the first of the text. moments:
-    the tokens of times, None for a text without. scored: probabilities are wanted. silent: the token whose probability
-    behind the prompt's first token is that nobody speaks, -1 without one.
-    choices: before the text, one of these ends the prompt; then `forced` follow, and `opening` comes before all.
+    end: of a text. likely: how many of the likeliest tokens are wanted beside each one, with their probabilities, -1
+    for none and not even its own. never: tokens that are left out everywhere; first_never: besides as the first of the
+    text. moments: the tokens of times, None for a text without. scored: probabilities are wanted. silent: the token
+    whose probability behind the prompt's first token is that nobody speaks, -1 without one. choices: before the text,
+    one of these ends the prompt; then `forced` follow, and `opening` comes before all.
     temperatures: of the first text and of those that are tried after it, as long as the judge asks for another; 0 takes
     the likeliest token. seed: of the draws. sampling: what changes the probabilities. stops: whether a text ends behind
-    its tokens so far.
+    its tokens so far. allowed: which tokens may follow those of a text so far [V], None for all; the logits of all
+    tokens are needed for that.
     """
 
     end: tuple[int, ...] = ()
@@ -170,6 +269,7 @@ class TokenRules:
     opening: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()
     scored: bool = False
+    likely: int = -1
     silent: int = -1
     moments: Moments | None = None
     temperatures: tuple[float, ...] = (0.0,)
@@ -177,6 +277,7 @@ class TokenRules:
     judge: Judge | None = None
     sampling: Sampling = AS_THEY_ARE
     stops: Callable[[Sequence[int]], bool] | None = None
+    allowed: Callable[[Sequence[int]], npt.NDArray[np.bool_]] | None = None
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Return whether a text ends behind its tokens so far."""
@@ -192,28 +293,124 @@ class TokenRules:
 
         logits: [r, V], of which the last row counts. The probability is that among the allowed tokens.
         """
-        row = logits[-1]
-        left_out = [*self.never, *(() if before else self.first_never)]
-        if left_out or self.moments is not None or self.sampling is not AS_THEY_ARE:
+        raw = row = logits[-1]
+        steered = self.moments is not None or self.allowed is not None
+        if self._changes or steered:
             row = row.copy()
-            row[left_out] = -np.inf
-            self.sampling.shift(row, before)
+            self._change(row, before)
             if self.moments is not None:
                 self.moments.allow(row, before)
-        token = int(row.argmax()) if temperature == 0 else self._draw(row, len(before), temperature)
+            if self.allowed is not None:
+                row[~self.allowed(before)] = -np.inf
+        token = int(row.argmax())
+        if temperature:
+            ids = np.argsort(-row, kind="stable")[: int(np.isfinite(row).sum())]
+            first = len(ids)
+            if not steered:  # those that are known without the others come first
+                best = Candidates.of(raw, CANDIDATES)
+                known = best.ids[self._ranked(best, before).known]
+                ids, first = np.concatenate([known, ids[~np.isin(ids, known)]]), len(known)
+            drawn = self._draw(ids, row[ids], first, NO_TAIL, len(before), temperature)
+            token = token if drawn is None else int(ids[drawn])
         return token, _log_probability(row, token) if self.scored else 0.0
+
+    def likely_with(self, row: npt.NDArray[Any], token: int) -> tuple[Likely, ...]:
+        """Return a token and behind it the likeliest ones by all logits [V], as many as are wanted; none for -1."""
+        if self.likely < 0:
+            return ()
+        best = np.argsort(-row, kind="stable")[: self.likely].tolist()
+        return tuple(Likely(one, _log_probability(row, one)) for one in (token, *best))
+
+    @property
+    def needs_logits(self) -> bool:
+        """Return whether the likeliest tokens of a row are never enough."""
+        steered = self.moments is not None or self.allowed is not None
+        return bool(self.choices) or self.scored or self.silent >= 0 or steered or self.judge is not None
+
+    def pick(self, row: Candidates, before: Sequence[int], temperature: float = 0.0) -> int | None:
+        """Return which of the candidates `choose` takes; None where that depends on tokens that are none."""
+        if not temperature and not self._changes:
+            return 0
+        known, mixed_in, values, bounds, most = self._ranked(row, before)
+        least = row.values[-1]
+        if not len(known):
+            return None
+        if not temperature:
+            return int(known[0])
+        if not np.isclose(row.temperature, temperature, rtol=1e-6):
+            return None
+        # Weights of what is not known, by the sum of all before anything was changed.
+        top = float(values[known[0]])
+        with np.errstate(over="ignore", invalid="ignore"):
+            before_all = row.sums[1] * np.exp((float(row.values[0]) - top) / temperature)
+            others = before_all - _weights(row.values, top, temperature)
+            mixed = _weights(values[mixed_in], top, temperature)
+            changed = bounds[np.isfinite(bounds) & (bounds > least)]
+            lowered = np.count_nonzero(bounds < least) - len(row.ids)
+            low = others - SLACK * before_all - lowered * _weights(least[None], top, temperature)
+            high = others + SLACK * before_all + _weights(changed, top, temperature)
+        if row.is_whole:
+            low = high = 0.0
+        elif not np.isfinite([low, high]).all():
+            return None
+        tail = Tail(most / temperature, max(low, 0.0) + mixed, max(high, 0.0) + mixed)
+        drawn = self._draw(row.ids[known], values[known], len(known), tail, len(before), temperature)
+        return None if drawn is None else int(known[drawn])
+
+    def _ranked(self, row: Candidates, before: Sequence[int]) -> _Ranked:
+        """Return the candidates by their changed logits."""
+        bounds = np.full(row.vocab, row.values[-1])
+        bounds[row.ids] = row.values
+        self._change(bounds, before)
+        values = bounds[row.ids]
+        bounds[row.ids] = -np.inf
+        most = float(bounds.max())
+        order = np.lexsort((row.ids, -values))
+        count = int((values > most).sum())
+        return _Ranked(order[:count], order[count:], values, bounds, most)
+
+    @property
+    def _changes(self) -> bool:
+        return bool(self.never or self.first_never) or self.sampling is not AS_THEY_ARE
+
+    def _change(self, row: npt.NDArray[Any], before: Sequence[int]) -> None:
+        """Change logits [V], or bounds of them, by what is left out and by the request."""
+        row[[*self.never, *(() if before else self.first_never)]] = -np.inf
+        self.sampling.shift(row, before)
 
     def choose_prompt(self, logits: npt.NDArray[Any]) -> int:
         """Return the likeliest of the choices that end the prompt."""
         return self.choices[int(logits[-1][list(self.choices)].argmax())]
 
-    def _draw(self, row: npt.NDArray[Any], place: int, temperature: float) -> int:
-        """Return a token drawn by seed, temperature and place, whatever else was drawn."""
-        scaled = row.astype(np.float64) / temperature
-        self.sampling.narrow(scaled)
-        sums = np.cumsum(np.exp(scaled - scaled.max()))
+    def _draw(
+        self,
+        ids: npt.NDArray[np.intp],
+        values: npt.NDArray[Any],
+        first: int,
+        tail: Tail,
+        place: int,
+        temperature: float,
+    ) -> int | None:
+        """Return which of some tokens is drawn by seed, temperature and place, whatever else was drawn.
+
+        values: their logits, best first, of the first ones and then of the rest; all others are in the tail. None where
+        it depends on those.
+        """
+        scaled = values.astype(np.float64) / temperature
         draws = np.random.Generator(np.random.Philox(key=[self.seed, round(temperature * 1000)], counter=place))
-        return int(np.searchsorted(sums, draws.random() * sums[-1], "right"))
+        share = draws.random()
+        if (kept := self.sampling.keep(scaled, tail)) is None:
+            return None
+        weights, within = np.exp(scaled[: kept.known] - scaled[0]), draws.random()
+        if kept.high <= 0 and kept.known <= first:
+            order = np.argsort(ids[: kept.known])
+            sums = np.cumsum(weights[order])
+            return int(order[np.searchsorted(sums, share * sums[-1], "right")])
+        # First whether it is one of the first tokens, then which, for which the others need not be known.
+        own, rest = np.cumsum(weights[:first]), np.cumsum(weights[first:])
+        if len(own) and share * (own[-1] + (rest[-1] if len(rest) else kept.high)) < own[-1]:
+            return int(np.searchsorted(own, within * own[-1], "right"))
+        return first + int(np.searchsorted(rest, within * rest[-1], "right")) if len(rest) else None
 
     def silence(self, logits: npt.NDArray[Any]) -> float | None:
         """Return the probability that nobody speaks by the logits [r, V] of the first run, None if it is not wanted."""
@@ -221,6 +418,10 @@ class TokenRules:
 
 
 LIKELIEST: Final = TokenRules()
+
+
+def _weights(logits: npt.NDArray[Any], top: float, temperature: float) -> float:
+    return float(np.exp((logits.astype(np.float64) - top) / temperature).sum())
 
 
 def _log_probability(row: npt.NDArray[Any], token: int) -> float:

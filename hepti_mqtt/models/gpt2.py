@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from hepti_mqtt.lowering import GraphBuilder, roles
-from hepti_mqtt.models import causal, plain, sentences, text
+from hepti_mqtt.models import causal, heads, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
@@ -84,7 +84,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one run, which reads what `causal.add_inputs` says -> the next token's logits of each item."""
     m, h, eps, lengths = shape.tokens, spec.hidden, spec.norm_eps, shape.lengths
-    at, ids = causal.add_inputs(net, shape)
+    at, ids, heat = causal.add_inputs(net, shape)
     tables = [refs["stem.word"], refs["stem.position"]]
     x = net.opaque("embedded", (ids, at), roles.STEM, "embed_at", (m, h), tables, lengths=lengths)  # [m, h]
     for i in net.layers(spec.layers):
@@ -108,8 +108,10 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
     net.begin_block()
     x = net.rows("rows", x, roles.TASK, needed_rows(spec, shape))  # [B, h], or [m, h] for all hidden states
     x = net.norm("final_norm", x, roles.TASK, "final_norm", eps)
-    if shape.want == "task":
-        net.linear("logits", x, roles.WORDS, {"head.decoder": spec.head.outputs}, bias=False)  # [B, V]
+    if shape.want != "hidden":
+        logits = net.linear("logits", x, roles.WORDS, {"head.decoder": spec.head.outputs}, bias=False)  # [B, V]
+        if shape.want == "candidates":
+            heads.add_candidates(net, spec, logits, heat)
 
 
 def reference(

@@ -7,12 +7,12 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.lowering import GraphBuilder
+from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering.roles import TASK, WORDS
 from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, pool, sequence_slices
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense
-from hepti_mqtt.models.transformer import ModelSpec, needed_rows, patch_rows
+from hepti_mqtt.models.transformer import ModelSpec, candidate_count, needed_rows, patch_rows
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Pooling
 
@@ -70,6 +70,11 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
     if head.task == "generation":
         return _dense(net, x, "head.decoder", None, refs, WORDS)  # [1, V]
     return _dense(net, x, "head.classifier", None, refs) if head.outputs else x
+
+
+def add_candidates(net: GraphBuilder, spec: ModelSpec, logits: str, temperatures: str) -> str:
+    """Add what is sent instead of logits [r, V] where the likeliest next tokens are enough; return the output."""
+    return net.candidates("candidates", logits, temperatures, roles.CANDIDATES, candidate_count(spec))
 
 
 def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBatch) -> tuple[Array, Array]:

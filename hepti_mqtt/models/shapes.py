@@ -100,6 +100,11 @@ class TokenBatch:
         """Return the same run, which answers for each of its last rows instead of the last one alone."""
         return replace(self, mask_rows=tuple(range(self.tokens - rows, self.tokens)))
 
+    @property
+    def temperatures(self) -> int:
+        """Return how many temperatures the inputs end with: one for each row that a run answers for by candidates."""
+        return len(self.mask_rows) or len(self.lengths) if self.want == "candidates" else 0
+
     def concatenate(self, others: Sequence[TokenBatch]) -> TokenBatch:
         """Return the batch of these sequences and of others behind them, which want the same."""
         shapes = (self, *others)
@@ -269,8 +274,8 @@ class TextInput:
 
     def shape_of(self, plain: PlainShape) -> TokenBatch:
         """Return the shape that travelled; raises ValueError for one with a session, which only decoders have."""
-        if plain.session_rows:
-            raise ValueError(f"a model without sessions cannot keep {plain.session_rows} rows")
+        if plain.session_rows or plain.want == "candidates":
+            raise ValueError(f"a model without sessions cannot keep {plain.session_rows} rows or give {plain.want}")
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows)
 
     def program_shape(self, shape: TokenBatch) -> TokenBatch:
@@ -284,7 +289,10 @@ class TextInput:
 
 @dataclass(frozen=True, slots=True)
 class DecoderInput(TextInput):
-    """A request brings i32 [B + m]: how many rows the session of each item has already, then token ids."""
+    """A request brings i32 [B + m]: how many rows the session of each item has already, then token ids.
+
+    Where candidates are wanted, a temperature for each row that it answers for follows, as the bits of f32.
+    """
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
         """Return one step with a cache for a sequence of so many tokens, else the largest run of the longest sequence.
@@ -292,8 +300,8 @@ class DecoderInput(TextInput):
         What a step costs depends on its position: the kernels reckon with the mean over a cache.
         """
         if tokens is None:
-            return TokenBatch((min(self.longest, CHUNK_ROWS),), cache=self.longest)
-        return TokenBatch((1,), cache=self.cache(tokens))
+            return TokenBatch((min(self.longest, CHUNK_ROWS),), "candidates", cache=self.longest)
+        return TokenBatch((1,), "candidates", cache=self.cache(tokens))
 
     def shape_of(self, plain: PlainShape) -> TokenBatch:
         """Return the shape that travelled."""
@@ -309,7 +317,8 @@ class DecoderInput(TextInput):
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
-        return (len(shape.sizes) + shape.size,), "i32"
+        assert isinstance(shape, TokenBatch)
+        return (len(shape.sizes) + shape.size + shape.temperatures,), "i32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +351,7 @@ class ImageInput:
     def shape_of(self, plain: PlainShape) -> ImageBatch:
         """Return the shape that travelled; raises ValueError for one that is not of whole pictures alone."""
         made = self.batch(len(plain.sizes), plain.want)
-        if made.plain() != plain:
+        if made.plain() != plain or plain.want == "candidates":
             raise ValueError(f"pictures of this model have {self.rows} rows each, no marks and no session")
         return made
 

@@ -136,7 +136,7 @@ class SpeechInput:
         start = plain.mask_rows[0] if size > rows and plain.mask_rows else 0
         made = SpeechRun(tokens, rows, self.positions, size > rows, plain.want, start)
         fits = self.positions <= rows <= self.longest and 0 <= start < tokens <= self.positions
-        if not fits or made.plain() != plain:
+        if not fits or made.plain() != plain or plain.want == "candidates":
             raise ValueError(f"{size} rows of {plain.session_rows} are no sound of at most {self.longest} and its text")
         return made
 

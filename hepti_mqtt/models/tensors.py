@@ -213,6 +213,11 @@ def norm(name: str, prefixes: Iterable[str], stored: str, n: int, bias: bool = T
     return (gamma, beta) if bias else (gamma,)
 
 
+def transposed(source: TensorSource) -> TensorSource:
+    """Return a table [rows, columns] as the matrix of which rows are columns; stored it is the same."""
+    return replace(source, shape=source.shape[::-1], transposed=True, layout="packed")
+
+
 def matrix_ref(name: str, rows: Range, columns: Range) -> WeightRef:
     """Return a reference to a range of a matmul weight, in the kernels' panel layout."""
     return WeightRef(name, rows, columns, "packed")

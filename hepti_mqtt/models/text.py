@@ -120,7 +120,8 @@ def reference_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: 
     """Return the embeddings of token ids [m]: [m, h]."""
     stem = stem_of(spec)
     types, words = np.divmod(ids, stem.vocab)  # [m] each
-    x = t["stem.word"][words]  # [m, e]
+    table = t["stem.word"] if spec.storage_of("stem.word") is None else t["stem.word"].T  # [V, e]
+    x = table[words]  # [m, e]
     x = x * x.dtype.type(stem.scale)
     if "stem.position" in t:
         x = x + t["stem.position"][plain.token_positions(shape.lengths) + stem.position_offset]

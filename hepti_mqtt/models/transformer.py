@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 from hepti_mqtt.lowering import GraphBuilder, Norm, roles
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput
+from hepti_mqtt.plan import CacheDtype
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Activation, InputSpec, RequestShape, TaskHead
+from hepti_mqtt.spec import CANDIDATES, Activation, InputSpec, RequestShape, TaskHead
 from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
 
 
@@ -122,7 +123,8 @@ class ImageStem:
 class ModelSpec:
     """The spec of a transformer: text or images in, layers that are alike, a task head.
 
-    storages: (name, storage) of the matrices that stay in the blocks of their file; `*` in a name is any layer.
+    storages: (name, storage) of the matrices that stay in the blocks of their file; `*` in a name is any layer. cache:
+    how a session's keys and values are kept.
     """
 
     family: str
@@ -140,6 +142,7 @@ class ModelSpec:
     image: ImageStem | None = None
     block: BlockSpec = BlockSpec()
     storages: tuple[tuple[str, BlockStorage], ...] = ()
+    cache: CacheDtype = "f32"
 
     def storage_of(self, name: str) -> BlockStorage | None:
         """Return the storage of a tensor, None for one that is kept as numbers."""
@@ -176,12 +179,14 @@ class ModelSpec:
         return ImageInput(image.size, image.channels, image.rows, image.shortest, image.square)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
-        """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, or [B, h] embeddings."""
+        """Return the shape of the answer: [m, h] hidden, [B or rows, outputs] logits, [rows, 2 K + 3] candidates,
+        or [B, h] embeddings."""
         if shape.want == "hidden":
             return shape.size, self.hidden
+        columns = 2 * candidate_count(self) + 3 if shape.want == "candidates" else self.head.columns(self.hidden)
         asked = len(shape.mask_positions)  # of a generation's run, the last one where it names none
         counts = {"mask": asked, "none": shape.size, "last": asked or len(shape.sizes)}
-        return counts.get(self.head.pooling, len(shape.sizes)), self.head.columns(self.hidden)
+        return counts.get(self.head.pooling, len(shape.sizes)), columns
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
@@ -201,6 +206,8 @@ class ModelSpec:
         block: dict[str, Any] = {k: _frozen(v) for k, v in plain.items()}
         fields["block"] = BlockSpec(**block)
         fields["storages"] = tuple((str(name), _block_storage(of)) for name, of in fields.get("storages", ()))
+        if fields.get("cache", "f32") not in get_args(CacheDtype):
+            raise ValueError(f"keys and values in {fields['cache']!r}")
         made = cls(**fields)
         if made.text is not None and made.max_tokens + made.text.position_offset > made.text.positions:
             raise ValueError(f"{made.max_tokens} tokens do not fit into a table of {made.text.positions} positions")
@@ -235,6 +242,11 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
     return shape.mask_rows
 
 
+def candidate_count(spec: ModelSpec) -> int:
+    """Return how many likeliest next tokens a run answers with where candidates are wanted."""
+    return min(CANDIDATES, spec.head.outputs)
+
+
 def patch_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the packed rows of all patches, and how many of each picture."""
     assert spec.image is not None
@@ -256,6 +268,7 @@ class Layer(NamedTuple):
     h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
     theta, window, divisors: of this layer, 0, -1 and none without. bare: no norm before its attention. bias: the tables
     by distance. cache, at: rows of a session's keys and values, and the tensor that says how many each has already.
+    kept: how they are kept.
     """
 
     hidden: int
@@ -274,6 +287,7 @@ class Layer(NamedTuple):
     bias: tuple[WeightRef, ...] = ()
     cache: int = 0
     at: str = ""
+    kept: CacheDtype = "f32"
 
     @classmethod
     def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: tuple[WeightRef, ...] = ()) -> Layer:
@@ -304,7 +318,7 @@ def add_layers(
         here = "" if spec.block.shared_bias else f"layers.{i}."
         names = DISENTANGLED if spec.block.disentangled else ("relative_bias",)
         bias = tuple(refs[f"{here}{name}"] for name in names) if spec.block.buckets else ()
-        n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at)
+        n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at, kept=spec.cache)
         x = layer(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
     net.begin_block()
     return x
@@ -365,19 +379,19 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
 
 
 def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: int, kv: int) -> str:
-    block = n.block
+    block, unit = n.block, net.block_of(f"{stored}attention_out.weight")
     if n.at:
         caches = net.append_to_cache(
-            f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q, lengths=n.lengths
+            f"{name}kv", f"{stored}kv", qkv, n.at, rows=n.cache, start=q, lengths=n.lengths, kept=n.kept
         )  # [C, 2 kv] each
         return net.cached_attention(
             f"{name}attention", qkv, caches, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale,
-            lengths=n.lengths, window=n.window,
+            lengths=n.lengths, window=n.window, unit=unit,
         )  # fmt: skip
     return net.attention(
         f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),
         lengths=n.lengths, causal=block.causal, window=n.window, group=n.group, scale=block.scale, bias=n.bias,
-        farthest=block.farthest, side=block.side,
+        farthest=block.farthest, side=block.side, unit=unit,
     )  # fmt: skip
 
 

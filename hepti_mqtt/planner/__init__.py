@@ -6,7 +6,7 @@ from hepti_mqtt.planner.accuracy import decide_within_accuracy, weight_error, wi
 from hepti_mqtt.planner.candidates import Candidate, Decision, Recalled
 from hepti_mqtt.planner.decisions import Assessment, Option, Situation, Verdict, with_loads
 from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
-from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price
+from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price, run_seconds
 from hepti_mqtt.planner.search import candidates, decide, decide_hurried, decide_recalled, price_plans, simulate_plan
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "peak_bytes",
     "price",
     "price_plans",
+    "run_seconds",
     "simulate_plan",
     "weight_error",
     "wire_errors",

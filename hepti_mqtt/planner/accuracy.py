@@ -78,7 +78,7 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
         tried: dict[WireDtype, list[float]] = {wire: [] for wire in NARROW_WIRE_DTYPES}
         for seeds in (range(LEAST_INPUTS), *((seed,) for seed in range(LEAST_INPUTS, MOST_INPUTS))):
             inputs = [random_inputs(spec, shape, np.random.default_rng(seed)) for seed in seeds]
-            for exact, *others in _answers(parts, inputs, weights):
+            for exact, *others in _answers(parts, inputs, [weights] * len(parts)):
                 for wire, other in zip(NARROW_WIRE_DTYPES, others, strict=True):
                     tried[wire].append(_relative(other, exact))
             if all(max(errors) <= AGREE * min(errors) for errors in tried.values()):
@@ -87,16 +87,20 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
     return found
 
 
-def weight_error(spec: Spec, tensors: Mapping[str, Array], weight_dtype: WeightDtype) -> float:
+def weight_error(
+    spec: Spec, tensors: Mapping[str, Array], weight_dtype: WeightDtype, originals: Mapping[str, Array] | None = None
+) -> float:
     """Return |answer - answer with f32 weights| / |answer with f32 weights| on one device, the largest of some inputs.
 
-    Infinity where a value is not finite. tensors: as for `wire_errors`.
+    Infinity where a value is not finite. tensors: as for `wire_errors`. originals: what they were before they were
+    quantised.
     """
     plan = Plan("model", PlanVersion(1, 1), "single", ("device",), "device")
     shape = _sample(spec, "task", WEIGHT_TOKENS, WEIGHT_INPUTS)
     parts = [device_programs(spec, replace(plan, weight_dtype=each), shape) for each in ("f32", weight_dtype)]
     inputs = random_inputs(spec, shape, np.random.default_rng(0))
-    ((exact, other),) = _answers(parts, [inputs], _Weights(tensors))
+    kept = _Weights(tensors)
+    ((exact, other),) = _answers(parts, [inputs], [kept if originals is None else _Weights(originals), kept])
     items = len(shape.sizes) if len(exact) == len(shape.sizes) else 1
     return max(_relative(a, b) for a, b in zip(np.split(other, items), np.split(exact, items), strict=True))
 
@@ -142,9 +146,11 @@ def _relative(found: Array, exact: Array) -> float:
     return float(np.linalg.norm(found - exact)) / max(float(np.linalg.norm(exact)), 1e-30)
 
 
-def _answers(wires: Sequence[Mapping[str, Program]], inputs: Sequence[Array], weights: _Weights) -> list[list[Array]]:
-    """Return for each of the inputs the answers with every dtype on the wire, layer by layer side by side."""
-    runs = [[_ReferenceRun(parts, each, weights) for parts in wires] for each in inputs]
+def _answers(
+    wires: Sequence[Mapping[str, Program]], inputs: Sequence[Array], weights: Sequence[_Weights]
+) -> list[list[Array]]:
+    """Return for each of the inputs the answers of all Programs, each with its weights, layer by layer side by side."""
+    runs = [[_ReferenceRun(parts, x, own) for parts, own in zip(wires, weights, strict=True)] for x in inputs]
     while sum(run.advance() for alike in runs for run in alike):
         pass
     return [[run.answer() for run in alike] for alike in runs]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf, prod
 from typing import Final, NamedTuple
 
 from hepti_mqtt.cost.memory import loading_overhead_bytes, max_live_bytes, programs_bytes, weights_bytes
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.profiles import Cluster, rows_factor
 from hepti_mqtt.cost.simulator import (
     ROUNDS,
     DeviceUse,
@@ -22,7 +22,7 @@ from hepti_mqtt.cost.simulator import (
     simulated_request,
 )
 from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
-from hepti_mqtt.models import largest_shape, tensor_sources
+from hepti_mqtt.models import largest_shape, product_storage, tensor_sources
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
 from hepti_mqtt.planner.candidates import THOROUGH, WireErrorKey
@@ -33,6 +33,10 @@ from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
+
+_FEW_ROWS: Final = (
+    8  # so many times as many rows are exchanged in about the same time: a frame costs more than its bytes
+)
 
 
 def _no_pause() -> None:
@@ -183,9 +187,28 @@ class Price:
         return total
 
     @property
+    def computing(self) -> float:
+        """Return the part of the seconds in which devices compute, in turn or side by side; 1 if unknown."""
+        alone = {device: min(use.alone_s, use.compute_s) for device, use in self.use.items()}
+        busy_s = sum(alone.values()) + max((u.compute_s - alone[d] for d, u in self.use.items()), default=inf)
+        return min(busy_s / max(self.seconds, 1e-12), 1.0)
+
+    @property
     def feasible(self) -> bool:
         """Return whether every device has room for its part."""
         return not self.missing
+
+
+def run_seconds(spec: Spec, plan: Plan, price: Price, cluster: Cluster, rows: int) -> float:
+    """Return the predicted seconds of a run of some rows under a plan that was priced for others.
+
+    Products take as long as devices have measured, for few rows nearly as long as for one; exchanges of few rows take
+    as long as of one.
+    """
+    storage, known = product_storage(spec, plan.weight_dtype), max(plan.predicted_tokens, 1)
+    factor = partial(rows_factor, cluster, plan.devices, storage)
+    computing = price.computing * factor(rows) / factor(known)
+    return max(plan.predicted_s, 1e-9) * (computing + (1 - price.computing) * max(rows / (_FEW_ROWS * known), 1.0))
 
 
 def needed_bytes(question: Question, plan: Plan, device: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -12,12 +13,14 @@ from typing import Final
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S
 from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan, Range, Route, WeightDtype
 from hepti_mqtt.plan_programs import make_plan, resident_weights
 from hepti_mqtt.planner.candidates import Candidate, candidate_routes, candidate_wires, device_costs, with_route
 from hepti_mqtt.planner.price import Memory, Question, fits_packet_limit, memory_needs, needed_bytes, plan_alone, price
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.method import FEW_ROWS
 
 MEMORY_ROUNDS: Final = 8
 SLIGHT: Final = 1e-3  # of a device's weight: as little as a division may give it
@@ -362,6 +365,40 @@ def _moved(ranges: Sequence[Range], busy: Sequence[float]) -> Iterator[tuple[Ran
         if counts[source] > by and busy[source] > mean >= busy[target]:
             moved = [n + by * ((i == target) - (i == source)) for i, n in enumerate(counts)]
             yield tuple(pairwise(accumulate(moved, initial=0)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs of many rows, which some methods divide in another way than those of few.
+
+
+def settle_few_rows(question: Question, c: Candidate) -> Candidate:
+    """Return a candidate whose plan says up to how many rows runs are few, which it does not change any more.
+
+    Runs have powers of two, so that is the one below the first for which the way for many is faster. Where there is no
+    room for both ways, the plan stays as it is.
+    """
+    if not c.price.feasible or (plan := _with_few_rows(question, c.plan)) == c.plan:
+        return c
+    memory = memory_needs(question, plan, exactly=True)
+    return c if memory.missing else replace(c, plan=plan, price=replace(c.price, needs=memory.needs))
+
+
+def _with_few_rows(question: Question, plan: Plan) -> Plan:
+    plan = replace(plan, replicas=tuple(_with_few_rows(question, replica) for replica in plan.replicas))
+    if not STRATEGIES[plan.strategy].differs_by_rows or FEW_ROWS in plan.ranges or len(plan.devices) == 1:
+        return plan
+    shape = largest_shape(question.spec)
+
+    def are_few(rows: int) -> Plan:
+        return replace(plan, ranges={**plan.ranges, FEW_ROWS: ((0, rows),) * len(plan.devices)})
+
+    def is_slower(rows: int) -> bool:
+        asked = replace(question, shape=shape.decode_step(rows))
+        few, many = (price(asked, are_few(most), memory=Memory({}, {})).seconds for most in (rows, 0))
+        return many < few
+
+    sizes = [1 << n for n in range(1, shape.size.bit_length())]
+    return are_few(1 << bisect_left(sizes, True, key=is_slower))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ Body = bytes | bytearray | memoryview
 # Indices of these stand in the header, so only append.
 KINDS: Final[tuple[FrameKind, ...]] = ("tensor", "work", "output", "done", "tile", "probe")
 DTYPES: Final[tuple[SlotDtype, ...]] = ("f32", "f16", "i8", "u8", "i32")
-WANTS: Final[tuple[Want, ...]] = ("task", "hidden")
+WANTS: Final[tuple[Want, ...]] = ("task", "hidden", "candidates")
 
 MAGIC: Final = b"HPT4"
 HEADER_BYTES: Final = 256

@@ -683,6 +683,7 @@ ANSWER: Final = (
     "predicted_ms",
 )  # fmt: skip
 TOKEN: Final = ("index", "token", "text")  # of each of them, before the answer
+LOGPROBS: Final = "logprobs"  # beside them, where they are wanted
 TAKEN_BY: Final = "taken_by"  # before the answer, if requests are shared: the group that has the request
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 

@@ -13,11 +13,13 @@ import numpy.typing as npt
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, WireError
 from hepti_mqtt.plan import Plan
+from hepti_mqtt.protocol.messages import LOGPROBS
 from hepti_mqtt.runtime.coordinator.requests import Generation
+from hepti_mqtt.service.logprobs import described
 from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput
-from hepti_mqtt.service.sampling import cut_at
 from hepti_mqtt.service.speech import transcript
+from hepti_mqtt.service.written import WrittenText
 
 
 def decode_output(
@@ -32,19 +34,25 @@ def decode_output(
 
     {"embedding": [h numbers, or the request's dimensions]}; {"labels": [{"label", "score"}]} best first; {"masks":
     [{"position", "tokens": [{"token", "id", "score"}]}]} with the position in the sequence; {"dtype", "shape",
-    "base64"} for hidden states. {"ids", "text"} of the tokens that a decoder has generated; {"map": {"dtype", "shape",
-    "base64"}} for a feature map whose pixels are rows; for a question, what that has. A request with a list (texts,
-    pairs, images, ids of ids) gets {"results": [one of these for each]}, except hidden states, which are packed [m, h].
-    Raises WireError for an output of another shape, ModelError for one that is not finite. plan: by which it was
-    computed. generation: of its tokens. before: outputs of other models, of which the question is asked too.
+    "base64"} for hidden states. {"ids", "text", "finish"} of the tokens that a decoder has generated, with "logprobs"
+    where they are wanted; {"map": {"dtype", "shape", "base64"}} for a feature map whose pixels are rows; for a
+    question, what that has. A request with a list (texts, pairs, images, ids of ids) gets {"results": [one of these
+    for each]}, except hidden states, which are packed [m, h]. Raises WireError for an output of another shape,
+    ModelError for one that is not finite. plan: by which it was computed. generation: of its tokens. before: outputs
+    of other models, of which the question is asked too.
     """
     spec, shape = checkpoint.spec, prepared.shape
     if generation is not None and not generation.wants_states and prepared.rules.scored:
         return transcript(checkpoint, prepared, generation)
     if prepared.new_tokens:
-        ids, rules = output.tolist(), prepared.rules
-        text = cut_at(_decoded_text(checkpoint, ids), prepared.stop)
-        return {"ids": ids, "text": text, "finish": "stop" if rules.ends(ids) else "length"}
+        ids, written = output.tolist(), WrittenText(checkpoint, prepared.stop)
+        text = written.extend_to(ids)
+        rest, stopped = written.end()
+        has_ended = stopped or len(ids) < prepared.new_tokens or ids[-1] in prepared.rules.end
+        told = {"ids": ids, "text": text + rest, "finish": "stop" if has_ended else "length"}
+        if prepared.rules.likely >= 0 and generation is not None:
+            told[LOGPROBS] = [described(checkpoint, likely) for likely in generation.likely]
+        return told
     if output.shape != spec.output_shape(shape):
         raise WireError(
             f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "
@@ -147,22 +155,3 @@ def _scores(checkpoint: Checkpoint, logits: Floats) -> Floats:
     if problem == "multi_label_classification":
         return sigmoid(logits)
     return softmax(logits)
-
-
-def token_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text that the last generated token adds; empty while a character is incomplete."""
-    before, whole = (_shown(checkpoint, part) for part in (tokens[:-1], tokens))
-    return whole.removeprefix(before) if whole.startswith(before) else whole
-
-
-def _shown(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    text = _decoded_text(checkpoint, tokens)
-    return text.rstrip("\ufffd")
-
-
-def _decoded_text(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text of generated tokens without those that steer a model; empty without a tokenizer."""
-    if not checkpoint.has_tokenizer:
-        return ""
-    text: str = checkpoint.tokenizer.decode(list(tokens), skip_special_tokens=True)
-    return text

@@ -17,15 +17,17 @@ from math import inf
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.cost.profiles import Cluster, rows_factor
 from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import product_storage
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import SimulatedRequest
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies.method import FEW_ROWS
 
 KEPT: Final = 1024
 MAX_PENDING: Final = 64  # pending forecasts; beyond, the least urgent are dropped
@@ -49,10 +51,10 @@ class Forecast:
     flops: Mapping[str, float]
     simulated: bool = True
 
-    def scaled(self, tokens: int) -> Forecast:
+    def scaled(self, tokens: int, seconds: float) -> Forecast:
         """Return the estimate for another length."""
-        by = tokens / max(self.tokens, 1)
-        return Forecast(tokens, self.seconds * by, self.nbytes * by, self.flops, simulated=False)
+        nbytes = self.nbytes * tokens / max(self.tokens, 1)
+        return Forecast(tokens, seconds, nbytes, self.flops, simulated=False)
 
     @classmethod
     def of(cls, played: SimulatedRequest) -> Forecast:
@@ -167,8 +169,12 @@ class Forecasts:
                 self._known.move_to_end(key)
                 return known
             others = [f for (plan_version, _), f in self._known.items() if plan_version == plan.version]
+            cluster = next((s.cluster for s in self._standing if s.plan.version == plan.version), Cluster({}, {}))
         nearest = min(others, key=lambda f: abs(f.tokens - shape.size), default=_of_plan(plan))
-        return nearest.scaled(shape.size)
+        storage = product_storage(self._specs[plan.model], plan.weight_dtype)
+        rows = shape.size, max(nearest.tokens, 1)
+        factors = [rows_factor(cluster, plan.devices, storage, each) for each in rows]
+        return nearest.scaled(shape.size, nearest.seconds * factors[0] / factors[1])
 
     def run(self) -> None:
         """Make forecasts until `close`; the body of a thread."""
@@ -251,7 +257,8 @@ class Forecasts:
 def _of_plan(plan: Plan) -> Forecast:
     """Return the forecast that a plan contains."""
     parts: list[list[float]] = [list(weights) for weights in plan.shares.values()]
-    parts += [[float(stop - start) for start, stop in ranges] for ranges in plan.ranges.values()]
+    divided = (ranges for kind, ranges in plan.ranges.items() if kind != FEW_ROWS)
+    parts += [[float(stop - start) for start, stop in ranges] for ranges in divided]
     whole = [[x / (sum(part) or 1.0) for x in part] for part in parts] or [[1.0] * len(plan.devices)]
     flops = dict(zip(plan.devices, map(fmean, zip(*whole, strict=True)), strict=True))
     return Forecast(plan.predicted_tokens, plan.predicted_s, plan.predicted_bytes, flops)

@@ -22,7 +22,7 @@ from hepti_mqtt.ids import asked_name, check_name
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.protocol.messages import TAKEN_BY
+from hepti_mqtt.protocol.messages import LOGPROBS, TAKEN_BY
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
@@ -30,6 +30,7 @@ from hepti_mqtt.runtime.coordinator.requests import Batch, Generation, Pins, Req
 from hepti_mqtt.service import answers, requests
 from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts, shares
+from hepti_mqtt.service.logprobs import described
 from hepti_mqtt.service.requests import (
     MAX_WAITING_BYTES,
     MemoryQuota,
@@ -41,6 +42,7 @@ from hepti_mqtt.service.requests import (
     split_envelope,
     split_into_batches,
 )
+from hepti_mqtt.service.written import WrittenText
 
 DEADLINE_S: Final = 600.0  # of requests without one: every request ends
 SIMULATED: Final = "simulated"
@@ -125,14 +127,15 @@ class Joint:
 class _ReplyContext:
     """How to answer a request; weakly referenced by the memory quota.
 
-    asked: what its client calls it. streams: tokens go out as they come. joint: of a request whose answer needs the
-    outputs of several models.
+    asked: what its client calls it. streams: what is known goes out before the answer; written: the text of its tokens,
+    None without. joint: of a request whose answer needs the outputs of several models.
     """
 
     topic: str
     model_input: requests.ModelInput
     received_s: float
     streams: bool
+    written: WrittenText | None
     asked: Asked
     joint: Joint | None = None
 
@@ -212,7 +215,8 @@ class RequestHandler:
         joint = Joint() if len(found) > 1 else None
         made = []
         for one, prepared in found:
-            context = _ReplyContext(topic, prepared, now, not bare, Asked(key, asked), joint)
+            written = None if bare or not prepared.new_tokens else WrittenText(one.checkpoint, prepared.stop)
+            context = _ReplyContext(topic, prepared, now, not bare, written, Asked(key, asked), joint)
             self._quota.take(prepared.inputs.nbytes, context)
             made.append(_request(replace(key, model=one.name), one, prepared, context, parts))
         if joint is not None:
@@ -266,16 +270,18 @@ class RequestHandler:
 
     def encode_token(self, command: TokenReady) -> Reply | None:
         """Return the JSON of one token, sent before the answer, which has all; None where only that is wanted."""
-        request = command.request
-        if not _context(request).streams:
+        request, written = command.request, _context(command.request).written
+        if written is None:
             return None
         told = {
             "request": request.key.id,
             "index": command.index,
             "token": command.tokens[-1],
-            "text": answers.token_text(self._models[request.key.model].checkpoint, command.tokens),
+            "text": written.extend_to(command.tokens),
             "final": False,
         }
+        if command.likely:
+            told[LOGPROBS] = described(self._models[request.key.model].checkpoint, command.likely)
         if command.attempt:  # the text begins again
             told["attempt"] = command.attempt
         return Reply(_context(request).topic, json.dumps(told).encode(), _context(request).asked.key)
@@ -420,7 +426,11 @@ def _request(
     else:  # its session is divided into runs
         batches = (Batch(prepared.shape, prepared.inputs),)
         prompt, carried = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
-        generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules, carried)
+        shape, rules = prepared.shape, prepared.rules
+        if shape.want == "task" and not rules.needs_logits and not carried.size:
+            shape = shape.with_want("candidates")
+        generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
+        generation.vocab = model.checkpoint.spec.head.outputs
         generation.guesses = Guesses() if prepared.guesses and generation.rules.judge is None else None
     return Request(
         key,

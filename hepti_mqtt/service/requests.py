@@ -28,6 +28,7 @@ from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
 from hepti_mqtt.service import sampling
+from hepti_mqtt.service.grammar import call_schema, read_choice, read_format, with_schema
 from hepti_mqtt.service.messages import read_messages, read_tools
 from hepti_mqtt.service.questions import (
     Entities,
@@ -114,14 +115,15 @@ _INPUTS_OF: Final = {
     "hypothesis_template": ("candidate_labels",), "no_answer": ("context",), "max_answer_tokens": ("context", "ids"),
     "prompt": ("text", "texts", "audio"), "aggregation": ("text", "texts", "ids"),
     **dict.fromkeys(("language", "task", "window", "timestamps"), ("audio",)),
-    "tools": ("messages",), **dict.fromkeys(sampling.OPTIONS, ("text", "ids", "messages")),
+    **dict.fromkeys(("tools", "tool_choice"), ("messages",)),
+    **dict.fromkeys((*sampling.OPTIONS, "response_format"), ("text", "ids", "messages")),
     "temperature": ("audio", "text", "ids", "messages"), "seed": ("audio", "text", "ids", "messages"),
 }  # fmt: skip
 _TASKS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "aggregation": ("token_classification",), "dimensions": ("embedding",),
     "prompt": ("embedding", "transcription"),
     "max_answer_tokens": ("question_answering",), "max_new_tokens": ("generation", "transcription"),
-    "raw_scores": ("classification",), **dict.fromkeys(sampling.OPTIONS, ("generation",)),
+    "raw_scores": ("classification",), **dict.fromkeys((*sampling.OPTIONS, "response_format"), ("generation",)),
     **dict.fromkeys(("temperature", "seed"), ("generation", "transcription")),
 }  # fmt: skip
 _OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", *_INPUTS_OF, *_TASKS_OF})
@@ -345,9 +347,9 @@ def _decoded(
     truncate = request.get("truncate") is True
     if truncate and new < limit:
         reads = replace(reads, longest=limit - new)  # leave room for the new tokens
-    reader = TextReader(checkpoint, reads, truncate)
+    reader, schema = TextReader(checkpoint, reads, truncate), read_format(request.get("response_format"))
     if key == "messages":
-        tokens = _conversation(checkpoint, request)
+        tokens, schema = _conversation(checkpoint, request, schema)
     else:
         tokens = reader.ids(key, request[key]) if key == "ids" else reader.text(key, request[key])
     ids = np.array(tokens.ids, np.int32)
@@ -362,18 +364,32 @@ def _decoded(
     rules, stop = sampling.read_sampling(
         checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab, request.get("top_k") or 0
     )
+    if schema is not None:
+        rules = with_schema(checkpoint, rules, schema, reads.vocab)
+    if (most := sampling.MAX_LIKELY_IN_ALL // (rules.likely + 1 or 1)) < new and rules.likely >= 0:
+        if "max_new_tokens" in request:
+            raise RequestError(f"logprobs {rules.likely} is possible for {most} tokens: lower it or max_new_tokens")
+        new = most
     guesses = request.get("speculate") is None or _flag(request, "speculate")
     return ModelInput(shape, inputs, False, top_k, computes, new, rules=rules, stop=stop, guesses=guesses)
 
 
-def _conversation(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Tokens:
+def _conversation(
+    checkpoint: Checkpoint, request: Mapping[str, Any], schema: Mapping[str, Any] | None
+) -> tuple[Tokens, Mapping[str, Any] | None]:
+    """Return the tokens of messages, and the schema that the answer follows: that of a call, where one is demanded."""
     messages, tools = read_messages(request["messages"]), read_tools(request.get("tools"))
+    demanded = read_choice(request.get("tool_choice"), tools)
+    if demanded and schema is not None:
+        raise RequestError("response_format and a tool_choice that demands a call exclude each other; send one of them")
     if not checkpoint.has_tokenizer or (chat := checkpoint.chat) is None:
         raise RequestError(
             f"model {checkpoint.model} has no chat template (chat_template.jinja, or chat_template in "
             "tokenizer_config.json), so it reads no messages; send text"
         )
     ids = chat.ids(messages, tools)
+    if demanded:
+        ids, schema = [*ids, *chat.call_start], call_schema(demanded, chat.call_arguments)
     if not ids:
         raise RequestError("messages give no tokens; send some words")
     reads = checkpoint.spec.input_spec
@@ -383,7 +399,7 @@ def _conversation(checkpoint: Checkpoint, request: Mapping[str, Any]) -> Tokens:
             f"{checkpoint.path}: its tokenizer gives id {max(ids)}, and config.json's vocab_size is {reads.vocab}; "
             "both must be of the same model"
         )
-    return Tokens(ids)
+    return Tokens(ids), schema
 
 
 def _is_several(form: Form, request: Mapping[str, Any]) -> bool:

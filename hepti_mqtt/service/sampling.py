@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -11,10 +11,13 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.service.texts import describe, is_int, quoted
+from hepti_mqtt.service.written import WrittenText
 
 MAX_SEED: Final = 2**32 - 1
 MAX_STOPS: Final = 16
 LONGEST_STOP: Final = 200  # characters
+MAX_LIKELY: Final = 20
+MAX_LIKELY_IN_ALL: Final = 24_000  # in an answer: more do not fit into the packets that brokers take
 MAX_BIASED: Final = 1024
 # What a number may be, from and to; a value that is not sent changes nothing.
 RANGES: Final[Mapping[str, tuple[float, float]]] = {
@@ -25,7 +28,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-OPTIONS: Final = (*RANGES, "seed", "logit_bias", "stop", "speculate")
+OPTIONS: Final = (*RANGES, "seed", "logit_bias", "stop", "logprobs", "speculate")
 
 
 def read_sampling(
@@ -54,7 +57,8 @@ def read_sampling(
         temperatures=(_or(number["temperature"], 0.0),),
         seed=read_seed(request.get("seed")),
         sampling=rules.sampling if changed == Sampling() else changed,
-        stops=_stopper(checkpoint, stop) if stop else None,
+        stops=WrittenText(checkpoint, stop).stops if stop else None,
+        likely=_likely(request.get("logprobs")),
     ), stop
 
 
@@ -65,11 +69,6 @@ def read_seed(value: Any) -> int:
     if not is_int(value) or not 0 <= value <= MAX_SEED:
         raise RequestError(f"seed must be an integer from 0 to {MAX_SEED}, not {describe(value)}")
     return int(value)
-
-
-def cut_at(text: str, stop: Sequence[str]) -> str:
-    """Return a text up to the first of some texts in it."""
-    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
 
 
 def _or(value: float | None, default: float) -> float:
@@ -83,6 +82,14 @@ def _number(request: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise RequestError(f"{key} must be a number from {low:g} to {high:g}, not {describe(value)}")
     return float(value)
+
+
+def _likely(value: Any) -> int:
+    if value is None:
+        return -1
+    if not is_int(value) or not 0 <= value <= MAX_LIKELY:
+        raise RequestError(f"logprobs must be an integer from 0 to {MAX_LIKELY}, not {describe(value)}")
+    return int(value)
 
 
 def _bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:
@@ -114,13 +121,3 @@ def _stop(checkpoint: Checkpoint, value: Any) -> tuple[str, ...]:
             f"model {checkpoint.model} has no tokenizer, so it writes no text that could stop; leave it out"
         )
     return tuple(found)
-
-
-def _stopper(checkpoint: Checkpoint, stop: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-    tail = 4 * max(map(len, stop)) + 16  # a character may take four tokens
-
-    def stops(tokens: Sequence[int]) -> bool:
-        text = checkpoint.tokenizer.decode(list(tokens[-tail:]), skip_special_tokens=True)
-        return any(one in text for one in stop)
-
-    return stops

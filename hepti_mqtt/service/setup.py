@@ -16,6 +16,7 @@ from hepti_mqtt.config.options import MAX_WEIGHT_ERROR, PlannerOptions, RequestP
 from hepti_mqtt.errors import ConfigError, ModelError, PlanError, RequestError, UnsupportedModelError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import weight_dtypes
+from hepti_mqtt.plan import CacheDtype, Quantised
 from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.manifest import Manifest
 from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES, Prepare, encode
@@ -51,7 +52,8 @@ class PlannerConfig:
     refuses pins in requests. checked: what the tags of frames cover. max_weight_error: how far narrow weights may move
     an answer. state_dir: of the journal, by default the user's. home_assistant: prefix of its discovery, None to
     announce nothing. metrics: where Prometheus reads, None for nowhere. shared: the site whose requests are shared with
-    other planners.
+    other planners. quantised, kv_cache: to what weights are quantised when they are opened, and how keys and values
+    are kept, by model.
     """
 
     url: BrokerUrl
@@ -68,6 +70,8 @@ class PlannerConfig:
     home_assistant: str | None = None
     metrics: tuple[str, int] | None = None
     shared: str | None = None
+    quantised: Mapping[str, Quantised] = field(default_factory=dict)
+    kv_cache: Mapping[str, CacheDtype] = field(default_factory=dict)
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
     @classmethod
@@ -87,6 +91,8 @@ class PlannerConfig:
             home_assistant=options.home_assistant,
             metrics=options.metrics,
             shared=options.shared,
+            quantised={} if (how := options.pins.quantised) is None else dict.fromkeys(options.models, how),
+            kv_cache=dict.fromkeys(options.models, options.pins.kv_cache),
         )
 
 
@@ -105,9 +111,11 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
         except RequestError as error:
             raise ConfigError(f"model {name}: {error}") from error
         try:
-            opened = _open_parts(directory, check_name("model", name), stack)
+            opened = _open_model(config, check_name("model", name), directory, stack)
             for part, checkpoint in opened.items():
                 config.log.info("model %s: %d tensors", part, len(checkpoint.manifest.entries))
+                if checkpoint.quantisation is not None:
+                    config.log.info("model %s: %s", part, checkpoint.quantisation.text())
         except ModelError as error:
             bad.append(error)
             if len(config.models) > 1:
@@ -120,11 +128,40 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
     return models
 
 
-def _open_parts(directory: str | Path, name: str, stack: contextlib.ExitStack) -> dict[str, Checkpoint]:
+def _open_model(
+    config: PlannerConfig, name: str, directory: str | Path, stack: contextlib.ExitStack
+) -> dict[str, Checkpoint]:
+    """Return the models in a directory, kept as it is asked for; one of several that cannot be is as it is.
+
+    Raises ModelError, and ConfigError where quantising moves the answers of a single model too far.
+    """
+    how, cache = config.quantised.get(name), config.kv_cache.get(name, "f32")
+    try:
+        with contextlib.ExitStack() as own:
+            opened = _open_parts(directory, name, own, how, cache)
+            if how is not None:
+                for checkpoint in opened.values():
+                    MeasuredErrors.of(checkpoint, config.max_weight_error).require_weights(how)
+            stack.enter_context(own.pop_all())
+            return opened
+    except (UnsupportedModelError, PlanError) as error:
+        if (how is None and cache == "f32") or len(config.models) == 1:
+            raise (error if isinstance(error, ModelError) else ConfigError(f"model {name}: {error}")) from error
+        config.log.warning("model %s keeps its numbers: %s", name, error)
+    return _open_parts(directory, name, stack)
+
+
+def _open_parts(
+    directory: str | Path,
+    name: str,
+    stack: contextlib.ExitStack,
+    quantised: Quantised | None = None,
+    cache: CacheDtype = "f32",
+) -> dict[str, Checkpoint]:
     """Return the models in a directory by their names on the site; raises ModelError."""
     opened = {}
     for part in model_parts(directory):
-        checkpoint = stack.enter_context(Checkpoint.open(directory, name, part))
+        checkpoint = stack.enter_context(Checkpoint.open(directory, name, part, quantised, cache))
         if checkpoint.has_tokenizer:
             _ = checkpoint.tokenizer  # now: at the first request the directory may hold another model's
         _ = checkpoint.languages, checkpoint.similarity

@@ -28,7 +28,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import MAX_WEIGHT_ERROR
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WeightDtype, WireDtype
+from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, Quantised, WeightDtype, WireDtype
 from hepti_mqtt.planner import (
     Question,
     Recalled,
@@ -48,7 +48,11 @@ from hepti_mqtt.spec import Spec
 
 _log = logging.getLogger(__name__)
 _WIRE: Final[Mapping[str, WireDtype]] = {wire: wire for wire in NARROW_WIRE_DTYPES}
-_WEIGHTS: Final[Mapping[str, WeightDtype]] = {dtype: dtype for dtype in get_args(WeightDtype)}
+_KEPT: Final[Mapping[str, WeightDtype]] = {dtype: dtype for dtype in get_args(WeightDtype)}
+_QUANTISED: Final[Mapping[str, Quantised]] = {how: how for how in get_args(Quantised)}
+_WEIGHTS: Final[Mapping[str, WeightDtype | Quantised]] = {**_KEPT, **_QUANTISED}
+_OUTLIERS: Final = "a few of them are much larger than the others. Use --weights f16 or f32"
+_MOVED: Final[Mapping[str, str]] = {"q8": "leave out --weights", "q4": "use --weights q8"}
 FIRST_S: Final = 0.1  # of a processor, for a site's first plan: half a second on a hub of a quarter of a core
 COLLECTED: Final = 20_000  # new objects between garbage collections, a few megabytes at most
 
@@ -71,7 +75,8 @@ class MeasuredErrors:
     """How far narrow dtypes move the answers of one model; tensors: its canonical ones, read on demand.
 
     wire: errors of narrow wires. weights: errors of narrow weights. kept: the file that keeps errors across restarts,
-    None for no file. max_weight_error: above which weights are refused.
+    None for no file. max_weight_error: above which weights are refused. originals: what tensors were before they were
+    quantised.
     """
 
     def __init__(
@@ -80,10 +85,12 @@ class MeasuredErrors:
         tensors: Mapping[str, Any],
         kept: Path | None = None,
         max_weight_error: float = MAX_WEIGHT_ERROR,
+        originals: Mapping[str, Any] | None = None,
     ) -> None:
         self._spec, self._tensors, self._kept, self._max_weight_error = spec, tensors, kept, max_weight_error
+        self._originals = originals
         self.wire: dict[WireErrorKey, float] = {}
-        self.weights: dict[WeightDtype, float] = {}
+        self.weights: dict[WeightDtype | Quantised, float] = {}
         self._measuring = threading.Lock()  # a hurried search and the whole one have threads of their own
         self._read()
 
@@ -93,7 +100,7 @@ class MeasuredErrors:
         computed = sha256(repr(checkpoint.spec.to_dict()).encode()).hexdigest()[:16]
         name = f"{checkpoint.manifest.digest.hex()}-{computed}-{__version__}.json"
         kept = Path(platformdirs.user_cache_dir("hepti")) / "accuracy" / name
-        return cls(checkpoint.spec, checkpoint.tensors(), kept, max_weight_error)
+        return cls(checkpoint.spec, checkpoint.tensors(), kept, max_weight_error, checkpoint.tensors_as_stored())
 
     def measure_wire(self, plan: Plan) -> Mapping[WireDtype, float]:
         """Return the errors of narrow wires under a plan; infinity if the measurement fails, so that f32 stays."""
@@ -108,12 +115,12 @@ class MeasuredErrors:
         self._write()
         return found
 
-    def require_weights(self, weight_dtype: WeightDtype) -> float:
-        """Return how far weights of a dtype move an answer; raises PlanError if it is too far."""
+    def require_weights(self, weight_dtype: WeightDtype | Quantised) -> float:
+        """Return how far weights of a dtype, or quantised ones, move an answer; raises PlanError if it is too far."""
         with self._measuring:
             if weight_dtype not in self.weights:
                 _log.info("measuring how far weights in %s move the answers", weight_dtype)
-                self.weights[weight_dtype] = weight_error(self._spec, self._tensors, weight_dtype)
+                self.weights[weight_dtype] = self._weight_error(weight_dtype)
                 _log.info("weights in %s move answers by %.1e", weight_dtype, self.weights[weight_dtype])
                 self._write()
         error = self.weights[weight_dtype]
@@ -123,10 +130,14 @@ class MeasuredErrors:
         if error > self._max_weight_error:
             raise PlanError(
                 f"weights in {weight_dtype} move an answer by {error:.2g} of it, more than {self._max_weight_error:g}: "
-                "a few of them are much larger than the others. Use --weights f16 or f32, or accept that with "
-                "--max-weight-error at the planner"
+                f"{_MOVED.get(weight_dtype, _OUTLIERS)}, or accept that with --max-weight-error at the planner"
             )
         return error
+
+    def _weight_error(self, weight_dtype: WeightDtype | Quantised) -> float:
+        if (kept := _KEPT.get(weight_dtype)) is None:  # the tensors are quantised already
+            return weight_error(self._spec, self._tensors, "f32", self._originals)
+        return weight_error(self._spec, self._tensors, kept)
 
     def _read(self) -> None:
         """Read the cached errors; a missing or damaged file only slows down the first search."""

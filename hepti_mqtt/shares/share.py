@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from math import inf, prod
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.cost.profiles import Power
 from hepti_mqtt.lowering import Graph, roles
-from hepti_mqtt.lowering.ops import Linear
+from hepti_mqtt.lowering.ops import Linear, Op
 from hepti_mqtt.plan import Range, apportion
 
 Options = Mapping[str, str]  # of a method's variant
@@ -51,8 +52,12 @@ class Share:
         if self.role not in graph.roles:
             return ((0, 0),) * len(weights)
         total = self.unit_count(graph)
-        unit = min(graph.first_with_role(self.role).share_unit(self.dim), total)
-        parts = apportion(-(-total // unit), weights)
+        op = graph.first_with_role(self.role)
+        unit = min(op.share_unit(self.dim), total)
+        if op.range_cost(self.dim, 0, unit) * total > op.range_cost(self.dim, 0, total) * unit:
+            parts = partition_in_order(_costs(op, self.dim, unit, total) * _slowness(weights))
+        else:
+            parts = apportion(-(-total // unit), weights)
         return tuple((min(a * unit, total), min(z * unit, total)) for a, z in parts)
 
 
@@ -116,6 +121,18 @@ def partition_in_order(costs: Array) -> tuple[Range, ...]:
         out.append((start, at))
         at = start
     return tuple(reversed(out))
+
+
+@lru_cache(maxsize=64)
+def _costs(op: Op, dim: int, unit: int, total: int) -> Array:
+    """Return what each range of a dimension costs, [P, P] by start and stop in units; inf where it ends before."""
+    ends = [min(end, total) for end in range(0, total + unit, unit)]
+    return np.array([[op.range_cost(dim, a, z) if a <= z else np.inf for z in ends] for a in ends])
+
+
+def _slowness(speeds: Speeds) -> Array:
+    """Return seconds by device, [N, 1, 1]; a device without speed is so slow that it gets nothing."""
+    return np.array([1 / max(speed, 1e-30) for speed in speeds])[:, None, None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -325,8 +325,9 @@ DECOUPLED: Final = Method(
 def decoder_table(division: Division) -> Table:
     """`decoder`: each device keeps keys and values of its own heads, and has its own MLP columns.
 
-    Partial sums go to everyone, who adds them (a one-shot all-reduce: one round, which is what counts where one token
-    at a time is computed). Norms and residuals are computed by everyone.
+    In runs of few rows partial sums go to everyone, who adds them (a one-shot all-reduce: one round, which is what
+    counts where one token at a time is computed), and norms and residuals are computed by everyone. In runs of more
+    rows, from where the planner finds that faster, they are reduced on own rows as in `block`.
     """
     heads = division.device_sets(HEADS)
 
@@ -339,17 +340,19 @@ def decoder_table(division: Division) -> Table:
             roles.CACHE: cache,
             roles.ATTENTION_OUT: split_along(heads, 2),
             roles.MLP_DOWN: split_along(division.device_sets(MLP), 2),
-        }
+        },
+        {} if division.has_few_rows else between_blocks(split_along(division.device_sets(ROWS), 0), division.root),
     )
 
 
 DECODER: Final = Method(
     "decoder",
-    "own heads with their cache, and own MLP columns; everyone adds the partial sums",
+    "own heads with their cache, and own MLP columns; sums are added by everyone, or of many rows on own ones",
     decoder_table,
-    shares=(HEADS, MLP),
+    shares=(ROWS, HEADS, MLP),
     needs=(roles.CACHE, roles.ATTENTION, roles.AFTER_MLP),
     keeps_cache=True,
+    differs_by_rows=True,
 )
 
 

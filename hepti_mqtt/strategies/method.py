@@ -20,6 +20,9 @@ BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
 WORDS: Final = Share("words", roles.WORDS, 1)  # of every plan of several devices, whatever its method
 
+# Of plans of methods that divide runs of few rows in another way: those rows, the same for every device.
+FEW_ROWS: Final = "few_rows"
+
 WORTH_SPLITTING: Final = 0.7  # of the head's time: what the exchange takes beside links and bytes is not known here
 
 MAX_NAMED_DEVICES: Final = 64  # devices up to which options that depend on their number are known by name
@@ -47,6 +50,12 @@ class Division(NamedTuple):
             return [span(*r) for r in apportion(share.unit_count(self.graph), self.plan.shares[share.kind])]
         return [span(*r) for r in self.plan.ranges[share.kind]]
 
+    @property
+    def has_few_rows(self) -> bool:
+        """Return whether the run has at most the few rows that the plan names; where it names none, any has."""
+        few = self.plan.ranges.get(FEW_ROWS)
+        return few is None or ROWS.unit_count(self.graph) <= few[0][1]
+
     def owners(self, share: Share) -> dict[int, int]:
         """Return the device of each part, by its number."""
         return {part: i for i, (first, stop) in enumerate(self.plan.ranges[share.kind]) for part in range(first, stop)}
@@ -63,8 +72,8 @@ class Division(NamedTuple):
 def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
     """Return each device's words of the logits: by how fast it reads weights, or all of them on the head device.
 
-    A token takes the time of reading a matrix of all words, of which nothing but the logits has to be sent. lanes: of
-    the devices; without any, links are taken to cost nothing.
+    A token takes the time of reading a matrix of all words, of which nothing but the logits or the likeliest
+    words has to be sent. lanes: of the devices; without any, links are taken to cost nothing.
     """
     resources = lanes or [DeviceResources()] * len(weights)
     speeds = [lane.row_flops_per_s or weight for lane, weight in zip(resources, weights, strict=True)]
@@ -74,7 +83,10 @@ def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[Device
         alone_s = 2.0 * words * width / speeds[root]
         own = divided[root][1] - divided[root][0]
         rate, delay_s = min(lane.bytes_per_s for lane in lanes), max(lane.latency_s for lane in lanes)
-        sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * (words - own) / rate
+        meet = words - own  # numbers that the others send, where they do not choose the likeliest of their own
+        if roles.CANDIDATES in graph.roles:
+            meet = (len(weights) - 1) * graph.first_with_role(roles.CANDIDATES).space[1]
+        sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * meet / rate
         if alone_s * own / words + sent_s > WORTH_SPLITTING * alone_s:
             return WORDS.ranges(graph, [float(i == root) for i in range(len(weights))])
     return divided
@@ -99,7 +111,8 @@ class Method:
     are leased while a request runs, 0 for none; its table is then made for a place per task and one more, the head's.
     rewrite: of a request, what makes the family's graph the one that is computed: as many tensors, and the same
     weights. is_free_of_weights: whether ranges of a kind may change and no device needs other weights. weight_dtypes:
-    how the weights of a variant may be kept.
+    how the weights of a variant may be kept. differs_by_rows: its table is another one for runs of many rows, and the
+    planner finds from where on that is faster.
     """
 
     name: str
@@ -126,6 +139,7 @@ class Method:
     rewrite: Callable[[Division], Rewrite] | None = None
     is_free_of_weights: Callable[[str], bool] = lambda _: False
     weight_dtypes: Callable[[Options], Sequence[WeightDtype]] = lambda _: get_args(WeightDtype)
+    differs_by_rows: bool = False
 
     def variants_for(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices, and for a graph if it is given."""

@@ -12,23 +12,31 @@ from pathlib import Path
 import sentencepiece
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = ("the room is warm", "", " ", "  a  b", "é ü 日本 🤖", "x\ty\nz", " lead", "temperature 21.5!", "MQTT", "end ")
+TEXTS = (
+    "the room is warm", "", " ", "  a  b", "é ü 日本 🤖", "x\ty\nz", " lead", "temperature 21.5!", "MQTT", "end ",
+    "a\n\n\nb    c     d", "<table> of <tab", "the<table>  room\n",
+)  # fmt: skip
+# Spaces in front, none, and pieces of users as Gemma has them, of which those with spaces count before all others.
+CASES = ((True, ()), (False, ()), (False, ("▁▁", "▁▁▁", "\n", "\n\n", "<table>")))
 
 
 def main() -> None:
     lines = [line for line in (ROOT.parent / "README.md").read_text().splitlines() if line.strip()]
     found = []
-    for prefix in (True, False):
+    for prefix, users in CASES:
         model = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=model, vocab_size=480, model_type="bpe", byte_fallback=True,
             add_dummy_prefix=prefix, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+            user_defined_symbols=list(users),
         )  # fmt: skip
         s = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
         every = range(s.get_piece_size())
+        pieces = [s.id_to_piece(i) for i in every]
         kinds = [2 if s.is_unknown(i) else 3 if s.is_control(i) else 6 if s.is_byte(i) else 1 for i in every]
+        kinds = [4 if piece in users else kind for piece, kind in zip(pieces, kinds, strict=True)]
         metadata = {
-            "tokens": [s.id_to_piece(i) for i in every], "scores": [s.get_score(i) for i in every],
+            "tokens": pieces, "scores": [s.get_score(i) for i in every],
             "token_type": kinds, "unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
             "add_space_prefix": prefix,
         }  # fmt: skip

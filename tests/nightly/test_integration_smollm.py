@@ -12,6 +12,7 @@ from site_processes import PATIENCE_S, SITE, Site, poll, running_site
 from smollm_prompts import ANSWERS, MOST, smollm
 
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.errors import RequestError
 
 AGENTS = ("a", "b", "c")
 SAID = json.loads(ANSWERS.read_text())["answers"]
@@ -46,6 +47,31 @@ def test_twenty_answers_over_mqtt(hepti: Hepti, count: int) -> None:
         assert {*got.plan["devices"]} == {*AGENTS[:count]}
         assert got.tokens == len(said["ids"])
         assert got.result["ids"] == said["tokens"], said["prompt"]
+
+
+CITY = {"type": "object", "properties": {"capital": {"type": "string", "maxLength": 20}}, "required": ["capital"]}
+TOOL = {"name": "weather", "parameters": CITY | {"additionalProperties": False}}
+
+
+def test_an_answer_follows_a_schema_and_a_call_is_made(hepti: Hepti) -> None:
+    pytest.importorskip("llguidance")
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in JSON."}]
+    for seed in range(3):
+        drawn = {"temperature": 1.0, "seed": seed, "max_new_tokens": 60, "timeout_s": 4 * PATIENCE_S}
+        wanted = {"type": "json_schema", "json_schema": {"schema": TOOL["parameters"]}}
+        told = hepti.infer("smollm", messages=messages, response_format=wanted, **drawn).result
+        assert json.loads(told["text"]).keys() == {"capital"}
+        assert told["finish"] == "stop"
+        tools = [{"type": "function", "function": TOOL}]
+        call = hepti.infer("smollm", messages=messages, tools=tools, tool_choice="required", **drawn).result
+        assert json.loads(call["text"])["name"] == "weather"
+    with pytest.raises(RequestError):
+        hepti.infer(
+            "smollm",
+            messages=messages,
+            response_format={"type": "json_schema", "json_schema": {"schema": {"type": "city"}}},
+            timeout_s=4 * PATIENCE_S,
+        )
 
 
 def test_the_capital_of_france_at_the_gateway(site: Site, hepti: Hepti) -> None:

@@ -6,7 +6,7 @@ Source: prompt lookup, a form of speculative decoding (Leviathan et al., 2023) w
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Final
 
@@ -18,9 +18,13 @@ _PRIOR: Final = (1.0, 1.0)  # guesses that were right and wrong before any was c
 
 
 class StepPace:
-    """How long runs of a session take by their rows, under one plan."""
+    """How long runs of a session take by their rows under one plan.
 
-    def __init__(self) -> None:
+    expected_s: the same by prediction, for sizes of which too few runs were seen.
+    """
+
+    def __init__(self, expected_s: Callable[[int], float]) -> None:
+        self._expected_s = expected_s
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._counts: dict[int, int] = defaultdict(int)
 
@@ -31,40 +35,55 @@ class StepPace:
             self._seconds[rows].append(seconds)
 
     def cost(self, rows: int) -> float:
-        """Return the time of a run as a multiple of that of one row; unknown sizes count as the next smaller one."""
-        usual_s = [median(self._seconds[r]) for r in (1, *SIZES) if r <= rows and self._counts[r] > _NEW]
-        return max(usual_s[-1] / usual_s[0], 1.0) if len(usual_s) > 1 else 1.0
+        """Return the time of a run as a multiple of that of one row, at least 1."""
+        known = [r for r in (1, *SIZES) if r <= rows and self._counts[r] > _NEW]
+        if 1 not in known:
+            return max(self._expected_s(rows) / self._expected_s(1), 1.0)
+        nearest = known[-1]
+        more_s = self._expected_s(rows) - self._expected_s(nearest)
+        return max((median(self._seconds[nearest]) + more_s) / max(median(self._seconds[1]), 1e-9), 1.0)
 
 
 class Guesses:
-    """What followed the last tokens of a text where they stood in it before."""
+    """What followed the last tokens of a text where they stood in it before.
+
+    How often that is right shows in runs without guesses, too.
+    """
 
     def __init__(self) -> None:
         self._text: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}  # of some tokens, where they stood last, but for the text's end
+        self._foreseen = list[int]()  # what may follow, whether it was guessed or not
         self._right, self._wrong = _PRIOR
 
-    def propose(self, prompt: Sequence[int], tokens: Sequence[int], most: int, pace: StepPace) -> tuple[int, ...]:
+    def propose(
+        self, prompt: Sequence[int], tokens: Sequence[int], most: int, pace: StepPace | None
+    ) -> tuple[int, ...]:
         """Return as many tokens as are worth a larger run, none where that is not expected to save time.
 
-        tokens: behind the prompt, so far. most: that may be of use.
+        tokens: behind the prompt, so far. most: that may be of use. pace: None for a run that can have none.
         """
         self._read(prompt, tokens)
+        self._foreseen.clear()
         at = next((self._ends[key] for key in self._last() if key in self._ends), None)
         if at is None:
             return ()
+        for place in range(at, at + SIZES[-1]):  # what repeats goes on repeating
+            known = place < len(self._text)
+            self._foreseen.append(self._text[place] if known else self._foreseen[place - len(self._text)])
         right = self._right / (self._right + self._wrong)
-        rates = {1: 1.0} | {r: (1 - right**r) / (1 - right) / pace.cost(r) for r in SIZES if r - 1 <= most}
-        count = max(rates, key=rates.__getitem__) - 1
-        guessed = list[int]()
-        for place in range(at, at + count):  # what repeats goes on repeating
-            guessed.append(self._text[place] if place < len(self._text) else guessed[place - len(self._text)])
-        return tuple(guessed)
+        sizes = [] if pace is None else [(r, pace.cost(r)) for r in SIZES if r - 1 <= most]
+        rates = {1: 1.0} | {rows: (1 - right**rows) / (1 - right) / cost for rows, cost in sizes}
+        return tuple(self._foreseen[: max(rates, key=rates.__getitem__) - 1])
 
-    def record(self, guessed: int, right: int) -> None:
-        """Take how many of some guesses were right; those behind a wrong one say nothing."""
-        self._right += right
-        self._wrong += right < guessed
+    def record(self, taken: Sequence[int]) -> None:
+        """Take the tokens that followed; those behind one that was not foreseen say nothing."""
+        for token, foreseen in zip(taken, self._foreseen, strict=False):
+            self._right += token == foreseen
+            self._wrong += token != foreseen
+            if token != foreseen:
+                break
+        self._foreseen.clear()
 
     def _read(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         known = len(self._text)

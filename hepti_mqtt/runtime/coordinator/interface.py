@@ -8,6 +8,7 @@ from math import inf
 from typing import Final
 
 from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.models.generation import Likely
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Decision, Question, Recalled
 from hepti_mqtt.protocol import messages
@@ -213,12 +214,16 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenReady:
-    """A generated token: its place among `tokens`, all tokens so far; attempt: the number of this text, from 0."""
+    """A generated token: its place among `tokens`, all tokens so far.
+
+    attempt: the number of this text, from 0. likely: see `Generation`.
+    """
 
     request: Request
     index: int
     tokens: tuple[int, ...]
     attempt: int = 0
+    likely: tuple[Likely, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from math import hypot, inf, log
 from typing import Final
@@ -16,7 +17,7 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import is_planned_for, largest_shape, representative_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict
+from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict, run_seconds
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
@@ -259,8 +260,15 @@ class PlanGroup:
     def step_pace(self, plan: Plan) -> StepPace:
         """Return how long steps of generations take under a plan, as far as it is known."""
         if self.paced is None or self.paced[0] != plan.version:
-            self.paced = plan.version, StepPace()
+            made = next(r.decision for r in self.plans.records() if plan.version in r.versions)
+            seconds = partial(run_seconds, self.served.spec, plan, made.chosen.price, made.cluster)
+            self.paced = plan.version, StepPace(seconds)
         return self.paced[1]
+
+    def length_factor(self, plan: Plan, rows: int) -> float:
+        """Return the factor on a plan's predicted time for a run of this many rows, at least 1."""
+        pace = self.step_pace(plan)
+        return max(pace.cost(rows) / pace.cost(max(plan.predicted_tokens, 1)), 1.0)
 
     def expected(self, run: Plan) -> Expectation:
         """Return what runs under a plan take over its prediction, or under that of which it is a replica."""

@@ -35,7 +35,7 @@ from hepti_mqtt.planner.decisions import (
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord, is_same_division
-from hepti_mqtt.runtime.coordinator.requests import Request, Run, length_factor
+from hepti_mqtt.runtime.coordinator.requests import Request, Run
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -209,7 +209,7 @@ class Moves:
         """Return a plan as an option for a run of another length."""
         priced = Priced(record.decision.chosen, record.decision.cluster)
         option = self._option(group, priced, outlook(priced, beliefs), beliefs, (), now)
-        return replace(option, seconds=option.seconds * length_factor(record.plan, size))
+        return replace(option, seconds=option.seconds * group.length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
         """Return whether the active plan is to be judged: now and then, and after a change at once.

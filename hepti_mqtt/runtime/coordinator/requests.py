@@ -18,7 +18,7 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import RemoteError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models.generation import LIKELIEST, TokenRules, Verdict
+from hepti_mqtt.models.generation import LIKELIEST, Candidates, Likely, TokenRules, Verdict
 from hepti_mqtt.models.shapes import cache_rows, next_rows
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
@@ -26,7 +26,7 @@ from hepti_mqtt.protocol.frames import MAX_TOGETHER, DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
-from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.spec import RequestShape, Spec, Want
 from hepti_mqtt.task_queue import TaskQueue
 
 Array = NDArray[Any]
@@ -98,7 +98,8 @@ class GeneratedTokens(NamedTuple):
 
     tokens: the text's own list, which grows. place: of the first one in it. taken: those that followed, none from a run
     whose rows were cached and no more; one or more of a run that had guesses. attempt: the text's number. rows: for
-    which the run answered.
+    which the run answered. whole: with all logits. likely: see
+    `Generation`.
     """
 
     tokens: list[int]
@@ -107,6 +108,8 @@ class GeneratedTokens(NamedTuple):
     attempt: int
     temperature: float
     rows: int = 1
+    whole: bool = True
+    likely: Sequence[tuple[Likely, ...]] = ()
 
 
 class Attempt(NamedTuple):
@@ -119,6 +122,7 @@ class Attempt(NamedTuple):
 
 
 LEAST_TOKEN_S: Final = 1e-6
+MOST_UNDECIDED: Final = 0.25  # share of tokens that candidates leave open, from which on all logits are asked for
 ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
 
 
@@ -127,13 +131,15 @@ class Generation:
     """The generation of tokens: the prompt, the tokens so far, and the session that caches them.
 
     shape: of the prompt's run. rules: for the tokens. carried: i32 [n], what the first run of a session reads beside
-    tokens. scores: logarithms of the probabilities of the tokens; silence: the probability that there is nothing to
+    tokens. scores: logarithms of the probabilities of the tokens; likely: each token with the likeliest at its place,
+    where they are wanted; silence: the probability that there is nothing to
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
     of them is the answer. source: the session whose rows it begins with, 0 without one; reuses: it began with rows of
     another text; left: sessions that it had before. steps: what followed from each run. guesses: of what follows, None
-    without; guessed: what the run under way has behind the last token. states: of all rows, where they are wanted
-    instead of tokens.
+    without; guessed: what the run under way has behind the last token. vocab: V, where candidates are wanted.
+    undecided: how many tokens candidates left open; open: the next one is among them. states: of all rows, where they
+    are wanted instead of tokens.
     """
 
     prompt: tuple[int, ...]
@@ -143,6 +149,7 @@ class Generation:
     carried: Array = field(default_factory=lambda: np.empty(0, np.int32))
     tokens: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    likely: list[tuple[Likely, ...]] = field(default_factory=list)
     silence: float | None = None
     session: int = 0
     plan_version: PlanVersion | None = None
@@ -156,6 +163,9 @@ class Generation:
     guesses: Guesses | None = None
     guessed: tuple[int, ...] = ()
     judged_for: PlanVersion | None = None  # the plan under which it might go on, when the rule was asked first
+    vocab: int = 0
+    undecided: int = 0
+    open: bool = False
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
     states: list[Array] = field(default_factory=list)
 
@@ -213,14 +223,15 @@ class Generation:
         """Return the next run, of tokens that are not cached, and whether it is the session's last.
 
         Where the last token alone is not cached, guesses of what follows it may come behind it; pace: of runs with
-        them, None for none.
+        them, None where they are not wanted.
         """
         total = len(self.prompt) + len(self.tokens)
         first, stop = self._rows_behind(self.cached_rows, total)
         self.guessed = ()
-        if pace is not None and self.guesses is not None and self.tokens and total - self.cached_rows == 1:
+        guesses = None if self.open else self.guesses
+        if guesses is not None and self.tokens and total - self.cached_rows == 1:
             most = self.max_new_tokens - len(self.tokens) - 1
-            self.guessed = self.guesses.propose(self.prompt, self.tokens, most, pace)
+            self.guessed = guesses.propose(self.prompt, self.tokens, most, pace)
         ids = (*self._ids(first, stop), *self.guessed)
         inputs, begins = np.array([first, *ids], np.int32), not self.cached_rows
         if begins and self.carried.size:
@@ -229,7 +240,18 @@ class Generation:
         final = is_last and bool(self.carried.size) and not self._lacks_choice  # else other texts may begin like it
         session = DecoderSession(self.session, final, self.source if first else 0)
         shape = self.shape.decode_step(len(ids), begins)
-        return Batch(shape.answering(len(ids)) if self.guessed else shape, inputs), session
+        shape = shape.answering(len(ids)) if self.guessed else shape
+        shape = shape.with_want(self.next_want)
+        if shape.want == "candidates":
+            heat = np.full(len(self.guessed) + 1, self.temperature, np.float32)
+            inputs = np.concatenate([inputs, heat.view(np.int32)])
+        return Batch(shape, inputs), session
+
+    @property
+    def next_want(self) -> Want:
+        """Return what its next run answers with: all logits where candidates leave a token open, or do so too often."""
+        often = self.undecided > 2 + MOST_UNDECIDED * len(self.tokens)
+        return "task" if self.open or often else self.shape.want
 
     @property
     def reserved_rows(self) -> int:
@@ -266,7 +288,7 @@ class Generation:
         return bool(self.rules.choices) and not self.asked
 
     def append_tokens(self, logits: Array) -> GeneratedTokens:
-        """Take the logits [r, V] of the run that `next_batch` gave; return the tokens that follow.
+        """Take the answer of the run that `next_batch` gave, logits or candidates; return the tokens that follow.
 
         None, where more rows are to be cached first; several, where what was guessed is what follows. A text that is
         whole may be followed by another one.
@@ -291,29 +313,48 @@ class Generation:
         return step
 
     def _take(self, logits: Array) -> GeneratedTokens:
-        """Take tokens as long as the guesses are right, and the one behind them."""
+        """Take tokens as long as the guesses are right, and the one behind them; none that candidates leave open."""
         place, temperature, rows = len(self.tokens), self.temperature, len(self.guessed) + 1
+        whole, self.open = self.next_want == "task", False
         for guess, row in zip((*self.guessed, None), logits[len(logits) - rows :], strict=True):
-            token, score = self.rules.choose(row[None], self.tokens, temperature)
+            if (chosen := self._choose(row, self.tokens, temperature, whole)) is None:
+                self.open, self.undecided = True, self.undecided + 1
+                break
+            token, score, likely = chosen
             self.tokens.append(token)
             self.scores.append(score)
+            self.likely.append(likely)
             if token != guess or self.done:
                 break
         taken = tuple(self.tokens[place:])
         self.cached_rows += len(taken) - 1
-        if self.guesses is not None and self.guessed:
-            right = sum(map(int.__eq__, taken, self.guessed))
-            self.guesses.record(min(len(taken), len(self.guessed)), right)
-        return GeneratedTokens(self.tokens, place, taken, len(self.tried), temperature, rows)
+        if self.guesses is not None:
+            self.guesses.record(taken)
+        return GeneratedTokens(self.tokens, place, taken, len(self.tried), temperature, rows, whole, self.likely)
+
+    def _choose(
+        self, row: Array, before: Sequence[int], temperature: float, whole: bool
+    ) -> tuple[int, float, tuple[Likely, ...]] | None:
+        """Return the token by a row of an answer, its score and the likeliest; None where candidates leave it open."""
+        rules = self.rules
+        if whole:
+            token, score = rules.choose(row[None], before, temperature)
+            return token, score, rules.likely_with(row, token)
+        found = Candidates.read(row, self.vocab)
+        if (place := rules.pick(found, before, temperature)) is None:
+            return None
+        return int(found.ids[place]), 0.0, () if rules.likely < 0 else found.likely(place, rules.likely)
 
     def follows(self, step: GeneratedTokens, logits: Array) -> bool:
-        """Return whether a step follows from the logits of its run."""
+        """Return whether a step follows from the answer of its run."""
         if step.place < 0:
             return self.rules.choose_prompt(logits) == step.taken[0]
-        return all(
-            self.rules.choose(row[None], step.tokens[: step.place + i], step.temperature)[0] == token
-            for i, (token, row) in enumerate(zip(step.taken, logits[len(logits) - step.rows :], strict=False))
-        )
+        for i, (token, row) in enumerate(zip(step.taken, logits[len(logits) - step.rows :], strict=False)):
+            before = step.tokens[: step.place + i]
+            chosen = self._choose(row, before, step.temperature, step.whole)
+            if chosen is None or chosen[0] != token:
+                return False
+        return True
 
     def _end_prompt(self, token: int) -> None:
         self.asked = self.prompt
@@ -325,7 +366,7 @@ class Generation:
         """Begin another text if this one is not good enough, else take the best one."""
         self.tried.append(Attempt(self.tokens, self.scores, self.temperature, verdict))
         if verdict.again and len(self.tried) < len(self.rules.temperatures):
-            self.tokens, self.scores, self.published_tokens = [], [], ()
+            self.tokens, self.scores, self.likely, self.published_tokens = [], [], [], ()
             self.cached_rows = len(self.prompt) - 1  # what the prompt's last token gives is computed again
         elif verdict.again:
             best = max(self.tried, key=lambda one: one.verdict.worth)
@@ -342,7 +383,8 @@ class Generation:
         self.published_tokens = max(published, tuple(step.tokens), key=len)
         self.scores = self.tried[step.attempt].scores if step.attempt < len(self.tried) else self.scores
         self.tokens = step.tokens
-        del self.tokens[max(step.place, 0) :], self.scores[max(step.place, 0) :], self.tried[step.attempt :]
+        place = max(step.place, 0)
+        del self.tokens[place:], self.scores[place:], self.likely[place:], self.tried[step.attempt :]
 
 
 @dataclass(slots=True)
@@ -431,6 +473,11 @@ class WorkItem:
         return self.batch.shape.size if made is None else made.next_size
 
     @property
+    def turn(self) -> int:
+        """Return the tokens that it counts for in its client's turn: of a prompt half, as its user has nothing yet."""
+        return self.tokens if self.request.generation is None else (self.tokens + 1) // 2
+
+    @property
     def batchable(self) -> bool:
         """Return whether it may run together with others."""
         request, made = self.request, self.request.generation
@@ -442,7 +489,7 @@ class WorkItem:
         mine, theirs = self.request.generation, other.request.generation
         if mine is None or theirs is None:
             return mine is theirs and self.batch.shape.want == other.batch.shape.want
-        return mine.plan_version == theirs.plan_version
+        return (mine.plan_version, mine.next_want) == (theirs.plan_version, theirs.next_want)
 
 
 class Expectation(NamedTuple):
@@ -640,11 +687,6 @@ def _same(one: Array, other: Array) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
-def length_factor(plan: Plan, tokens: int) -> float:
-    """Return the factor on a plan's predicted time for this many tokens, at least 1."""
-    return max(tokens / max(plan.predicted_tokens, 1), 1.0)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs of several requests: which items run together, their packed batch, and the output of each.
 
@@ -703,7 +745,7 @@ def pack_steps(runs: Sequence[tuple[Batch, DecoderSession]]) -> tuple[Batch, tup
 
     Those behind are of no session, and nobody reads what follows from them.
     """
-    filler = Batch(runs[0][0].shape.decode_step(1), np.zeros(2, np.int32)), DecoderSession()
+    filler = Batch(runs[0][0].shape.decode_step(1), np.zeros_like(runs[0][0].inputs)), DecoderSession()
     size = 1 << (len(runs) - 1).bit_length()
     batches, sessions = zip(*runs, *[filler] * (size - len(runs)), strict=True)
     return concatenate(batches), sessions
@@ -716,12 +758,18 @@ def _waits_until(delay_s: float, item: WorkItem) -> float:
 
 
 def concatenate(chunks: Sequence[Batch]) -> Batch:
-    """Return one batch of several with the same `want`, in their order; places of sessions stand before all ids."""
+    """Return one batch of several with the same `want`, in their order.
+
+    Places of sessions stand before all ids, and temperatures behind them.
+    """
     if len(chunks) == 1:
         return chunks[0]
     first, *others = (chunk.shape for chunk in chunks)
-    parts = [np.split(c.inputs, [len(c.shape.sizes) if c.shape.session_rows else 0]) for c in chunks]
-    return Batch(first.concatenate(others), np.concatenate([*(p for p, _ in parts), *(ids for _, ids in parts)]))
+    if not first.session_rows:
+        return Batch(first.concatenate(others), np.concatenate([chunk.inputs for chunk in chunks]))
+    cuts = ((len(c.shape.sizes), len(c.shape.sizes) + c.shape.size) for c in chunks)
+    parts = zip(*(np.split(c.inputs, cut) for c, cut in zip(chunks, cuts, strict=True)), strict=True)
+    return Batch(first.concatenate(others), np.concatenate([*chain.from_iterable(parts)]))
 
 
 def split_into_micro_batches(chunks: Sequence[Batch]) -> tuple[Batch, ...]:
@@ -803,7 +851,11 @@ class FairQueue:
             yield line[place]
             places[client] = place + 1
             if place + 1 < len(line):
-                heappush(turns, (had + line[place].tokens, line[place + 1].request.sequence, i, client))
+                heappush(turns, (had + line[place].turn, line[place + 1].request.sequence, i, client))
+
+    def served(self, client: str) -> int:
+        """Return the tokens that a client has had so far."""
+        return self._tokens_served.get(client, self._served_before.get(client, 0))
 
     def oldest_sequence(self) -> float:
         """Return the number of the request that came first, infinity if none waits."""
@@ -838,7 +890,7 @@ class FairQueue:
             client = item.request.key.client
             self._lines[client].remove(item)
             self._last_served_tokens = max(self._last_served_tokens, self._tokens_served[client])
-            self._tokens_served[client] += item.tokens
+            self._tokens_served[client] += item.turn
             self._forget(client)
 
     def discard_finished(self) -> None:

@@ -42,7 +42,6 @@ from hepti_mqtt.runtime.coordinator.requests import (
     RunStats,
     WorkItem,
     concatenate,
-    length_factor,
     pack_steps,
     split_into_micro_batches,
     split_output,
@@ -223,7 +222,7 @@ class Scheduler:
                 held[id(group)] = due_s
                 continue
             plan = self._plan_of_session(group, items[0].request.generation) or assigned.plan
-            if not self._has_room(group, plan):
+            if not self._has_room(group, plan) or self._is_ahead(group, items[0]):
                 held[id(group)] = inf
                 continue
             assert group.active is not None
@@ -250,6 +249,19 @@ class Scheduler:
 
     def _has_room(self, group: PlanGroup, plan: Plan) -> bool:
         return len(self._concurrent_runs(group.name, plan)) < self._in_flight
+
+    @staticmethod
+    def _is_ahead(group: PlanGroup, item: WorkItem) -> bool:
+        """Return whether a prompt waits for texts under way: their steps would wait for all of its rows.
+
+        It does while one of them is of a user who has had fewer tokens than its own.
+        """
+        if item.request.generation is None or item.tokens == 1:
+            return False
+        client = item.request.key.client
+        beside = [i.request for run in group.runs.values() if run.is_computing for i in run.items]
+        clients = {r.key.client for r in beside if r.generation is not None and not r.finished} - {client}
+        return any(group.queue.served(other) < group.queue.served(client) for other in clients)
 
     def _replica_loads(self, group: PlanGroup, now: float) -> list[ReplicaLoad]:
         """Return the replicas of the active plan, or the plan itself."""
@@ -472,8 +484,10 @@ class Scheduler:
         beside = self._concurrent_runs(group.name, plan)
         expectation = group.expected(plan)
         learned = expectation.mean
-        expected_s = plan.predicted_s * learned * length_factor(plan, part.shape.size) * max(len(beside), 1)
-        until_s = max([now, *(run.expected_end_s for run in beside)]) + learned * estimate_run_s(plan, part.shape.size)
+        run_s = plan.predicted_s * group.length_factor(plan, part.shape.size)
+        expected_s = run_s * learned * max(len(beside), 1)
+        alone_s = run_s if generations else estimate_run_s(plan, part.shape.size)
+        until_s = max([now, *(run.expected_end_s for run in beside)]) + learned * alone_s
         doubt = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
         # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
         patience_s = OVERDUE_S * 2 ** max(i.request.losses[i.index] for i in items) + OVERDUE_FACTOR * expected_s
@@ -557,14 +571,15 @@ class Scheduler:
         return [self._command(device, message) for device in plan.devices]
 
     def _end_session_of(self, group: PlanGroup, request: Request) -> list[CoordinatorCommand]:
-        """Let devices forget the session of a request that has failed, once no run with it is under way."""
+        """Let devices forget the sessions of a request that has failed, once no run with it is under way."""
         made = request.generation
-        if made is None or made.plan_version is None or not request.finished or made.done:
+        if made is None or not request.finished or made.done:
             return []
         if any(run.is_computing and any(i.request is request for i in run.items) for run in group.runs.values()):
             return []
-        version, made.plan_version = made.plan_version, None
-        return self._end_sessions(group, version, [made.session])
+        made.leave_session()
+        left, made.left = made.left, []
+        return [c for version, session in left for c in self._end_sessions(group, version, [session])]
 
     def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
@@ -695,6 +710,8 @@ class Scheduler:
         if not reported and (states or not run.waiting_requests or not _usable(run.output())):
             return []
         run.early_stats = None if reported else stats
+        if run.ran_alone:
+            group.step_pace(run.plan).record(run.shape.size, now - run.dispatched_s)
         places = [
             len(g.steps) if g and not i.request.finished else None for i, g in zip(run.items, generations, strict=True)
         ]
@@ -703,11 +720,11 @@ class Scheduler:
             if item.request.finished:
                 out += self._end_session_of(group, item.request)
             else:
-                out += self._take_tokens(group, run, item, output, stats, now)
+                out += self._take_tokens(group, item, output, stats)
         return out
 
     def _take_tokens(
-        self, group: PlanGroup, run: Run, item: WorkItem, logits: Array, stats: RunStats, now: float
+        self, group: PlanGroup, item: WorkItem, logits: Array, stats: RunStats
     ) -> list[CoordinatorCommand]:
         """Take what follows, and queue the next run of its session."""
         request, generation = item.request, item.request.generation
@@ -717,14 +734,16 @@ class Scheduler:
             return self.fail_request(group, request, error)
         request.unbatchable.discard(item.index)
         published = generation.published_tokens
-        step = generation.append_tokens(logits)
-        if run.ran_alone and len(run.items) == 1:
-            group.step_pace(run.plan).record(run.shape.size, now - run.dispatched_s)
+        try:
+            step = generation.append_tokens(logits)
+        except HeptiError as error:  # the rules allow no token
+            return self.fail_request(group, request, error)
         request.stats.append(stats)
         out: list[CoordinatorCommand] = []
         for place, token in enumerate(step.taken, step.place):
             if place >= len(published):
-                out.append(TokenReady(request, place, tuple(step.tokens[: place + 1]), step.attempt))
+                so_far = tuple(step.tokens[: place + 1])
+                out.append(TokenReady(request, place, so_far, step.attempt, step.likely[place]))
             elif place >= 0 and token != published[place]:
                 text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat "
                 text += "the request; a device may be faulty (see `hepti devices`)."

@@ -195,11 +195,6 @@ class DecoderSessions:
         known.rows = run.stop
         return known.arrays
 
-    def take_back(self, key: SessionKey, at: int) -> None:
-        """Forget the rows of a session from a run on: what that has cached may be incomplete."""
-        if (known := self._open.get(key)) is not None:
-            known.rows = min(known.rows, at)
-
     def end(self, key: SessionKey) -> None:
         """Forget a session."""
         self._open.pop(key, None)
@@ -352,15 +347,14 @@ class WorkerRuns:
     def cancel(self, run_id: int) -> None:
         """Give up a request of which somebody else may have lost something; one that is not here is no business of it.
 
-        A run is cancelled behind its work frame, so a number that is unknown here would only keep a later run out.
+        A run is cancelled behind its work frame, so a number that is unknown here would only keep a later run out. The
+        rows of its sessions count as they did: the planner goes on from those alone that it knows to be whole, perhaps
+        before this comes.
         """
         request = self._runs.get(run_id)
         if request is None and self._building.drop(run_id) is None:
             self._counters["unknown_cancel"] += 1
             return
-        if request is not None:
-            for session, at in zip(request.sessions, request.inputs.tolist(), strict=False):
-                self._sessions.take_back((*request.key, session.number), at)
         self.end(run_id)
 
     def end_sessions(self, key: PlanKey, numbers: Iterable[int]) -> None:

@@ -27,7 +27,7 @@ from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import requests
 from hepti_mqtt.service import requests as env
 from hepti_mqtt.service import texts as service_texts
-from hepti_mqtt.service.answers import decode_output, token_text
+from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import (
     MAX_SEQUENCES,
     ModelInput,
@@ -35,6 +35,7 @@ from hepti_mqtt.service.requests import (
     split_into_batches,
 )
 from hepti_mqtt.service.texts import MAX_CHARACTERS, CharacterBudget
+from hepti_mqtt.service.written import WrittenText
 
 LIMIT = 20
 
@@ -654,6 +655,6 @@ def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(t
     with Checkpoint.open(decoder) as checkpoint:
         prepared = read_input(checkpoint, {"ids": [1, 2], "max_new_tokens": 2})
         assert decode_output(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": "", "finish": "length"}
-        assert token_text(checkpoint, (7, 8)) == ""
+        assert WrittenText(checkpoint).extend_to((7, 8)) == ""
     with Checkpoint.open(plain) as checkpoint:
         assert read_input(checkpoint, {"ids": [1, 2]}).shape.size == 2

@@ -18,6 +18,7 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import ConfigError, PlanError, RequestError, UnknownModelError
+from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES
@@ -73,6 +74,30 @@ def test_ten_tokens_come_one_by_one(site: Site, ready: Hepti) -> None:
     assert answer.raw["final"] is True
     assert answer.raw["runs"] >= len(tokens), "the prompt's runs, and one for each token"
     assert (answer.tokens, answer.generated) == (len(PROMPT), text)
+
+
+@pytest.mark.parametrize("devices", [["a"], ["a", "b"]])
+def test_drawn_tokens_and_their_probabilities_are_those_of_the_reference(
+    site: Site, ready: Hepti, devices: list[str]
+) -> None:
+    asked = {"temperature": 0.8, "top_k": 20, "seed": 7, "repetition_penalty": 1.2, "logprobs": 3}
+    pins = {"strategy": "decoder", "devices": devices, "timeout_s": PATIENCE_S}
+    answer = ready.infer("gpt", ids=PROMPT, max_new_tokens=8, **asked, **pins)
+    sampling = Sampling(repetition=1.2, top_k=20, prompt=tuple(PROMPT))
+    rules, tokens = TokenRules(temperatures=(0.8,), seed=7, sampling=sampling), list[int]()
+    with Checkpoint.open(site.models["gpt"], "gpt") as checkpoint:
+        spec, tensors = checkpoint.spec, checkpoint.tensors()
+        for told in answer.result["logprobs"]:
+            shape, inputs = models.single_sequence(spec, np.array([*PROMPT, *tokens], np.int32))
+            logits = models.reference(spec, tensors, inputs, shape)[1]
+            tokens.append(rules.choose(logits, tokens, 0.8)[0])
+            likely = logits[-1] - np.log(np.exp(logits[-1].astype(np.float64)).sum())
+            assert told["id"] == tokens[-1]
+            assert told["logprob"] == pytest.approx(likely[tokens[-1]], abs=1e-4)
+            assert [one["logprob"] for one in told["top"]] == pytest.approx(np.sort(likely)[:-4:-1], abs=1e-4)
+    assert answer.result["ids"] == tokens
+    parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=8, **asked, **pins)
+    assert [part["logprobs"]["id"] for part in parts] == tokens
 
 
 def test_the_bytes_are_the_predicted_ones(ready: Hepti) -> None:

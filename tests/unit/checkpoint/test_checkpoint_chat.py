@@ -83,3 +83,17 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert text({**options, "chat_template.json": {"chat_template": "old"}}) == "old"
     (tmp_path / "chat_template.jinja").write_text("new")
     assert text(options, tools=True) == "new"
+
+
+@pytest.mark.parametrize(
+    ("template", "start", "arguments"),
+    [
+        ("{{ '<tool_call>' }}{{ '\"arguments\": ' }}", True, "arguments"),
+        ("{{ '{\"name\": ' }}{{ '\"parameters\": ' }}", False, "parameters"),
+        ("plain", False, "arguments"),
+    ],
+)
+def test_how_a_call_begins_is_seen_in_the_template(template: str, start: bool, arguments: str) -> None:
+    chat = chat_of(template)
+    assert bool(chat.call_start) == start
+    assert chat.call_arguments == arguments

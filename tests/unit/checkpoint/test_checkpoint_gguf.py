@@ -18,8 +18,10 @@ from tokenizers import Tokenizer
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.models import spec_from_dict
+from hepti_mqtt.models import graph, spec_from_dict
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.storage import STORAGES
+from hepti_mqtt.strategies.method import HEADS
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,23 @@ def test_what_is_not_computed_is_refused(original: Path, tmp_path: Path, more: d
         Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **more))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tokenizer.ggml.tokens": ["a", "b", "c", "d"], "tokenizer.ggml.token_type": [1] * 4},
+        {"tokenizer.ggml.tokens": ["a"] * 211},
+        {"tokenizer.ggml.token_type": [1] * 4},
+        {"tokenizer.ggml.eos_token_id": 999},
+        {"tokenizer.ggml.merges": ["a nothing"]},
+        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 4},
+        {"llama.vocab_size": 300},
+    ],
+)
+def test_a_vocabulary_that_disagrees_is_refused(original: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        _ = Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **more)).tokenizer
+
+
 def test_a_file_of_another_size_or_content_is_refused(original: Path, tmp_path: Path) -> None:
     """Cut anywhere, or with any of its bytes changed, it is read or refused; nothing of a claimed size is made."""
     path = converted(original, tmp_path / "m.gguf", "q8_0")
@@ -199,7 +218,9 @@ def _q6_k(block: np.ndarray) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("case", json.loads((GOLDEN / "pieces.json").read_text()), ids=["a space in front", "none"])
+@pytest.mark.parametrize(
+    "case", json.loads((GOLDEN / "pieces.json").read_text()), ids=["a space in front", "none", "of users"]
+)
 def test_texts_become_the_pieces_of_sentencepiece(case: dict[str, Any]) -> None:
     metadata = {f"tokenizer.ggml.{key}": value for key, value in case["metadata"].items()}
     metadata["tokenizer.ggml.model"] = "llama"
@@ -208,9 +229,13 @@ def test_texts_become_the_pieces_of_sentencepiece(case: dict[str, Any]) -> None:
     for text, ids in case["ids"].items():
         assert tokenizer.encode(text).ids == [1, *ids], "behind BOS"
         assert tokenizer.decode(ids) == text
-    users = {**metadata, "tokenizer.ggml.token_type": [4] * len(case["metadata"]["tokens"])}
+    # Newer files have spaces in pieces of users in place of their mark.
+    kinds = case["metadata"]["token_type"]
+    spaced = [t.replace("\u2581", " ") if k == 4 else t for t, k in zip(case["metadata"]["tokens"], kinds, strict=True)]
+    assert tokenizer_files(Path("m.gguf"), {**metadata, "tokenizer.ggml.tokens": spaced})[0] == data
+    users = {"tokenizer.ggml.token_type": [4] * len(kinds), "tokenizer.ggml.add_space_prefix": True}
     with pytest.raises(UnsupportedModelError):
-        tokenizer_files(Path("m.gguf"), users)
+        tokenizer_files(Path("m.gguf"), {**metadata, **users})
 
 
 def test_messages_become_ids_by_the_files_own_template(original: Path, tmp_path: Path) -> None:
@@ -225,11 +250,13 @@ def test_messages_become_ids_by_the_files_own_template(original: Path, tmp_path:
 
 
 def test_what_stays_in_blocks_is_told_by_the_spec(original: Path, tmp_path: Path) -> None:
-    """Heads of 8 x 2 columns are no whole blocks, 48 columns of the MLP neither; a head of its own is a matrix."""
+    """48 columns of the MLP are no whole blocks; four heads of 8 are one, and not parted; embeddings are a matrix."""
     with Checkpoint.open(converted(original, tmp_path / "m.gguf", "q4_0", table="q8_0")) as model:
-        blocks = {"key", "mlp_gate", "mlp_up", "query", "value"}
+        blocks = {"attention_out", "key", "mlp_gate", "mlp_up", "query", "value"}
         matrices = {f"layers.*.{name}.weight": "q4_0" for name in blocks}
-        assert dict(model.spec.storages) == {**matrices, "head.decoder.weight": "q8_0"}
+        assert dict(model.spec.storages) == {**matrices, "head.decoder.weight": "q8_0", "stem.word": "q8_0"}
+        found = HEADS.ranges(graph(model.spec, TokenBatch((1,), cache=64)), (1.0, 1.0, 1.0))
+        assert found == ((0, 32), (32, 64), (64, 64))
         assert spec_from_dict(json.loads(json.dumps(model.spec.to_dict()))) == model.spec
         dtypes = {entry.name: entry.dtype for entry in model.manifest.entries}
         assert dtypes["layers.0.query.weight"] == dtypes["layers.0.attention_out.weight"] == "q4_0"

@@ -1,4 +1,4 @@
-"""Texts of a chat as they come: nothing of a stop text or a call is shown, nothing is lost, calls are told whole."""
+"""Texts of a chat as they come: nothing of a call is shown, nothing is lost, calls are told whole."""
 
 from __future__ import annotations
 
@@ -18,20 +18,27 @@ from hepti_mqtt.gateway.site import Site
 
 CALL = '<tool_call>{"name": "open", "arguments": {"door": 1}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "open"}}
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+def likely(text: str) -> dict[str, Any]:
+    other = {"id": 7, "token": "\ufffd", "bytes": [0xE2], "logprob": -2.0}
+    return {"id": 3, "token": text, "logprob": -0.5, "top": [{"id": 3, "token": text, "logprob": -0.5}, other]}
 
 
 class Talker(Client):
     """Writes one text, token by token; what is lost does not arrive."""
 
-    def __init__(self, *tokens: str, lost: int | None = None, error: Exception | None = None, stop: str = "") -> None:
+    def __init__(self, *tokens: str, lost: int | None = None, error: Exception | None = None) -> None:
         super().__init__()
-        self.tokens, self.lost, self.error, self.stop = tokens, lost, error, stop
+        self.tokens, self.lost, self.error = tokens, lost, error
 
     def _answer(self) -> Answer:
         text = "".join(self.tokens)
-        text = text[: text.index(self.stop)] if self.stop else text
         told = {"ids": list(range(len(self.tokens))), "text": text, "finish": "stop"}
+        if self.asked[-1].get("logprobs") is not None:
+            told["logprobs"] = [likely(text) for text in self.tokens]
         return Answer({"result": told, "tokens": 5}, 1.0)
 
     def submit(self, model: str, **request: Any) -> Future[Answer]:
@@ -48,7 +55,8 @@ class Talker(Client):
             return stream
         for index, text in enumerate(self.tokens):
             if index != self.lost:
-                put({"index": index, "token": index, "text": text})
+                told = {"logprobs": likely(text)} if self.asked[-1].get("logprobs") is not None else {}
+                put({"index": index, "token": index, "text": text, **told})
         stream.set_result(self._answer())
         return stream
 
@@ -72,23 +80,48 @@ def asked(client: Talker, **body: Any) -> Any:
         (tuple(CALL * 2), {"tools": [TOOL]}, "", 2),
         (tuple(CALL), {}, CALL, 0),
         (tuple(CALL), {"tools": [TOOL], "tool_choice": "none"}, CALL, 0),
-        (("ab", "c EN", "D de"), {"stop": "END"}, "abc ", 0),
+        (("ab", "c ", ""), {"stop": "END"}, "abc ", 0),
     ],
 )
 @pytest.mark.parametrize("lost", [None, 0, 1])
 def test_a_stream_has_what_the_whole_answer_has(tokens, options, content, calls, lost):
-    stop = options.get("stop", "")
-    status, whole = asked(Talker(*tokens, stop=stop), **options)
+    status, whole = asked(Talker(*tokens), **options)
     assert status == 200
     message, reason = whole["choices"][0]["message"], whole["choices"][0]["finish_reason"]
     assert ((message["content"] or ""), len(message.get("tool_calls", ()))) == (content, calls)
-    chunks = asked(Talker(*tokens, lost=lost, stop=stop), stream=True, **options)
+    chunks = asked(Talker(*tokens, lost=lost), stream=True, **options)
     deltas = [chunk["delta"] for chunk in chunks]
     assert "".join(delta.get("content") or "" for delta in deltas) == content
     told = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert [call["index"] for call in told] == list(range(calls))
     assert all(json.loads(call["function"]["arguments"]) == {"door": 1} for call in told)
     assert chunks[-1]["finish_reason"] == reason == ("tool_calls" if calls else "stop")
+
+
+@pytest.mark.parametrize("lost", [None, 0, 2])
+@pytest.mark.parametrize("tokens", [("It", " is", " o", "pen"), ("Ä", "b", "", " de")])
+def test_probabilities_come_with_the_tokens_that_they_are_of(tokens, lost):
+    client = Talker(*tokens, lost=lost)
+    _, whole = asked(client, logprobs=True, top_logprobs=2)
+    assert client.asked[-1]["logprobs"] == 2
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], bytes(one["bytes"]).decode(), one["logprob"]) for one in content] == [
+        (text, text, -0.5) for text in tokens
+    ]
+    assert content[0]["top_logprobs"][1] == {"token": "\ufffd", "logprob": -2.0, "bytes": [0xE2]}
+    chunks = asked(client, stream=True, logprobs=True, top_logprobs=2)
+    assert [one for chunk in chunks for one in (chunk["logprobs"] or {"content": []})["content"]] == content
+    http = TestClient(create_app(Site(client, 5.0)))
+    body = {"model": "m", "prompt": "hello", "logprobs": 2}
+    told = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert (told["tokens"], told["token_logprobs"]) == ([*tokens], [-0.5] * 4)
+    assert told["text_offset"] == [len("".join(tokens[:place])) for place in range(4)]
+    assert told["top_logprobs"][1] == {tokens[1]: -0.5, "\ufffd": -2.0}
+    events = http.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
+    parts = [json.loads(line[6:])["choices"][0]["logprobs"] for line in events if line.startswith("data: {")]
+    joined = {key: [one for part in parts if part for one in part[key]] for key in told}
+    assert joined == told
+    assert asked(client)[1]["choices"][0]["logprobs"] is None
 
 
 def test_what_is_asked_for_reaches_the_planner():
@@ -100,14 +133,37 @@ def test_what_is_asked_for_reaches_the_planner():
 
 
 @pytest.mark.parametrize(
+    ("choice", "demanded"),
+    [("none", None), ("auto", None), ("required", "required"), (NAMED, NAMED)],
+)
+def test_what_follows_a_schema_is_asked_of_the_planner(choice, demanded):
+    client, schema = Talker('{"name": "open", ', '"arguments": {"door": 1}}'), {"type": "object"}
+    formatted = {"type": "json_schema", "json_schema": {"name": "d", "strict": True, "schema": schema}}
+    chunks = asked(client, stream=True, tools=[TOOL], tool_choice=choice, response_format=formatted)
+    sent = client.asked[0]
+    assert (sent.get("tool_choice"), sent["response_format"]["json_schema"]["schema"]) == (demanded, schema)
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+    assert [call["function"]["name"] for call in calls] == ["open"] * (choice != "none"), "a call without its tags"
+    http = TestClient(create_app(Site(client, 5.0)))
+    for wanted, told in (("json", {"type": "json_object"}), (schema, formatted), ("", None), (None, None)):
+        http.post("/api/chat", json={"model": "m", "messages": HELLO, "stream": False, "format": wanted})
+        found = client.asked[-1].get("response_format")
+        assert found == told or found["json_schema"]["schema"] == schema
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"messages": []},
         {"messages": "x"},
         {"n": 2},
-        {"response_format": {"type": "json_object"}},
-        {"tool_choice": "required"},
-        {"logprobs": True},
+        {"response_format": {"type": "xml"}},
+        {"response_format": "json"},
+        {"tool_choice": "any"},
+        {"tool_choice": {"name": "open"}},
+        {"top_logprobs": 3},
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": 3},
         {"stream": "yes"},
     ],
 )
@@ -115,6 +171,46 @@ def test_what_is_not_done_is_refused(body):
     status, told = asked(Talker("x"), **body)
     assert status == 400
     assert told["error"]["code"] == "bad_request"
+
+
+# As Home Assistant's conversation by OpenAI's interface sends a turn behind a call of a tool.
+HOME = {
+    "messages": [
+        {"role": "system", "content": "You are a voice assistant for Home Assistant."},
+        {"role": "user", "content": "open the door"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "open", "arguments": '{"door": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": '{"success": true}'},
+    ],
+    "tools": [{"type": "function", "function": {**TOOL["function"], "description": "Opens.", "strict": False}}],
+    "max_tokens": 3000,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "user": "01J",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+@pytest.mark.parametrize("tokens", [("The", " door"), tuple(CALL)])
+@pytest.mark.parametrize("task", [{}, {"response_format": {"type": "json_schema", "json_schema": {
+    "name": "task", "strict": True, "schema": {"type": "object"}}}}], ids=["a talk", "a task"])  # fmt: skip
+def test_a_turn_of_home_assistant(tokens, task):
+    client = Talker(*tokens)
+    http = TestClient(create_app(Site(client, 5.0)))
+    lines = http.post("/v1/chat/completions", json={"model": "m", **HOME, **task}).text.splitlines()
+    *chunks, usage = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert usage["usage"]["completion_tokens"] == len(tokens)
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == (["open"] if tokens != ("The", " door") else [])
+    sent = client.asked[0]
+    assert (sent["messages"], sent["tools"], sent["max_new_tokens"]) == (HOME["messages"], HOME["tools"], 3000)
+    assert (sent.get("response_format") or {}).get("type") == ("json_schema" if task else None)
 
 
 def test_an_error_before_the_first_token_is_no_stream():
@@ -136,7 +232,7 @@ def test_ollamas_lines_have_what_its_whole_answer_has(tokens, content, calls):
     assert lines[-1]["eval_count"] == len(tokens)
     prompt = {"model": "m", "prompt": "hello", "stream": False}
     assert http.post("/api/generate", json=prompt).json()["response"] == "".join(tokens)
-    for wrong in ({"format": "json"}, {"think": True}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
+    for wrong in ({"format": "xml"}, {"think": True}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
         assert http.post("/api/generate", json=prompt | wrong).status_code == 400
 
 

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import uvicorn
+from gateway_client import Client
 from uvicorn.server import ServerState
 
 from hepti_mqtt.cli.gateway import listen
+from hepti_mqtt.client.connection import AnswerStream
+from hepti_mqtt.gateway.app import create_app
 from hepti_mqtt.gateway.connections import LEAST_BYTES_PER_S, STALLED_S, Connection
+from hepti_mqtt.gateway.site import Site
 
 STEP_S = 5.0
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
@@ -37,6 +41,8 @@ class Transport(asyncio.Transport):
 
     def abort(self) -> None:
         self.aborted = True
+
+    close = abort
 
 
 async def answer_at_once(_scope: Any, _receive: Any, send: Any) -> None:
@@ -85,6 +91,48 @@ CASES: dict[str, tuple[Any, bytes, Sequence[float], float | None]] = {
         answer_never, HEAD + b"\r\n123456789", [1e6 - FAST * min(i, 5) for i in range(LONG)], SOON + 6 * STEP_S,
     ),
 }  # fmt: skip
+
+
+class Endless(Client):
+    """Writes a text that does not end."""
+
+    def stream(self, model: str, request: Any, put: Any) -> AnswerStream:
+        self.text = AnswerStream(put)
+        put({"index": 0, "token": 7, "text": "x"})
+        return self.text
+
+
+async def text_of_who_leaves(how: str) -> AnswerStream:
+    """Return the text of a chat whose client reads nothing, or hangs up."""
+    client = Endless()
+    config = uvicorn.Config(create_app(Site(client, 600.0)), http=Connection, log_config=None, lifespan="off")
+    config.load()
+    connection, transport = Connection(config, ServerState(), {}, asyncio.get_running_loop()), Transport()
+    connection.connection_made(transport)
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": true}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.data_received(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    while not hasattr(client, "text"):
+        await asyncio.sleep(0)
+    if how == "reads nothing":
+        connection.pause_writing()
+        begun, transport.unread = asyncio.get_running_loop().time(), 1e6
+        for number in range(1, LONG):
+            client.text.put({"index": number, "token": 7, "text": "x"})
+            await asyncio.sleep(0)
+            connection.sweep(begun + number * STEP_S)
+        assert transport.aborted
+    connection.connection_lost(None)
+    for _ in range(1000):
+        if client.text.cancelled():
+            break
+        await asyncio.sleep(0)
+    return client.text
+
+
+@pytest.mark.parametrize("how", ["reads nothing", "hangs up"])
+def test_the_text_of_a_client_who_leaves_is_taken_back(how: str) -> None:
+    assert asyncio.run(text_of_who_leaves(how)).cancelled()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import Case, array, poisoned, pool
+from kernels_support import DTYPES, Case, array, poisoned, pool
 
 
 def at(value):
@@ -16,7 +16,7 @@ def embed_at(ids, first, word, position):
 
 
 def append_rows(state, new, first):
-    return Case("append_rows", [state, new, at(first)], [state.shape])
+    return Case("append_rows", [state, new, at(first)], [state.shape], dtype=DTYPES[state.dtype])
 
 
 def attention_at(q, kv, first, heads, d, **attrs):
@@ -71,12 +71,13 @@ def run_in_place(case, writes):
         case.kernel.checked(case.op, case.slots, case.weights, workers)(case.reads, writes)
 
 
-def test_rows_are_appended_in_place_and_others_are_not_touched():
-    state, new = np.full((9, 4), np.nan, np.float32), array(2, 4)
+@pytest.mark.parametrize("kept", [np.float32, np.float16])
+def test_rows_are_appended_in_place_and_others_are_not_touched(kept):
+    state, new = np.full((9, 4), np.nan, kept), array(2, 4)
     address = state.ctypes.data
     for writes in ([state], [state[:]]):
         run_in_place(append_rows(state, new, 5), writes)
-        np.testing.assert_array_equal(state[5:7], new)
+        np.testing.assert_array_equal(state[5:7], new.astype(kept))
         assert np.isnan(np.delete(state, (5, 6), axis=0)).all()
     assert state.ctypes.data == address
 
@@ -120,10 +121,12 @@ def test_attention_at(m, heads, d, before, after, near):
 
 @pytest.mark.parametrize("first", [0, 1, 255, 256, 300])
 @pytest.mark.parametrize("m", [1, 2, 7, 130])
-def test_many_queries_and_blocks_of_keys(m, first):
-    q, kv = queries_and_cache(m, 430, 2, 32)
-    attention_at(q, kv, first, 2, 32).check()
-    attention_at(q, kv, first, 2, 32, window=100).check()
+@pytest.mark.parametrize("kept", [np.float32, np.float16])
+def test_many_queries_and_blocks_of_keys(m, first, kept):
+    q, kv = queries_and_cache(m, 430, 4, 32)
+    kv[first + m :] = np.nan
+    for more in ({}, {"window": 100}, {"group": 2}):
+        attention_at(q, kv.astype(kept), first, 4, 32, **more).check()
 
 
 def test_a_prompt_in_parts_is_the_prompt_at_once_and_causal_attention():

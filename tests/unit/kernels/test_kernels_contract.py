@@ -69,6 +69,11 @@ BY_HAND = {
         Compute("attention_at", (0, 1, 2), (3,), (), HEADS),
         (ROWS, SlotSpec((9, 12)), SlotSpec((1,), "i32"), SlotSpec((5, 4))),
     ),
+    "candidates": (
+        Compute("candidates", (0, 1), (2,), (), {"first": 3}),
+        (ROWS, SlotSpec((5,), "i32"), SlotSpec((5, 11))),
+    ),
+    "merge_candidates": (Compute("merge_candidates", (0, 1), (2,), (), {}), (SlotSpec((5, 11)),) * 3),
     "add": (Compute("add", (0, 1), (2,), (), {"bias": False}), (ROWS,) * 3),
 }
 

@@ -768,6 +768,28 @@ def test_the_steps_of_a_session_are_foreseen() -> None:
     assert (device.count("ahead"), device.count("late")) == (2, 0)
 
 
+def test_a_run_that_is_taken_back_behind_the_next_one_costs_that_no_row() -> None:
+    device = prepared(spec=GPT2)
+
+    def ask(at: int, *ids: int) -> int:
+        device.admission += 1
+        wanted = TokenBatch((len(ids),), cache=64)
+        inputs, session = np.array([at, *ids], np.int32), frames.DecoderSession(1)
+        device(FrameIn(frames.decode(frames.encode_work(*ONE, device.admission, wanted, inputs, (session,)))))
+        device.build()
+        return device.admission
+
+    ask(0, 5, 6, 7)
+    device.run()
+    lost, again = ask(3, 8), ask(3, 8)  # with others, and by itself
+    device.tell(messages.Cancel(*ONE, lost))
+    device.run()
+    ask(4, 9)
+    device.run()
+    assert device.done() == [1, again, again + 1]
+    assert not device.session.counters["session_lost"]
+
+
 @pytest.mark.parametrize("how", ["cancel", "release"])
 def test_a_request_that_ends_while_it_waits_is_forgotten(how: str) -> None:
     device = prepared()

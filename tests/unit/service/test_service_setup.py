@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,26 @@ def opened(*paths):
     models = {path.name: path for path in paths}
     with contextlib.ExitStack() as stack:
         return list(open_models(PlannerConfig(BrokerUrl.parse("mqtt://127.0.0.1"), "home", models), stack))
+
+
+def quantised(paths, **changes):
+    """Return the storages of each of the models under `--weights q8`."""
+    models = {path.name: path for path in paths}
+    config = PlannerConfig(BrokerUrl.parse("mqtt://127.0.0.1"), "home", models, **changes)
+    config = replace(config, quantised=dict.fromkeys(models, "q8"))
+    with contextlib.ExitStack() as stack:
+        return {n: {*dict(m.checkpoint.spec.storages).values()} for n, m in open_models(config, stack).items()}
+
+
+def test_one_of_several_models_that_cannot_be_quantised_is_served_as_it_is(tmp_path):
+    bert, llama = (make_model(f"tiny-{kind}", tmp_path / kind) for kind in ("bert", "llama"))
+    assert quantised([bert, llama]) == {"bert": set(), "llama": {"q8_0"}}
+    with pytest.raises(UnsupportedModelError):
+        quantised([bert])
+    with pytest.raises(ConfigError):  # it moves the answers too far
+        quantised([llama], max_weight_error=1e-4)
+    with pytest.raises(ModelError):  # as without quantising
+        quantised([bert.parent])
 
 
 def test_many_long_labels_do_not_travel(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ from swarm import Swarm, plan_of
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.memory import session_rows
+from hepti_mqtt.models import with_cache
+from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.method import FEW_ROWS
 
 SPEC = spec_of_kind("tiny-gpt2")
 
@@ -82,6 +87,88 @@ def test_ten_tokens_equal_those_of_whole_passes(kind, name):
         np.testing.assert_allclose(got, want, atol=TOLERANCE)
     held = {host.session.runs.open_sessions for host in swarm.hosts.values()}
     assert max(held) == 1, "kept for a text that begins alike"
+
+
+LLAMA = spec_of_kind("tiny-llama")
+SHARED = [
+    *((4, heads) for heads in ([4], [2, 2], [1, 2, 1], [1, 1, 1, 1])),
+    *((6, heads) for heads in ([6], [5, 1], [2, 3, 1], [2, 1, 0, 3])),
+]
+
+
+@pytest.mark.parametrize(("count", "heads"), SHARED)
+def test_heads_that_share_keys_and_values_are_divided_over_devices_that_each_keep_these(count, heads):
+    spec = with_shared_heads(count)
+    d, by = spec.head_dim, count // 2
+    ranges = tuple(pairwise(accumulate((n * d for n in heads), initial=0)))
+    divided = plan(spec, ("decoder", {}), [1.0] * len(heads))
+    swarm = site("decoder", (1.0,) * len(heads), spec, jitter_s=0.01)
+    swarm.decider = always(replace(divided, ranges={**divided.ranges, "heads": ranges}))
+    swarm.generate("r", spec, PROMPT, 4)
+    finish(swarm, "r")
+    assert swarm.answers["r"][0][0].tolist() == greedy(PROMPT, 4, spec)[0]
+    for (first, stop), program in zip(ranges, programs(swarm, spec), strict=True):
+        kept = len({head // by for head in range(first // d, stop // d)})
+        widths = {array.shape[1] for array in program.session_arrays().values()}
+        assert widths == ({2 * kept * d} if kept else set()), "each of its heads of keys and values once"
+
+
+def with_shared_heads(count: int) -> Any:
+    """Return a spec of so many heads of queries and two of keys and values."""
+    return replace(LLAMA, heads=count, block=replace(LLAMA.block, kv_heads=2))
+
+
+@pytest.mark.parametrize("rules", [LIKELIEST, TokenRules(temperatures=(1.5,), seed=7)], ids=["greedy", "seeded"])
+def test_a_device_lost_among_those_that_keep_the_same_heads_costs_no_token_and_repeats_none(rules):
+    spec, hosts = with_shared_heads(4), dict.fromkeys(("d0", "d1", "d2", "d3"), (1e9, 1 << 30))
+    swarm = Swarm(spec, tensors(spec), hosts, decider=everyone(("decoder", {})), jitter_s=0.01)
+    expected: list[int] = []
+    for _ in range(MOST):
+        shape, inputs = models.single_sequence(spec, np.array([*PROMPT, *expected], np.int32))
+        logits = models.reference(spec, tensors(spec), inputs, shape)[1]
+        expected.append(rules.choose(logits, expected, rules.temperatures[0])[0])
+    shape, inputs = models.single_sequence(spec, PROMPT, tokens=len(PROMPT) + MOST)
+    swarm.begin("r", Batch(shape, inputs), Generation(tuple(PROMPT.tolist()), MOST, shape, rules))
+    swarm.run(60, until=lambda: len(swarm.tokens.get("r", ())) > 4)
+    swarm.kill("d1")
+    finish(swarm, "r")
+    assert swarm.tokens["r"] == list(enumerate(expected))
+    assert len(plan_of(swarm).devices) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [("tiny-gpt2", (2.0, 1.0, 0.01)), ("tiny-llama", (0.0, 1.0, 2.0)), ("tiny-gemma3-text", (1.0, 1.0))],
+)
+def test_runs_of_many_rows_are_reduced_on_own_rows_and_give_the_same_tokens(kind, weights):
+    spec = spec_of_kind(kind)
+    few = plan(spec, ("decoder", {}), weights)
+    divided = replace(few, ranges={**few.ranges, FEW_ROWS: ((0, 2),) * len(weights)})
+    swarm = site("decoder", weights, spec, duplicates=0.2, jitter_s=0.01)
+    swarm.decider = always(divided)
+    swarm.generate("r", spec, PROMPT, 4)
+    finish(swarm, "r")
+    assert swarm.answers["r"][0][0].tolist() == greedy(PROMPT, 4, spec)[0]
+    for rows in (1, 2, 4, 64):
+        shape = TokenBatch((rows,), cache=64)
+        assert (device_programs(spec, divided, shape) == device_programs(spec, few, shape)) == (rows <= 2)
+
+
+def programs(swarm: Swarm, spec: Any) -> list[Any]:
+    """Return the Programs of a step by device."""
+    return list(device_programs(spec, plan_of(swarm), TokenBatch((1,), cache=64)).values())
+
+
+@pytest.mark.parametrize("name", ["single", "three"])
+def test_keys_and_values_in_f16_give_nearly_the_same_logits(name):
+    spec = spec_of_kind("tiny-llama")
+    expected, logits = greedy(PROMPT, 4, spec)
+    swarm = site(*SITES[name], with_cache(spec, "f16"))
+    swarm.generate("r", with_cache(spec, "f16"), PROMPT, 4)
+    finish(swarm, "r")
+    assert [token for _, token in swarm.tokens["r"]] == expected
+    wrong = max(np.abs(got - want).max() for got, want in zip(swarm.logits.values(), logits, strict=True))
+    assert 0 < wrong < 0.01 * max(np.abs(want).max() for want in logits)
 
 
 @pytest.mark.parametrize("kind", ["tiny-gpt2", "tiny-llama"])
@@ -281,10 +368,13 @@ def test_methods_that_keep_no_cache_say_so(name):
         device_programs(SPEC, plan(SPEC, (name, {}), (1.0, 1.0)), TokenBatch((3,), cache=64))
 
 
-def test_every_position_is_priced_alike_and_sessions_are_in_the_budget():
+@pytest.mark.parametrize(("kind", "kept", "nbytes"), [("gpt2", "f32", 4), ("llama", "f32", 4), ("llama", "f16", 2)])
+def test_every_position_is_priced_alike_and_sessions_are_in_the_budget(kind, kept, nbytes):
     from hepti_mqtt.cost.memory import max_live_bytes
 
-    chosen = plan(SPEC, ("decoder", {}), (1.0, 1.0))
-    one, two = (max_live_bytes(SPEC, chosen, "d0", n) for n in (1, 2))
-    cache = SPEC.layers * SPEC.max_tokens * 2 * (SPEC.hidden // 2) * 4  # of the own half of the heads
+    spec = with_cache(spec_of_kind(f"tiny-{kind}"), kept)
+    chosen = plan(spec, ("decoder", {}), (1.0, 1.0))
+    one, two = (max_live_bytes(spec, chosen, "d0", n) for n in (1, 2))
+    columns = spec.kv_heads * spec.head_dim // 2  # of the own half of the heads
+    cache = spec.layers * spec.max_tokens * 2 * columns * nbytes
     assert 2 * one - two == cache, "of a session beside those of the runs in flight"

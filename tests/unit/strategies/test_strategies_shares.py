@@ -15,10 +15,12 @@ from nets import net
 from sites import FAMILIES, plan, request
 from swarm import profile_curve
 
+from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, Power
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph, largest_shape
+from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.program import Compute, Recv, Send
@@ -27,12 +29,35 @@ from hepti_mqtt.shares.maps import Costs, costs_of, execution_units, minimise, p
 from hepti_mqtt.shares.share import assign_greedily, partition_in_order
 from hepti_mqtt.shares.stages import PARTS, Chain, chain_of, stages, stages_of_units
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.method import HEADS
 
 # Pools, a residual, strides, and a window of seven rows on maps of six and three.
 VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
 
 
 SLOW = DeviceResources(3e3, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "speeds", "expected"),
+    [
+        (4, 2, (1, 1), (2, 2)),
+        (4, 2, (1, 1, 1, 1), (1, 1, 1, 1)),
+        (14, 2, (1, 1, 1), (6, 4, 4)),
+        (14, 2, (1, 1, 1, 1), (4, 3, 4, 3)),
+        (9, 3, (1, 1, 1), (3, 3, 3)),
+        (9, 3, (2, 1, 1, 0), (6, 3, 0, 0)),  # one head more for the third would need keys and values of its own
+        (32, 8, (1, 1, 1), (12, 12, 8)),  # of whole groups where that is as fast
+        (32, 8, (3, 2, 1), (17, 11, 4)),
+    ],
+)
+def test_heads_follow_speed_and_what_keys_and_values_cost_each_device_that_needs_them(
+    heads, kv_heads, speeds, expected
+):
+    spec = spec_of_kind("tiny-llama")
+    spec = replace(spec, heads=heads, block=replace(spec.block, kv_heads=kv_heads))
+    found = HEADS.ranges(graph(spec, TokenBatch((1,), cache=64)), speeds)
+    assert [(stop - start) // spec.head_dim for start, stop in found] == list(expected)
 
 
 @given(st.integers(0, 12), st.lists(st.sampled_from((0.0, 0.5, 1.0, 1.7, 4.0)), min_size=1, max_size=4).filter(any))

@@ -60,7 +60,9 @@ def test_texts_of_eight_users_are_those_of_each_alone(kind, method, weights):
         rules = TokenRules(temperatures=(1.5,), seed=name) if seed else LIKELIEST
         texts[name] = alone(swarm.spec, prompt, most, rules)
         shape, inputs = models.single_sequence(swarm.spec, prompt, tokens=len(prompt) + most)
-        swarm.begin(name, Batch(shape, inputs), Generation(tuple(prompt.tolist()), most, shape, rules))
+        shape = shape.with_want("task" if name == 5 else "candidates")
+        generation = Generation(tuple(prompt.tolist()), most, shape, rules, vocab=swarm.spec.head.outputs)
+        swarm.begin(name, Batch(shape, inputs), generation)
         swarm.run(float(rng.choice([0.0, 0.05])))  # they join at any moment
     finish(swarm, list(texts))
     for name, text in texts.items():

@@ -1,0 +1,76 @@
+"""Weights that are quantised as they are read: of a checkpoint in numbers its matrices in blocks, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hepti_mqtt.checkpoint.storage import TensorReader
+from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.models import TensorSource
+from hepti_mqtt.storage import Storage
+
+_SAMPLED: Final = 256  # rows of each matrix, of which its error is found
+_LARGEST: Final = float(np.finfo(np.float16).max)  # of a step of codes
+
+
+def quantised_reader(name: str, tensor: TensorReader, storage: Storage) -> TensorReader:
+    """Return a matrix as stored in blocks; reading raises UnsupportedModelError where these cannot hold a value."""
+
+    def raw(start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
+        values = np.asarray(tensor.read(start, stop, columns), np.float32)
+        if not np.abs(values).max(initial=0) <= _LARGEST:
+            raise UnsupportedModelError(
+                f"{name} has weights that are not finite or beyond {_LARGEST:,.0f}, which {storage.name} cannot hold; "
+                "leave out --weights"
+            )
+        return storage.stored(values)
+
+    return TensorReader(tensor.shape, storage.name, lambda *place: storage.rows(raw(*place)), raw)
+
+
+class Quantisation(NamedTuple):
+    """What quantising did: by kind of matrix the median and the largest |W - Q| / |W| of its layers; and what is left.
+
+    Found from at most 256 rows of each matrix.
+    """
+
+    storage: str
+    errors: Mapping[str, tuple[float, float]]
+    left: tuple[str, ...]
+
+    def text(self) -> str:
+        """Return it in one line."""
+        told = ", ".join(f"{kind} {middle:.2g} (worst {worst:.2g})" for kind, (middle, worst) in self.errors.items())
+        left = f"; {', '.join(self.left)} stay as they are: no whole blocks" if self.left else ""
+        return f"weights in {self.storage}, median relative error: {told}{left}"
+
+
+def measured(
+    storage: str, pairs: Iterable[tuple[TensorSource, TensorReader, TensorReader]], left: tuple[str, ...]
+) -> Quantisation:
+    """Return what quantising did to matrices, each before and after it."""
+    found: dict[str, list[float]] = {}
+    for source, before, after in pairs:
+        kind = source.name.removesuffix(".weight").rpartition(".")[2]
+        found.setdefault(kind, []).append(_error(before, after, *source.stored_shape))
+    errors = {kind: (float(np.median(each)), max(each)) for kind, each in found.items()}
+    return Quantisation(storage, errors, left)
+
+
+def _error(before: TensorReader, after: TensorReader, rows: int, columns: int) -> float:
+    chosen = np.unique(np.linspace(0, rows - 1, min(rows, _SAMPLED)).astype(int)).tolist()
+    parts = [(chosen[0], chosen[-1] + 1)] if len(chosen) == rows else [(row, row + 1) for row in chosen]
+    wrong = whole = 0.0
+    for start, stop in parts:
+        values = _read(before, start, stop, columns)
+        wrong += float(np.square(_read(after, start, stop, columns) - values).sum())
+        whole += float(np.square(values).sum())
+    return float(np.sqrt(wrong / whole)) if whole else 0.0
+
+
+def _read(tensor: TensorReader, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+    return np.asarray(tensor.read(start, stop, columns), np.float64)

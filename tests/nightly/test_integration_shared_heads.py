@@ -1,0 +1,41 @@
+"""Four agents as processes share two heads of keys and values; one of them is killed in the middle of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
+
+AGENTS = ("a", "b", "c", "d")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    model = make_model("tiny-mistral", tmp_path / "model", seed=3)  # 8 heads of queries
+    yield from running_site(tmp_path, {"m": model}, dict.fromkeys(AGENTS, "300MiB"))
+
+
+@pytest.mark.parametrize("rules", [{}, {"temperature": 1.5, "seed": 7}], ids=["greedy", "seeded"])
+def test_a_killed_agent_that_kept_the_same_heads_as_another_changes_and_repeats_no_token(
+    site: Site, rules: dict[str, float]
+) -> None:
+    asked = {"ids": [5, 9, 17, 3, 8], "max_new_tokens": 70, "strategy": "decoder", "timeout_s": PATIENCE_S, **rules}
+    with Hepti.connect(site.url, site=SITE) as hepti:
+        hepti.wait_ready("m", PATIENCE_S)
+        poll(lambda: all(f"{name} has joined" in site.log("planner") for name in AGENTS), "all devices")
+        whole = hepti.infer("m", **{**asked, "strategy": "single"}).result["ids"]
+        before = hepti.infer("m", **asked, devices=list(AGENTS))
+        assert before.result["ids"] == whole
+        assert len(before.plan["devices"]) == len(AGENTS)
+        parts = hepti.generate("m", **asked)
+        tokens = [next(parts)["token"]]
+        site.kill("c")
+        for part in parts:
+            assert part["index"] == len(tokens)
+            tokens.append(part["token"])
+    assert tokens == whole

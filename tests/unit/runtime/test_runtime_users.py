@@ -1,0 +1,107 @@
+"""Several users' texts on a virtual clock: each has its share, and one who leaves leaves nothing behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sites import always, plan, tensors
+from swarm import MODEL, Swarm, plan_of
+
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.protocol import frames
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.requests import Batching, RequestKey
+
+TINY = spec_of_kind("tiny-llama")
+SPEC = replace(TINY, layers=1, max_tokens=4096, text=replace(TINY.text, positions=4096))
+TENSORS = tensors(SPEC)
+USERS = 8
+LONG = 256  # tokens of a long prompt, in runs of at most 128
+
+
+class Site(Swarm):
+    """Devices on which a run takes as long as it has rows, at most; few rows take as long as four."""
+
+    def __init__(self, devices: int = 1, **options) -> None:
+        hosts = {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
+        made = plan(SPEC, ("single", {}) if devices == 1 else ("decoder", {}), (1.0,) * devices)
+        self.rows: dict[int, int] = {}  # by run
+        super().__init__(SPEC, TENSORS, hosts, decider=always(made), batching=Batching(), **options)
+        self.run(20, until=lambda: plan_of(self) is not None)
+
+    def _planner_command(self, command) -> None:
+        if isinstance(command, interface.Publish) and "/work/" in command.topic:
+            frame = frames.decode(command.payload)
+            plain, _ = frames.decode_work(frame)
+            self.rows[frame.run_id] = sum(plain.sizes)
+        super()._planner_command(command)
+
+    def op_s(self, host, run_id) -> float:
+        return 1e-5 * max(self.rows.get(run_id, 1), 4)
+
+    def ask(self, client: str, number: int, prompt: int, most: int) -> str:
+        """Let a user ask for a text behind a prompt that begins like no other."""
+        name = f"{client}-{number}"
+        ids = np.random.default_rng([*name.encode()]).integers(0, SPEC.text.vocab, prompt)
+        self.generate(name, SPEC, ids.astype(np.int32), most, client)
+        return name
+
+    def has(self, name: str, tokens: int) -> None:
+        """Run until a text has some tokens."""
+        self.run(60, until=lambda: len(self.tokens.get(name, ())) >= tokens)
+        assert len(self.tokens[name]) >= tokens
+
+    def leave(self, name: str) -> None:
+        """Let a user take a request back."""
+        self.tell_planner(interface.RequestCancelled(RequestKey(MODEL, name.partition("-")[0], name)))
+
+    @property
+    def held(self) -> set[tuple[int, int]]:
+        """Return the sessions that devices hold, and for how many rows."""
+        return {(host.session.runs.open_sessions, host.session.runs.session_rows) for host in self.hosts.values()}
+
+
+def test_no_user_has_less_than_half_of_a_fair_share():
+    """Seven write long texts from short prompts; the eighth reads long prompts, one after the other."""
+    site = Site()
+    for user in range(1, USERS):
+        site.ask(f"u{user}", 0, 8, 400)
+    site.has("u1-0", 2)
+    begun, asked = {name: len(known) for name, known in site.tokens.items()}, 0
+    started_s, took_s = site.now, list[float]()
+    while len(took_s) < 2:
+        name = site.ask("u0", asked, LONG, 2)
+        site.run(60, until=lambda name=name: name in site.answers)
+        asked += 1
+        took_s.append(site.now - started_s)
+    served = {user: len(site.tokens[f"u{user}-0"]) - begun.get(f"u{user}-0", 0) for user in range(1, USERS)}
+    served[0] = asked * (LONG + 2)
+    fair = sum(served.values()) / USERS
+    assert min(served.values()) >= fair / 2, (served, took_s)
+    assert not site.errors
+    assert len(site.answers) == asked, "all wrote all the time"
+
+
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("prompt", [6, LONG], ids=["in a text", "in a prompt"])
+def test_one_who_leaves_frees_what_devices_hold(others, prompt):
+    site = Site(2)
+    for user in range(1, others + 1):
+        site.has(site.ask(f"u{user}", 0, 6, 60), 2)
+    name = site.ask("u0", 0, prompt, 90)
+    if prompt == 6:
+        site.has(name, 3)
+    else:
+        site.run(60, until=lambda: 128 in site.rows.values())
+    site.leave(name)
+    site.run(0.1)
+    runs = site.planner.groups.default(MODEL).runs.values()
+    assert all(item.request.reply_context != name for run in runs for item in run.items)
+    assert {sessions for sessions, _ in site.held} == {others}
+    assert others or site.held == {(0, 0)}
+    version = plan_of(site).version
+    site.run(60, until=lambda: len(site.answers) == others)
+    assert site.planner.groups.default(MODEL).reserved_rows(version) == 0
+    assert set(site.errors) == {name}

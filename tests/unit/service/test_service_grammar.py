@@ -1,0 +1,155 @@
+"""Texts by a JSON schema: whatever the model likes, the text is JSON by it; what is no schema is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.models.generation import TokenRules
+from hepti_mqtt.service.grammar import JsonGrammar, call_schema, read_choice, read_format, with_schema
+
+pytest.importorskip("llguidance")
+PADDED = 5  # rows of the logits that are no token
+
+
+def byte_level() -> Tokenizer:
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), '{"', '":', "true", "\u0120{", "}}"]
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    made.add_special_tokens(["<|end|>"])
+    return made
+
+
+def sentence_piece() -> Tokenizer:
+    pieces = ["<s>", "<|end|>", "\u2581", '{"', "\u2581{", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<s>"))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens(["<s>", "<|end|>"])
+    return made
+
+
+def opened(tokenizer: Tokenizer) -> Any:
+    ends = (tokenizer.token_to_id("<|end|>"),)
+    return SimpleNamespace(model="m", has_tokenizer=True, tokenizer=tokenizer, end_tokens=ends)
+
+
+OPENED = {"byte level": opened(byte_level()), "SentencePiece": opened(sentence_piece())}
+DOOR = {
+    "type": "object",
+    "properties": {"door": {"enum": ["front", "back"]}, "open": {"type": "boolean"}, "for": {"enum": [1, 2, None]}},
+    "required": ["door", "open"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "additionalProperties": False}
+FUNCTIONS = [{"name": "open", "parameters": DOOR}, {"name": "stop", "parameters": NOTHING}]
+
+
+def is_door(value: Any) -> bool:
+    known = {"door": ("front", "back"), "open": (True, False), "for": (1, 2, None)}
+    return {"door", "open"} <= value.keys() and all(one in known[key] for key, one in value.items())
+
+
+def is_call(value: Any) -> bool:
+    right = {"open": is_door, "stop": lambda given: given == {}}
+    return value.keys() == {"name", "arguments"} and right[value["name"]](value["arguments"])
+
+
+SCHEMAS = {"an object": (DOOR, is_door), "a call": (call_schema(FUNCTIONS, "arguments"), is_call)}
+
+
+@pytest.mark.parametrize("name", OPENED)
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_is_json_by_its_schema_whatever_the_model_likes(name: str, schema: str, temperature: float) -> None:
+    checkpoint, (wanted, fits) = OPENED[name], SCHEMAS[schema]
+    vocab = checkpoint.tokenizer.get_vocab_size() + PADDED
+    for seed in range(10):
+        rng, tokens = np.random.default_rng(seed), list[int]()
+        rules = with_schema(checkpoint, TokenRules(checkpoint.end_tokens, seed=seed), wanted, vocab)
+        while not rules.ends(tokens):
+            logits = rng.standard_normal((1, vocab), np.float32) * 4
+            token, _ = rules.choose(logits, tokens, temperature)
+            if len(tokens) % 7 == 3:  # as after a run that was lost
+                rules.choose(logits, tokens[:2], temperature)
+                assert rules.choose(logits, tokens, temperature)[0] == token
+            tokens.append(token)
+            assert len(tokens) < 400
+        assert fits(json.loads(checkpoint.tokenizer.decode(tokens)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "door"},
+        {"properties": 5},
+        {"$ref": "#/nowhere"},
+        {"type": "string", "pattern": "("},
+        {"type": "object", "unevaluatedProperties": False},
+        {"enum": []},
+        {"description": "x" * 200_000},
+    ],
+)
+def test_a_schema_that_is_none_or_not_supported_is_refused(schema: Any) -> None:
+    with pytest.raises(RequestError):
+        JsonGrammar(OPENED["byte level"], schema, 300)
+
+
+def test_no_token_at_all_is_an_error_and_no_text() -> None:
+    grammar = JsonGrammar(OPENED["byte level"], DOOR, 8)  # all tokens that the schema allows are beyond the logits
+    with pytest.raises(ModelError):
+        grammar.allowed([])
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["json", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": "x"}}, []],
+)
+def test_a_format_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(RequestError):
+        read_format(value)
+
+
+def test_formats() -> None:
+    assert read_format(None) is read_format({"type": "text"}) is None
+    assert read_format({"type": "json_object"}) == {"type": "object"}
+    assert read_format({"type": "json_schema", "json_schema": {"name": "d", "schema": DOOR}}) == DOOR
+
+
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "names"),
+    [
+        (None, TOOLS, []),
+        ("auto", None, []),
+        ("required", TOOLS, ["open", "stop"]),
+        ({"type": "function", "function": {"name": "stop"}}, TOOLS, ["stop"]),
+        ("required", None, None),
+        ("any", TOOLS, None),
+        ({"type": "function", "function": {"name": "close"}}, TOOLS, None),
+        ({"function": 5}, TOOLS, None),
+        (5, TOOLS, None),
+    ],
+)
+def test_a_choice_of_tools_names_what_must_be_called(choice: Any, tools: Any, names: list[str] | None) -> None:
+    if names is None:
+        with pytest.raises(RequestError):
+            read_choice(choice, tools)
+    else:
+        assert [function["name"] for function in read_choice(choice, tools)] == names
+
+
+def test_without_the_library_a_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"hepti\[grammar\]"):
+        JsonGrammar(OPENED["byte level"], DOOR, 300)

@@ -1,0 +1,99 @@
+"""The text of tokens as they come: the same as that of all of them together, whatever the tokenizer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from hepti_mqtt.service.written import WrittenText
+
+
+def byte_level():
+    """Return a tokenizer of 256 bytes, some words of them, an added word, and a token that is not shown."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "The", "\u0120hi", "\u00c3\u00a9", "\u00f0\u0141"]
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+    made.add_tokens(["\u00e9\U0001f600x"])
+    made.add_special_tokens(["<|end|>"])
+    return made
+
+
+def sentence_piece(decoder):
+    """Return a tokenizer of words with their spaces, and of bytes for what is no word."""
+    words = ("<s>", "\u2581", "\u2581\u2581", "T", "he", "\u2581The", "\u00e9", "\ufffd")
+    pieces = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    made.decoder = decoder
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+def llama(*last):
+    return decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
+
+
+TOKENIZERS = {
+    "byte level": byte_level(),
+    "Llama 2": sentence_piece(llama(decoders.Strip(" ", 1, 0))),
+    "Gemma": sentence_piece(llama()),
+    "Metaspace": sentence_piece(decoders.Metaspace()),
+}
+
+STOPS = ("The", "he", " T", "\u00e9", "\u6f22T")
+
+
+def opened(name):
+    return SimpleNamespace(has_tokenizer=True, tokenizer=TOKENIZERS[name])
+
+
+def texts(name):
+    """Return lists of tokens: any, of which one is none of the tokenizer's, and characters that may be cut short."""
+    tokenizer = TOKENIZERS[name]
+    cut = st.tuples(st.sampled_from("\u00e9\u6f22\U0001f600"), st.integers(1, 4))
+    characters = cut.map(lambda pair: tokenizer.encode(pair[0]).ids[: pair[1]])
+    either = st.one_of(st.lists(st.integers(0, 8)), st.lists(st.integers(0, tokenizer.get_vocab_size())), characters)
+    return st.lists(either, max_size=12).map(lambda parts: [token for part in parts for token in part])
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_pieces_joined_are_the_whole_text_up_to_where_it_stops(name, data):
+    tokens, stop = data.draw(texts(name)), data.draw(st.lists(st.sampled_from(STOPS)))
+    written, until = WrittenText(opened(name), stop), WrittenText(opened(name), stop)
+    counts = sorted({*data.draw(st.lists(st.integers(0, len(tokens)))), len(tokens)})
+    pieces = [written.extend_to(tokens[:count]) for count in counts]
+    assert not any(one in "".join(pieces) for one in stop)
+    for part in (tokens, tokens[1:]):  # then another text, as after a run that was lost
+        text = "".join(pieces) if part is tokens else written.extend_to(part)
+        rest, stopped = written.end()
+        whole = TOKENIZERS[name].decode(part, skip_special_tokens=True)
+        at = min((whole.index(one) for one in stop if one in whole), default=None)
+        assert (text + rest, stopped) == (whole[:at], at is not None)
+        assert not until.stops(part) or stopped, "a text stops early only where one of the texts is in it"
+
+
+def test_each_token_is_decoded_with_few_others():
+    class Counting:
+        """Counts the tokens that a tokenizer decodes."""
+
+        def __init__(self, tokenizer):
+            self.tokenizer, self.decoded = tokenizer, 0
+
+        def decode(self, tokens, **options):
+            self.decoded += len(tokens)
+            return self.tokenizer.decode(tokens, **options)
+
+        def __getattr__(self, name):
+            return getattr(self.tokenizer, name)
+
+    for name, tokenizer in TOKENIZERS.items():
+        counting = Counting(tokenizer)
+        written, tokens = WrittenText(SimpleNamespace(has_tokenizer=True, tokenizer=counting)), list[int]()
+        for token in tokenizer.encode("The he\u6f22" * 200).ids:
+            tokens.append(token)
+            written.extend_to(tokens)
+        assert counting.decoded < 12 * len(tokens), name
