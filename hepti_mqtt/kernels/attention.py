@@ -44,6 +44,7 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
+from hepti_mqtt.kernels import attention_few
 from hepti_mqtt.kernels.attention_tile import (
     KEYS,
     LANES,
@@ -508,14 +509,45 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     check.shape(check.writes[0], (m, layout.heads * layout.d))
     if not m * layout.heads:
         return nothing
-    attend_item = _attend_at if kept == "f32" else _attend_widened
-    attend = [attend_item(op, check, layout, item, rows, pool) for item, rows in enumerate(lengths)]
-    parts = tuple(enumerate(pairwise(accumulate(lengths, initial=0))))
+    attend_item, fits = (_attend_at, layout.d % LANES == 0) if kept == "f32" else (_attend_widened, False)
+    few = [item for item, rows in enumerate(lengths) if fits and rows <= attention_few.ROWS]
+    attend_few = _attend_few(op, check, layout, few, pool) if few else nothing
+    places = list(pairwise(accumulate(lengths, initial=0)))
+    many = [
+        (attend_item(op, check, layout, item, lengths[item], pool), item, *places[item])
+        for item in range(len(lengths))
+        if item not in few
+    ]
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        attend_few(reads, writes)
         q, at, out = reads[0], reads[-1], writes[0]
-        for item, (start, stop) in parts:
-            attend[item](q[start:stop], reads[1 + item], at, out[start:stop])
+        for attend, item, start, stop in many:
+            attend(q[start:stop], reads[1 + item], at, out[start:stop])
+
+    return run
+
+
+def _attend_few(op: Compute, check: Check, layout: HeadLayout, few: Sequence[int], pool: Workers) -> Run:
+    """Return the attention of those items that have few rows, all in one call."""
+    lengths = items_of(op, check.reads[0].shape[0])
+    starts, (capacity, width) = list(accumulate(lengths, initial=0)), check.reads[1].shape
+    near, scale, heads = op.attrs.get("window", capacity), np.float32(op.attrs["scale"]), layout.table()
+    items = np.asarray([(0, 0, starts[item], lengths[item]) for item in few], np.int64)
+    addresses, note = address_table(len(few))
+    units = len(few) * layout.heads
+    attend = [pool.bind(attention_few.attention_few, ranges(units, n)) for n in range(1, pool.threads + 1)]
+
+    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        pairs = 0
+        for place, item in enumerate(few):
+            held = first_of(op, reads[-1], lengths[item], capacity, "rows of the cache", item)
+            items[place, attention_few.HELD] = held
+            pairs += lengths[item] * min(held + lengths[item], near + 1)
+        note([reads[1 + item] for item in few])
+        items[:, attention_few.CACHE] = addresses[: len(few)]
+        threads = min(pool.threads, 1 + 4 * layout.heads * layout.d * pairs // GRAIN)
+        attend[threads - 1](reads[0], writes[0], items, heads, width, near, scale)
 
     return run
 

@@ -50,8 +50,8 @@ _SHIFT: Final = 12582912.0 + 127
 _LOWEST: Final = -127.0
 
 
-class _Vectors:
-    """What both functions need: vectors of a tile's lanes at addresses, and arithmetic on them."""
+class Vectors:
+    """What functions over vectors of f32 need: vectors of a tile's lanes at addresses, and arithmetic on them."""
 
     def __init__(self, module: ir.Module, name: str, tile: Tile, arguments: int) -> None:
         self.lanes, self.module, self.fma = tile.lanes, module, tile.fma
@@ -63,23 +63,28 @@ class _Vectors:
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
 
     def constant(self, value: float) -> Any:
+        """Return a vector of one value."""
         # As the nearest f32: LLVM refuses a float constant that is not exact.
         return ir.Constant(self.vector, [float(np.float32(value))] * self.lanes)
 
     def splat(self, value: Any) -> Any:
+        """Return a value in all lanes."""
         undefined = ir.Constant(self.vector, ir.Undefined)
         first = self.builder.insert_element(undefined, value, ir.Constant(_I32, 0))
         return self.builder.shuffle_vector(first, undefined, ir.Constant(self.integers, [0] * self.lanes))
 
     def load(self, address: Any, offset: int = 0) -> Any:
+        """Return the vector `offset` floats after an address."""
         value = self.builder.load(self._at(address, offset))
         value.align = 4
         return value
 
     def store(self, value: Any, address: Any, offset: int = 0) -> None:
+        """Write a vector `offset` floats after an address."""
         self.builder.store(value, self._at(address, offset)).align = 4
 
     def after(self, address: Any, bytes_: int) -> Any:
+        """Return the address some bytes on."""
         return self.builder.add(address, ir.Constant(_I64, bytes_))
 
     def _at(self, address: Any, offset: int) -> Any:
@@ -90,6 +95,7 @@ class _Vectors:
         return self.builder.select(self.builder.fcmp_ordered(relation, a, b), a, b)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a * b + c."""
         name = f"llvm.{'fma' if self.fma else 'fmuladd'}.v{self.lanes}f32"
         function = self.module.globals.get(name) or ir.Function(
             self.module, ir.FunctionType(self.vector, [self.vector] * 3), name
@@ -133,7 +139,7 @@ class _Vectors:
 
 
 def _write_softmax(module: ir.Module, name: str, tile: Tile, vectors: int) -> ir.Function:
-    w = _Vectors(module, name, tile, 5)
+    w = Vectors(module, name, tile, 5)
     b, offsets = w.builder, [j * tile.lanes for j in range(vectors)]
     scores, keys, high, norm, rescale = w.function.args
     stride = 4 * tile.width
@@ -172,7 +178,7 @@ def _write_softmax(module: ir.Module, name: str, tile: Tile, vectors: int) -> ir
 def _write_transpose(module: ir.Module, name: str, tile: Tile) -> ir.Function:
     """Rows interleaved with those half a block on, log2(lanes) times over, are the columns."""
     n = tile.lanes
-    w = _Vectors(module, name, tile, 5)
+    w = Vectors(module, name, tile, 5)
     b = w.builder
     x, stride, count, scale, out = w.function.args
     by = w.splat(b.bitcast(b.trunc(scale, _I32), _F32))
@@ -193,7 +199,7 @@ def _write_transpose(module: ir.Module, name: str, tile: Tile) -> ir.Function:
 
 
 def _write_copy(module: ir.Module, name: str, tile: Tile, vectors: int) -> ir.Function:
-    w = _Vectors(module, name, tile, 6)
+    w = Vectors(module, name, tile, 6)
     b = w.builder
     rows, x, stride, scale, out, out_stride = w.function.args
     by = w.splat(b.bitcast(b.trunc(scale, _I32), _F32))
@@ -575,67 +581,6 @@ def _each_alone(
         _store(total, d, top, weight, with_state, out, (j * heads + head) * (d + 2 if with_state else d))
 
 
-@helper
-def _is_query_alone(tiles: Any, biases: Any, buckets: Any) -> Any:
-    """Return whether there is one query, without anything that is added to its scores."""
-    return len(tiles) == 1 and tiles[0, _STOP] == tiles[0, _FIRST] + 1 and biases.shape[1] + len(buckets) == 0
-
-
-@helper
-def _heads_alone(
-    q: Any, kv: Any, out: Any, limits: Any, layout: Any, scale: Any, row: int, first: int, stop: int,
-) -> None:  # fmt: skip
-    """Write the results of one query for heads first..stop, as `_query_alone` has them.
-
-    Heads follow each other within a block of keys, so that rows of kv are read from one end to the other: one head's
-    part of them lies apart, in as many pages as there are keys.
-    """
-    heads, d, with_state, group = layout[3], layout[4], layout[5], layout[6]
-    low, high = limits[row, _BEGIN], limits[row, _END]
-    work = np.empty((stop - first, KEYS + 2 * d + 2), np.float32)  # scores, query, sums, maximum, sum of weights
-    for head in range(first, stop):
-        mine = work[head - first]
-        for c in range(d):
-            mine[KEYS + c] = q[row, layout[0] + head * d + c] * scale
-        mine[KEYS + d : KEYS + 2 * d] = ZERO
-        mine[KEYS + 2 * d], mine[KEYS + 2 * d + 1] = _MINUS_INF, ZERO
-    for block in range(low, high, KEYS):
-        keys = min(KEYS, high - block)
-        for i in range(keys):
-            for head in range(first, stop):
-                mine, at = work[head - first], layout[1] + head // group * d
-                query, key = mine[KEYS : KEYS + d], kv[block + i, at : at + d]
-                s = ZERO
-                for c in range(d):
-                    s += query[c] * key[c]
-                mine[i] = s
-        for head in range(first, stop):
-            mine = work[head - first]
-            before = mine[KEYS + 2 * d]
-            top = before
-            for i in range(keys):
-                top = mine[i] if mine[i] > top else top
-            above = top if top > _MINUS_INF else ZERO
-            rescale = exp_of_negative(before - above)
-            norm = ZERO
-            for i in range(keys):
-                mine[i] = exp_of_negative(mine[i] - above)
-                norm += mine[i]
-            mine[KEYS + 2 * d], mine[KEYS + 2 * d + 1] = top, mine[KEYS + 2 * d + 1] * rescale + norm
-            for c in range(d):
-                mine[KEYS + d + c] *= rescale
-        for i in range(keys):
-            for head in range(first, stop):
-                mine, at = work[head - first], layout[2] + head // group * d
-                total, value, weight = mine[KEYS + d : KEYS + 2 * d], kv[block + i, at : at + d], mine[i]
-                for c in range(d):
-                    total[c] += weight * value[c]
-    for head in range(first, stop):
-        mine = work[head - first]
-        at = (row * heads + head) * (d + 2 if with_state else d)
-        _store(mine[KEYS + d : KEYS + 2 * d], d, mine[KEYS + 2 * d], mine[KEYS + 2 * d + 1], with_state, out, at)
-
-
 class HeadLayout(NamedTuple):
     """Where the heads of an op lie in q and kv; compiled code reads it as a table in this order.
 
@@ -680,9 +625,6 @@ def attention_units(
     total, zeros = np.empty(NR * stride, np.float32), np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
     scratch = np.empty((2 * len(to_queries) + d) * NR, np.float32)
-    if _is_query_alone(tiles, biases, buckets):
-        _heads_alone(q, kv, out, limits, layout, scale, tiles[0, _FIRST], first, stop)
-        return
     for unit in range(first, stop):
         head, tile = unit // len(tiles), unit % len(tiles)
         row, low, end, anchor = tiles[tile, _FIRST], tiles[tile, _LOW], tiles[tile, _HIGH], tiles[tile, _ANCHOR]

@@ -1,9 +1,9 @@
 """Kernel `linear` over matrices in blocks; reads, weights, bias, activation and residual are those of `linear`.
 
-x is f32, or (attribute x: "i8") each 32 values of a row are rounded to 254 steps between minus and plus the largest
-one, as llama.cpp does; one that is not finite makes its row NaN. Codes are multiplied as they are stored; an output is
-the sum of its blocks in ascending order of k, each the sum of its products times the block's scale. Each output depends
-on its row of x and its column alone: not on other rows, its tile or the threads.
+x is taken to 2**-23 of the largest of each 32 values, or (attribute x: "i8") rounded to 254 steps between minus and
+plus the largest one, as llama.cpp does; where 32 values are not all finite, their row is NaN. Codes are multiplied as
+they are stored; an output is the sum of its blocks in ascending order of k, each the sum of its products times the
+block's scale. Each output depends on its row of x and its column alone: not on other rows, its tile or the threads.
 """
 
 from __future__ import annotations
@@ -12,102 +12,188 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from numba import float32
+from numba import float32, uint8
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Run
-from hepti_mqtt.kernels.block_tile import KINDS, ROWS, WORDS, block_tile
+from hepti_mqtt.kernels.block_tile import BASE, BYTEWISE, DIGITS, KINDS, ROWS, WORDS, block_tile
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix
-from hepti_mqtt.kernels.elementary import bits_of, from_bits
-from hepti_mqtt.kernels.jit import INT, TABLE, fills, helper, kernel, reads
-from hepti_mqtt.kernels.threads import Workers, matmul_parts
+from hepti_mqtt.kernels.elementary import ONE, ZERO, bits_of, from_bits
+from hepti_mqtt.kernels.jit import INT, TABLE, fills, floats, helper, kernel, octets, reads
+from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.tile import NONE, activate, store
 from hepti_mqtt.storage import BLOCK
 
 # Columns of the table of panels: addresses of codes and bias, the storage, first column of the output, how many count.
 _CODES, _BIAS, _KIND, _COLUMN, _VALID = range(5)
-_STEPS, _TINY = np.float32(127), np.float32(1e-35)  # of a block of x, and magnitudes below which it counts as 0
-_ROWS: Final = 192  # of x that pass over a panel at a time, so that they stay in the second-level cache
+_NEAR: Final = 1 << 19  # bytes of x that pass over a panel at a time, so that they stay in the second-level cache
+_GRAIN: Final = 1 << 17  # values of x below which a hand-over to another thread costs more than it saves
+_HALF: Final = BLOCK // 2
+
+# Steps from 0 to the largest value of a block of x, and magnitudes of it below which a block counts as 0: as digits,
+# and rounded.
+_PLACES: Final = np.float32(BASE * BASE), np.float32(BASE), ONE
+_STEPS: Final = np.float32(127 * BASE * BASE), np.float32(127)
+_TINY: Final = np.float32(1e-30), np.float32(1e-35)
+_INFINITY, _NAN = np.float32(np.inf), np.float32(np.nan)
 
 
 @helper
-def _add_up(x: Any, words: Any, first: int, rows: int) -> None:
-    """Fill the sums of blocks of some rows of x among their words."""
-    for i in range(rows):
-        for n in range(words.shape[1]):
-            halves = np.float32(0), np.float32(0)
-            for j in range(BLOCK // 2):
-                halves = halves[0] + x[first + i, BLOCK * n + j], halves[1] + x[first + i, BLOCK * n + j + BLOCK // 2]
-            words[i, n, 1] = halves[0] + halves[1]
-            words[i, n, 2] = np.float32(-8) * (halves[0] + halves[1])
-            words[i, n, 4], words[i, n, 5] = np.float32(-32) * halves[0], np.float32(-32) * halves[1]
+def _add_up(values: Any, words: Any) -> None:
+    """Fill the words of 32 values."""
+    lower = upper = ZERO
+    for j in range(_HALF):
+        lower += values[j]
+        upper += values[j + _HALF]
+    total = lower + upper
+    words[1], words[2], words[3] = total, np.float32(-8) * total, np.float32(-128) * total
+    words[4], words[5] = np.float32(-32) * lower, np.float32(-32) * upper
 
 
 @helper
-def _round(x: Any, codes: Any, words: Any, first: int, rows: int) -> None:
-    """Fill the codes and the words of some rows of x."""
-    for i in range(rows):
-        for n in range(words.shape[1]):
-            top = np.int32(0)
-            for j in range(BLOCK):
-                # The bits of f32 >= 0 are ordered like the values, with infinity and NaN above all.
-                top = max(top, bits_of(abs(x[first + i, BLOCK * n + j])))
-            most = from_bits(top)
-            step = most / _STEPS if most < np.inf else np.float32(np.nan)
-            by = _STEPS / most if _TINY < most < np.inf else np.float32(0)
-            behind = total = np.int32(0)
-            for j in range(BLOCK):
-                code = np.int32(np.rint(x[first + i, BLOCK * n + j] * by)) if by > 0 else np.int32(0)
-                codes[i, BLOCK * n + j] = np.int8(code)
-                total += code
-                behind += code if j >= BLOCK // 2 else np.int32(0)
-            words[i, n, 0], words[i, n, 1] = step, step * np.float32(total)
-            words[i, n, 2], words[i, n, 3] = from_bits(np.int32(-8 * total)), from_bits(np.int32(-128 * total))
-            words[i, n, 4] = from_bits(np.int32(-32 * (total - behind)))
-            words[i, n, 5] = from_bits(np.int32(-32 * behind))
+def _add_up_codes(codes: Any, words: Any) -> Any:
+    """Fill what sums of 32 codes begin with; return the sum of the codes."""
+    lower = upper = np.int32(0)
+    for j in range(_HALF):
+        lower += np.int8(codes[j])
+        upper += np.int8(codes[j + _HALF])
+    total = lower + upper
+    words[2], words[3] = from_bits(np.int32(-8 * total)), from_bits(np.int32(-128 * total))
+    words[4], words[5] = from_bits(np.int32(-32 * lower)), from_bits(np.int32(-32 * upper))
+    return total
 
 
-@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, *[INT] * 6, part=4, narrow=True)
+@helper
+def _scale_of(values: Any, steps: Any, tiny: Any) -> Any:
+    """Return (step, its reciprocal) of 32 values: NaN if one is not finite, and 0 for what is to be 0."""
+    top = np.int32(0)
+    for j in range(BLOCK):
+        # The bits of f32 >= 0 are ordered like the values, with infinity and NaN above all.
+        top = max(top, bits_of(abs(values[j])))
+    most = from_bits(top)
+    return most / steps if most < _INFINITY else _NAN, steps / most if tiny < most < _INFINITY else ZERO
+
+
+@helper
+def _digits(values: Any, by: Any, codes: Any) -> None:
+    """Fill three rows of codes with the digits of 32 values; all arithmetic is on whole numbers in f32."""
+    for j in range(BLOCK):
+        whole = np.rint(values[j] * by)
+        high = np.rint(whole * (ONE / _PLACES[0]))
+        rest = whole - high * _PLACES[0]
+        middle = np.rint(rest * (ONE / _PLACES[1]))
+        codes[j], codes[BLOCK + j] = np.uint8(np.int8(high)), np.uint8(np.int8(middle))
+        codes[2 * BLOCK + j] = np.uint8(np.int8(rest - middle * _PLACES[1]))
+
+
+@helper
+def _encode(values: Any, rounded: int, codes: Any, words: Any) -> None:
+    """Fill the codes and words of 32 values, a row of each for each digit."""
+    digits = 1 if rounded else DIGITS
+    step, by = _scale_of(values, _STEPS[rounded], _TINY[rounded])
+    if not by > ZERO:
+        for j in range(digits * BLOCK):
+            codes[j] = np.uint8(0)
+    elif rounded:
+        for j in range(BLOCK):
+            codes[j] = np.uint8(np.int8(np.rint(values[j] * by)))
+    else:
+        _digits(values, by, codes)
+    total = ZERO
+    for digit in range(digits):
+        of_digit = _add_up_codes(codes[digit * BLOCK : (digit + 1) * BLOCK], words[digit * WORDS :])
+        total += _PLACES[digit + DIGITS - digits] * np.float32(of_digit)
+    words[0], words[1] = step, step * total
+
+
+@helper
+def _prepare_tile(x: Any, rounded: int, first: int, rows: int, left: int, words: int) -> None:
+    """Fill what a tile reads of some rows of x, those of each 32 values side by side: at `left`, and words."""
+    k, digits = x.shape[1], 1 if rounded else DIGITS
+    nbytes = digits * BLOCK if BYTEWISE else 4 * BLOCK
+    for n in range(k // BLOCK):
+        for i in range(rows):
+            values = floats(x.ctypes.data + 4 * (k * (first + i) + BLOCK * n), BLOCK)
+            place, of_words = left + nbytes * (n * rows + i), words + 4 * WORDS * digits * (n * rows + i)
+            if BYTEWISE:
+                _encode(values, rounded, octets(place, digits * BLOCK), floats(of_words, digits * WORDS))
+                continue
+            taken = floats(place, BLOCK)
+            step, by = _scale_of(values, _STEPS[1], _TINY[1])
+            for j in range(BLOCK):
+                taken[j] = step * np.rint(values[j] * by) if rounded else values[j]
+            _add_up(taken, floats(of_words, WORDS))
+
+
+def sizes(rows: int, k: int, rounded: int) -> tuple[int, int]:
+    """Return the bytes of what tiles read of x [rows, k], and how many words it has."""
+    digits = 1 if rounded else DIGITS
+    return rows * k * (digits if BYTEWISE else 4), rows * (k // BLOCK) * digits * WORDS
+
+
+_sizes = helper(sizes)
+
+
+@helper
+def _prepare(x: Any, taken: Any, words: Any, rounded: int, first_tile: int, last_tile: int) -> None:
+    """Fill what some tiles read of x."""
+    rows, k = x.shape
+    tiles, of_row = -(-rows // ROWS[rounded]), _sizes(1, k, rounded)
+    for t in range(first_tile, last_tile):
+        i, last = t * rows // tiles, (t + 1) * rows // tiles
+        at = taken.ctypes.data + of_row[0] * i, words.ctypes.data + 4 * of_row[1] * i
+        _prepare_tile(x, rounded, i, last - i, at[0], at[1])
+
+
+@kernel(reads(float32, 2), fills(uint8, 1), fills(float32, 1), INT, INT, INT, part=2, narrow=True)
+def prepare_tiles(x: Any, taken: Any, words: Any, rounded: int, first_tile: int, last_tile: int) -> None:
+    """Run `_prepare`."""
+    _prepare(x, taken, words, rounded, first_tile, last_tile)
+
+
+@kernel(
+    reads(float32, 2), fills(uint8, 1), fills(float32, 1), fills(float32, 2), reads(float32, 2), TABLE, *[INT] * 6,
+    part=4, narrow=True,
+)  # fmt: skip
 def _linear_blocks(
-    x: Any, out: Any, residual: Any, panels: Any, activation: int, rounded: int, first_panel: int, last_panel: int,
-    first_row: int, last_row: int,
+    x: Any, taken: Any, words: Any, out: Any, residual: Any, panels: Any, activation: int, rounded: int,
+    first_panel: int, last_panel: int, first_tile: int, last_tile: int,
 ) -> None:  # fmt: skip
-    """Fill the columns of some panels in some rows of out; panels [P, 5]. rounded: whether x becomes codes."""
-    k, width = x.shape[1], out.shape[1]
-    plain = activation == NONE and residual.size == 0
-    words = np.empty((min(_ROWS, last_row - first_row), k // BLOCK, WORDS), np.float32)
-    codes = np.empty((len(words) * rounded, k), np.int8)
-    sums = np.empty(ROWS * WIDTH, np.float32)
-    for first in range(first_row, last_row, _ROWS):
-        rows = min(_ROWS, last_row - first)
-        if rounded:
-            _round(x, codes, words, first, rows)
-        else:
-            _add_up(x, words, first, rows)
-        # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
-        tiles = -(-rows // ROWS)
+    """Fill the columns of some panels in the rows of some tiles of out; panels [P, 5]. rounded: whether x is.
+
+    taken, words: what `prepare_tiles` fills; empty if it is to be done here.
+    """
+    rows, k = x.shape
+    width, plain = out.shape[1], activation == NONE and residual.size == 0
+    digits, of_row = 1 if rounded else DIGITS, _sizes(1, k, rounded)
+    if taken.size == 0:
+        taken, words = np.empty(rows * of_row[0], np.uint8), np.empty(rows * of_row[1], np.float32)
+        _prepare(x, taken, words, rounded, first_tile, last_tile)
+    sums = np.empty(ROWS[rounded] * WIDTH, np.float32)
+    # Tiles of nearly equal height: 7 rows as 4 + 3 keep the pipelines fuller than 6 + 1.
+    tiles = -(-rows // ROWS[rounded])
+    at_once = max(1, _NEAR // (ROWS[rounded] * of_row[0]))
+    for chunk in range(first_tile, last_tile, at_once):
         for p in range(first_panel, last_panel):
             column, valid = panels[p, _COLUMN], panels[p, _VALID]
             direct = plain and valid == WIDTH
-            for t in range(tiles):
-                i = t * rows // tiles
-                count = (t + 1) * rows // tiles - i
+            for t in range(chunk, min(chunk + at_once, last_tile)):
+                first = t * rows // tiles
+                count = (t + 1) * rows // tiles - first
                 # Addresses are read where they are used: an array of which nothing is read any more is freed.
-                left, row_bytes = x.ctypes.data + 4 * k * (first + i), 4 * k
-                if rounded:
-                    left, row_bytes = codes.ctypes.data + k * i, k
-                of_blocks, stride = words.ctypes.data + 4 * WORDS * (k // BLOCK) * i, 4 * WORDS * (k // BLOCK)
+                left, of_words = taken.ctypes.data + of_row[0] * first, words.ctypes.data + 4 * of_row[1] * first
                 c, c_stride = sums.ctypes.data, 4 * WIDTH
                 if direct:
-                    c, c_stride = out.ctypes.data + 4 * (width * (first + i) + column), 4 * width
+                    c, c_stride = out.ctypes.data + 4 * (width * first + column), 4 * width
+                variant = 2 * panels[p, _KIND] + (rounded if BYTEWISE else 0)
                 block_tile(
-                    count, 2 * panels[p, _KIND] + 1 - rounded, panels[p, _CODES], k // BLOCK, left, row_bytes,
-                    of_blocks, stride, panels[p, _BIAS], 0, c, c_stride
+                    digits * count, variant, panels[p, _CODES], k // BLOCK, left, of_words, panels[p, _BIAS], 0, c,
+                    c_stride
                 )  # fmt: skip
                 if not direct:
                     tile = sums[: count * WIDTH]
                     activate(tile, activation)
-                    store(tile, WIDTH, first + i, count, out, residual, column, valid)
+                    store(tile, WIDTH, first, count, out, residual, column, valid)
 
 
 def bind(
@@ -121,15 +207,23 @@ def bind(
 ) -> Run:
     """Return the run of a checked `linear` over x of `shape` [m, k], as `linear.bind_product` does.
 
-    The matrices may be in several storages. rounded: whether x becomes codes.
+    The matrices may be in several storages. rounded: whether x is.
     """
     m, k = shape
     table, alive = _panels_of(matrices, biases)
-    parts = matmul_parts(len(table), bool(table[-1, _VALID] < WIDTH), m, WIDTH * k, pool.threads, ROWS)
+    tiles = -(-m // ROWS[rounded])
+    of_tile = -(-m // tiles) * WIDTH * k
+    parts = matmul_parts(len(table), bool(table[-1, _VALID] < WIDTH), tiles, of_tile, pool.threads, 1)
     product, none = pool.bind(_linear_blocks, parts), np.empty((0, 0), np.float32)
+    prepare = pool.bind(prepare_tiles, ranges(tiles, min(pool.threads, 1 + m * k // _GRAIN)))
+    octets, words = sizes(m, k, int(rounded)) if len(parts) > 1 else (0, 0)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-        product(reads[0], writes[0], reads[1] if has_residual else none, table, activation, int(rounded))
+        x, residual = reads[0], reads[1] if has_residual else none
+        taken = np.empty(octets, np.uint8), np.empty(words, np.float32)
+        if octets:
+            prepare(x, *taken, int(rounded))
+        product(x, *taken, writes[0], residual, table, activation, int(rounded))
 
     return run
 
@@ -156,9 +250,9 @@ def _panels_of(
 
 
 def reference_rounded(x: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return what rows of activations [m, k] become as codes, in plain NumPy."""
+    """Return what rows of activations [m, k] become where they are rounded, in plain NumPy."""
     parts = np.asarray(x, np.float64).reshape(len(x), -1, BLOCK)
     most = np.abs(parts).max(axis=2, keepdims=True)
     step = np.where(np.isfinite(most), most / 127, np.nan)
-    codes = np.rint(np.divide(parts, step, out=np.zeros_like(parts), where=step > _TINY))
+    codes = np.rint(np.divide(parts, step, out=np.zeros_like(parts), where=step > _TINY[1]))
     return np.asarray((codes * step).reshape(x.shape), np.float64)

@@ -1,15 +1,19 @@
 """Register tiles over panels of blocks, as LLVM vector IR: some rows of x times one panel, by storage and kind of x.
 
-x is f32, or s8 codes with a scale for each 32 of them. Per block and vector of columns the products of codes are added
-(in f32, or exactly in i32), then y += (scale of the weights * scale of x) * sum, and of q4_1 minimum * sum of x. What
-the codes are off by (q4_0: 8) comes in by the sum of x: no instruction for each code. So a row's bits do not depend on
-its tile. A tile has no prefetch: CPUs find the one stream of a panel by themselves.
+Where the CPU multiplies bytes, x is rows of s8 codes with a scale for each 32 of them: one row that is rounded, or
+three of the digits of f32 x. Elsewhere x is f32. Per block and vector of columns the
+products of codes are added (exactly in i32, or in f32), then y += (scale of the weights * scale of x) * sum, and of
+q4_1 minimum * sum of x. What the codes are off by (q4_0: 8) comes in by the sum of x: no instruction for each code. So
+a row's bits do not depend on its tile. A tile has no prefetch: CPUs find the one stream of a panel by themselves, where
+it is read in one direction; hence a tile of few rows takes all vectors of a panel side by side.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product, takewhile
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -23,37 +27,61 @@ from hepti_mqtt.kernels.quantised_tile import VectorWriter
 from hepti_mqtt.kernels.tile import call_chosen, loop
 from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, STORAGES, Storage
 
-# Rows of the largest tile: its sums, those of a block, the weights and one x must fit the registers.
-ROWS: Final = {"avx512": 6, "avx2": 3, "neon": 4, "sse": 2, "generic": 2}[isa()]
 KINDS: Final[Mapping[str, int]] = {name: kind for kind, name in enumerate(BLOCK_STORAGES)}
-# Of a row of x for each 32 values: scale and sum (of codes: times the scale), then what sums of products begin with
+# How products of bytes are added: by an instruction, for weights as u8 or s8, or by pairs in 16 bits.
+_DOT: Final = DOT.intrinsic if DOT.lanes == LANES else ""
+_UNSIGNED: Final = bool(_DOT) and not DOT.signed
+BYTEWISE: Final = bool(_DOT) or isa() == "avx2"
+# Rows of codes that stand for a row of f32: its values are taken as whole numbers up to 127 BASE**2, a little less than
+# 2**23, and these by digits from -127 to 127. So small a base leaves room where f32 finds a digit one too large.
+DIGITS: Final = 3 if BYTEWISE else 1
+BASE: Final = 253
+# Rows of the largest tile, of f32 and of rounded x: sums, those of a block, weights and one x must fit the registers.
+ROWS: Final = {
+    "avx512": (4, 8),
+    "avx2": (1, 3),
+    "neon": (4, 8) if _DOT else (4, 4),
+    "sse": (2, 2),
+    "generic": (2, 2),
+}[isa()]
+_REGISTERS: Final = {"avx512": 32, "neon": 32}.get(isa(), 16)
+# Of a row of x for each 32 values: scale and sum (of digits: in the first row), then what sums of products begin with
 # where weights are off by 8 or 128, or by 32 in runs of 16: - offset * sum, in i32 of codes, else in f32.
 WORDS: Final = 6
 _OF_8, _OF_128, _OF_32 = 2, 3, 4
 _UNSIGNED_PAIRS: Final = "llvm.x86.avx2.pmadd.ub.sw"
 _F32: Final = ir.FloatType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_ARGUMENTS: Final = 10
+_ARGUMENTS: Final = 8
 _EXACT: Final = tuple(sorted(EXACT))  # else tiles of one row take products in another order
-# How products of bytes are added: by an instruction, for weights as u8 or s8, by pairs in 16 bits, or wide.
-_DOT: Final = DOT.intrinsic if DOT.lanes == LANES else ""
-_UNSIGNED: Final = bool(_DOT) and not DOT.signed
-_PAIRS: Final = not _DOT and isa() == "avx2"
+
+
+Sums = list[list[Any]]  # of each row, of each vector
+
+
+class Piece(NamedTuple):
+    """Values of k whose products are added before anything else: which 4 of 32, with what writes their codes.
+
+    by: what the sums are multiplied by, i32 of each vector, if anything. start: the word that sums begin with, 0 for
+    none.
+    """
+
+    groups: Sequence[tuple[int, Callable[[], list[Any]]]]
+    by: Sequence[Any]
+    start: int
 
 
 class Run(NamedTuple):
-    """Values of k that share a scale of the weights and one of x.
+    """The 32 values of k that share a scale of x, in the vectors at hand.
 
-    part: which 32 values of a block, i64. groups: (which 4 of these, their codes in each lane). least: what all are
-    above, if there is such a number. start: the word that sums begin with, 0 for none. mask: bits of a code, 255 for
-    signed ones. narrow: groups of which sums of pairs of products fit 16 bits.
+    part: which 32 of a block, i64. scale: of each vector. least: what all values are above, if there is such a number.
+    mask: bits of a code, 255 for signed ones. narrow: groups of which sums of pairs of products fit 16 bits.
     """
 
     part: Any
-    groups: Sequence[tuple[int, Any]]
-    scale: Any
-    least: Any
-    start: int
+    pieces: Sequence[Piece]
+    scale: Sequence[Any]
+    least: Sequence[Any]
     mask: int
     narrow: int
 
@@ -61,50 +89,42 @@ class Run(NamedTuple):
 class BlockTileWriter(VectorWriter):
     """Writes the LLVM function of one tile: c = start + x @ panel.
 
-    Arguments: panel, blocks of 32, x, bytes between rows of x, words, bytes between rows of words, start, bytes between
-    rows of start, c, bytes between rows of c; all but strides and blocks are addresses. wide: x is f32, of which no
-    scales are read among the words; else s8.
+    Arguments: panel, blocks of 32, x, words, start, bytes between rows of start, c, bytes between rows of c; all but
+    strides and blocks are addresses. x and words have all rows of each 32 values side by side. wide: each row of c is
+    of DIGITS rows of x.
     """
 
     def __init__(self, module: ir.Module, name: str, storage: Storage, rows: int, wide: bool) -> None:
         super().__init__(module, name, _ARGUMENTS, LANES)
-        self.storage, self.rows, self.wide = storage, rows, wide
+        self.storage, self.rows, self.fold = storage, rows, DIGITS if wide else 1
         self.whole, self.floats = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
         self.octets = ir.VectorType(_I8, 4 * LANES)
-        if not wide and _DOT:
+        if _DOT:
             self._enable(DOT.enables)
 
     def write(self) -> ir.Function:
         """Return the finished function."""
-        b, rows = self.builder, range(self.rows)
-        panel, blocks, x, x_stride, words, words_stride, start, start_stride, c, c_stride = self.function.args
-        at_x, at_words, at_start, at_c = (
-            [b.add(address, b.mul(between, self._int(i))) for i in rows]
-            for address, between in ((x, x_stride), (words, words_stride), (start, start_stride), (c, c_stride))
+        b, large = self.builder, self.storage.block > BLOCK
+        panel, blocks, x, words, start, start_stride, c, c_stride = self.function.args
+        at_start, at_c = (
+            [b.add(address, b.mul(between, self._int(i))) for i in range(self.rows // self.fold)]
+            for address, between in ((start, start_stride), (c, c_stride))
         )
         columns = [self._int(4 * LANES * j) for j in range(VECTORS)]
         begin = [self._load(b.add(row, column), self.floats) for row in at_start for column in columns]
 
-        large = self.storage.block > BLOCK
-
         def turn(t: Any, sums: list[Any]) -> list[Any]:
-            # Blocks of 256 have a step for each 64 of them: all of one would be too much code.
-            n, step = (b.lshr(t, self._int(2)), b.and_(t, self._int(3))) if large else (t, self._int(0))
+            # Blocks of 256 have a step for each half of them: all of one would be too much code.
+            n, half = (b.lshr(t, self._int(1)), b.and_(t, self._int(1))) if large else (t, self._int(0))
             block = b.add(panel, b.mul(n, self._int(WIDTH * self.storage.block_bytes)))
-            first = b.mul(n, self._int(self.storage.block // BLOCK))
-            x_bytes = self._int(BLOCK * 4 if self.wide else BLOCK)
-            new: list[Any] = [None] * len(sums)
-            for j in range(VECTORS):
-                totals = sums[j::VECTORS]
-                for run in self._runs(block, step, j):
-                    part = b.add(first, run.part)
-                    of_x = [b.add(row, b.mul(part, x_bytes)) for row in at_x]
-                    of_words = [b.add(row, b.mul(part, self._int(4 * WORDS))) for row in at_words]
-                    totals = self._added(run, of_words, of_x, totals)
-                new[j::VECTORS] = totals
-            return new
+            first, totals = b.mul(n, self._int(self.storage.block // BLOCK)), list(sums)
+            for vectors in self._at_once():
+                for runs in self._runs(block, half, vectors):
+                    for some in self._together(runs, vectors):
+                        self._add(some, vectors, first, (x, words), totals)
+            return totals
 
-        turns = b.lshr(blocks, self._int(1)) if large else blocks
+        turns = b.lshr(blocks, self._int(2)) if large else blocks
         totals = loop(b, (self._int(0), turns, 1), begin, turn, as_written=True)
         places = [b.add(row, column) for row in at_c for column in columns]
         for total, place in zip(totals, places, strict=True):
@@ -112,152 +132,262 @@ class BlockTileWriter(VectorWriter):
         b.ret_void()
         return self.function
 
-    def _added(self, run: Run, of_words: list[Any], of_x: list[Any], totals: list[Any]) -> list[Any]:
-        """Return the totals of a vector with what a run adds."""
-        b = self.builder
-        sums = (self._products_f32 if self.wide else self._products)(run, of_x, of_words)
-        new = []
-        for total, found, words in zip(totals, sums, of_words, strict=True):
-            if run.least is not None:
-                total = self._multiply_add(run.least, self._word(words, 1, self.floats), total)
-            factor = run.scale if self.wide else b.fmul(run.scale, self._word(words, 0, self.floats), flags=_EXACT)
-            new.append(self._multiply_add(found if self.wide else b.sitofp(found, self.floats), factor, total))
-        return new
+    def _at_once(self) -> list[list[int]]:
+        """Return the vectors of a panel in turn: all side by side where their sums fit the registers."""
+        whole = list(range(VECTORS))
+        return [whole] if self._fits(VECTORS) else [[j] for j in whole]
 
-    def _runs(self, block: Any, step: Any, j: int) -> Iterator[Run]:
-        """Yield what a step over vector j of a block has; step: of the four of a block of 256."""
-        name = self.storage.name
+    def _together(self, runs: list[Run], vectors: list[int]) -> list[list[Run]]:
+        """Return runs that lie in the same bytes: side by side where their sums fit the registers."""
+        return [runs] if self._fits(len(vectors) * len(runs)) else [[run] for run in runs]
+
+    def _fits(self, sums: int) -> bool:
+        """Return whether so many sums for each row fit beside the totals, weights, masks and one x.
+
+        Totals of a large block are not in the way: they leave the registers once for all of it.
+        """
+        totals = 0 if self.storage.block > BLOCK else self.rows // self.fold * VECTORS
+        return totals + self.rows * sums * (1 if BYTEWISE else 2) + 6 <= _REGISTERS
+
+    def _add(self, runs: list[Run], vectors: list[int], first: Any, at: tuple[Any, Any], totals: list[Any]) -> None:
+        """Add to the totals of some vectors what runs have; at: x and its words; first: the block's first 32 values."""
+        b, parts = self.builder, [self.builder.add(first, run.part) for run in runs]
+
+        def of_rows(address: Any, nbytes: int) -> list[list[Any]]:
+            of_parts = [b.add(address, b.mul(part, self._int(nbytes * self.rows))) for part in parts]
+            return [[b.add(place, self._int(nbytes * i)) for i in range(self.rows)] for place in of_parts]
+
+        of_x, of_words = of_rows(at[0], BLOCK if BYTEWISE else 4 * BLOCK), of_rows(at[1], 4 * WORDS)
+        sums = (self._products if BYTEWISE else self._products_f32)(runs, of_x, of_words, len(vectors))
+        for run, words, found in zip(runs, of_words, sums, strict=True):
+            for (i, row), (n, j) in product(enumerate(words[:: self.fold]), enumerate(vectors)):
+                place, factor = i * VECTORS + j, run.scale[n]
+                if run.least:
+                    least = self._word(row, 1, self.floats)
+                    totals[place] = self._multiply_add(run.least[n], least, totals[place])
+                if BYTEWISE:
+                    factor = b.fmul(factor, self._word(row, 0, self.floats), flags=_EXACT)
+                totals[place] = self._multiply_add(found[i][n], factor, totals[place])
+
+    def _runs(self, block: Any, half: Any, vectors: list[int]) -> Iterator[list[Run]]:
+        """Yield what some vectors of a block have, those together that are in the same bytes.
+
+        half: which one, of a block of 256.
+        """
+        name, first = self.storage.name, self._int(0)
         if name == "q4_k":
-            yield from self._runs_q4_k(block, step, j)
-            return
-        if name == "q6_k":
-            yield from self._runs_q6_k(block, step, j)
-            return
-        first = self._int(0)
-        scale = self._field_half(block, 1, j)
-        least = self._field_half(block, 2, j) if name == "q4_1" else None
-        if name == "q8_0":
-            groups = [(g, self._codes(block, 0, self._int(g), j)) for g in range(8)]
-            yield Run(first, groups, scale, least, _OF_128 if _UNSIGNED and not self.wide else 0, 255, 1)
-            return
-        groups = [*self._nibbles(block, first, j, 0), *self._nibbles(block, first, j, 1)]
-        yield Run(first, groups, scale, least, _OF_8 if name == "q4_0" else 0, 15, 8)
+            yield from self._runs_q4_k(block, half, vectors)
+        elif name == "q6_k":
+            yield from self._runs_q6_k(block, half, vectors)
+        else:
+            scale = self._halves(block, "scale", vectors)
+            least = self._halves(block, "least", vectors) if name == "q4_1" else []
+            if name == "q8_0":
+                groups = [(g, self._codes(block, "codes", self._int(g), vectors)) for g in range(8)]
+                piece = Piece(groups, [], _OF_128 if _UNSIGNED else 0)
+            else:
+                groups = [
+                    (g + 4 * high, self._nibbles(block, self._int(g), high, vectors))
+                    for g, high in product(range(4), range(2))
+                ]
+                piece = Piece(groups, [], _OF_8 if name == "q4_0" else 0)
+            yield [Run(first, [piece], scale, least, *((255, 1) if name == "q8_0" else (15, 8)))]
 
-    def _nibbles(self, block: Any, first: Any, j: int, high: int) -> list[tuple[int, Any]]:
-        """Return (group, codes 0..15) of one half of the bytes of four or eight groups from `first` on."""
-        b, found = self.builder, []
-        count = 8 if self.storage.block > BLOCK else 4
-        for g in range(count):
-            codes = self._codes(block, 0, b.add(first, self._int(g)), j)
-            codes = b.lshr(codes, self._all(self.whole, 4)) if high else codes
-            found.append((g + 4 * high * (count == 4), b.and_(codes, self._all(self.whole, 0x0F0F0F0F))))
-        return found
-
-    def _runs_q4_k(self, block: Any, step: Any, j: int) -> Iterator[Run]:
-        """Two runs, of the low and of the high halves of 32 bytes; scales and minima have 6 bits.
+    def _runs_q4_k(self, block: Any, half: Any, vectors: list[int]) -> Iterator[list[Run]]:
+        """Two runs, of the low and of the high halves of 32 bytes, twice; scales and minima have 6 bits.
 
         Those of the first four parts are the low six bits of bytes 0..7; of the others four bits are in bytes 8..11,
         and the upper two those that bytes 0..7 have left.
         """
-        b = self.builder
-        low, high, both = (self._codes(block, 1, self._int(g), j) for g in range(3))
-        behind = b.icmp_signed(">=", step, self._int(2))
-        shift = self._splat(b.trunc(b.mul(b.and_(step, self._int(1)), self._int(16)), _I32), self.whole)
+        b, every = self.builder, partial(self._all, self.whole)
+        behind = b.icmp_signed("==", half, self._int(1))
 
         def sixes(six: Any, four: Any) -> Any:
-            upper = b.and_(b.lshr(six, self._all(self.whole, 2)), self._all(self.whole, 0x30303030))
-            later = b.or_(b.and_(four, self._all(self.whole, 0x0F0F0F0F)), upper)
-            return b.lshr(b.select(behind, later, b.and_(six, self._all(self.whole, 0x3F3F3F3F))), shift)
+            later = b.or_(b.and_(four, every(0x0F0F0F0F)), b.and_(b.lshr(six, every(2)), every(0x30303030)))
+            return b.select(behind, later, b.and_(six, every(0x3F3F3F3F)))
 
-        scales, minima = sixes(low, both), sixes(high, b.lshr(both, self._all(self.whole, 4)))
-        scale, least = self._field_half(block, 2, j), b.fneg(self._field_half(block, 3, j))
-        for half in range(2):
-            part = b.add(b.mul(step, self._int(2)), self._int(half))
-            groups = self._nibbles(block, b.mul(step, self._int(8)), j, half)
-            own = [b.fmul(of, self._byte(v, half, False), flags=_EXACT) for of, v in ((scale, scales), (least, minima))]
-            yield Run(part, groups, own[0], own[1], 0, 15, 8)
+        low, high, both = (self._codes(block, "parts", self._int(g), vectors)() for g in range(3))
+        scales = [sixes(*pair) for pair in zip(low, both, strict=True)]
+        minima = [sixes(six, b.lshr(four, every(4))) for six, four in zip(high, both, strict=True)]
+        scale = self._halves(block, "scale", vectors)
+        least = [b.fneg(value) for value in self._halves(block, "least", vectors)]
+        for pair in range(2):
+            first = b.add(b.mul(half, self._int(16)), self._int(8 * pair))
+            runs = []
+            for upper in range(2):
+                place = 2 * pair + upper
+                by = [self._byte(of, place, False) for of in scales]
+                own = [b.sitofp(self._byte(of, place, False), self.floats) for of in minima]
+                below = [b.fmul(of, value, flags=_EXACT) for of, value in zip(least, own, strict=True)]
+                groups = [(g, self._nibbles(block, b.add(first, self._int(g)), upper, vectors)) for g in range(8)]
+                part = b.add(b.mul(half, self._int(4)), self._int(place))
+                runs.append(Run(part, [Piece(groups, by, 0)], scale, below, 15, 8))
+            yield runs
 
-    def _runs_q6_k(self, block: Any, step: Any, j: int) -> Iterator[Run]:
-        """Four runs of 16 values with a scale each: the low halves of 32 bytes, then the high ones."""
-        b = self.builder
-        half, odd = b.lshr(step, self._int(1)), b.and_(step, self._int(1))
-        pairs = self._splat(b.trunc(b.mul(odd, self._int(2)), _I32), self.whole)
-        bytes_in = self._splat(b.trunc(b.mul(odd, self._int(16)), _I32), self.whole)
-        scale, mask = self._field_half(block, 3, j), self._all(self.whole, 0x30303030)
-        first = b.add(b.mul(half, self._int(16)), b.mul(odd, self._int(8)))
-        for high in range(2):
-            part = b.add(b.add(b.mul(half, self._int(4)), odd), self._int(2 * high))
-            of_part = b.lshr(self._codes(block, 2, b.add(b.mul(half, self._int(2)), self._int(high)), j), bytes_in)
-            groups = []
-            for g, codes in self._nibbles(block, first, j, high):
-                upper = b.lshr(self._codes(block, 1, b.add(b.mul(half, self._int(8)), self._int(g)), j), pairs)
-                upper = upper if high else b.shl(upper, self._all(self.whole, 4))
-                groups.append((g, b.or_(codes, b.and_(upper, mask))))
+    def _runs_q6_k(self, block: Any, half: Any, vectors: list[int]) -> Iterator[list[Run]]:
+        """Four runs, of the low halves of twice 32 bytes and of the high ones; each 16 values have a scale."""
+        b, every = self.builder, partial(self._all, self.whole)
+        at = b.add(block, b.mul(half, self._int(96 * WIDTH)))
+        scale = self._halves(block, "scale", vectors)
+        first = b.mul(half, self._int(2))
+        of_parts = [self._codes(block, "parts", b.add(first, self._int(i)), vectors)() for i in range(2)]
+
+        def codes(g: int, odd: int, high: int) -> list[Any]:
+            found = []
+            own = self._nibbles(at, self._int(3 * g + 1 + odd), high, vectors)()
+            pairs = self._codes(at, "codes", self._int(3 * g), vectors)()
+            for nibbles, upper in zip(own, pairs, strict=True):
+                by = 4 - 2 * odd - 4 * high
+                moved = b.shl(upper, every(by)) if by > 0 else b.lshr(upper, every(-by)) if by else upper
+                found.append(b.or_(nibbles, b.and_(moved, every(0x30303030))))
+            return found
+
+        runs = []
+        for high, odd in product(range(2), range(2)):
+            place = 2 * high + odd
+            pieces = []
             for q in range(2):
-                own = b.fmul(scale, self._byte(of_part, q, True), flags=_EXACT)
-                yield Run(part, groups[4 * q : 4 * q + 4], own, None, _OF_32 + q, 63, 2)
+                by = [self._byte(of, 2 * odd + q, True) for of in of_parts[high]]
+                groups = [(g, partial(codes, g, odd, high)) for g in range(4 * q, 4 * q + 4)]
+                pieces.append(Piece(groups, by, _OF_32 + q))
+            part = b.add(b.mul(half, self._int(4)), self._int(place))
+            runs.append(Run(part, pieces, scale, [], 63, 2))
+        yield runs
 
     def _byte(self, words: Any, place: int, signed: bool) -> Any:
-        """Return a byte of each lane, f32."""
+        """Return a byte of each lane."""
+        b, left = self.builder, self._all(self.whole, 24 - 8 * place)
+        return (b.ashr if signed else b.lshr)(b.shl(words, left), self._all(self.whole, 24))
+
+    def _field(self, name: str) -> int:
+        """Return how many bytes of a block lie before a field."""
+        fields = FIELDS[self.storage.name]
+        return WIDTH * sum(fields[other].nbytes for other in takewhile(lambda other: other != name, fields))
+
+    def _halves(self, block: Any, field: str, vectors: list[int]) -> list[Any]:
+        at = self._field(field)
+        return [self._half(self.builder.add(block, self._int(at + 2 * LANES * j))) for j in vectors]
+
+    def _codes(self, block: Any, field: str, group: Any, vectors: list[int]) -> Callable[[], list[Any]]:
+        """Return what writes the loads of four bytes of each lane: a group of a field."""
         b = self.builder
-        left = b.shl(words, self._all(self.whole, 24 - 8 * place))
-        shifted = (b.ashr if signed else b.lshr)(left, self._all(self.whole, 24))
-        return b.sitofp(shifted, self.floats)
 
-    def _field(self, block: Any, field: int) -> Any:
-        return self.builder.add(block, self._int(WIDTH * sum(f.nbytes for f in FIELDS[self.storage.name][:field])))
+        def load() -> list[Any]:
+            first = b.add(block, b.mul(group, self._int(4 * WIDTH)))
+            at = self._field(field)
+            return [self._load(b.add(first, self._int(at + 4 * LANES * j)), self.whole, 1) for j in vectors]
 
-    def _field_half(self, block: Any, field: int, j: int) -> Any:
-        return self._half(self.builder.add(self._field(block, field), self._int(2 * LANES * j)))
+        return load
 
-    def _codes(self, block: Any, field: int, group: Any, j: int) -> Any:
-        """Return four bytes of each lane: a group of a field."""
-        b = self.builder
-        at = b.add(b.mul(group, self._int(4 * WIDTH)), self._int(4 * LANES * j))
-        return self._load(b.add(self._field(block, field), at), self.whole, 1)
+    def _nibbles(self, block: Any, group: Any, high: int, vectors: list[int]) -> Callable[[], list[Any]]:
+        """Return what writes the codes 0..15 of one half of the bytes of a group."""
+        b, load = self.builder, self._codes(block, "codes", group, vectors)
+
+        def codes() -> list[Any]:
+            shifted = [b.lshr(v, self._all(self.whole, 4)) if high else v for v in load()]
+            return [b.and_(v, self._all(self.whole, 0x0F0F0F0F)) for v in shifted]
+
+        return codes
 
     def _word(self, words: Any, place: int, kind: Any) -> Any:
         """Return one of the words of a row, in all lanes."""
         return self._splat(self._load(self.builder.add(words, self._int(4 * place)), kind.element), kind)
 
-    def _products_f32(self, run: Run, of_x: list[Any], of_words: list[Any]) -> list[Any]:
-        """Return sums of products of f32 x: each byte of each lane becomes a float."""
-        b, zero = self.builder, ir.Constant(self.floats, None)
-        # Two chains: each multiply-add waits for the one before it.
-        sums = [[self._word(words, run.start, self.floats) if run.start else zero, zero] for words in of_words]
-        for g, codes in run.groups:
-            for q in range(4):
-                if run.mask < 255:
-                    whole = b.and_(b.lshr(codes, self._all(self.whole, 8 * q)), self._all(self.whole, run.mask))
-                else:
-                    left = b.shl(codes, self._all(self.whole, 24 - 8 * q))
-                    whole = b.ashr(left, self._all(self.whole, 24))
-                weight = b.sitofp(whole, self.floats)
-                for row, at in zip(sums, of_x, strict=True):
-                    x = self._splat(self._load(b.add(at, self._int(16 * g + 4 * q)), _F32), self.floats)
-                    row[q % 2] = self._multiply_add(weight, x, row[q % 2])
-        return [b.fadd(*row) for row in sums]
+    def _products_f32(
+        self, runs: list[Run], of_x: list[list[Any]], of_words: list[list[Any]], vectors: int
+    ) -> list[Sums]:
+        """Return sums of products of f32 x for each run: each byte of each lane becomes a float."""
+        b, zero, every, found = self.builder, ir.Constant(self.floats, None), partial(self._all, self.whole), []
+        for run, at_x, at_words in zip(runs, of_x, of_words, strict=True):
+            totals: list[list[Any]] = [[None] * vectors for _ in at_x]
+            for piece in run.pieces:
+                begin = [self._word(words, piece.start, self.floats) if piece.start else zero for words in at_words]
+                # Two chains: each multiply-add waits for the one before it.
+                sums = [[[start, zero] for _ in range(vectors)] for start in begin]
+                for g, codes in piece.groups:
+                    for (n, code), q in product(enumerate(codes()), range(4)):
+                        if run.mask < 255:
+                            whole = b.and_(b.lshr(code, every(8 * q)), every(run.mask))
+                        else:
+                            whole = b.ashr(b.shl(code, every(24 - 8 * q)), every(24))
+                        weight = b.sitofp(whole, self.floats)
+                        for row, at in zip(sums, at_x, strict=True):
+                            x = self._splat(self._load(b.add(at, self._int(16 * g + 4 * q)), _F32), self.floats)
+                            row[n][q % 2] = self._multiply_add(weight, x, row[n][q % 2])
+                for i, n in product(range(len(sums)), range(vectors)):
+                    value = b.fadd(*sums[i][n])
+                    if piece.by:
+                        value = b.fmul(value, b.sitofp(piece.by[n], self.floats), flags=_EXACT)
+                    totals[i][n] = value if totals[i][n] is None else b.fadd(totals[i][n], value, flags=_EXACT)
+            found.append(totals)
+        return found
 
-    def _products(self, run: Run, of_x: list[Any], of_words: list[Any]) -> list[Any]:
-        """Return sums of products of codes, exactly, i32; they begin with what the weights' offset takes away."""
-        b, bytewise = self.builder, run.mask == 255
-        zero = ir.Constant(self.whole, None)
-        sums = [self._word(words, run.start, self.whole) if run.start else zero for words in of_words]
-        pairs: list[Any] = [None] * len(sums)
-        for n, (g, codes) in enumerate(run.groups):
-            weights = b.xor(codes, self._all(self.whole, 0x80808080)) if bytewise and _UNSIGNED else codes
-            for i, at in enumerate(of_x):
-                x = self._splat(self._load(b.add(at, self._int(4 * g)), _I32), self.whole)
+    def _products(self, runs: list[Run], of_x: list[list[Any]], of_words: list[list[Any]], vectors: int) -> list[Sums]:
+        """Return sums of products of codes for each run, f32; those of each piece are exact."""
+        b, add, totals = self.builder, self.builder.add, list[Sums]()
+        for pieces in zip(*(run.pieces for run in runs), strict=True):
+            sums = [
+                [[self._start(piece, words)] * vectors for words in at_words]
+                for piece, at_words in zip(pieces, of_words, strict=True)
+            ]
+            pairs: list[Sums] = [[[None] * vectors for _ in rows] for rows in sums]
+            for at in range(len(pieces[0].groups)):
+                for r, (run, piece) in enumerate(zip(runs, pieces, strict=True)):
+                    last = at % run.narrow == run.narrow - 1
+                    self._step(run.mask == 255, piece.groups[at], of_x[r], (sums[r], pairs[r]), last)
+                if self.storage.block > BLOCK or self.storage.name == "q8_0" or at % 2:
+                    # The compiler would move loads about, and the CPU then finds no stream of memory to fetch ahead.
+                    b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+            if self.fold > 1:
+                sums, add = [self._of_digits(rows) for rows in sums], partial(b.fadd, flags=_EXACT)
+            sums = [self._times(rows, piece.by) for rows, piece in zip(sums, pieces, strict=True)]
+            totals = [_merged(add, *both) for both in zip(totals, sums, strict=True)] if totals else sums
+        if self.fold > 1:
+            return totals
+        return [[[b.sitofp(value, self.floats) for value in row] for row in rows] for rows in totals]
+
+    def _of_digits(self, sums: Sums) -> Sums:
+        """Return the sums of rows of f32 x from those of their digits."""
+        b, found = self.builder, Sums()
+        base, square = self._all(self.whole, BASE), self._all(self.floats, BASE * BASE)
+        for high, middle, low in zip(*(sums[digit::DIGITS] for digit in range(DIGITS)), strict=True):
+            lower = [b.sitofp(b.add(b.mul(m, base), c), self.floats) for m, c in zip(middle, low, strict=True)]
+            upper = [b.sitofp(h, self.floats) for h in high]
+            found.append([self._multiply_add(h, square, c) for h, c in zip(upper, lower, strict=True)])
+        return found
+
+    def _times(self, sums: Sums, by: Sequence[Any]) -> Sums:
+        """Return sums multiplied by what a piece has for each vector, if it has."""
+        b = self.builder
+        if not by:
+            return sums
+        if self.fold > 1:
+            floats = [b.sitofp(value, self.floats) for value in by]
+            return [[b.fmul(v, f, flags=_EXACT) for v, f in zip(row, floats, strict=True)] for row in sums]
+        return [[b.mul(v, whole) for v, whole in zip(row, by, strict=True)] for row in sums]
+
+    def _start(self, piece: Piece, words: Any) -> Any:
+        """Return what sums of codes begin with: what the weights' offset takes away."""
+        return self._word(words, piece.start, self.whole) if piece.start else ir.Constant(self.whole, None)
+
+    def _step(
+        self, signed: bool, group: tuple[int, Callable[[], list[Any]]], of_x: list[Any],
+        sums_and_pairs: tuple[list[list[Any]], list[list[Any]]], last: bool,
+    ) -> None:  # fmt: skip
+        """Add the products of 4 values of k to the sums; last: of those whose pairs fit 16 bits."""
+        b, (sums, pairs), (g, codes) = self.builder, sums_and_pairs, group
+        flip = self._all(self.whole, 0x80808080)
+        weights = [b.xor(code, flip) if signed and _UNSIGNED else code for code in codes()]
+        for i, at in enumerate(of_x):
+            x = self._splat(self._load(b.add(at, self._int(4 * g)), _I32), self.whole)
+            for n, weight in enumerate(weights):
                 if _DOT:
-                    sums[i] = self._call(_DOT, sums[i], b.bitcast(weights, self.octets), b.bitcast(x, self.octets))
-                elif not _PAIRS:
-                    sums[i] = self._wide(sums[i], weights, x)
-                else:
-                    found = self._pairs(weights, x, bytewise)
-                    pairs[i] = found if pairs[i] is None else b.add(pairs[i], found)
-                    if n % run.narrow == run.narrow - 1:
-                        sums[i], pairs[i] = b.add(sums[i], self._widened(pairs[i])), None
-        return sums
+                    sums[i][n] = self._call(_DOT, sums[i][n], b.bitcast(weight, self.octets), b.bitcast(x, self.octets))
+                    continue
+                found = self._pairs(weight, x, signed)
+                pairs[i][n] = found if pairs[i][n] is None else b.add(pairs[i][n], found)
+                if last:
+                    sums[i][n], pairs[i][n] = b.add(sums[i][n], self._widened(pairs[i][n])), None
 
     def _pairs(self, weights: Any, x: Any, signed: bool) -> Any:
         """Return sums of pairs of products, i16."""
@@ -287,22 +417,23 @@ class BlockTileWriter(VectorWriter):
         add = self._declared("llvm.x86.avx2.pmadd.wd", self.whole, [pairs.type] * 2)
         return self.builder.call(add, [pairs, self._all(pairs.type, 1)])
 
-    def _wide(self, total: Any, weights: Any, x: Any) -> Any:
-        b = self.builder
-        for q in range(4):
-            one, other = (
-                b.ashr(b.shl(v, self._all(self.whole, 24 - 8 * q)), self._all(self.whole, 24)) for v in (weights, x)
-            )
-            total = b.add(total, b.mul(one, other))
-        return total
+
+def _merged(add: Callable[[Any, Any], Any], one: Sums, other: Sums) -> Sums:
+    return [[add(*pair) for pair in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)]
 
 
 def _written(module: ir.Module, name: str, rows: int, variant: int) -> ir.Function:
     storage = STORAGES[BLOCK_STORAGES[variant // 2]]
-    return BlockTileWriter(module, name, storage, rows, bool(variant % 2)).write()
+    return BlockTileWriter(module, name, storage, rows, not variant % 2).write()
 
 
-_SIZES: Final = [(rows, variant) for variant in range(2 * len(KINDS)) for rows in range(1, ROWS + 1)]
+# Rows of x of a tile, and its variant: 2 * kind of the storage, + 1 of rounded x.
+_SIZES: Final = [
+    (rows * (1 if variant % 2 else DIGITS), variant)
+    for variant in range(2 * len(KINDS))
+    for rows in range(1, ROWS[variant % 2] + 1)
+    if BYTEWISE or not variant % 2
+]
 
 
 def _emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -324,23 +455,25 @@ def _at(address: int, count: int, dtype: Any) -> NDArray[Any]:
 
 
 def _plain(
-    rows: int, variant: int, panel: int, blocks: int, x: int, x_stride: int, words: int, words_stride: int, start: int,
-    start_stride: int, c: int, c_stride: int,
+    rows: int, variant: int, panel: int, blocks: int, x: int, words: int, start: int, start_stride: int, c: int,
+    c_stride: int,
 ) -> None:  # fmt: skip
     """Do what a tile does, in plain Python."""
     storage = STORAGES[BLOCK_STORAGES[variant // 2]]
     large = blocks * BLOCK // storage.block
     raw = _at(panel, large * WIDTH * storage.block_bytes, np.uint8).reshape(1, large, -1)
-    right = BlockMatrix(storage, raw, BLOCK * blocks, WIDTH).plain()
-    for i in range(rows):
-        if variant % 2:
-            left = _at(x + i * x_stride, BLOCK * blocks, np.float32)
-        else:
-            scales = _at(words + i * words_stride, WORDS * blocks, np.float32)[::WORDS]
-            left = _at(x + i * x_stride, BLOCK * blocks, np.int8) * np.repeat(scales, BLOCK)
-        begin = _at(start + i * start_stride, WIDTH, np.float32)
-        _at(c + i * c_stride, WIDTH, np.float32)[...] = left @ right + begin
+    right, digits = BlockMatrix(storage, raw, BLOCK * blocks, WIDTH).plain(), 1 if variant % 2 else DIGITS
+    left = _at(x, rows * BLOCK * blocks, np.int8 if BYTEWISE else np.float32).reshape(blocks, rows, BLOCK)
+    scales = _at(words, rows * WORDS * blocks, np.float32).reshape(blocks, rows, WORDS)[..., 0]
+    for i in range(rows // digits):
+        whole = np.zeros((blocks, BLOCK))
+        for row in range(digits * i, digits * (i + 1)):
+            whole = BASE * whole + left[:, row]
+        if BYTEWISE:
+            whole *= scales[:, digits * i, None]
+        total = whole.reshape(-1) @ right + _at(start + i * start_stride, WIDTH, np.float32)
+        _at(c + i * c_stride, WIDTH, np.float32)[...] = total
 
 
-# Arguments: rows (1 to ROWS), variant (2 * kind of the storage, + 1 where x is f32), then those of the writer.
+# Arguments: rows of x, variant, then those of the writer.
 block_tile: Final = lowered(emitter(2 + _ARGUMENTS, _emit), _plain)

@@ -2,10 +2,11 @@
 
 A panel is `WIDTH` columns of a matrix [k, n], block after block of 32 or 256 k:
 
-    codes      groups of 4 k: [WIDTH][4 bytes]; of nibbles four groups, each with group g + 4 in its high halves
-    parts      [WIDTH][4 bytes] of what parts of a block have (q4_k: scales and minima of 6 bits, q6_k: scales)
     scales     f16 [WIDTH]
     minima     f16 [WIDTH] (q4_1, q4_k)
+    parts      [WIDTH][4 bytes] of what parts of a block have (q4_k: scales and minima of 6 bits, q6_k: scales)
+    codes      groups of 4 k: [WIDTH][4 bytes]; of nibbles four groups, each with group g + 4 in its high halves; of
+               q6_k three groups together: upper pairs of bits for four, then the nibbles of two each
 
 It has exactly the bytes of the rows that it is made of: a load of one vector is four k of as many columns, nothing is
 ever added across lanes, and nibbles need no order of their own, as GGUF pairs k and k + 16 too. Columns beyond n have
@@ -14,7 +15,7 @@ scales of 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -32,20 +33,43 @@ WIDTH: Final = VECTORS * LANES
 
 
 class Field(NamedTuple):
-    """A part of a stored block: its first byte, how many it has, and how many of them lie together in a lane."""
+    """A part of a stored block: how many bytes lie together in a lane, and where these groups begin, in their order."""
 
-    at: int
-    nbytes: int
     group: int
+    starts: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes of a block it has."""
+        return self.group * len(self.starts)
+
+    def places(self) -> NDArray[np.intp]:
+        """Return where its bytes are in a stored block."""
+        return np.add.outer(self.starts, np.arange(self.group)).reshape(-1)
 
 
-# What a panel has of each block, in its order: codes, scales of parts of a block, then scale and minimum.
-FIELDS: Final[Mapping[str, tuple[Field, ...]]] = {
-    "q4_0": (Field(2, 16, 4), Field(0, 2, 2)),
-    "q4_1": (Field(4, 16, 4), Field(0, 2, 2), Field(2, 2, 2)),
-    "q8_0": (Field(2, 32, 4), Field(0, 2, 2)),
-    "q4_k": (Field(16, 128, 4), Field(4, 12, 4), Field(0, 2, 2), Field(2, 2, 2)),
-    "q6_k": (Field(0, 128, 4), Field(128, 64, 4), Field(192, 16, 4), Field(208, 2, 2)),
+def _six_bits() -> list[int]:
+    """Return where groups of q6_k begin: four upper pairs of bits, the nibbles of two of them and of the others."""
+    return [
+        at
+        for half in range(2)
+        for g in range(0, 32, 4)
+        for at in (128 + 32 * half + g, 64 * half + g, 64 * half + 32 + g)
+    ]
+
+
+# What a panel has of each block. What is read first lies first: memory is read in one direction.
+FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
+    "q4_0": {"scale": Field(2, [0]), "codes": Field(4, range(2, 18, 4))},
+    "q4_1": {"scale": Field(2, [0]), "least": Field(2, [2]), "codes": Field(4, range(4, 20, 4))},
+    "q8_0": {"scale": Field(2, [0]), "codes": Field(4, range(2, 34, 4))},
+    "q4_k": {
+        "scale": Field(2, [0]),
+        "least": Field(2, [2]),
+        "parts": Field(4, range(4, 16, 4)),
+        "codes": Field(4, range(16, 144, 4)),
+    },
+    "q6_k": {"scale": Field(2, [208]), "parts": Field(4, range(192, 208, 4)), "codes": Field(4, _six_bits())},
 }
 
 
@@ -71,13 +95,14 @@ class BlockMatrix:
         return np.ascontiguousarray(self.columns_at(np.arange(self.columns)).T)
 
 
-def _parts(panels: Octets, storage: Storage) -> list[tuple[Octets, slice]]:
+def _parts(panels: Octets, storage: Storage) -> list[tuple[Octets, NDArray[np.intp]]]:
     """Return views [P, blocks, groups, WIDTH, bytes] of what a block has, and where that is in a stored block."""
     found, first = [], 0
-    for at, nbytes, group in FIELDS[storage.name]:
-        part = panels[:, :, first : first + nbytes * WIDTH].reshape(*panels.shape[:2], nbytes // group, WIDTH, group)
-        found.append((part, slice(at, at + nbytes)))
-        first += nbytes * WIDTH
+    for field in FIELDS[storage.name].values():
+        last = first + field.nbytes * WIDTH
+        part = panels[:, :, first:last].reshape(*panels.shape[:2], len(field.starts), WIDTH, field.group)
+        found.append((part, field.places()))
+        first = last
     return found
 
 

@@ -23,6 +23,8 @@ AGAIN = {
     "test_kernels_bands.py": "conv2d threads",
     "test_kernels_winograd.py": "conv2d threads",
     "test_kernels_attention_reordered.py": "attention threads",
+    "test_kernels_attention_cache.py": "attention attention_few attention_tile threads",
+    "test_kernels_blocks.py": "block_product threads",
 }
 
 

@@ -140,6 +140,29 @@ def test_a_prompt_in_parts_is_the_prompt_at_once_and_causal_attention():
     np.testing.assert_array_equal(Case("attention", [q, kv], [(70, 32)], **attrs, **rows).run()[0], whole)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_items_of_few_and_of_many_rows_have_the_bits_of_each_alone(threads):
+    lengths, held = (1, 3, 20, 0, 2), [5, 40, 30, 9, 0]
+    attrs = attention_at(array(1, 70), array(1, 75), 0, 4, 16, group=2).op.attrs
+    q, caches = array(sum(lengths), 70), [array(60, 75) for _ in lengths]
+    reads, shapes = [q, *caches, np.asarray(held, np.int32)], [(len(q), 64)]
+    together = Case("attention_at", reads, shapes, **attrs, lengths=lengths).run(threads)[0]
+    ends = np.cumsum(lengths)
+    for m, first, end, cache in zip(lengths, held, ends, caches, strict=True):
+        alone = attention_at(q[end - m : end], cache, first, 4, 16, group=2).run()[0]
+        np.testing.assert_array_equal(together[end - m : end], alone)
+
+
+@pytest.mark.parametrize("near", [{}, {"window": 150}])
+def test_some_rows_have_the_bits_of_one_after_the_other(near):
+    """So tokens that were guessed are judged as if they came alone."""
+    q, kv = queries_and_cache(8, 400, 6, 32)
+    together = attention_at(q, kv, 250, 6, 32, group=3, **near).check()[0]
+    for i in range(8):
+        alone = attention_at(q[i : i + 1], kv, 250 + i, 6, 32, group=3, **near).run()[0]
+        np.testing.assert_array_equal(together[i], alone[0])
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("m", [1, 20])
 def test_rows_that_are_not_in_the_cache_yet_are_not_seen(m, value):

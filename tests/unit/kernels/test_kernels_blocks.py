@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gguf_writer import quantised
+from kernels_support import pool
 
-from hepti_mqtt.kernels import KERNELS, Workers, allocate
+from hepti_mqtt.kernels import KERNELS, allocate
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, StoredRows
@@ -73,7 +74,8 @@ def test_products_are_those_of_the_values(m: int, k: int, widths: tuple[int, ...
             out = np.full((m, n), np.nan, np.float32)
             more = biases if residual else []
             matrices = [packed(part) for part in parts]
-            KERNELS["linear"].checked(op, slots, [*matrices, *more], Workers(threads))(reads, [out])
+            with pool(threads) as workers:
+                KERNELS["linear"].checked(op, slots, [*matrices, *more], workers)(reads, [out])
             plain = [part.values() for part in parts]
             (want,) = KERNELS["linear"].reference(op, slots, reads, [*plain, *more])
             scale = np.abs(x) @ np.abs(np.concatenate(plain, axis=1)) + 1
@@ -82,7 +84,8 @@ def test_products_are_those_of_the_values(m: int, k: int, widths: tuple[int, ...
                 alone = np.empty((1, n), np.float32)
                 one = [SlotSpec((1, k)), SlotSpec((1, n)), SlotSpec((1, n))]
                 own = [np.ascontiguousarray(array[1:2]) for array in reads]
-                KERNELS["linear"].checked(op, one, [*matrices, *more], Workers(1))(own, [alone])
+                with pool(1) as workers:
+                    KERNELS["linear"].checked(op, one, [*matrices, *more], workers)(own, [alone])
                 np.testing.assert_array_equal(alone[0], out[1])
 
 
@@ -94,6 +97,7 @@ def test_what_is_not_finite_stays_so() -> None:
     for how in ("f32", "i8"):
         attrs = {"bias": False, "residual": False, "activation": None, "x": how}
         op = Compute("linear", (0,), (1,), attrs=attrs)
-        KERNELS["linear"].checked(op, [SlotSpec((3, 64)), SlotSpec((3, 40))], [weight], Workers(1))([x], [out])
+        with pool(1) as workers:
+            KERNELS["linear"].checked(op, [SlotSpec((3, 64)), SlotSpec((3, 40))], [weight], workers)([x], [out])
         assert np.isfinite(out[0]).all()
         assert not np.isfinite(out[1:]).any()

@@ -1,0 +1,245 @@
+"""Attention of few queries over caches, as in a decoder's steps: of one or some rows of each of several sessions.
+
+Lanes lie along the columns of a head, so that one query fills them. Keys come in blocks with a running maximum and sum,
+as in `attention_tile`. In a block, LANES keys at a time are copied side by side and meet all queries of the heads that
+share them: memory is read once, nearly from one end to the other. One head's part of the rows of a cache would lie in
+as many pages as there are keys. Each query sees the keys of its own limits alone, in blocks that begin at the same keys
+for all: its bits do not depend on the queries beside it, so that guessed tokens are judged as if they came alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import float32
+
+from hepti_mqtt.kernels.attention_tile import Vectors, scaled_rows
+from hepti_mqtt.kernels.cpu import TILE, Tile
+from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative
+from hepti_mqtt.kernels.jit import (
+    EXACT,
+    FLOAT,
+    INT,
+    INT_ARRAY,
+    TABLE,
+    emitter,
+    fills,
+    floats,
+    helper,
+    kernel,
+    lowered,
+    reads,
+)
+from hepti_mqtt.kernels.tile import NR
+
+LANES: Final = TILE.lanes
+# Rows of an item up to which they are few: of more, tiles with queries along the lanes are faster.
+ROWS: Final = 8
+
+_BLOCK: Final = 128  # keys
+_TOGETHER: Final = 4  # keys whose sums run side by side
+_VECTORS: Final = 8  # of a head's columns whose sums do
+
+_I64: Final = ir.IntType(64)
+_I32: Final = ir.IntType(32)
+_EXACT: Final = tuple(sorted(EXACT))
+_MINUS_INF: Final = np.float32(-np.inf)
+
+
+def write_scores(module: ir.Module, name: str, tile: Tile) -> ir.Function:
+    """Write the function of `_scores`."""
+    w = Vectors(module, name, tile, 6)
+    b, n = w.builder, tile.lanes
+    query, keys, stride, rows, vectors, out = w.function.args
+    last, sums = b.sub(rows, _I64(1)), list[Any]()
+    for first in range(0, n, _TOGETHER):
+        places = [b.select(b.icmp_signed("<", _I64(i), last), _I64(i), last) for i in range(first, first + _TOGETHER)]
+        begin = [b.add(keys, b.mul(place, stride)) for place in places]
+
+        def turn(at: Any, totals: list[Any], begin: list[Any] = begin) -> list[Any]:
+            x = w.load(b.add(query, at))
+            return [w.multiply_add(w.load(b.add(key, at)), x, t) for key, t in zip(begin, totals, strict=True)]
+
+        sums += w.loop(vectors, [w.constant(0.0)] * _TOGETHER, turn, _I64(0), 4 * n)
+    halves = [ir.Constant(w.integers, [2 * i + odd for i in range(n)]) for odd in (0, 1)]
+    while len(sums) > 1:
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        sums = [b.fadd(*(b.shuffle_vector(*pair, half) for half in halves), flags=_EXACT) for pair in pairs]
+    w.store(sums[0], out)
+    b.ret_void()
+    return w.function
+
+
+def write_weighted(module: ir.Module, name: str, tile: Tile, vectors: int) -> ir.Function:
+    """Write the function of `_weighted` for a number of vectors."""
+    w = Vectors(module, name, tile, 5)
+    b, offsets = w.builder, [j * tile.lanes for j in range(vectors)]
+    weights, values, stride, rows, total = w.function.args
+
+    def turn(at: Any, totals: list[Any]) -> list[Any]:
+        # `at` is the row's number times the bytes of a weight.
+        weight = w.splat(b.load(b.inttoptr(b.add(weights, at), ir.FloatType().as_pointer())))
+        value = b.add(values, b.mul(b.lshr(at, _I64(2)), stride))
+        return [w.multiply_add(w.load(value, o), weight, t) for o, t in zip(offsets, totals, strict=True)]
+
+    for o, t in zip(offsets, w.loop(rows, [w.load(total, o) for o in offsets], turn, _I64(0), 4), strict=True):
+        w.store(t, total, o)
+    b.ret_void()
+    return w.function
+
+
+def _emit_scores(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    name = "hepti_scores"
+    function = builder.module.globals.get(name) or write_scores(builder.module, name, TILE)
+    builder.call(function, arguments)
+    return context.get_dummy_value()
+
+
+def _emit_weighted(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    vectors, *rest = arguments
+    end = builder.append_basic_block("vectors.end")
+    choice = builder.switch(vectors, end)
+    for count in range(1, _VECTORS + 1):
+        name = f"hepti_weighted_{count}"
+        function = builder.module.globals.get(name) or write_weighted(builder.module, name, TILE, count)
+        with builder.goto_block(builder.append_basic_block(name)):
+            choice.add_case(ir.Constant(_I64, count), builder.block)
+            builder.call(function, rest)
+            builder.branch(end)
+    builder.position_at_end(end)
+    return context.get_dummy_value()
+
+
+def _rows_at(address: int, stride: int, rows: int, d: int) -> Any:
+    return np.stack([floats(address + i * stride, d) for i in range(rows)])
+
+
+def _plain_scores(query: int, keys: int, stride: int, rows: int, vectors: int, out: int) -> None:
+    d = vectors * LANES
+    floats(out, rows)[:] = _rows_at(keys, stride, rows, d) @ floats(query, d)
+
+
+def _plain_weighted(vectors: int, weights: int, values: int, stride: int, rows: int, total: int) -> None:
+    d = vectors * LANES
+    floats(total, d)[:] += floats(weights, rows) @ _rows_at(values, stride, rows, d)
+
+
+# Fill out [LANES] with the products of a query [vectors] and keys [rows]; the last key stands for those that there are
+# not. Arguments: query, keys, bytes between keys, rows (1 to LANES), vectors (at least 1), out.
+_scores: Final = lowered(emitter(6, _emit_scores), _plain_scores)
+
+# Add to total [vectors] what weights [rows] times values are. Arguments: vectors (1 to _VECTORS), weights, values,
+# bytes between values, rows (at least 1), total.
+_weighted: Final = lowered(emitter(6, _emit_weighted), _plain_weighted)
+
+# Columns of the table of items: address of the cache, rows that it holds, first row of q, how many.
+CACHE, HELD, ROW, COUNT = range(4)
+
+
+# What is at work on a query, by address: an index that might be negative, for all that Numba knows, leaves no vectors.
+@helper
+def _begin(mine: int, q: Any, row: int, column: int, d: int, scale: Any) -> None:
+    """Fill a query's place: scores, query, sums, maximum, sum of weights."""
+    source, query = floats(q.ctypes.data + 4 * (row * q.shape[1] + column), d), floats(mine + 4 * _BLOCK, d)
+    sums, tail = floats(mine + 4 * (_BLOCK + d), d), floats(mine + 4 * (_BLOCK + 2 * d), 2)
+    for c in range(d):
+        query[c] = source[c] * scale
+        sums[c] = ZERO
+    tail[0], tail[1] = _MINUS_INF, ZERO
+
+
+@helper
+def _softmax(mine: int, low: int, high: int, d: int) -> None:
+    """Turn the scores low..high of a query into weights; scale its sums, and note their maximum and sum of weights."""
+    scores, keys = floats(mine + 4 * low, high - low), high - low
+    sums, tail = floats(mine + 4 * (_BLOCK + d), d), floats(mine + 4 * (_BLOCK + 2 * d), 2)
+    top = tail[0]
+    for i in range(keys):
+        top = scores[i] if scores[i] > top else top
+    above = top if top > _MINUS_INF else ZERO
+    rescale, norm = exp_of_negative(tail[0] - above), ZERO
+    for i in range(keys):
+        scores[i] = exp_of_negative(scores[i] - above)
+        norm += scores[i]
+    tail[0], tail[1] = top, tail[1] * rescale + norm
+    for c in range(d):
+        sums[c] *= rescale
+
+
+@helper
+def _end(mine: int, out: Any, row: int, column: int, d: int) -> None:
+    """Write the result of a query."""
+    sums, target = floats(mine + 4 * (_BLOCK + d), d), floats(out.ctypes.data + 4 * (row * out.shape[1] + column), d)
+    by = ONE / floats(mine + 4 * (_BLOCK + 2 * d), 2)[1]
+    for c in range(d):
+        target[c] = sums[c] * by
+
+
+@helper
+def _copy(source: int, width: int, rows: int, d: int, copies: int) -> None:
+    """Copy rows [rows, d] side by side: apart by some KB, they would fall into a few sets of the cache."""
+    for c in range(0, d, NR):
+        scaled_rows(min(NR, d - c) // LANES, rows, source + 4 * c, width, ONE, copies + 4 * c, d)
+
+
+@helper
+def _add_values(mine: int, values: int, low: int, high: int, d: int) -> None:
+    """Add to the sums of a query the values of keys low..high of a block; values: the address of the first."""
+    for c in range(0, d, _VECTORS * LANES):
+        vectors = min(_VECTORS, (d - c) // LANES)
+        _weighted(vectors, mine + 4 * low, values + 4 * c, 4 * d, high - low, mine + 4 * (_BLOCK + d + c))
+
+
+@kernel(
+    reads(float32, 2), fills(float32, 2), TABLE, INT_ARRAY, INT, INT, FLOAT, INT, INT, part=2,
+)  # fmt: skip
+def attention_few(
+    q: Any, out: Any, items: Any, layout: Any, width: int, near: int, scale: Any, first: int, stop: int
+) -> None:
+    """Fill out [m, heads d] for the units first..stop; a unit is item * heads + head.
+
+    items [items, 4]: of each its cache f32 [*, width], how many rows that held before, and its rows of q. Query i of an
+    item sees rows held + i - near to held + i of its cache. layout: the table of `HeadLayout`; d is whole vectors.
+    """
+    heads, d, group, stride = layout[3], layout[4], layout[6], 4 * width
+    size, copies = 4 * (_BLOCK + 2 * d + 2), np.empty(LANES * d, np.float32)
+    for item in range(first // heads, (stop + heads - 1) // heads):
+        low_head, high_head = max(first - item * heads, 0), min(stop - item * heads, heads)
+        row, count, held, some = items[item, ROW], items[item, COUNT], items[item, HELD], high_head - low_head
+        work = np.empty(count * some * size, np.uint8)
+        for j in range(count):
+            for head in range(low_head, high_head):
+                mine = work.ctypes.data + size * (j * some + head - low_head)
+                _begin(mine, q, row + j, layout[0] + head * d, d, scale)
+        end = held + count
+        for block in range(max(held - near, 0) // _BLOCK * _BLOCK, end, _BLOCK):
+            keys, at = min(_BLOCK, end - block), items[item, CACHE] + block * stride
+            for i in range(0, keys, LANES):
+                rows = min(LANES, keys - i)
+                for of_keys in range(low_head // group, (high_head + group - 1) // group):
+                    _copy(at + i * stride + 4 * (layout[1] + of_keys * d), width, rows, d, copies.ctypes.data)
+                    for j in range(count):
+                        for head in range(max(low_head, of_keys * group), min(high_head, (of_keys + 1) * group)):
+                            mine = work.ctypes.data + size * (j * some + head - low_head)
+                            _scores(mine + 4 * _BLOCK, copies.ctypes.data, 4 * d, rows, d // LANES, mine + 4 * i)
+            for j in range(count):
+                low, high = max(held + j - near - block, 0), min(held + j + 1 - block, keys)
+                if low < high:
+                    for head in range(some):
+                        _softmax(work.ctypes.data + size * (j * some + head), low, high, d)
+            for i in range(0, keys, LANES):
+                for of_keys in range(low_head // group, (high_head + group - 1) // group):
+                    value = at + i * stride + 4 * (layout[2] + of_keys * d)
+                    _copy(value, width, min(LANES, keys - i), d, copies.ctypes.data)
+                    for j in range(count):
+                        low, high = max(held + j - near - block, i), min(held + j + 1 - block, i + LANES)
+                        for head in range(max(low_head, of_keys * group), min(high_head, (of_keys + 1) * group)):
+                            if low < high:
+                                mine = work.ctypes.data + size * (j * some + head - low_head)
+                                _add_values(mine, copies.ctypes.data + 4 * (low - i) * d, low, high, d)
+        for j in range(count):
+            for head in range(low_head, high_head):
+                mine = work.ctypes.data + size * (j * some + head - low_head)
+                _end(mine, out, row + j, head * d, d)
