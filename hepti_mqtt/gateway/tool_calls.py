@@ -74,13 +74,12 @@ class ToolText:
         """Return a call that is well formed and names one of the tools."""
         try:
             told = json.loads(body)
-        except (ValueError, RecursionError):
+            name, given = told["name"], told.get("arguments", told.get("parameters", {}))
+            arguments = json.loads(given) if isinstance(given, str) else given
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
-        if not isinstance(told, dict) or told.get("name") not in self._names:
+        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return None
-        arguments = told.get("arguments", told.get("parameters", {}))
-        if isinstance(arguments, str):
-            return Call(f"call_{uuid.uuid4().hex[:24]}", told["name"], arguments)
-        if not isinstance(arguments, dict):
-            return None
-        return Call(f"call_{uuid.uuid4().hex[:24]}", told["name"], json.dumps(arguments, ensure_ascii=False))
+        whole = text.encode(errors="replace").decode()  # half a character, as an escape may be, cannot be sent
+        return Call(f"call_{uuid.uuid4().hex[:24]}", name, whole)

@@ -48,7 +48,7 @@ def decode_output(
         ids, written = output.tolist(), WrittenText(checkpoint, prepared.stop)
         text = written.extend_to(ids)
         rest, stopped = written.end()
-        has_ended = stopped or len(ids) < prepared.new_tokens or ids[-1] in prepared.rules.end
+        has_ended = stopped or len(ids) < prepared.new_tokens or prepared.rules.ends(ids)
         told = {"ids": ids, "text": text + rest, "finish": "stop" if has_ended else "length"}
         if prepared.rules.likely >= 0 and generation is not None:
             told[LOGPROBS] = [described(checkpoint, likely) for likely in generation.likely]

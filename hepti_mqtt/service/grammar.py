@@ -50,7 +50,7 @@ class JsonGrammar:
         unpacked = np.unpackbits(bits, bitorder="little", count=min(8 * len(bits), self._vocab))
         found[: len(unpacked)] = unpacked
         if self._matcher.is_error() or not found.any():
-            raise ModelError(f"no token may follow by the schema ({self._matcher.get_error()[:200]}); simplify it")
+            raise ModelError(f"no token may follow by the schema ({_reason(self._matcher)}); simplify it")
         return found
 
     def is_whole(self, tokens: Sequence[int]) -> bool:
@@ -144,12 +144,18 @@ def _matcher(checkpoint: Checkpoint, schema: str) -> LLMatcher:
     try:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
         made = LLMatcher(_tokenizer(checkpoint), grammar)
-        why = made.get_error()
+        made.compute_bitmask()  # a schema that is made of nothing but itself is found here
+        why = _reason(made)
     except ValueError as error:
         why = str(error)
     if why:
         raise RequestError(f"the JSON schema cannot be followed ({' '.join(why.split())[:300]}); change it")
     return made
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return what is wrong, without the state of the library that stands behind it."""
+    return matcher.get_error().partition("\n")[0][:200]
 
 
 def _tokenizer(checkpoint: Checkpoint) -> LLTokenizer:

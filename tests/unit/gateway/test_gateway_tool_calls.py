@@ -24,17 +24,22 @@ CASES = [
     (HERMES.replace("open", "unknown"), HERMES.replace("open", "unknown"), []),
     ('{"name": "open", "arguments": 3}', '{"name": "open", "arguments": 3}', []),
     ('{"answer": 3}', '{"answer": 3}', []),
+    ('{"name": ["open"]}', '{"name": ["open"]}', []),
+    ('{"name": "open", "arguments": "{}"}', "", ["open"]),
+    ('{"name": "open", "arguments": "the door"}', '{"name": "open", "arguments": "the door"}', []),
+    ('{"name": "open", "arguments": {"door": NaN}}', '{"name": "open", "arguments": {"door": NaN}}', []),
+    ('{"name": "open", "arguments": {"door": "\\ud800"}}', "", ["open"]),
     (HERMES.removesuffix("</tool_call>"), "", ["open"]),
 ]
 
 
 def divided(text: str, names: tuple[str, ...], cuts: list[int]) -> tuple[str, list[str]]:
-    parser, shown, at = ToolText(names), "", 0
+    parser, shown, at = ToolText(set(names)), "", 0
     for stop in [*sorted(cuts), len(text)]:
         shown += parser.feed(text[at:stop])
         at = max(at, stop)
     rest, calls = parser.end()
-    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+    assert all(isinstance(json.loads(call.arguments.encode()), dict) for call in calls)
     assert len({call.id for call in calls}) == len(calls)
     return shown + rest, [call.name for call in calls]
 

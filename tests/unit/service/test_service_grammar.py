@@ -13,7 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hepti_mqtt.errors import ModelError, RequestError
 from hepti_mqtt.models.generation import TokenRules
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.grammar import JsonGrammar, call_schema, read_choice, read_format, with_schema
+from hepti_mqtt.service.requests import ModelInput
 
 pytest.importorskip("llguidance")
 PADDED = 5  # rows of the logits that are no token
@@ -39,7 +42,7 @@ def sentence_piece() -> Tokenizer:
 
 def opened(tokenizer: Tokenizer) -> Any:
     ends = (tokenizer.token_to_id("<|end|>"),)
-    return SimpleNamespace(model="m", has_tokenizer=True, tokenizer=tokenizer, end_tokens=ends)
+    return SimpleNamespace(model="m", has_tokenizer=True, tokenizer=tokenizer, end_tokens=ends, spec=None)
 
 
 OPENED = {"byte level": opened(byte_level()), "SentencePiece": opened(sentence_piece())}
@@ -84,6 +87,9 @@ def test_a_text_is_json_by_its_schema_whatever_the_model_likes(name: str, schema
             tokens.append(token)
             assert len(tokens) < 400
         assert fits(json.loads(checkpoint.tokenizer.decode(tokens)))
+        for most, why in ((len(tokens), "stop"), (len(tokens) - 1, "length")):
+            asked = ModelInput(TokenBatch((1,)), np.zeros(2), False, 0, new_tokens=most, rules=rules)
+            assert decode_output(checkpoint, asked, np.array(tokens[:most]))["finish"] == why
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,7 @@ def test_a_text_is_json_by_its_schema_whatever_the_model_likes(name: str, schema
         {"type": "door"},
         {"properties": 5},
         {"$ref": "#/nowhere"},
+        {"$ref": "#"},
         {"type": "string", "pattern": "("},
         {"type": "object", "unevaluatedProperties": False},
         {"enum": []},
