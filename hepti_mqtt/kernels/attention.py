@@ -17,8 +17,9 @@ attention_block      The same, but writes states [r, heads, d + 2]: the sum of e
                      the maximum and the sum of exp(score - maximum). A row without a key has 0, -inf and 0.
 attention_combine    States of several blocks -> [r, heads d], combined in the given order. Attributes: heads,
                      head_dim.
-append_rows          state [C, w], new [m, w], at -> state with rows at..at + m replaced by new. In place, where the
-                     result is the memory of the state, only the new rows move. The state may be f16.
+append_rows          state [C, w], new [m, *], at -> state with rows at..at + m replaced by w columns of new. In place,
+                     where the result is the memory of the state, only the new rows move. The state may be f16.
+                     Attribute column: the first of those of new; 0 without.
 attention_at         q [m, *], kv [C, *] of each item, at -> [m, heads d]: query i of an item attends to rows 0..at + i
                      of its kv. Attributes as `attention` has: columns, heads, head_dim, scale, window; lengths: of the
                      items, one without. Other rows of kv are never read. kv may be f16.
@@ -37,6 +38,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -74,7 +77,7 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, address_table, 
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
 from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec, Work
+from hepti_mqtt.program import DTYPE_BYTES, Compute, SlotSpec, Work
 
 # Flops of a tile below which a hand-over to another thread costs more than it saves.
 GRAIN: Final = 1 << 19
@@ -478,8 +481,11 @@ def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[
     check = check_at(op, slots, (kept, "f32"), result=kept)
     check.weights(weights, 0)
     (rows, width), m = check.reads[0].shape, check.reads[1].shape[0]
-    check.shape(check.reads[1], (m, width))
+    column = op.attrs.get("column", 0)
+    check.that(0 <= column <= check.reads[1].shape[1] - width, f"column leaves no room for the {width} of the state")
     check.shape(check.writes[0], (rows, width))
+    # Beyond 65504 is infinity, as on the wire; f32 is spared what saying so costs.
+    quiet = partial(np.errstate, over="ignore") if kept == "f16" else nullcontext
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         state, new, at = reads
@@ -487,8 +493,8 @@ def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[
         first = first_of(op, at, m, rows, "rows of the cache")
         if out is not state and not np.may_share_memory(out, state):
             out[...] = state
-        with np.errstate(over="ignore"):  # beyond 65504 is infinity, as on the wire
-            out[first : first + m] = new
+        with quiet():
+            out[first : first + m] = new[:, column : column + width]
 
     return run
 
@@ -509,7 +515,7 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     check.shape(check.writes[0], (m, layout.heads * layout.d))
     if not m * layout.heads:
         return nothing
-    attend_item, fits = (_attend_at, layout.d % LANES == 0) if kept == "f32" else (_attend_widened, False)
+    attend_item, fits = _attend_at if kept == "f32" else _attend_widened, attention_few.takes(layout.d, kept)
     few = [item for item, rows in enumerate(lengths) if fits and rows <= attention_few.ROWS]
     attend_few = _attend_few(op, check, layout, few, pool) if few else nothing
     places = list(pairwise(accumulate(lengths, initial=0)))
@@ -533,6 +539,8 @@ def _attend_few(op: Compute, check: Check, layout: HeadLayout, few: Sequence[int
     lengths = items_of(op, check.reads[0].shape[0])
     starts, (capacity, width) = list(accumulate(lengths, initial=0)), check.reads[1].shape
     near, scale, heads = op.attrs.get("window", capacity), np.float32(op.attrs["scale"]), layout.table()
+    nbytes = DTYPE_BYTES[check.reads[1].dtype]
+    narrow = nbytes < attention_few.FLOAT_BYTES
     items = np.asarray([(0, 0, starts[item], lengths[item]) for item in few], np.int64)
     addresses, note = address_table(len(few))
     units = len(few) * layout.heads
@@ -544,10 +552,11 @@ def _attend_few(op: Compute, check: Check, layout: HeadLayout, few: Sequence[int
             held = first_of(op, reads[-1], lengths[item], capacity, "rows of the cache", item)
             items[place, attention_few.HELD] = held
             pairs += lengths[item] * min(held + lengths[item], near + 1)
-        note([reads[1 + item] for item in few])
+        caches = [reads[1 + item] for item in few]
+        note([cache[:1, :2].view(np.float32) for cache in caches] if narrow else caches)  # for their addresses
         items[:, attention_few.CACHE] = addresses[: len(few)]
         threads = min(pool.threads, 1 + 4 * layout.heads * layout.d * pairs // GRAIN)
-        attend[threads - 1](reads[0], writes[0], items, heads, width, near, scale)
+        attend[threads - 1](reads[0], writes[0], items, heads, width, nbytes, near, scale)
 
     return run
 
@@ -608,10 +617,11 @@ def _attend_widened(
 
 
 def _reference_append_rows(
-    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
 ) -> list[Array]:
     state, new, first = reads[0].copy(), reads[1], int(reads[2][0])
-    state[first : first + len(new)] = new
+    column = op.attrs.get("column", 0)
+    state[first : first + len(new)] = new[:, column : column + state.shape[1]]
     return [state]
 
 
@@ -629,7 +639,7 @@ def _reference_attention_at(
 
 
 def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:
-    return Work("rowwise", nbytes=2.0 * slots[op.reads[1]].nbytes)
+    return Work("rowwise", nbytes=8.0 * slots[op.reads[1]].shape[0] * slots[op.reads[0]].shape[1])
 
 
 def _work_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> Work:

@@ -3,8 +3,9 @@
 Lanes lie along the columns of a head, so that one query fills them. Keys come in blocks with a running maximum and sum,
 as in `attention_tile`. In a block, LANES keys at a time are copied side by side and meet all queries of the heads that
 share them: memory is read once, nearly from one end to the other. One head's part of the rows of a cache would lie in
-as many pages as there are keys. Each query sees the keys of its own limits alone, in blocks that begin at the same keys
-for all: its bits do not depend on the queries beside it, so that guessed tokens are judged as if they came alone.
+as many pages as there are keys. Caches in f16 are widened by that copy. Each query sees the keys of its own limits
+alone, in blocks that begin at the same keys for all: its bits do not depend on the queries beside it, so that guessed
+tokens are judged as if they came alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from llvmlite import ir
 from numba import float32
 
 from hepti_mqtt.kernels.attention_tile import Vectors, scaled_rows
+from hepti_mqtt.kernels.codecs import HALF_IN_HARDWARE, from_half_bits
 from hepti_mqtt.kernels.cpu import TILE, Tile
 from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import (
@@ -27,6 +29,7 @@ from hepti_mqtt.kernels.jit import (
     emitter,
     fills,
     floats,
+    halves,
     helper,
     kernel,
     lowered,
@@ -37,6 +40,7 @@ from hepti_mqtt.kernels.tile import NR
 LANES: Final = TILE.lanes
 # Rows of an item up to which they are few: of more, tiles with queries along the lanes are faster.
 ROWS: Final = 8
+FLOAT_BYTES: Final = 4
 
 _BLOCK: Final = 128  # keys
 _TOGETHER: Final = 4  # keys whose sums run side by side
@@ -138,6 +142,11 @@ _weighted: Final = lowered(emitter(6, _emit_weighted), _plain_weighted)
 CACHE, HELD, ROW, COUNT = range(4)
 
 
+def takes(d: int, kept: str) -> bool:
+    """Return whether the kernel takes heads of d columns and caches of a dtype."""
+    return d % LANES == 0 and (kept == "f32" or HALF_IN_HARDWARE)
+
+
 # What is at work on a query, by address: an index that might be negative, for all that Numba knows, leaves no vectors.
 @helper
 def _begin(mine: int, q: Any, row: int, column: int, d: int, scale: Any) -> None:
@@ -178,10 +187,19 @@ def _end(mine: int, out: Any, row: int, column: int, d: int) -> None:
 
 
 @helper
-def _copy(source: int, width: int, rows: int, d: int, copies: int) -> None:
-    """Copy rows [rows, d] side by side: apart by some KB, they would fall into a few sets of the cache."""
-    for c in range(0, d, NR):
-        scaled_rows(min(NR, d - c) // LANES, rows, source + 4 * c, width, ONE, copies + 4 * c, d)
+def _copy(source: int, width: int, nbytes: int, rows: int, d: int, copies: int) -> None:
+    """Copy rows [rows, d] side by side: apart by some KB, they would fall into a few sets of the cache.
+
+    nbytes: of a value, 4 of f32, or where `takes` says so 2 of f16, which becomes f32.
+    """
+    if HALF_IN_HARDWARE and nbytes < FLOAT_BYTES:
+        for i in range(rows):
+            row, to = halves(source + 2 * i * width, d), floats(copies + 4 * i * d, d)
+            for c in range(d):
+                to[c] = from_half_bits(row[c])
+    else:
+        for c in range(0, d, NR):
+            scaled_rows(min(NR, d - c) // LANES, rows, source + 4 * c, width, ONE, copies + 4 * c, d)
 
 
 @helper
@@ -193,17 +211,18 @@ def _add_values(mine: int, values: int, low: int, high: int, d: int) -> None:
 
 
 @kernel(
-    reads(float32, 2), fills(float32, 2), TABLE, INT_ARRAY, INT, INT, FLOAT, INT, INT, part=2,
+    reads(float32, 2), fills(float32, 2), TABLE, INT_ARRAY, INT, INT, INT, FLOAT, INT, INT, part=2,
 )  # fmt: skip
 def attention_few(
-    q: Any, out: Any, items: Any, layout: Any, width: int, near: int, scale: Any, first: int, stop: int
+    q: Any, out: Any, items: Any, layout: Any, width: int, nbytes: int, near: int, scale: Any, first: int, stop: int
 ) -> None:
     """Fill out [m, heads d] for the units first..stop; a unit is item * heads + head.
 
-    items [items, 4]: of each its cache f32 [*, width], how many rows that held before, and its rows of q. Query i of an
-    item sees rows held + i - near to held + i of its cache. layout: the table of `HeadLayout`; d is whole vectors.
+    items [items, 4]: of each its cache [*, width], how many rows that held before, and its rows of q. Query i of an
+    item sees rows held + i - near to held + i of its cache. nbytes: of a value there, 4 of f32, or where `takes` says
+    so 2 of f16. layout: the table of `HeadLayout`; d is whole vectors.
     """
-    heads, d, group, stride = layout[3], layout[4], layout[6], 4 * width
+    heads, d, group, stride = layout[3], layout[4], layout[6], nbytes * width
     size, copies = 4 * (_BLOCK + 2 * d + 2), np.empty(LANES * d, np.float32)
     for item in range(first // heads, (stop + heads - 1) // heads):
         low_head, high_head = max(first - item * heads, 0), min(stop - item * heads, heads)
@@ -219,7 +238,8 @@ def attention_few(
             for i in range(0, keys, LANES):
                 rows = min(LANES, keys - i)
                 for of_keys in range(low_head // group, (high_head + group - 1) // group):
-                    _copy(at + i * stride + 4 * (layout[1] + of_keys * d), width, rows, d, copies.ctypes.data)
+                    key = at + i * stride + nbytes * (layout[1] + of_keys * d)
+                    _copy(key, width, nbytes, rows, d, copies.ctypes.data)
                     for j in range(count):
                         for head in range(max(low_head, of_keys * group), min(high_head, (of_keys + 1) * group)):
                             mine = work.ctypes.data + size * (j * some + head - low_head)
@@ -231,8 +251,8 @@ def attention_few(
                         _softmax(work.ctypes.data + size * (j * some + head), low, high, d)
             for i in range(0, keys, LANES):
                 for of_keys in range(low_head // group, (high_head + group - 1) // group):
-                    value = at + i * stride + 4 * (layout[2] + of_keys * d)
-                    _copy(value, width, min(LANES, keys - i), d, copies.ctypes.data)
+                    value = at + i * stride + nbytes * (layout[2] + of_keys * d)
+                    _copy(value, width, nbytes, min(LANES, keys - i), d, copies.ctypes.data)
                     for j in range(count):
                         low, high = max(held + j - near - block, i), min(held + j + 1 - block, i + LANES)
                         for head in range(max(low_head, of_keys * group), min(high_head, (of_keys + 1) * group)):

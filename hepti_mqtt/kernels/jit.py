@@ -321,6 +321,7 @@ def _in_python(c_type: Any, dtype: Any) -> Callable[[Any], Any]:
 
 _floats_at: Final = _pointer_to(types.float32)
 _octets_at: Final = _pointer_to(types.uint8)
+_halves_at: Final = _pointer_to(types.uint16)
 
 
 @_in_python(ctypes.c_float, np.float32)
@@ -333,6 +334,12 @@ def floats(address: int, count: int) -> Any:
 def octets(address: int, count: int) -> Any:
     """Return the u8 array [count] at an address."""
     return carray(_octets_at(address), (count,), np.uint8)
+
+
+@_in_python(ctypes.c_uint16, np.uint16)
+def halves(address: int, count: int) -> Any:
+    """Return the bits of the f16 array [count] at an address, u16."""
+    return carray(_halves_at(address), (count,), np.uint16)
 
 
 def _fetch(purpose: int) -> Any:

@@ -357,8 +357,12 @@ class AppendRows(Op):
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         return region, (span(*self.rows), shift(region[1], self.start)), (span(self.item, self.item + 1),)
 
+    def accepts_columns(self, number: int, need: Region, cells: Region) -> bool:
+        return number == 1 and len(positions_in(need[1], cells[1])) == 1
+
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        return Call("append_rows")
+        columns = positions_in(shift(region[1], self.start), operands[1].cells[1])
+        return Call("append_rows", (), {"column": columns[0][0]} if columns and columns[0][0] else {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ def embed_at(ids, first, word, position):
     return Case("embed_at", [np.asarray(ids, np.int32), at(first)], [(len(ids), word.shape[-1])], [word, position])
 
 
-def append_rows(state, new, first):
-    return Case("append_rows", [state, new, at(first)], [state.shape], dtype=DTYPES[state.dtype])
+def append_rows(state, new, first, **attrs):
+    return Case("append_rows", [state, new, at(first)], [state.shape], dtype=DTYPES[state.dtype], **attrs)
 
 
 def attention_at(q, kv, first, heads, d, **attrs):
@@ -58,10 +58,11 @@ def test_ids_and_positions_that_the_model_has_not_are_refused_before_anything_is
 
 @given(m=st.integers(0, 9), w=st.integers(0, 20), capacity=st.integers(9, 20), data=st.data())
 def test_append_rows(m, w, capacity, data):
-    state, new = array(capacity, w), array(m, w)
+    column, behind = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))
+    state, new = array(capacity, w), array(m, column + w + behind)
     first = data.draw(st.integers(0, capacity - m))
-    case = append_rows(state, new, first)
-    want = np.concatenate([state[:first], new, state[first + m :]])
+    case = append_rows(state, new, first, column=column)
+    want = np.concatenate([state[:first], new[:, column : column + w], state[first + m :]])
     np.testing.assert_array_equal(case.run()[0], want)
     np.testing.assert_array_equal(case.reference()[0], want)
 
@@ -140,11 +141,11 @@ def test_a_prompt_in_parts_is_the_prompt_at_once_and_causal_attention():
     np.testing.assert_array_equal(Case("attention", [q, kv], [(70, 32)], **attrs, **rows).run()[0], whole)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_items_of_few_and_of_many_rows_have_the_bits_of_each_alone(threads):
+@pytest.mark.parametrize(("threads", "kept"), [(1, np.float32), (3, np.float32), (3, np.float16)])
+def test_items_of_few_and_of_many_rows_have_the_bits_of_each_alone(threads, kept):
     lengths, held = (1, 3, 20, 0, 2), [5, 40, 30, 9, 0]
     attrs = attention_at(array(1, 70), array(1, 75), 0, 4, 16, group=2).op.attrs
-    q, caches = array(sum(lengths), 70), [array(60, 75) for _ in lengths]
+    q, caches = array(sum(lengths), 70), [array(60, 75).astype(kept) for _ in lengths]
     reads, shapes = [q, *caches, np.asarray(held, np.int32)], [(len(q), 64)]
     together = Case("attention_at", reads, shapes, **attrs, lengths=lengths).run(threads)[0]
     ends = np.cumsum(lengths)
@@ -153,14 +154,18 @@ def test_items_of_few_and_of_many_rows_have_the_bits_of_each_alone(threads):
         np.testing.assert_array_equal(together[end - m : end], alone)
 
 
+@pytest.mark.parametrize("kept", [np.float32, np.float16])
 @pytest.mark.parametrize("near", [{}, {"window": 150}])
-def test_some_rows_have_the_bits_of_one_after_the_other(near):
+def test_some_rows_have_the_bits_of_one_after_the_other(near, kept):
     """So tokens that were guessed are judged as if they came alone."""
     q, kv = queries_and_cache(8, 400, 6, 32)
+    kv = kv.astype(kept)
     together = attention_at(q, kv, 250, 6, 32, group=3, **near).check()[0]
     for i in range(8):
         alone = attention_at(q[i : i + 1], kv, 250 + i, 6, 32, group=3, **near).run()[0]
         np.testing.assert_array_equal(together[i], alone[0])
+    wide = attention_at(q, kv.astype(np.float32), 250, 6, 32, group=3, **near).run()[0]
+    np.testing.assert_array_equal(together, wide)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -187,8 +192,9 @@ def test_ops_that_do_not_fit_are_refused():
         Case("append_rows", [kv, kv, array(1)], [kv.shape]).run()
     with pytest.raises(ValueError, match="should be"):
         Case("append_rows", [kv, kv, np.zeros(2, np.int32)], [kv.shape]).run()
-    with pytest.raises(ValueError, match="should be"):
-        append_rows(kv, q, 0).run()
+    for new, column in ((q, 0), (kv, -1), (kv, 1)):
+        with pytest.raises(ValueError, match="column leaves no room"):
+            append_rows(kv, new, 0, column=column).run()
     with pytest.raises(ValueError, match="must read 3 slots"):
         Case("append_rows", [kv, at(0)], [kv.shape]).run()
     with pytest.raises(ValueError, match="slots must be matrices, ids a vector"):
