@@ -322,6 +322,7 @@ class _Planner:
         if isinstance(first, RequestKey):
             for key in self.handler.keys_of(first):
                 self.inbox.post(interface.RequestCancelled(key))
+            journal.settle([raw])  # else it takes one of the few places of the broker's deliveries for ever
             return
         if isinstance(first, Reply):
             self.channel.send(first, [raw])

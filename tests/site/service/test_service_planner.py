@@ -34,7 +34,7 @@ from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.setup import open_models, state_directory
 from hepti_mqtt.service.threads import FairExecutor
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
+from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, PahoTransport, Receipt
 from hepti_mqtt.transport.base import SENDER_EVENTS
 
 
@@ -421,6 +421,15 @@ def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected
     (reply,) = said
     assert json.loads(reply.payload)["id"] == "q1"
     assert json.loads(reply.payload)["error"]["code"] == "overloaded"
+
+
+def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(unconnected, monkeypatch):
+    acknowledged = []
+    monkeypatch.setattr(PahoTransport, "acknowledge", lambda _, receipt: acknowledged.append(receipt))
+    topic, receipt = unconnected.topics.request("bert", "me"), Receipt(1, 7)
+    unconnected.channel.handle_delivery(Delivery(topic, b'{"cancel": "q1"}', receipt, repeated=False))
+    assert unconnected.reading.step()
+    assert acknowledged == [receipt]
 
 
 def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said):
