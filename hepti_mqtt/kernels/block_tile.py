@@ -142,7 +142,7 @@ class BlockTileWriter(VectorWriter):
         return [runs] if self._fits(len(vectors) * len(runs)) else [[run] for run in runs]
 
     def _fits(self, sums: int) -> bool:
-        """Return whether so many sums for each row fit beside the totals, weights, masks and one x.
+        """Return whether this number of sums for each row fits beside the totals, weights, masks and one x.
 
         Totals of a large block are not in the way: they leave the registers once for all of it.
         """

@@ -34,9 +34,8 @@ from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
 
-_FEW_ROWS: Final = (
-    8  # so many times as many rows are exchanged in about the same time: a frame costs more than its bytes
-)
+# Up to this number of rows takes about as long to exchange as one: a frame costs more than its bytes.
+_FEW_ROWS: Final = 8
 
 
 def _no_pause() -> None:

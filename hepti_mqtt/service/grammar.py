@@ -33,7 +33,7 @@ _making = threading.Lock()
 class JsonGrammar:
     """What may follow a text so far, so that the whole text is JSON by a schema.
 
-    Raises RequestError for a schema that is none, or of which a part is not supported.
+    Raises RequestError for an invalid schema, or one of which a part is not supported.
     """
 
     def __init__(self, checkpoint: Checkpoint, schema: Mapping[str, Any], vocab: int) -> None:

@@ -114,7 +114,7 @@ def test_heads_that_share_keys_and_values_are_divided_over_devices_that_each_kee
 
 
 def with_shared_heads(count: int) -> Any:
-    """Return a spec of so many heads of queries and two of keys and values."""
+    """Return a spec with this number of heads of queries and two of keys and values."""
     return replace(LLAMA, heads=count, block=replace(LLAMA.block, kv_heads=2))
 
 
