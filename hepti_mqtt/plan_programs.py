@@ -38,7 +38,7 @@ from hepti_mqtt.program import ExchangeKey, Program, Send, Slot, WeightRef
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
-from hepti_mqtt.strategies.method import FEW_ROWS, WORDS, word_ranges
+from hepti_mqtt.strategies.method import WORDS, word_ranges
 from hepti_mqtt.task_queue import LoweredTasks, nonempty_tasks
 
 CACHE_SIZE: Final = 32  # graphs under tables that are kept
@@ -59,6 +59,7 @@ class PlanKey:
             plan.root,
             tuple(plan.shares.items()),
             tuple(plan.ranges.items()),
+            plan.many_rows,
             plan.weight_dtype,
         )
         self.hash = hash(self.key)
@@ -323,14 +324,11 @@ def _can_divide(method: Method, graph: Graph, devices: int) -> bool:
 def lowered_for_longest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
     """Yield the Programs of the longest request: for all hidden states, and for the task where the device has a part.
 
-    What else a device does for the task it does for all hidden states too. Where runs of few rows are divided in
-    another way, the longest one is so too: a bound for them.
+    What else a device does for the task it does for all hidden states too. Where runs of many rows have another layout,
+    the longest one has the usual one too: a bound for runs of few rows.
     """
     own = plan.for_device(device)
-    few = (
-        [replace(own, ranges={k: r for k, r in own.ranges.items() if k != FEW_ROWS})] if FEW_ROWS in own.ranges else []
-    )
-    for way in (own, *few):
+    for way in (own,) if own.many_rows is None else (own, replace(own, many_rows=None)):
         task, hidden = (lower_plan(spec, way, shape) for shape in longest_shapes(spec))
         if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.WORDS):
             yield task

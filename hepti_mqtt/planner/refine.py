@@ -14,13 +14,13 @@ from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.plan import Plan, Range, Route, WeightDtype
+from hepti_mqtt.plan import ManyRows, Plan, Range, Route, WeightDtype
 from hepti_mqtt.plan_programs import make_plan, resident_weights
 from hepti_mqtt.planner.candidates import Candidate, candidate_routes, candidate_wires, device_costs, with_route
 from hepti_mqtt.planner.price import Memory, Question, fits_packet_limit, memory_needs, needed_bytes, plan_alone, price
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.strategies.method import FEW_ROWS
+from hepti_mqtt.strategies.method import ROWS
 
 MEMORY_ROUNDS: Final = 8
 SLIGHT: Final = 1e-3  # of a device's weight: as little as a division may give it
@@ -371,39 +371,61 @@ def _moved(ranges: Sequence[Range], busy: Sequence[float]) -> Iterator[tuple[Ran
 # Runs of many rows, which some methods divide in another way than those of few.
 
 
-def settle_few_rows(question: Question, c: Candidate) -> Candidate:
-    """Return a candidate whose plan says up to how many rows runs are few, which it does not change any more.
-
-    Runs have powers of two, so that is the one below the first for which the way for many is faster. Where there is no
-    room for both ways, the plan stays as it is.
-    """
-    if not c.price.feasible or (plan := _with_few_rows(question, c.plan)) == c.plan:
+def settle_many_rows(question: Question, c: Candidate) -> Candidate:
+    """Return a candidate whose plan says how runs of many rows are divided, which it does not change any more."""
+    if not c.price.feasible or (plan := _with_many_rows(question, c.plan)) == c.plan:
         return c
-    memory = memory_needs(question, plan, exactly=True)
-    return c if memory.missing else replace(c, plan=plan, price=replace(c.price, needs=memory.needs))
+    return replace(c, plan=plan, price=replace(c.price, needs=memory_needs(question, plan, exactly=True).needs))
 
 
-def _with_few_rows(question: Question, plan: Plan) -> Plan:
-    plan = replace(plan, replicas=tuple(_with_few_rows(question, replica) for replica in plan.replicas))
-    if not STRATEGIES[plan.strategy].differs_by_rows or FEW_ROWS in plan.ranges or len(plan.devices) == 1:
+def _with_many_rows(question: Question, plan: Plan) -> Plan:
+    """Return a plan with the layout in which the longest run is fastest, of those for which there is room.
+
+    Runs have powers of two: those are few that are no faster in that layout.
+    """
+    plan = replace(plan, replicas=tuple(_with_many_rows(question, replica) for replica in plan.replicas))
+    layouts = STRATEGIES[plan.strategy].layouts
+    if not layouts or plan.many_rows is not None or len(plan.devices) == 1:
         return plan
     shape = largest_shape(question.spec)
 
-    def are_few(rows: int) -> Plan:
-        return replace(plan, ranges={**plan.ranges, FEW_ROWS: ((0, rows),) * len(plan.devices)})
+    def seconds(way: Plan, rows: int) -> float:
+        return price(replace(question, shape=shape.decode_step(rows)), way, memory=Memory({}, {})).seconds
 
-    def is_slower(rows: int) -> bool:
-        asked = replace(question, shape=shape.decode_step(rows))
-        few, many = (price(asked, are_few(most), memory=Memory({}, {})).seconds for most in (rows, 0))
-        return many < few
-
+    longest = replace(question, shape=shape, objective="latency")
+    ways = [_with_rows_balanced(longest, replace(plan, many_rows=ManyRows(layout, 0))) for layout in layouts]
+    best = next((c.plan for c in sorted(ways, key=lambda c: c.price.cost) if _has_room(question, plan, c.plan)), None)
+    if best is None:
+        return plan
     sizes = [1 << n for n in range(1, shape.size.bit_length())]
-    return are_few(1 << bisect_left(sizes, True, key=is_slower))
+    few = bisect_left(sizes, True, key=lambda rows: seconds(best, rows) < seconds(plan, rows))
+    return replace(best, many_rows=best.many_rows._replace(above=1 << few))
+
+
+def _with_rows_balanced(question: Question, plan: Plan) -> Candidate:
+    """Return a plan with rows shifted to where devices finish together: nothing but runs of many rows has own rows."""
+
+    def divide(_: Question, before: Plan, rows: tuple[float, ...]) -> Plan:
+        return replace(before, shares={**before.shares, ROWS.kind: rows})
+
+    trail = [price_draft(question, Draft(plan, plan.shares[ROWS.kind], Memory({}, {})))]
+    for _ in range(SEARCH_ROUNDS):
+        for moved, rows in _balanced(question, divide, trail[-1]):
+            trail.append(price_draft(question, Draft(moved, rows, Memory({}, {}))))
+        if trail[-1].price.cost >= trail[-2].price.cost:
+            break
+    return min(trail, key=lambda c: c.price.cost)
+
+
+def _has_room(question: Question, plan: Plan, way: Plan) -> bool:
+    """Return whether devices have room for a layout of many rows too; plenty of it, if that takes more weights."""
+    needs = memory_needs(question, way, exactly=True).needs
+    before, after = ([weights_bytes(resident_weights(question.spec, p, d)) for d in p.devices] for p in (plan, way))
+    times = ROOMY if after > before else 1.0
+    return all(times * need <= question.cluster.devices[device].memory_bytes for device, need in needs.items())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-
-
 # Plans that settle shares by an estimate, so that they keep the site's deadline by the simulator too.
 
 

@@ -58,7 +58,7 @@ from hepti_mqtt.planner.refine import (
     plan_shares,
     price_draft,
     rows_moved,
-    settle_few_rows,
+    settle_many_rows,
     step_by_step,
     whole_bytes,
     with_memory,
@@ -404,7 +404,7 @@ class Search:
         top = _prefer_single(question, _simulate_in_full(question, list(best.values())))
         if not top or not top[0].price.feasible:
             raise no_fit(question, top)
-        return _decision(question, [settle_few_rows(question, c) for c in top], self.pruned)
+        return _decision(question, [settle_many_rows(question, c) for c in top], self.pruned)
 
 
 def decide(question: Question) -> Decision:

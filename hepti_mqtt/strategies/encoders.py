@@ -326,33 +326,44 @@ def decoder_table(division: Division) -> Table:
     """`decoder`: each device keeps keys and values of its own heads, and has its own MLP columns.
 
     In runs of few rows partial sums go to everyone, who adds them (a one-shot all-reduce: one round, which is what
-    counts where one token at a time is computed), and norms and residuals are computed by everyone. In runs of more
-    rows, from where the planner finds that faster, they are reduced on own rows as in `block`.
+    counts where one token at a time is computed), and norms and residuals are computed by everyone. Runs of more rows
+    have another layout, where the planner finds that faster: sums are reduced on own rows as in `block`, or each device
+    computes own rows with all weights, as in `row`, and queries, keys and values go to where the cache of their heads
+    is, so that the cache is the same in all layouts.
     """
-    heads = division.device_sets(HEADS)
+    heads, rows = division.device_sets(HEADS), split_along(division.device_sets(ROWS), 0)
 
     def cache(op: Op) -> list[Piece]:
         parts = [qkv_columns(division.graph, part, "kv") for part in heads]
         return [Piece(i, region_with(op, {1: part})) for i, part in enumerate(parts)]
 
+    if division.layout == "row":
+        return Table(
+            {
+                roles.CACHE: cache,
+                roles.QKV: rows,
+                roles.ATTENTION: split_along(heads, 1),
+                roles.AFTER_MLP: rows,
+            }
+        )
     return Table(
         {
             roles.CACHE: cache,
             roles.ATTENTION_OUT: split_along(heads, 2),
             roles.MLP_DOWN: split_along(division.device_sets(MLP), 2),
         },
-        {} if division.has_few_rows else between_blocks(split_along(division.device_sets(ROWS), 0), division.root),
+        between_blocks(rows, division.root) if division.layout == "block" else {},
     )
 
 
 DECODER: Final = Method(
     "decoder",
-    "own heads with their cache, and own MLP columns; sums are added by everyone, or of many rows on own ones",
+    "own heads with their cache, and own MLP columns; many rows: sums on own ones, or own rows with all weights",
     decoder_table,
     shares=(ROWS, HEADS, MLP),
     needs=(roles.CACHE, roles.ATTENTION, roles.AFTER_MLP),
     keeps_cache=True,
-    differs_by_rows=True,
+    layouts=("block", "row"),
 )
 
 

@@ -20,9 +20,6 @@ BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
 WORDS: Final = Share("words", roles.WORDS, 1)  # of every plan of several devices, whatever its method
 
-# Of plans of methods that divide runs of few rows in another way: those rows, the same for every device.
-FEW_ROWS: Final = "few_rows"
-
 WORTH_SPLITTING: Final = 0.7  # of the head's time: what the exchange takes beside links and bytes is not known here
 
 MAX_NAMED_DEVICES: Final = 64  # devices up to which options that depend on their number are known by name
@@ -51,10 +48,10 @@ class Division(NamedTuple):
         return [span(*r) for r in self.plan.ranges[share.kind]]
 
     @property
-    def has_few_rows(self) -> bool:
-        """Return whether the run has at most the few rows that the plan names; where it names none, any has."""
-        few = self.plan.ranges.get(FEW_ROWS)
-        return few is None or ROWS.unit_count(self.graph) <= few[0][1]
+    def layout(self) -> str:
+        """Return the layout that the plan says for runs of as many rows; empty: the method's usual one."""
+        many = self.plan.many_rows
+        return many.layout if many is not None and ROWS.unit_count(self.graph) > many.above else ""
 
     def owners(self, share: Share) -> dict[int, int]:
         """Return the device of each part, by its number."""
@@ -111,8 +108,8 @@ class Method:
     are leased while a request runs, 0 for none; its table is then made for a place per task and one more, the head's.
     rewrite: of a request, what makes the family's graph the one that is computed: as many tensors, and the same
     weights. is_free_of_weights: whether ranges of a kind may change and no device needs other weights. weight_dtypes:
-    how the weights of a variant may be kept. differs_by_rows: its table is another one for runs of many rows, and the
-    planner finds from where on that is faster.
+    how the weights of a variant may be kept. layouts: other ones of its table, for runs of many rows; the planner finds
+    which of them is faster, and from how many rows on.
     """
 
     name: str
@@ -139,7 +136,7 @@ class Method:
     rewrite: Callable[[Division], Rewrite] | None = None
     is_free_of_weights: Callable[[str], bool] = lambda _: False
     weight_dtypes: Callable[[Options], Sequence[WeightDtype]] = lambda _: get_args(WeightDtype)
-    differs_by_rows: bool = False
+    layouts: tuple[str, ...] = ()
 
     def variants_for(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
         """Return the variants to price against each other for a number of devices, and for a graph if it is given."""

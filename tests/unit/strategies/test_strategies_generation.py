@@ -17,10 +17,10 @@ from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.models import with_cache
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.plan import ManyRows
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.strategies.method import FEW_ROWS
 
 SPEC = spec_of_kind("tiny-gpt2")
 
@@ -136,14 +136,15 @@ def test_a_device_lost_among_those_that_keep_the_same_heads_costs_no_token_and_r
     assert len(plan_of(swarm).devices) == 3
 
 
+@pytest.mark.parametrize("layout", STRATEGIES["decoder"].layouts)
 @pytest.mark.parametrize(
     ("kind", "weights"),
     [("tiny-gpt2", (2.0, 1.0, 0.01)), ("tiny-llama", (0.0, 1.0, 2.0)), ("tiny-gemma3-text", (1.0, 1.0))],
 )
-def test_runs_of_many_rows_are_reduced_on_own_rows_and_give_the_same_tokens(kind, weights):
+def test_runs_of_many_rows_have_another_layout_and_give_the_same_tokens(kind, weights, layout):
     spec = spec_of_kind(kind)
     few = plan(spec, ("decoder", {}), weights)
-    divided = replace(few, ranges={**few.ranges, FEW_ROWS: ((0, 2),) * len(weights)})
+    divided = replace(few, many_rows=ManyRows(layout, above=2))
     swarm = site("decoder", weights, spec, duplicates=0.2, jitter_s=0.01)
     swarm.decider = always(divided)
     swarm.generate("r", spec, PROMPT, 4)
