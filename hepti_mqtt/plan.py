@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from hepti_mqtt.ids import PlanVersion
 
@@ -44,24 +44,14 @@ _UNDIVIDED: Final[Mapping[str, Any]] = {
 }
 
 
-class ManyRows(NamedTuple):
-    """How runs of many rows, those of prompts, are divided in another way than others.
-
-    layout: which of the method's other layouts they have. above: how many rows a run has at most that is not so.
-    """
-
-    layout: str
-    above: int
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a model is divided; each agent derives its own Program from it.
 
     devices: in source order, the order in which partial results are combined. root: the device that holds embedding
     and task head. shares: shares that depend on a request's length, one number >= 0 per device, by kind ("rows").
-    ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). many_rows: how runs of
-    many rows are divided, None: as all others. weight_dtype: of the layers' matrices. route: who carries the exchanges. relayed_pairs: (source, target) whose exchanges go over the
+    ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). layouts: others of the
+    method for runs of many rows, each with the rows that a run has more than; the last one counts. weight_dtype: of the layers' matrices. route: who carries the exchanges. relayed_pairs: (source, target) whose exchanges go over the
     broker under route "mesh" too, because the two cannot connect. predicted_s and predicted_bytes: one request of
     `predicted_tokens` tokens by the simulator. wire_error: how far a narrow wire moves the answer, relative to f32;
     weight_error: the same of narrow weights; None: not measured. replicas: complete plans side by side, of disjoint
@@ -87,7 +77,7 @@ class Plan:
     weight_error: float | None = None
     reason: str = ""
     replicas: tuple[Plan, ...] = ()
-    many_rows: ManyRows | None = None
+    layouts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def executables(self) -> tuple[Plan, ...]:
@@ -146,7 +136,7 @@ class Plan:
             "weight_error": self.weight_error,
             "reason": self.reason,
             **({"replicas": [replica.to_dict() for replica in self.replicas]} if self.replicas else {}),
-            **({"many_rows": self.many_rows._asdict()} if self.many_rows else {}),
+            **({"layouts": dict(self.layouts)} if self.layouts else {}),
         }
 
     @classmethod
@@ -170,8 +160,7 @@ class Plan:
             raise ValueError("a replica has no replicas")
         fields["replicas"] = tuple(cls.from_dict(replica) for replica in replicas)
         fields["relayed"] = tuple((source, target) for source, target in fields.get("relayed", ()))
-        if (many := fields.get("many_rows")) is not None:
-            fields["many_rows"] = ManyRows(str(many["layout"]), int(many["above"]))
+        fields["layouts"] = {str(name): int(rows) for name, rows in fields.get("layouts", {}).items()}
         return cls(**{_FIELDS.get(key, key): value for key, value in fields.items()})
 
 

@@ -59,7 +59,7 @@ class PlanKey:
             plan.root,
             tuple(plan.shares.items()),
             tuple(plan.ranges.items()),
-            plan.many_rows,
+            tuple(plan.layouts.items()),
             plan.weight_dtype,
         )
         self.hash = hash(self.key)
@@ -324,11 +324,11 @@ def _can_divide(method: Method, graph: Graph, devices: int) -> bool:
 def lowered_for_longest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
     """Yield the Programs of the longest request: for all hidden states, and for the task where the device has a part.
 
-    What else a device does for the task it does for all hidden states too. Where runs of many rows have another layout,
-    the longest one has the usual one too: a bound for runs of few rows.
+    What else a device does for the task it does for all hidden states too. Where runs of many rows have other layouts,
+    the longest one is in each of them, which bounds those of fewer rows.
     """
     own = plan.for_device(device)
-    for way in (own,) if own.many_rows is None else (own, replace(own, many_rows=None)):
+    for way in (replace(own, layouts=layouts) for layouts in ({}, *({name: 0} for name in own.layouts))):
         task, hidden = (lower_plan(spec, way, shape) for shape in longest_shapes(spec))
         if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.WORDS):
             yield task

@@ -13,8 +13,8 @@ from typing import Final
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.models import largest_shape
-from hepti_mqtt.plan import ManyRows, Plan, Range, Route, WeightDtype
+from hepti_mqtt.models import largest_shape, representative_shape
+from hepti_mqtt.plan import Plan, Range, Route, WeightDtype
 from hepti_mqtt.plan_programs import make_plan, resident_weights
 from hepti_mqtt.planner.candidates import Candidate, candidate_routes, candidate_wires, device_costs, with_route
 from hepti_mqtt.planner.price import Memory, Question, fits_packet_limit, memory_needs, needed_bytes, plan_alone, price
@@ -78,11 +78,12 @@ def price_draft(question: Question, draft: Draft) -> Candidate:
     """Return a draft with its price."""
     draft = divided(question, draft)
     # Memory takes as long to work out as a price: it comes later, unless plans are compared by it.
-    memory = draft.memory or (None if question.objective == "memory" else Memory({}, {}))
+    memory = draft.memory or (None if question.objective == "memory" else NOT_ASKED)
     return Candidate(draft.plan, price(question, draft.plan, memory=memory), draft.shares)
 
 
 Move = tuple[Plan, tuple[float, ...]]  # a plan, and the share weights that it came from
+NOT_ASKED: Final = Memory({}, {})
 ROOMY: Final = 1.3  # where devices have this many times the memory that a plan needs, others like it fit nearly always
 
 
@@ -285,7 +286,7 @@ def with_rows(question: Question, plan: Plan, weights: Sequence[float]) -> Plan:
     """Return a plan with other shares of what takes no weights."""
     moved, is_free = with_shares(question, plan, weights), STRATEGIES[plan.strategy].is_free_of_weights
     ranges = {kind: moved.ranges[kind] if is_free(kind) else ranges for kind, ranges in plan.ranges.items()}
-    return replace(moved, ranges=ranges)
+    return replace(moved, ranges=ranges, layouts=plan.layouts)
 
 
 def balance_shares(question: Question, c: Candidate) -> Candidate:
@@ -368,60 +369,87 @@ def _moved(ranges: Sequence[Range], busy: Sequence[float]) -> Iterator[tuple[Ran
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Runs of many rows, which some methods divide in another way than those of few.
+# Runs of many rows, which some methods divide in other layouts than those of few.
 
 
-def settle_many_rows(question: Question, c: Candidate) -> Candidate:
-    """Return a candidate whose plan says how runs of many rows are divided, which it does not change any more."""
-    if not c.price.feasible or (plan := _with_many_rows(question, c.plan)) == c.plan:
+# How many times as fast the longest run must be for weights that nothing else reads: they have to be loaded, too.
+WORTH_WEIGHTS: Final = 1.05
+
+
+def settle_layouts(question: Question, c: Candidate) -> Candidate:
+    """Return a candidate whose plan says in which layout runs of how many rows are, which it does not change any more.
+
+    Each layout for more rows is taken from where it is faster than those for fewer, if devices have room for it.
+    """
+    if not c.price.feasible or (plan := _with_layouts(question, c.plan)) == c.plan:
         return c
     return replace(c, plan=plan, price=replace(c.price, needs=memory_needs(question, plan, exactly=True).needs))
 
 
-def _with_many_rows(question: Question, plan: Plan) -> Plan:
-    """Return a plan with the layout in which the longest run is fastest, of those for which there is room.
-
-    Runs have powers of two: those are few that are no faster in that layout.
-    """
-    plan = replace(plan, replicas=tuple(_with_many_rows(question, replica) for replica in plan.replicas))
+def _with_layouts(question: Question, plan: Plan) -> Plan:
+    plan = replace(plan, replicas=tuple(_with_layouts(question, replica) for replica in plan.replicas))
     layouts = STRATEGIES[plan.strategy].layouts
-    if not layouts or plan.many_rows is not None or len(plan.devices) == 1:
+    if not layouts or plan.layouts or len(plan.devices) == 1:
         return plan
-    shape = largest_shape(question.spec)
+    longest = largest_shape(question.spec).size
+    shape = representative_shape(question.spec, max(longest, question.shape.session_rows))
+    asked = replace(question, objective="latency")
+    sizes = [1 << n for n in range(1, longest.bit_length())]  # that runs have
+    rows = {"": plan.shares[ROWS.kind]}  # of each layout, where devices finish together
+    known: dict[tuple[str, int], float] = {}
 
-    def seconds(way: Plan, rows: int) -> float:
-        return price(replace(question, shape=shape.decode_step(rows)), way, memory=Memory({}, {})).seconds
+    def seconds(layout: str, size: int) -> float:
+        if (layout, size) not in known:
+            run = replace(asked, shape=shape.decode_step(size))
+            known[layout, size] = price(run, _in_layout(plan, layout, rows[layout]), memory=NOT_ASKED).seconds
+        return known[layout, size]
 
-    longest = replace(question, shape=shape, objective="latency")
-    ways = [_with_rows_balanced(longest, replace(plan, many_rows=ManyRows(layout, 0))) for layout in layouts]
-    best = next((c.plan for c in sorted(ways, key=lambda c: c.price.cost) if _has_room(question, plan, c.plan)), None)
-    if best is None:
-        return plan
-    sizes = [1 << n for n in range(1, shape.size.bit_length())]
-    few = bisect_left(sizes, True, key=lambda rows: seconds(best, rows) < seconds(plan, rows))
-    return replace(best, many_rows=best.many_rows._replace(above=1 << few))
+    found = dict[str, int]()
+    for layout in layouts:
+        run = replace(asked, shape=shape.decode_step(longest))
+        rows[layout] = _balanced_rows(run, _in_layout(plan, layout, rows[""]))
+
+        def gain(size: int, new: str = layout) -> float:
+            return min(seconds(old, size) for old in ("", *found)) / seconds(new, size)
+
+        first = bisect_left(sizes, True, key=lambda size, gain=gain: gain(size) > 1)
+        before, after = (replace(plan, layouts=names) for names in (found, {**found, layout: 0}))
+        if first < len(sizes) and _is_worth_it(question, before, after, gain(longest)):
+            found = {name: most for name, most in found.items() if most < 1 << first} | {layout: 1 << first}
+    last = next(reversed(found), "")
+    return replace(_in_layout(plan, last, rows[last]), layouts=found or {layouts[0]: longest})
 
 
-def _with_rows_balanced(question: Question, plan: Plan) -> Candidate:
-    """Return a plan with rows shifted to where devices finish together: nothing but runs of many rows has own rows."""
+def _in_layout(plan: Plan, layout: str, rows: tuple[float, ...]) -> Plan:
+    """Return a plan of which all runs are in one layout; rows: the shares of own ones."""
+    return replace(plan, shares={**plan.shares, ROWS.kind: rows}, layouts={layout: 0} if layout else {})
+
+
+def _balanced_rows(question: Question, plan: Plan) -> tuple[float, ...]:
+    """Return the shares of rows for which devices finish together: no weights and no cache depend on them."""
 
     def divide(_: Question, before: Plan, rows: tuple[float, ...]) -> Plan:
         return replace(before, shares={**before.shares, ROWS.kind: rows})
 
-    trail = [price_draft(question, Draft(plan, plan.shares[ROWS.kind], Memory({}, {})))]
+    best = price_draft(question, Draft(plan, plan.shares[ROWS.kind], NOT_ASKED))
     for _ in range(SEARCH_ROUNDS):
-        for moved, rows in _balanced(question, divide, trail[-1]):
-            trail.append(price_draft(question, Draft(moved, rows, Memory({}, {}))))
-        if trail[-1].price.cost >= trail[-2].price.cost:
+        ((moved, rows),) = _balanced(question, divide, best)
+        found = price_draft(question, Draft(moved, rows, NOT_ASKED))
+        if found.price.cost >= best.price.cost:
             break
-    return min(trail, key=lambda c: c.price.cost)
+        best = found
+    return best.shares
 
 
-def _has_room(question: Question, plan: Plan, way: Plan) -> bool:
-    """Return whether devices have room for a layout of many rows too; plenty of it, if that takes more weights."""
-    needs = memory_needs(question, way, exactly=True).needs
-    before, after = ([weights_bytes(resident_weights(question.spec, p, d)) for d in p.devices] for p in (plan, way))
-    times = ROOMY if after > before else 1.0
+def _is_worth_it(question: Question, before: Plan, after: Plan, gain: float) -> bool:
+    """Return whether devices have room for one more layout, and plenty of it for weights that it alone reads.
+
+    gain: how many times as fast the longest run is.
+    """
+    held = [[weights_bytes(resident_weights(question.spec, p, d)) for d in p.devices] for p in (before, after)]
+    if held[1] > held[0] and gain < WORTH_WEIGHTS:
+        return False
+    needs, times = memory_needs(question, after, exactly=True).needs, ROOMY if held[1] > held[0] else 1.0
     return all(times * need <= question.cluster.devices[device].memory_bytes for device, need in needs.items())
 
 

@@ -58,7 +58,7 @@ from hepti_mqtt.planner.refine import (
     plan_shares,
     price_draft,
     rows_moved,
-    settle_many_rows,
+    settle_layouts,
     step_by_step,
     whole_bytes,
     with_memory,
@@ -172,7 +172,7 @@ class Search:
             if not (pinned and method and able and plan.route in candidate_routes(question, plan.devices)):
                 continue
             plan = replace(with_route(question, plan, plan.route), version=question.plan_version)
-            key = (plan.method, plan.devices, plan.root, str(plan.shares), str(plan.ranges), plan.wire, plan.route)
+            key = (plan.method, plan.devices, plan.root, str(plan.shares), str(plan.ranges), str(plan.layouts), plan.wire, plan.route)
             if key not in seen:
                 seen.add(key)
                 yield plan
@@ -404,7 +404,7 @@ class Search:
         top = _prefer_single(question, _simulate_in_full(question, list(best.values())))
         if not top or not top[0].price.feasible:
             raise no_fit(question, top)
-        return _decision(question, [settle_many_rows(question, c) for c in top], self.pruned)
+        return _decision(question, [settle_layouts(question, c) for c in top], self.pruned)
 
 
 def decide(question: Question) -> Decision:

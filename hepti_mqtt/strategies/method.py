@@ -49,9 +49,9 @@ class Division(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """Return the layout that the plan says for runs of as many rows; empty: the method's usual one."""
-        many = self.plan.many_rows
-        return many.layout if many is not None and ROWS.unit_count(self.graph) > many.above else ""
+        """Return the layout that the plan has for runs of as many rows; empty: the method's usual one."""
+        rows = ROWS.unit_count(self.graph)
+        return max((most, name) for name, most in {"": -1, **self.plan.layouts}.items() if rows > most)[1]
 
     def owners(self, share: Share) -> dict[int, int]:
         """Return the device of each part, by its number."""
@@ -108,8 +108,8 @@ class Method:
     are leased while a request runs, 0 for none; its table is then made for a place per task and one more, the head's.
     rewrite: of a request, what makes the family's graph the one that is computed: as many tensors, and the same
     weights. is_free_of_weights: whether ranges of a kind may change and no device needs other weights. weight_dtypes:
-    how the weights of a variant may be kept. layouts: other ones of its table, for runs of many rows; the planner finds
-    which of them is faster, and from how many rows on.
+    how the weights of a variant may be kept. layouts: others of its table, for runs of more and
+    more rows; the planner finds from how many on each is faster.
     """
 
     name: str

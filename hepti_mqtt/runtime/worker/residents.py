@@ -98,10 +98,10 @@ def check_plan(device: str, plan: Plan) -> None:
             raise _wrong(f"ranges {kind}", ranges, "are not one for each device")
         for end in (end for both in ranges for end in both):
             _check_number("plan.range", end)
-    if (many := plan.many_rows) is not None:
-        if many.layout not in STRATEGIES[plan.strategy].layouts:
-            raise _wrong("many_rows", many.layout, f"is no layout of {plan.strategy} known here; update agent or planner")
-        _check_number("plan.range", many.above)
+    for layout, rows in plan.layouts.items():
+        if layout not in STRATEGIES[plan.strategy].layouts:
+            raise _wrong("layouts", layout, f"is none of {plan.strategy} known here; update agent or planner")
+        _check_number("plan.range", rows)
     moved = (plan.wire_error or 0.0, plan.weight_error or 0.0)
     numbers = (plan.predicted_s, plan.predicted_bytes, plan.predicted_tokens, *moved)
     if not all(isinstance(number, int | float) and isfinite(number) for number in numbers):

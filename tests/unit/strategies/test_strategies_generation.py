@@ -17,7 +17,6 @@ from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.models import with_cache
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan import ManyRows
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
 from hepti_mqtt.strategies import STRATEGIES
@@ -144,7 +143,7 @@ def test_a_device_lost_among_those_that_keep_the_same_heads_costs_no_token_and_r
 def test_runs_of_many_rows_have_another_layout_and_give_the_same_tokens(kind, weights, layout):
     spec = spec_of_kind(kind)
     few = plan(spec, ("decoder", {}), weights)
-    divided = replace(few, many_rows=ManyRows(layout, above=2))
+    divided = replace(few, layouts={layout: 2})
     swarm = site("decoder", weights, spec, duplicates=0.2, jitter_s=0.01)
     swarm.decider = always(divided)
     swarm.generate("r", spec, PROMPT, 4)
