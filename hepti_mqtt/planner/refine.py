@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate, count, pairwise, permutations
 from typing import Final
 
@@ -391,18 +391,18 @@ def _with_layouts(question: Question, plan: Plan) -> Plan:
     layouts = STRATEGIES[plan.strategy].layouts
     if not layouts or plan.layouts or len(plan.devices) == 1:
         return plan
+    if (known := _layouts_that_stand(question, plan)) is not None:
+        return known
     longest = largest_shape(question.spec).size
     shape = representative_shape(question.spec, max(longest, question.shape.session_rows))
     asked = replace(question, objective="latency")
     sizes = [1 << n for n in range(1, longest.bit_length())]  # that runs have
     rows = {"": plan.shares[ROWS.kind]}  # of each layout, where devices finish together
-    known: dict[tuple[str, int], float] = {}
 
+    @cache
     def seconds(layout: str, size: int) -> float:
-        if (layout, size) not in known:
-            run = replace(asked, shape=shape.decode_step(size))
-            known[layout, size] = price(run, _in_layout(plan, layout, rows[layout]), memory=NOT_ASKED).seconds
-        return known[layout, size]
+        run = replace(asked, shape=shape.decode_step(size))
+        return price(run, _in_layout(plan, layout, rows[layout]), memory=NOT_ASKED).seconds
 
     found = dict[str, int]()
     for layout in layouts:
@@ -420,6 +420,21 @@ def _with_layouts(question: Question, plan: Plan) -> Plan:
     return replace(_in_layout(plan, last, rows[last]), layouts=found or {layouts[0]: longest})
 
 
+def _layouts_that_stand(question: Question, plan: Plan) -> Plan | None:
+    """Return a plan of devices of the active one with its layouts and rows, if there is room for them.
+
+    To price all layouts again takes several times as long as a search that finds nothing new.
+    """
+    active = question.active
+    if active is None or not active.layouts or active.method != plan.method:
+        return None
+    of = dict(zip(active.devices, active.shares[ROWS.kind], strict=True))
+    rows = tuple(of.get(device, 0.0) for device in plan.devices)
+    found = replace(plan, layouts=active.layouts, shares={**plan.shares, ROWS.kind: rows})
+    able = of.keys() >= set(plan.devices) and any(rows)
+    return found if able and not memory_needs(question, found, exactly=True).missing else None
+
+
 def _in_layout(plan: Plan, layout: str, rows: tuple[float, ...]) -> Plan:
     """Return a plan of which all runs are in one layout; rows: the shares of own ones."""
     return replace(plan, shares={**plan.shares, ROWS.kind: rows}, layouts={layout: 0} if layout else {})
@@ -434,6 +449,8 @@ def _balanced_rows(question: Question, plan: Plan) -> tuple[float, ...]:
     best = price_draft(question, Draft(plan, plan.shares[ROWS.kind], NOT_ASKED))
     for _ in range(SEARCH_ROUNDS):
         ((moved, rows),) = _balanced(question, divide, best)
+        if _distance(rows, best.shares) < LEAST_MOVE:
+            break
         found = price_draft(question, Draft(moved, rows, NOT_ASKED))
         if found.price.cost >= best.price.cost:
             break

@@ -1,0 +1,100 @@
+"""Runs of many rows in a layout of their own: prompts, guesses and several users in one session's cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sites import everyone, plan, tensors
+from swarm import Swarm, plan_of
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.cost.memory import weights_bytes
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.plan_programs import device_programs, programs_digest, resident_weights
+from hepti_mqtt.runtime.coordinator.guesses import Guesses
+from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
+
+SPEC = spec_of_kind("tiny-llama")
+CHUNK = 16
+BEGINNING = [5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 2, 11, 3] * 3
+
+
+def in_layouts(layouts, rows):
+    """Return a planner that divides a decoder over all devices, with these layouts and shares of rows."""
+    divide = everyone(("decoder", {}))
+
+    def decider(question):
+        found = divide(question)
+        made = found.chosen.plan
+        made = replace(made, layouts=layouts, shares={"rows": rows[: len(made.devices)]})
+        digest = programs_digest(question.spec, made)
+        return replace(found, chosen=replace(found.chosen, plan=made), digest=digest)
+
+    return decider
+
+
+def greedy(prompt, most):
+    ids = list(prompt)
+    for _ in range(most):
+        shape, inputs = models.single_sequence(SPEC, np.array(ids, np.int32))
+        ids.append(int(models.reference(SPEC, tensors(SPEC), inputs, shape)[1].argmax()))
+    return ids[len(prompt) :]
+
+
+def begin(swarm, name, prompt, most, guesses=None):
+    shape, inputs = models.single_sequence(SPEC, np.array(prompt, np.int32), "task", len(prompt) + most)
+    swarm.begin(name, Batch(shape, inputs), Generation(tuple(prompt), most, shape, guesses=guesses))
+
+
+def finish(swarm, *names):
+    swarm.run(120, until=lambda: all(n in swarm.answers or n in swarm.errors for n in names))
+    assert not swarm.errors, (swarm.errors, [n.text for n in swarm.notes])
+
+
+@pytest.mark.parametrize(
+    ("layouts", "rows"),
+    [
+        ({"row": 1}, (1.0, 1.0, 1.0)),
+        ({"row": 1}, (5.0, 1.0, 0.1)),
+        ({"block": 1, "row": 4}, (1.0, 3.0, 2.0)),
+    ],
+)
+def test_texts_are_the_same_whatever_layouts_their_runs_have(layouts, rows, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", CHUNK)
+    devices = dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30))
+    swarm = Swarm(SPEC, tensors(SPEC), devices, decider=in_layouts(layouts, rows), duplicates=0.2, jitter_s=0.01)
+    prompts = {"first": [*BEGINNING, 1], "other": [*BEGINNING, 4, 8], "beside": [*BEGINNING, 6], "short": [3, 1, 4]}
+    begin(swarm, "first", prompts["first"], 12, Guesses())
+    finish(swarm, "first")
+    assert plan_of(swarm).layouts == layouts
+    for name in ("other", "beside", "short"):
+        begin(swarm, name, prompts[name], 12, Guesses())
+    finish(swarm, "other", "beside")
+    rows_of = {name: sum(s.shape.tokens for s in swarm.answers[name][0][1]) for name in ("first", "other", "beside")}
+    assert max(rows_of["other"], rows_of["beside"]) < 40 <= rows_of["first"], "they go on in the cache of the first"
+    prompts["lost"] = BEGINNING[::-1]
+    before = len(swarm.logits)
+    begin(swarm, "lost", prompts["lost"], 12)
+    swarm.run(60, until=lambda: len(swarm.logits) > before + 1)
+    swarm.kill("d1")
+    finish(swarm, *prompts)
+    for name, prompt in prompts.items():
+        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 12), name
+    assert plan_of(swarm).devices == ("d0", "d2")
+
+
+def test_weights_of_all_layouts_are_those_of_the_plan():
+    divided = plan(SPEC, ("decoder", {}), (1.0, 1.0, 1.0))
+    ways = {name: replace(divided, layouts={name: 1} if name else {}) for name in ("", "block", "row")}
+    kept = {name: [weights_bytes(resident_weights(SPEC, way, d)) for d in way.devices] for name, way in ways.items()}
+    assert kept["block"] == kept[""]
+    assert all(more > 1.5 * less for more, less in zip(kept["row"], kept[""], strict=True))
+    for way in ways.values():
+        for device in way.devices:
+            held = set(resident_weights(SPEC, way, device))
+            for rows in (1, 2, 64):
+                program = device_programs(SPEC, way, TokenBatch((rows,), cache=96))[device]
+                assert held.issuperset(program.weights()), (way.layouts, rows)
