@@ -412,6 +412,8 @@ def _described(plan: Mapping[str, Any]) -> str:
     kept = f"weights {moved['storage']}, wire {moved['wire']}, route {plan['route']}"
     if plan["relayed"]:
         kept += f", over the broker from {', '.join(' to '.join(pair) for pair in plan['relayed'])}"
+    for layout, most in plan.get("layouts", {}).items():
+        kept += f", runs of more than {most} rows as in {layout}"
     sides = [f"{r['strategy']} on {', '.join(r['devices'])}" for r in plan.get("replicas", ())]
     return f"epoch {epoch}, head {plan['head']}, {kept}" + (f"; side by side {'; '.join(sides)}" if sides else "")
 

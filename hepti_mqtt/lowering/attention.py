@@ -229,7 +229,7 @@ class CachedAttention(HeadedAttention):
 
     inputs: the tensor of the queries, the cache of keys and values of each item with this run's rows in it, and `at`.
     columns: where q, k and v begin in theirs. lengths: of the items. window: how many keys before its own a row sees,
-    -1 for all. Rows and keys are not divided: where they stand is known only as it runs.
+    -1 for all. It is computed for all rows and keys: where they stand is known only as it runs.
     """
 
     lengths: tuple[int, ...]
@@ -237,8 +237,8 @@ class CachedAttention(HeadedAttention):
 
     kind = "attention at"
 
-    def granularity(self) -> tuple[int, ...]:
-        return self.space[0], self.d, self.space[2]
+    def computed_region(self, region: Region) -> Region:
+        return span(0, self.space[0]), region[1], span(0, self.space[2])
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         q, kv = super().input_regions(region)

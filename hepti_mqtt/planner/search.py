@@ -172,7 +172,16 @@ class Search:
             if not (pinned and method and able and plan.route in candidate_routes(question, plan.devices)):
                 continue
             plan = replace(with_route(question, plan, plan.route), version=question.plan_version)
-            key = (plan.method, plan.devices, plan.root, str(plan.shares), str(plan.ranges), str(plan.layouts), plan.wire, plan.route)
+            key = (
+                plan.method,
+                plan.devices,
+                plan.root,
+                str(plan.shares),
+                str(plan.ranges),
+                str(plan.layouts),
+                plan.wire,
+                plan.route,
+            )
             if key not in seen:
                 seen.add(key)
                 yield plan

@@ -25,7 +25,8 @@ def test_round_trip_through_msgpack():
         {"rows": (1.0, 2.5)},
         {"heads": ((0, 3), (3, 4))},
     )
-    plan = replace(plan, route="mesh", relayed_pairs=(("a", "b"),))
+    assert "layouts" not in plan.to_dict()
+    plan = replace(plan, route="mesh", relayed_pairs=(("a", "b"),), layouts={"x": 2, "y": 32})
     assert Plan.from_dict(msgpack.unpackb(msgpack.packb(plan.to_dict()))) == plan
 
 
@@ -43,6 +44,8 @@ def test_other_data_is_refused(data):
         {"ranges": {"rows": [[float("inf"), 1]]}},
         {"epoch": [1, float("inf")]},
         {"replicas": ["x"]},
+        {"layouts": ["row"]},
+        {"layouts": {"row": float("inf")}},
     ],
     ids=str,
 )

@@ -84,10 +84,15 @@ LLAMA = replace(
 
 
 def test_four_boards_read_a_prompt_by_rows_three_times_as_fast_as_one():
-    asked = question(load_site(find_bundled_config("sites", Path("configs/sites/four-pi4.yaml"))), quantised(LLAMA, "q4"))
+    asked = question(
+        load_site(find_bundled_config("sites", Path("configs/sites/four-pi4.yaml"))), quantised(LLAMA, "q4")
+    )
     decision = decide(asked)
     plan = decision.chosen.plan
     alone = replace(plan, strategy="single", devices=(plan.root,), shares={}, ranges={}, layouts={})
     gains = {k: seconds(asked, alone, 128) / seconds(asked, way, 128) for k, way in ways(plan).items()}
+    many = replace(asked, shape=TokenBatch((128,), cache=CONTEXT))
+    sent = {k: price(many, way, full=True).nbytes for k, way in ways(plan).items()}
     assert list(plan.layouts)[-1] == "row"
-    assert gains["row"] > 3.4 > 3.2 > gains["block"] > gains[""]
+    assert gains["row"] > 3.6 > 3.2 > gains["block"] > gains[""]
+    assert sent["row"] < sent["block"] / 5
