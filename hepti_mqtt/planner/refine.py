@@ -404,17 +404,20 @@ def _with_layouts(question: Question, plan: Plan) -> Plan:
         run = replace(asked, shape=shape.decode_step(size))
         return price(run, _in_layout(plan, layout, rows[layout]), memory=NOT_ASKED).seconds
 
+    def gain(new: str, others: Sequence[str], size: int) -> float:
+        return min(seconds(old, size) for old in others) / seconds(new, size)
+
+    def first_size(new: str, others: Sequence[str]) -> int:
+        return bisect_left(sizes, True, key=lambda size: gain(new, others, size) > 1)
+
     found = dict[str, int]()
     for layout in layouts:
         run = replace(asked, shape=shape.decode_step(longest))
         rows[layout] = _balanced_rows(run, _in_layout(plan, layout, rows[""]))
-
-        def gain(size: int, new: str = layout) -> float:
-            return min(seconds(old, size) for old in ("", *found)) / seconds(new, size)
-
-        first = bisect_left(sizes, True, key=lambda size, gain=gain: gain(size) > 1)
+        others = ("", *found)
+        first = first_size(layout, others)
         before, after = (replace(plan, layouts=names) for names in (found, {**found, layout: 0}))
-        if first < len(sizes) and _is_worth_it(question, before, after, gain(longest)):
+        if first < len(sizes) and _is_worth_it(question, before, after, gain(layout, others, longest)):
             found = {name: most for name, most in found.items() if most < 1 << first} | {layout: 1 << first}
     last = next(reversed(found), "")
     return replace(_in_layout(plan, last, rows[last]), layouts=found or {layouts[0]: longest})
