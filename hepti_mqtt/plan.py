@@ -32,6 +32,7 @@ KEYS: Final[Mapping[str, str]] = {
     "weight_dtype": "storage",
     "relayed_pairs": "relayed",
 }
+OPTIONAL_KEYS: Final = frozenset({"replicas", "layouts"})  # that a plan without any leaves out
 _FIELDS: Final = {key: name for name, key in KEYS.items()}
 _UNDIVIDED: Final[Mapping[str, Any]] = {
     "version": PlanVersion(0, 0),

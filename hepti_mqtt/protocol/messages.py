@@ -19,7 +19,7 @@ import msgpack
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import PlanVersion, Start, check_name
-from hepti_mqtt.plan import KEYS, Plan
+from hepti_mqtt.plan import KEYS, OPTIONAL_KEYS, Plan
 from hepti_mqtt.protocol import keys, plausible
 from hepti_mqtt.protocol.frames import MAGIC, WANTS, Body, Frame, check_shape
 from hepti_mqtt.protocol.frames import decode as decode_frame
@@ -677,7 +677,7 @@ ASSESSMENT: Final = (
     "name", "devices", "gain", "probability", "requests", "cost_s", "load_s", "load_bytes", "verdict", "why",
 )  # fmt: skip
 ERROR: Final = ("code", "message", "detail")
-PLAN: Final = tuple(KEYS.get(f.name, f.name) for f in fields(Plan) if f.name != "replicas")
+PLAN: Final = tuple(KEYS.get(f.name, f.name) for f in fields(Plan) if f.name not in OPTIONAL_KEYS)
 ANSWER: Final = (
     "id", "model", "result", "plan", "tokens", "compute_ms", "wait_ms", "bytes_on_wire", "predicted_bytes",
     "predicted_ms",
