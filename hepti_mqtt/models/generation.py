@@ -98,6 +98,11 @@ class Candidates(NamedTuple):
         k = (len(row) - 3) // 2
         return cls(row[k : 2 * k].astype(np.intp), row[:k], vocab, (float(row[-3]), float(row[-2])), float(row[-1]))
 
+    @staticmethod
+    def likeliest(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+        """Return the first candidate of each row of an answer [r, 2 k + 3], i32 [r]."""
+        return rows[:, (rows.shape[1] - 3) // 2].astype(np.int32)
+
     @classmethod
     def of(cls, logits: npt.NDArray[np.float32], count: int) -> Candidates:
         """Return those of a row of all logits, without sums."""
@@ -326,6 +331,11 @@ class TokenRules:
         """Return whether the likeliest tokens of a row are never enough."""
         steered = self.moments is not None or self.allowed is not None
         return bool(self.choices) or self.scored or self.silent >= 0 or steered or self.judge is not None
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Return whether the likeliest token of a row always follows."""
+        return not (self.needs_logits or self._changes or any(self.temperatures))
 
     def pick(self, row: Candidates, before: Sequence[int], temperature: float = 0.0) -> int | None:
         """Return which of the candidates `choose` takes; None where that depends on tokens that are none."""

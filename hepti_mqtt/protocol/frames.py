@@ -310,8 +310,9 @@ def _body_view(frame: Frame) -> memoryview:
 #
 # The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session,
 # final, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the inputs are:
-# index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block from which on,
-# node and part the lower and the upper 32 bits of the other's run id; else they are 0.
+# index of their dtype, then their dimensions. Of a run that goes on with another one, or whose ids are the answer of
+# another one, node and part are the lower and the upper 32 bits of the other's run id, and layer is the block from which
+# on it goes on, or 0; of all others they are 0.
 
 
 class DecoderSession(NamedTuple):
@@ -351,8 +352,11 @@ def encode_work(
     sessions: Sequence[DecoderSession] = (),
     key: FrameKey = UNKEYED,
     continued: Continued | None = None,
+    follows: int = 0,
 ) -> bytes:
     """Return the frame that hands a request to the devices; continued: with the rest of a run.
+
+    follows: the run that answers with the ids that are -1 in `inputs`, 0 without one.
 
     inputs: token ids int32 [m], packed, those of a decoder [B + m] behind the rows that the cache of each item has
     already, or pixels uint8 [B, channels, size, size]. sessions: of all items, none where they have none. Raises
@@ -373,7 +377,8 @@ def encode_work(
     head[: len(fields)] = fields
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
-    work = Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body)
+    behind = {"node": follows & U32, "part": follows >> 32}
+    work = Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body, **behind)
     if continued is not None:
         work = continue_frame(replace(work, run_id=continued.run_id), run_id, continued.block)
     return encode(work, key)
@@ -428,6 +433,11 @@ def decode_sessions(frame: Frame) -> tuple[DecoderSession, ...]:
 def decode_continued(frame: Frame) -> Continued | None:
     """Return with what run a work frame goes on, None if the run begins with its request."""
     return Continued(frame.part << 32 | frame.node, frame.layer) if frame.layer else None
+
+
+def decode_follows(frame: Frame) -> int:
+    """Return the run whose answer are the ids of a work frame that are -1; 0 where none are."""
+    return 0 if frame.layer else frame.part << 32 | frame.node
 
 
 def _check_sessions(shape: PlainShape, sessions: Sequence[DecoderSession]) -> None:

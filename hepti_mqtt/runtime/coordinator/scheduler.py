@@ -14,7 +14,7 @@ from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, Overloade
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import task_count
+from hepti_mqtt.plan_programs import root_begins, task_count
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import MAX_SESSION, Continued, DecoderSession, Frame, encode_work
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
@@ -35,6 +35,7 @@ from hepti_mqtt.runtime.coordinator.requests import (
     MICRO_BATCH_TOKENS,
     Array,
     FairQueue,
+    FollowingStep,
     Generation,
     Progress,
     Request,
@@ -235,7 +236,7 @@ class Scheduler:
             else:
                 out += self._answer_forecast(group, group.active, items[0].request)
         self._held[name] = min(held.values(), default=inf)
-        return out
+        return [*out, *(c for group in self._groups.of_model(name) for c in self._stop_begun(group))]
 
     def _concurrent_runs(self, name: str, plan: Plan) -> list[Run]:
         """Return the runs of a model, whatever their pins, that would share devices with a run under a plan.
@@ -464,7 +465,8 @@ class Scheduler:
         continued: tuple[Run, int] | None = None,
     ) -> list[CoordinatorCommand]:
         """Dispatch items under a plan; continued: as the rest of a run, from a block on."""
-        out, run_id = list[CoordinatorCommand](), self._ids.next_run()
+        out, begun = list[CoordinatorCommand](), self._take_begun(group, plan, items)
+        items = items if begun is None else begun.items
         before = None if continued is None else Continued(continued[0].run_id, continued[1])
         generations = [item.request.generation for item in items if item.request.generation is not None]
         for generation in generations:
@@ -473,14 +475,24 @@ class Scheduler:
         steps, sessions = bool(generations) and all(g.joins for g in generations), tuple[DecoderSession, ...]()
         if generations:
             pace = group.step_pace(plan) if len(generations) == 1 else None
-            part, sessions = pack_steps([generation.next_batch(pace) for generation in generations])
+            batches = [generation.next_batch(pace, begun is not None) for generation in generations]
+            part, sessions = pack_steps(batches)
         else:
             part = concatenate([item.batch for item in items])
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
-        key = self._fleet.frame_key(plan)
-        payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, sessions, key, before)
-        topic = self._topics.work(plan.model, plan.devices[0])
+        key, topic = self._fleet.frame_key(plan), self._topics.work(plan.model, plan.devices[0])
+        if begun is not None and begun.is_run(part, sessions):
+            run_id, sent = begun.run_id, begun.nbytes
+        else:
+            out += [] if begun is None else self._cancel_run(plan, begun.run_id)
+            run_id = self._ids.next_run()
+            payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, sessions, key, before)
+            sent = publish_bytes(topic, len(payload), 1)
+            out.append(Publish(topic, payload, 1))
+        following = self._following_step(group, plan, run_id, items)
+        if following is not None:
+            out.append(following[1])
         beside = self._concurrent_runs(group.name, plan)
         expectation = group.expected(plan)
         learned = expectation.mean
@@ -492,7 +504,6 @@ class Scheduler:
         # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
         patience_s = OVERDUE_S * 2 ** max(i.request.losses[i.index] for i in items) + OVERDUE_FACTOR * expected_s
         overdue = now + min(patience_s, OVERDUE_MAX_S)
-        sent = publish_bytes(topic, len(payload), 1)
         others = [run for run in self._runs() if run.is_computing]
         for run in others:
             run.ran_alone = False
@@ -514,8 +525,52 @@ class Scheduler:
             frame_key=key,
             before=None if continued is None else continued[0],
             steps=steps,
+            following=None if following is None else following[0],
         )
-        return [*out, Publish(topic, payload, 1)]
+        return out
+
+    # -- steps that devices begin by themselves --------------------------------------------------------------------
+    #
+    # With a run that a token follows from, devices get the step behind it: all but the token, which is the likeliest
+    # one by the answer of their root device. So a text grows without waiting for the planner, which sees the same
+    # answer and asks for the same step, or stops it: at the end of a text, or where others join.
+
+    def _following_step(
+        self, group: PlanGroup, plan: Plan, run_id: int, items: tuple[WorkItem, ...]
+    ) -> tuple[FollowingStep, Publish] | None:
+        """Return the step behind a run, and what says it to devices; None where it may be another one, or none."""
+        made = [item.request.generation for item in items]
+        others = any(run.is_computing for run in group.runs.values())
+        steps = [] if group.queue or others else [step for g in made if g and (step := g.following_step())]
+        if not items or len(steps) < len(items) or not root_begins(group.served.spec, plan, steps[0][0].shape):
+            return None
+        part, sessions = pack_steps(steps)
+        number, key = self._ids.next_run(), self._fleet.frame_key(plan)
+        payload = encode_work(
+            plan.model, plan.version, number, part.shape, part.inputs, sessions, key, follows=run_id
+        )
+        topic = self._topics.work(plan.model, plan.devices[0])
+        nbytes = publish_bytes(topic, len(payload), 1)
+        step = FollowingStep(number, plan.version, items, part.shape, part.inputs, sessions, nbytes)
+        return step, Publish(topic, payload, 1)
+
+    @staticmethod
+    def _take_begun(group: PlanGroup, plan: Plan, items: tuple[WorkItem, ...]) -> FollowingStep | None:
+        """Return the step of these items that devices have begun under a plan, None if they have not."""
+        found = (s for s in group.begun if s.plan_version == plan.version and set(s.items) == set(items))
+        if (step := next(found, None)) is not None:
+            group.begun.remove(step)
+        return step
+
+    def _stop_begun(self, group: PlanGroup) -> list[CoordinatorCommand]:
+        """Stop the steps that nobody has asked for."""
+        begun, group.begun = group.begun, []
+        plans = {plan.version: plan for record in group.plans.records() for plan in record.plan.executables}
+        return [c for s in begun if s.plan_version in plans for c in self._cancel_run(plans[s.plan_version], s.run_id)]
+
+    def _cancel_run(self, plan: Plan, run_id: int) -> list[CoordinatorCommand]:
+        cancel = messages.Cancel(plan.model, plan.version, run_id)
+        return [self._command(device, cancel) for device in plan.devices]
 
     def _begin_session(self, group: PlanGroup, plan: Plan, generation: Generation) -> list[CoordinatorCommand]:
         """Begin a session under a plan: with rows of one whose text begins alike, if devices hold any."""
@@ -648,6 +703,7 @@ class Scheduler:
         for each in (run,) if run.before is None else (run.before, run):
             cancel = messages.Cancel(each.plan.model, each.plan_version, each.run_id)
             out += [self._command(device, cancel) for device in (run.before or run).plan.devices]
+        out += [] if run.following is None else self._cancel_run(run.plan, run.following.run_id)
         for item in run.items:  # which may have waited for its reports alone
             out += self._answer_generation(group, item) + self._end_session_of(group, item.request)
         return out
@@ -710,6 +766,9 @@ class Scheduler:
         if not reported and (states or not run.waiting_requests or not _usable(run.output())):
             return []
         run.early_stats = None if reported else stats
+        if run.following is not None:
+            group.begun.append(run.following)
+            run.following = None
         if run.ran_alone:
             group.step_pace(run.plan).record(run.shape.size, now - run.dispatched_s)
         places = [
