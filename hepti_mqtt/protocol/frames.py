@@ -310,9 +310,9 @@ def _body_view(frame: Frame) -> memoryview:
 #
 # The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session,
 # final, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the inputs are:
-# index of their dtype, then their dimensions. Of a run that goes on with another one, or whose ids are the answer of
-# another one, node and part are the lower and the upper 32 bits of the other's run id, and layer is the block from which
-# on it goes on, or 0; of all others they are 0.
+# index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block from which on,
+# node and part are the lower and the upper 32 bits of the other's run id. Of a run whose ids are another one's answer,
+# layer is 0, node and part are the same. Of all others the three are 0.
 
 
 class DecoderSession(NamedTuple):
@@ -377,8 +377,8 @@ def encode_work(
     head[: len(fields)] = fields
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
-    behind = {"node": follows & U32, "part": follows >> 32}
-    work = Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body, **behind)
+    work = Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body)
+    work = replace(work, node=follows & U32, part=follows >> 32)
     if continued is not None:
         work = continue_frame(replace(work, run_id=continued.run_id), run_id, continued.block)
     return encode(work, key)

@@ -252,18 +252,18 @@ class Generation:
     def _heat(self, rows: int) -> Array:
         return np.full(rows, self.temperature, np.float32).view(np.int32)
 
-    def following_step(self) -> tuple[Batch, DecoderSession] | None:
-        """Return the step behind the run that `next_batch` gave, with -1 for the token that follows from that one.
+    def following_step(self, place: int) -> tuple[Batch, DecoderSession] | None:
+        """Return a step behind the run that `next_batch` gave, with -1 for the token that follows from the one before.
 
-        None where it takes more than the likeliest token to know the step, or where none is wanted.
+        place: 0 for the first. None where it takes more than the likeliest token to know the step, or none is wanted.
         """
         total = len(self.prompt) + len(self.tokens)
         _, stop = self._rows_behind(self.cached_rows, total)
         most_is_known = self.rules.takes_likeliest and self.next_want == "candidates" and not self.foresees
-        if not most_is_known or stop < total or self.carried.size or len(self.tokens) + 2 > self.max_new_tokens:
+        if not most_is_known or stop < total or self.carried.size or len(self.tokens) + place + 2 > self.max_new_tokens:
             return None
         shape = self.shape.decode_step(1).with_want(self.next_want)
-        return Batch(shape, np.array([total, -1, *self._heat(1)], np.int32)), DecoderSession(self.session)
+        return Batch(shape, np.array([total + place, -1, *self._heat(1)], np.int32)), DecoderSession(self.session)
 
     @property
     def next_want(self) -> Want:
@@ -618,7 +618,7 @@ class Run:
     asked: tuple[PlanVersion, Progress | None] | None = None
     is_late: bool = False
     was_searched_for: bool = False
-    following: FollowingStep | None = None
+    following: tuple[FollowingStep, ...] = ()
 
     @property
     def plan_version(self) -> PlanVersion:

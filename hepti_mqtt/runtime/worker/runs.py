@@ -359,7 +359,7 @@ class WorkerRuns:
         before this comes.
         """
         request = self._runs.get(run_id)
-        if request is None and self._building.drop(run_id) is None and self._waiting_follower(run_id) is None:
+        if request is None and self._waiting_frame(run_id) is None:
             self._counters["unknown_cancel"] += 1
             return
         self.end(run_id)
@@ -399,17 +399,16 @@ class WorkerRuns:
     def start(self, resident: ResidentPlan, frame: Frame, now: float) -> list[Command]:
         """Begin a request, or keep it until its Program is built; raises WireError for an invalid frame."""
         begun = self._runs.get(frame.run_id)
-        waiting = self._building.waiting_frame(frame.run_id) or self._waiting_follower(frame.run_id)
-        known = waiting if begun is None else begun.frame
+        known = self._waiting_frame(frame.run_id) if begun is None else begun.frame
         if known is not None:
             return self._handle_duplicate(known, frame)
         plain, inputs = decode_work(frame)
-        if before := decode_follows(frame):
-            if before in self._runs or self._building.waiting_frame(before) is not None:
-                return self._keep_follower(before, resident, frame)
+        if followed := decode_follows(frame):
+            if followed in self._runs or self._waiting_frame(followed) is not None:
+                return self._keep_follower(followed, resident, frame)
             if self._device == resident.plan.root:  # others need no ids
-                if (ids := self._answers.get(before)) is None:
-                    return self._refuse(frame, "session", f"run {before}, which this one follows, has no answer here")
+                if (ids := self._answers.get(followed)) is None:
+                    return self._refuse(frame, "session", f"run {followed}, which this one follows, has no answer here")
                 inputs = _with_ids(inputs, ids, len(plain.sizes))
         sessions = decode_sessions(frame)
         try:
@@ -464,9 +463,10 @@ class WorkerRuns:
         self._followers[before] = resident, frame
         return []
 
-    def _waiting_follower(self, run_id: int) -> Frame | None:
-        """Return the work frame of a run that waits for the one before it; None if it does not."""
-        return next((frame for _, frame in self._followers.values() if frame.run_id == run_id), None)
+    def _waiting_frame(self, run_id: int) -> Frame | None:
+        """Return the work frame of a run that waits for its Program, or for the run before it; None if it does not."""
+        following = (frame for _, frame in self._followers.values() if frame.run_id == run_id)
+        return self._building.waiting_frame(run_id) or next(following, None)
 
     def leave(self, resident: ResidentPlan, message: messages.HandOver, after: Plan, now: float) -> list[Command]:
         """Let a run end before a block, and send what is here of it to those that go on under another plan."""
@@ -764,7 +764,7 @@ class WorkerRuns:
         self._building.check()
         assert not set(self._over) & set(self._runs)
         assert set(self._heirs) <= set(self._runs)
-        assert set(self._followers) <= {*self._runs, *(run_id for run_id, _ in self._building.waiting())}
+        assert all(before in self._runs or self._waiting_frame(before) is not None for before in self._followers)
         assert set(self._left) <= {*self._runs, *(run_id for run_id, _ in self._building.waiting())}
         assert all(r.key in epochs for r in self._runs.values())
 
