@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.spec import CANDIDATES
+from hepti_mqtt.spec import CANDIDATES, Draw
 
 FILE: Final = "generation_config.json"
 
@@ -97,11 +97,6 @@ class Candidates(NamedTuple):
         """Return what a row of a run's answer says, as the kernel `candidates` has it."""
         k = (len(row) - 3) // 2
         return cls(row[k : 2 * k].astype(np.intp), row[:k], vocab, (float(row[-3]), float(row[-2])), float(row[-1]))
-
-    @staticmethod
-    def likeliest(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
-        """Return the first candidate of each row of an answer [r, 2 k + 3], i32 [r]."""
-        return rows[:, (rows.shape[1] - 3) // 2].astype(np.int32)
 
     @classmethod
     def of(cls, logits: npt.NDArray[np.float32], count: int) -> Candidates:
@@ -332,10 +327,13 @@ class TokenRules:
         steered = self.moments is not None or self.allowed is not None
         return bool(self.choices) or self.scored or self.silent >= 0 or steered or self.judge is not None
 
-    @property
-    def takes_likeliest(self) -> bool:
-        """Return whether the likeliest token of a row always follows."""
-        return not (self.needs_logits or self._changes or any(self.temperatures))
+    def draw(self, place: int, temperature: float) -> Draw | None:
+        """Return how the token at a place of a text is drawn; None where that depends on more than candidates."""
+        drawn = self.sampling
+        changes = drawn != Sampling(top_k=drawn.top_k, top_p=drawn.top_p, min_p=drawn.min_p, prompt=drawn.prompt)
+        if changes or self.needs_logits or self.never or self.first_never:
+            return None
+        return Draw(place, self.seed, temperature, drawn.top_k, drawn.top_p, drawn.min_p)
 
     def pick(self, row: Candidates, before: Sequence[int], temperature: float = 0.0) -> int | None:
         """Return which of the candidates `choose` takes; None where that depends on tokens that are none."""
@@ -428,6 +426,15 @@ class TokenRules:
 
 
 LIKELIEST: Final = TokenRules()
+
+
+def drawn_token(draw: Draw, row: npt.NDArray[np.float32], vocab: int) -> int | None:
+    """Return the token that is drawn by a row of an answer; None where its candidates leave it open."""
+    sampling = Sampling(top_k=draw.top_k, top_p=draw.top_p, min_p=draw.min_p)
+    rules = TokenRules(seed=draw.seed, sampling=AS_THEY_ARE if sampling == AS_THEY_ARE else sampling)
+    found = Candidates.read(row, vocab)
+    chosen = rules.pick(found, range(draw.place), draw.temperature)
+    return None if chosen is None else int(found.ids[chosen])
 
 
 def _weights(logits: npt.NDArray[Any], top: float, temperature: float) -> float:

@@ -26,7 +26,7 @@ from hepti_mqtt.protocol.frames import MAX_TOGETHER, DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
-from hepti_mqtt.spec import RequestShape, Spec, Want
+from hepti_mqtt.spec import Draw, RequestShape, Spec, Want
 from hepti_mqtt.task_queue import TaskQueue
 
 Array = NDArray[Any]
@@ -252,18 +252,19 @@ class Generation:
     def _heat(self, rows: int) -> Array:
         return np.full(rows, self.temperature, np.float32).view(np.int32)
 
-    def following_step(self, place: int) -> tuple[Batch, DecoderSession] | None:
-        """Return a step behind the run that `next_batch` gave, with -1 for the token that follows from the one before.
+    def following_step(self, place: int) -> tuple[Batch, DecoderSession, Draw] | None:
+        """Return a step behind the run that `next_batch` gave, and how its token, -1, is drawn from the one before.
 
-        place: 0 for the first. None where it takes more than the likeliest token to know the step, or none is wanted.
+        place: 0 for the first. None where it takes more than candidates to know the step, or where none is wanted.
         """
         total = len(self.prompt) + len(self.tokens)
         _, stop = self._rows_behind(self.cached_rows, total)
-        most_is_known = self.rules.takes_likeliest and self.next_want == "candidates" and not self.foresees
-        if not most_is_known or stop < total or self.carried.size or len(self.tokens) + place + 2 > self.max_new_tokens:
+        draw = self.rules.draw(len(self.tokens) + place, self.temperature)
+        answers = self.next_want == "candidates" and stop == total and not self.carried.size
+        if draw is None or self.foresees or not answers or len(self.tokens) + place + 2 > self.max_new_tokens:
             return None
         shape = self.shape.decode_step(1).with_want(self.next_want)
-        return Batch(shape, np.array([total + place, -1, *self._heat(1)], np.int32)), DecoderSession(self.session)
+        return Batch(shape, np.array([total + place, -1, *self._heat(1)], np.int32)), DecoderSession(self.session), draw
 
     @property
     def next_want(self) -> Want:
@@ -583,7 +584,7 @@ class Run:
     time. frame_key: of its frames. progress: how far it is, as far as devices have said. before: the run that it goes
     on with under another plan. asked: the plan and the progress that the rule was last asked about. is_late: it is not
     as far as it should be; was_searched_for: a brief search for a plan that it may go on under was made. following: the
-    step that devices begin behind it by themselves.
+    step that devices begin behind it by themselves. ids: of its items where devices have begun it so, else none.
     """
 
     run_id: int
@@ -619,6 +620,7 @@ class Run:
     is_late: bool = False
     was_searched_for: bool = False
     following: tuple[FollowingStep, ...] = ()
+    ids: tuple[int, ...] = ()
 
     @property
     def plan_version(self) -> PlanVersion:
@@ -664,7 +666,8 @@ class Run:
         """Return whether a frame differs from an earlier one of the device for the same part or report."""
         if frame.kind == "output":
             first, array = self.parts.get((device, frame.node, frame.part), (frame.row_start, None))
-            return array is not None and (first != frame.row_start or not _same(array, frame.array()))
+            differs = array is not None and (first != frame.row_start or not _same(array, frame.array()))
+            return differs or frame.numbers != self.ids
         if frame.kind == "done" and len(frame.numbers) == 4:
             return self.reports.get(device, frame.numbers)[3] != frame.numbers[3]
         return False

@@ -16,7 +16,7 @@ from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import root_begins, task_count
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.frames import MAX_SESSION, Continued, DecoderSession, Frame, encode_work
+from hepti_mqtt.protocol.frames import MAX_SESSION, Continued, DecoderSession, Followed, Frame, encode_work
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import (
@@ -50,6 +50,7 @@ from hepti_mqtt.runtime.coordinator.requests import (
 )
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.schedule import route_to_replicas
+from hepti_mqtt.spec import Draw
 from hepti_mqtt.task_queue import TaskQueue
 
 MIN_RUN_S: Final = 1e-6
@@ -480,14 +481,12 @@ class Scheduler:
         tasks = task_count(group.served.spec, plan)
         if begun and begun[0].is_run(part, sessions):
             run_id, sent, begun = begun[0].run_id, begun[0].nbytes, begun[1:]
+            ids = tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist())
         else:
-            run_id = self._ids.next_run()
+            run_id, ids = self._ids.next_run(), ()
             order = self._order(plan, run_id, part, sessions, continued=before)
-            sent, out, begun = (
-                publish_bytes(order.topic, order.nbytes, 1),
-                [*out, *self._cancel_runs(plan, begun), order],
-                (),
-            )
+            sent, out = publish_bytes(order.topic, order.nbytes, 1), [*out, *self._cancel_runs(plan, begun), order]
+            begun = ()
         following, orders = self._add_following(group, plan, run_id, items, begun)
         out += orders
         beside = self._concurrent_runs(group.name, plan)
@@ -523,6 +522,7 @@ class Scheduler:
             before=None if continued is None else continued[0],
             steps=steps,
             following=following,
+            ids=ids,
         )
         return out
 
@@ -543,7 +543,7 @@ class Scheduler:
         part: Batch,
         sessions: tuple[DecoderSession, ...],
         continued: Continued | None = None,
-        follows: int = 0,
+        follows: Followed | None = None,
     ) -> Publish:
         """Return what hands a run to the devices of a plan."""
         key = self._fleet.frame_key(plan)
@@ -554,9 +554,11 @@ class Scheduler:
 
     # -- steps that devices begin by themselves --------------------------------------------------------------------
     #
-    # With a run that a token follows from, devices get the steps behind it: all but their tokens, each the likeliest
-    # one by the answer of the root device to the step before. So a text grows without waiting for the planner, which
-    # sees the same answers and asks for the same steps, or stops them: at the end of a text, or where others join.
+    # With a run that a token follows from, devices get the steps behind it: all but their tokens, and how each is drawn
+    # from the candidates that the root device answers the step before with. So a text grows without waiting for the
+    # planner, which sees the same answers and asks for the same steps, or stops them: at the end of a text, or where
+    # others join.
+    # Their answers carry the tokens that they began with, which the planner compares with its own.
 
     def _add_following(
         self, group: PlanGroup, plan: Plan, run_id: int, items: tuple[WorkItem, ...], known: tuple[FollowingStep, ...]
@@ -568,12 +570,13 @@ class Scheduler:
         while len(steps) < STEPS_AHEAD:
             made = [item.request.generation for item in items]
             found = [g.following_step(len(steps)) for g in made if g is not None]
-            parts = [step for step in found if step is not None]
+            parts, draws = [step[:2] for step in found if step is not None], [step[2] for step in found if step]
             if len(parts) < len(items) or not root_begins(group.served.spec, plan, parts[0][0].shape):
                 break
             part, sessions = pack_steps(parts)
+            draws += [Draw()] * (len(sessions) - len(draws))
             number, before = self._ids.next_run(), steps[-1].run_id if steps else run_id
-            order = self._order(plan, number, part, sessions, follows=before)
+            order = self._order(plan, number, part, sessions, follows=Followed(before, tuple(draws)))
             nbytes = publish_bytes(order.topic, order.nbytes, 1)
             steps.append(FollowingStep(number, plan.version, items, part.shape, part.inputs, sessions, nbytes))
             out.append(order)

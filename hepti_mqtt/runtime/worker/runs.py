@@ -11,7 +11,7 @@ import numpy as np
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PLANNER, PlanVersion
-from hepti_mqtt.models.generation import Candidates
+from hepti_mqtt.models.generation import drawn_token
 from hepti_mqtt.models.shapes import cache_rows
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, SlotSpec, publish_targets, state_name
@@ -19,12 +19,13 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import (
     Continued,
     DecoderSession,
+    Followed,
     Frame,
     FrameKind,
     TensorArrival,
     continue_frame,
     decode_continued,
-    decode_follows,
+    decode_followed,
     decode_sessions,
     decode_work,
     encode,
@@ -48,7 +49,7 @@ from hepti_mqtt.runtime.worker.residents import (
     ResidentPlans,
     shape_of,
 )
-from hepti_mqtt.spec import PlainShape, RequestShape
+from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.task_queue import initial_task
 
 EARLY_BYTES: Final = 64 << 20  # in all
@@ -295,7 +296,7 @@ class WorkerRuns:
         self._heirs: dict[int, int] = {}  # runs that end before a block, and those that go on there
         self._left: dict[int, Plan] = {}  # of those the ones that go on elsewhere, and under which plan
         self._followers: dict[int, tuple[ResidentPlan, Frame]] = {}  # by the run that is under way before each
-        self._answers: OrderedDict[int, Array] = OrderedDict()  # the likeliest token of each item, by run
+        self._answers: OrderedDict[int, Array] = OrderedDict()  # candidates of each item, by run
         self._early = EarlyFrames()
         self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # of runs that are not here yet
         self._sessions = DecoderSessions(counters)
@@ -403,13 +404,9 @@ class WorkerRuns:
         if known is not None:
             return self._handle_duplicate(known, frame)
         plain, inputs = decode_work(frame)
-        if followed := decode_follows(frame):
-            if followed in self._runs or self._waiting_frame(followed) is not None:
-                return self._keep_follower(followed, resident, frame)
-            if self._device == resident.plan.root:  # others need no ids
-                if (ids := self._answers.get(followed)) is None:
-                    return self._refuse(frame, "session", f"run {followed}, which this one follows, has no answer here")
-                inputs = _with_ids(inputs, ids, len(plain.sizes))
+        followed = decode_followed(frame)
+        if followed is not None and self._is_under_way(followed.run_id):
+            return self._keep_follower(followed.run_id, resident, frame)
         sessions = decode_sessions(frame)
         try:
             shape = shape_of(resident.spec, plain)
@@ -419,6 +416,10 @@ class WorkerRuns:
         if inputs.shape != dims or inputs.dtype != NUMPY_DTYPE[dtype]:
             text = f"inputs {inputs.dtype}{list(inputs.shape)} are not the {dtype}{list(dims)} that {frame.model} reads"
             return self._refuse(frame, "wire", text)
+        if followed is not None and self._device == resident.plan.root:  # others need no ids
+            if (drawn := self._drawn(followed, resident.spec, shape, inputs)) is None:
+                return self._refuse(frame, "session", f"no token follows from what run {followed.run_id} answered here")
+            inputs = drawn
         program_key: ProgramKey = shape
         if (continued := decode_continued(frame)) is not None:
             if (before := self._hold(continued, frame, plain)) is None:
@@ -462,6 +463,25 @@ class WorkerRuns:
             return self._refuse(frame, "wire", f"two runs follow run {before}")
         self._followers[before] = resident, frame
         return []
+
+    def _drawn(self, followed: Followed, spec: Spec, shape: RequestShape, inputs: Array) -> Array | None:
+        """Return the inputs of a step, i32 [items places, items ids, ...], with the ids that follow from an answer.
+
+        None without that answer, and where candidates leave one open.
+        """
+        rows, items = self._answers.get(followed.run_id), len(followed.draws)
+        if rows is None or len(rows) != items:
+            return None
+        out, vocab = inputs.copy(), spec.output_shape(shape.with_want("task"))[1]
+        for item in np.flatnonzero(out[items : 2 * items] < 0):
+            token = drawn_token(followed.draws[item], rows[item], vocab)
+            if token is None:
+                return None
+            out[items + item] = token
+        return out
+
+    def _is_under_way(self, run_id: int) -> bool:
+        return run_id in self._runs or self._waiting_frame(run_id) is not None
 
     def _waiting_frame(self, run_id: int) -> Frame | None:
         """Return the work frame of a run that waits for its Program, or for the run before it; None if it does not."""
@@ -662,10 +682,13 @@ class WorkerRuns:
     def _output(self, request: WorkerRun, outgoing: OutgoingTensor) -> Publish:
         request.outputs_sent += 1
         if request.chooses:
-            self._answers[outgoing.run_id] = Candidates.likeliest(outgoing.array[-len(request.sessions) :])
+            self._answers[outgoing.run_id] = outgoing.array[-len(request.sessions) :].copy()
             while len(self._answers) > MAX_ANSWERS:
                 self._answers.popitem(last=False)
         frame = self._frame_for(request, outgoing, "output")
+        if decode_followed(request.frame) is not None:  # the planner compares the ids with its own
+            items = len(request.sessions)
+            frame = replace(frame, numbers=tuple(request.inputs[items : 2 * items].tolist()))
         out = Publish(self._topics.reports(self._device), encode(frame, request.frame_key), 1)
         request.sent_bytes += publish_bytes(out.topic, out.nbytes, out.qos)
         return out
@@ -764,14 +787,6 @@ class WorkerRuns:
         self._building.check()
         assert not set(self._over) & set(self._runs)
         assert set(self._heirs) <= set(self._runs)
-        assert all(before in self._runs or self._waiting_frame(before) is not None for before in self._followers)
+        assert all(map(self._is_under_way, self._followers))
         assert set(self._left) <= {*self._runs, *(run_id for run_id, _ in self._building.waiting())}
         assert all(r.key in epochs for r in self._runs.values())
-
-
-def _with_ids(inputs: Array, ids: Array, items: int) -> Array:
-    """Return the inputs of a step, i32 [items places, items ids, ...], with the ids that were -1."""
-    out = inputs.copy()
-    own = out[items : 2 * items]
-    own[:] = np.where(own < 0, ids, own)
-    return out

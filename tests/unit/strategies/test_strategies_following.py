@@ -9,7 +9,7 @@ from swarm import MODEL, Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.models.generation import LIKELIEST, TokenRules
+from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.runtime.coordinator.interface import Publish, RequestCancelled
 from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, RequestKey
@@ -37,7 +37,7 @@ class Watched(Swarm):
     def _planner_command(self, command) -> None:
         if isinstance(command, Publish) and "/work/" in command.topic:
             frame = frames.decode(command.payload)
-            self.following += [frame.run_id] if frames.decode_follows(frame) else []
+            self.following += [frame.run_id] if frames.decode_followed(frame) else []
             self.after(self.late_s, lambda: Swarm._planner_command(self, command))
             return
         if isinstance(command, Publish) and command.topic.endswith("/cmd"):
@@ -67,13 +67,24 @@ def text(rules: TokenRules = LIKELIEST) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_every_step_but_the_first_begins_without_the_planner(count):
+DRAWN = TokenRules(temperatures=(0.3,), seed=3, sampling=Sampling(top_k=40, top_p=0.9, min_p=0.01))
+
+
+@pytest.mark.parametrize(("count", "rules"), [(1, LIKELIEST), (2, LIKELIEST), (3, LIKELIEST), (1, DRAWN), (2, DRAWN)])
+def test_every_step_but_the_first_begins_without_the_planner(count, rules):
     swarm = Watched(count)
-    swarm.write("a")
-    assert swarm.finish("a") == [text()]
+    swarm.write("a", rules)
+    assert swarm.finish("a") == [text(rules)]
     assert len(swarm.following) == MOST - 1
     assert not swarm.stopped
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_candidates_leave_a_token_open_the_planner_decides(seed):
+    rules = TokenRules(temperatures=(2.5,), seed=seed)
+    swarm = Watched(2)
+    swarm.write("a", rules)
+    assert swarm.finish("a") == [text(rules)]
 
 
 def test_a_slow_planner_does_not_slow_a_text_down_by_every_word():
@@ -116,12 +127,12 @@ def test_a_user_who_leaves_stops_what_was_begun():
 @pytest.mark.parametrize(
     ("rules", "want"),
     [
-        (TokenRules(temperatures=(1.2,), seed=3), "candidates"),
+        (TokenRules(sampling=Sampling(repetition=1.5)), "candidates"),
         (TokenRules(never=(text()[3],)), "candidates"),
         (LIKELIEST, "task"),
     ],
 )
-def test_what_is_not_the_likeliest_token_waits_for_the_planner(rules, want):
+def test_a_token_that_depends_on_more_waits_for_the_planner(rules, want):
     swarm = Watched(2)
     swarm.write("a", rules, want)
     assert swarm.finish("a") == [text(rules)]
@@ -147,9 +158,10 @@ def test_a_run_that_follows_none_that_is_known_is_refused():
     (resident,) = host.session.plans.residents()
     generation, _ = wanted()
     generation.cached_rows = len(PROMPT) - 1
-    part, session = generation.following_step(0)
+    part, session, draw = generation.following_step(0)
+    follows = frames.Followed(998, (draw,))
     payload = frames.encode_work(
-        MODEL, resident.plan.version, 999, part.shape, part.inputs, (session,), resident.frame_key, follows=998
+        MODEL, resident.plan.version, 999, part.shape, part.inputs, (session,), resident.frame_key, follows=follows
     )
     (failed,) = host.session.runs.start(resident, frames.decode(payload), swarm.now)
     assert messages.decode(failed.payload).code == "session"
