@@ -667,7 +667,7 @@ class Run:
         if frame.kind == "output":
             first, array = self.parts.get((device, frame.node, frame.part), (frame.row_start, None))
             differs = array is not None and (first != frame.row_start or not _same(array, frame.array()))
-            return differs or frame.numbers != self.ids
+            return differs or (bool(self.ids) and frame.numbers != self.ids)
         if frame.kind == "done" and len(frame.numbers) == 4:
             return self.reports.get(device, frame.numbers)[3] != frame.numbers[3]
         return False

@@ -13,6 +13,7 @@ from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.runtime.coordinator.interface import Publish, RequestCancelled
 from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, RequestKey
+from hepti_mqtt.runtime.worker import runs
 
 SPEC = spec_of_kind("tiny-qwen3-text")
 PROMPT = (5, 9, 2, 7, 5)
@@ -137,6 +138,21 @@ def test_a_token_that_depends_on_more_waits_for_the_planner(rules, want):
     swarm.write("a", rules, want)
     assert swarm.finish("a") == [text(rules)]
     assert not swarm.following
+
+
+def test_a_device_that_draws_another_token_than_the_planner_changes_no_text(monkeypatch):
+    draws = []
+
+    def once_another(draw, row, vocab):
+        draws.append(draw)
+        return (runs_drawn(draw, row, vocab) + (len(draws) == 4)) % vocab
+
+    runs_drawn = runs.drawn_token
+    monkeypatch.setattr(runs, "drawn_token", once_another)
+    swarm = Watched(2)
+    swarm.write("a", DRAWN)
+    assert swarm.finish("a") == [text(DRAWN)]
+    assert len(draws) > 4
 
 
 @pytest.mark.parametrize("lost", ["d0", "d1"])
