@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from device_agent.machine import core_capacities, last_level_cache_bytes, usable_cores
 from hepti_mqtt import __version__
 from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.cost.profiles import F32
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
@@ -31,7 +32,7 @@ from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
 from hepti_mqtt.runtime.worker.executor import Executor, Step, bind
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRows
+from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, Product, StoredRows
 from hepti_mqtt.transport.mesh import Address, Mesh, mesh_possible
 
 _TOPIC: Final = "x/m/0/near/far"
@@ -91,7 +92,10 @@ class LoopbackMesh:
 
 Curves = dict[str, Any]
 
-MEASURED: Final[tuple[WeightDtype | BlockStorage, ...]] = (*get_args(WeightDtype), *BLOCK_STORAGES)
+MEASURED: Final = (
+    *map(Product, get_args(WeightDtype)),
+    *(Product(storage, rounded) for storage in BLOCK_STORAGES for rounded in (False, True)),
+)
 SHAPES: Final = ((384, 384), (384, 1536), (1024, 1024), (1024, 4096))
 ROWS: Final = (1, 8, 32, 128)
 _MIDDLE: Final = 2  # the shape in which narrower storages are measured
@@ -164,8 +168,12 @@ def _written_since(file: Path, since_s: float | None) -> bool:
 
 
 def has_narrow_curves(curves: Curves) -> bool:
-    """Return whether curves are those of every storage of weights."""
-    return {curve.get("storage", "f32") for curve in curves["linear"]} >= set(MEASURED)
+    """Return whether curves are those of every storage of weights, and of activations in int8 where they may be so."""
+    return set(map(_product, curves["linear"])) >= set(MEASURED)
+
+
+def _product(curve: Curves) -> Product:
+    return Product(curve.get("storage", "f32"), curve.get("x") == "i8")
 
 
 def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
@@ -211,14 +219,16 @@ def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
 
 def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> list[Curves]:
     """Return the curves of narrow weights that are missing."""
-    storages = [curve.get("storage", "f32") for curve in curves["linear"]]
-    whole, n = SHAPES[min(_MIDDLE, storages.count("f32") - 1)]
+    known = list(map(_product, curves["linear"]))
+    whole, n = SHAPES[min(_MIDDLE, known.count(Product()) - 1)]
     found = []
-    for storage in MEASURED:
-        if storage not in storages:
+    for product in MEASURED:
+        if product not in known:
+            storage = product.weights
             k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
-            points = _linear_points(_ColdMatmul(k, n, memory_bytes, storage), workers)
-            found.append({"k": k, "n": n, "points": points, "storage": storage})
+            points = _linear_points(_ColdMatmul(k, n, memory_bytes, product), workers)
+            x = {"x": "i8"} if product.rounded else {}
+            found.append({"k": k, "n": n, "points": points, "storage": storage, **x})
     return found
 
 
@@ -259,7 +269,8 @@ class _ColdMatmul:
     memory_bytes: a quarter of it is not exceeded while more than one is left.
     """
 
-    def __init__(self, k: int, n: int, memory_bytes: int, storage: WeightDtype | BlockStorage = "f32") -> None:
+    def __init__(self, k: int, n: int, memory_bytes: int, product: Product = F32) -> None:
+        storage, self._rounded = product
         self._refs = (_matrix(k, n, storage), WeightRef("b", (0, 1), (0, n), "plain"))
         rng = np.random.default_rng(0)
         values: list[NDArray[Any] | StoredRows] = [
@@ -276,7 +287,8 @@ class _ColdMatmul:
 
     def run(self, rows: int, workers: Workers) -> Callable[[], None]:
         """Return what multiplies `rows` rows by the next of the matrices."""
-        op = Compute("linear", (0,), (1,), self._refs, {"bias": True, "activation": None, "residual": False})
+        attrs = {"bias": True, "activation": None, "residual": False, **({"x": "i8"} if self._rounded else {})}
+        op = Compute("linear", (0,), (1,), self._refs, attrs)
         slots = (SlotSpec((rows, self._k)), SlotSpec((rows, self._n)))
         reads, writes = _arrays(op, slots)
         runs = cycle([KERNELS[op.kernel].bind(op, slots, weights, workers) for weights in self._copies])

@@ -22,7 +22,7 @@ from hepti_mqtt.cost.simulator import (
     simulated_request,
 )
 from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
-from hepti_mqtt.models import largest_shape, product_storage, tensor_sources
+from hepti_mqtt.models import largest_shape, tensor_sources, usual_product
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
 from hepti_mqtt.planner.candidates import THOROUGH, WireErrorKey
@@ -204,8 +204,8 @@ def run_seconds(spec: Spec, plan: Plan, price: Price, cluster: Cluster, rows: in
     Products take as long as devices have measured, for few rows nearly as long as for one; exchanges of few rows take
     as long as of one.
     """
-    storage, known = product_storage(spec, plan.weight_dtype), max(plan.predicted_tokens, 1)
-    factor = partial(rows_factor, cluster, plan.devices, storage)
+    product, known = usual_product(spec, plan.weight_dtype), max(plan.predicted_tokens, 1)
+    factor = partial(rows_factor, cluster, plan.devices, product)
     computing = price.computing * factor(rows) / factor(known)
     return max(plan.predicted_s, 1e-9) * (computing + (1 - price.computing) * max(rows / (_FEW_ROWS * known), 1.0))
 

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from hepti_mqtt.cost.profiles import Cluster, rows_factor
 from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import product_storage
+from hepti_mqtt.models import usual_product
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import SimulatedRequest
@@ -171,9 +171,9 @@ class Forecasts:
             others = [f for (plan_version, _), f in self._known.items() if plan_version == plan.version]
             cluster = next((s.cluster for s in self._standing if s.plan.version == plan.version), Cluster({}, {}))
         nearest = min(others, key=lambda f: abs(f.tokens - shape.size), default=_of_plan(plan))
-        storage = product_storage(self._specs[plan.model], plan.weight_dtype)
+        product = usual_product(self._specs[plan.model], plan.weight_dtype)
         rows = shape.size, max(nearest.tokens, 1)
-        factors = [rows_factor(cluster, plan.devices, storage, each) for each in rows]
+        factors = [rows_factor(cluster, plan.devices, product, each) for each in rows]
         return nearest.scaled(shape.size, nearest.seconds * factors[0] / factors[1])
 
     def run(self) -> None:

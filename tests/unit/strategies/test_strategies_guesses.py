@@ -19,6 +19,7 @@ from hepti_mqtt.planner import Question, run_seconds, simulate_plan
 from hepti_mqtt.runtime.coordinator.guesses import SIZES, Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
 from hepti_mqtt.spec import Want
+from hepti_mqtt.storage import Product
 
 SPEC = spec_of_kind("tiny-llama")
 BEGINNING = (5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 2)
@@ -123,9 +124,9 @@ BOARD, SERVER, APART = ((1, 1.0), (8, 1.3)), ((1, 1.0), (4, 2.8), (8, 4.5)), ((1
     ],
 )  # fmt: skip
 def test_as_many_are_guessed_as_the_price_of_their_rows_is_worth(points, right, rows):
-    device = DeviceProfile("d", (Curve(64, 64, points, "Q4_0"), Curve(64, 64, ((1, 1.0),), "f32")), 1e9, 1e9)
+    device = DeviceProfile("d", (Curve(64, 64, points, Product("q4_0")), Curve(64, 64, ((1, 1.0),))), 1e9, 1e9)
     cluster = Cluster({"d": device}, {"d": Link()})
-    pace = StepPace(lambda count: rows_factor(cluster, ("d",), "Q4_0", count))
+    pace = StepPace(lambda count: rows_factor(cluster, ("d",), Product("q4_0"), count))
     guesses = Guesses()
     foreseen(guesses, right=right)
     guessed = guesses.propose((1, 2, 3, 4), (9, 1, 2), 7, pace)
