@@ -92,18 +92,23 @@ class DeviceProfile:
         """Return the predicted time of one op, whose kernels do so much work."""
         return self.op_overhead_s + self.slowdown * sum(map(self._kernel_seconds, parts))
 
+    def product_seconds(self, *parts: Work) -> float:
+        """Return the part of it in products with weights."""
+        return self.slowdown * sum(self._product_seconds(part) for part in parts if part.kind == "linear")
+
+    def _product_seconds(self, work: Work) -> float:
+        area = work.k * work.n
+        if not area or not work.rows:
+            return 0.0
+        curve = min(
+            self._curves(work.product),
+            key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
+        )
+        return curve.seconds(work.rows) * area / (curve.k * curve.n)
+
     def _kernel_seconds(self, work: Work) -> float:
         if work.kind == "linear":
-            area = work.k * work.n
-            if not area or not work.rows:
-                return 0.0
-            curve = min(
-                self._curves(work.product),
-                key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
-            )
-            beside = work.nbytes / self.rowwise_bytes_per_s
-            product = curve.seconds(work.rows) * area / (curve.k * curve.n)
-            return product + beside
+            return self._product_seconds(work) + work.nbytes / self.rowwise_bytes_per_s
         if work.kind == "attention":
             return work.flops / self.attention_flops_per_s
         return work.nbytes / self.rowwise_bytes_per_s

@@ -156,3 +156,20 @@ def test_a_run_of_several_rows_is_priced_as_it_is_simulated(kind, devices):
         seconds = run_seconds(spec, one.plan, one.price, cluster, rows)
         assert seconds == pytest.approx(priced(shape).price.seconds, rel=0.2)
         assert seconds < 1.6 * one.price.seconds
+
+
+def test_a_prompt_is_priced_from_a_step_as_it_is_simulated():
+    """What ops cost beside their work does not grow with rows; with it prompts were priced too high."""
+    spec = spec_of_kind("tiny-llama", layers=24)  # the head computes a row alone
+    device = DeviceProfile("d0", (Curve(64, 64, ((1, 20e-6), (8, 30e-6), (128, 300e-6))),), 1e9, 1e10, 1e-4)
+    cluster, made = Cluster({"d0": device}, {"d0": Link()}), plan(spec, ("single", {}), (1.0,))
+    one, prompt = (
+        simulate_plan(
+            Question(
+                TopicNames("s", "m"), spec, cluster, models.single_sequence(spec, ids, "task", 64)[0], made.version
+            ),
+            made,
+        )
+        for ids in (np.ones(1, np.int32), np.ones(64, np.int32))
+    )
+    assert run_seconds(spec, one.plan, one.price, cluster, 64) == pytest.approx(prompt.price.seconds, rel=0.2)
