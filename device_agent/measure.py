@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import cycle
+from itertools import cycle, groupby
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, get_args
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 from device_agent.machine import core_capacities, last_level_cache_bytes, usable_cores
 from hepti_mqtt import __version__
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.cost.profiles import F32
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
@@ -177,7 +177,7 @@ def _product(curve: Curves) -> Product:
 
 
 def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
-    """Return time curves and rates of this device; takes about 4 s at most. Kernels must be warm.
+    """Return time curves and rates of this device; takes about 5 s at most. Kernels must be warm.
 
     Weights come from memory, not from a cache: a model's do, of which all others are used between two uses of one.
     memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
@@ -222,13 +222,14 @@ def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> list[Curves]
     known = list(map(_product, curves["linear"]))
     whole, n = SHAPES[min(_MIDDLE, known.count(Product()) - 1)]
     found = []
-    for product in MEASURED:
-        if product not in known:
-            storage = product.weights
-            k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
-            points = _linear_points(_ColdMatmul(k, n, memory_bytes, product), workers)
+    for storage, products in groupby((one for one in MEASURED if one not in known), attrgetter("weights")):
+        k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
+        weights = _ColdMatmul(k, n, memory_bytes, storage)
+        for product in products:
+            points = _linear_points(weights, workers, product.rounded)
             x = {"x": "i8"} if product.rounded else {}
             found.append({"k": k, "n": n, "points": points, "storage": storage, **x})
+        del weights  # those of one measurement at a time are enough
     return found
 
 
@@ -269,8 +270,7 @@ class _ColdMatmul:
     memory_bytes: a quarter of it is not exceeded while more than one is left.
     """
 
-    def __init__(self, k: int, n: int, memory_bytes: int, product: Product = F32) -> None:
-        storage, self._rounded = product
+    def __init__(self, k: int, n: int, memory_bytes: int, storage: WeightDtype | BlockStorage = "f32") -> None:
         self._refs = (_matrix(k, n, storage), WeightRef("b", (0, 1), (0, n), "plain"))
         rng = np.random.default_rng(0)
         values: list[NDArray[Any] | StoredRows] = [
@@ -285,9 +285,9 @@ class _ColdMatmul:
         self._copies = [first, *([twin(weight) for weight in first] for _ in range(most // nbytes - 1))]
         self._k, self._n = k, n
 
-    def run(self, rows: int, workers: Workers) -> Callable[[], None]:
-        """Return what multiplies `rows` rows by the next of the matrices."""
-        attrs = {"bias": True, "activation": None, "residual": False, **({"x": "i8"} if self._rounded else {})}
+    def run(self, rows: int, workers: Workers, rounded: bool = False) -> Callable[[], None]:
+        """Return what multiplies `rows` rows, rounded to int8 first or not, by the next of the matrices."""
+        attrs = {"bias": True, "activation": None, "residual": False, **({"x": "i8"} if rounded else {})}
         op = Compute("linear", (0,), (1,), self._refs, attrs)
         slots = (SlotSpec((rows, self._k)), SlotSpec((rows, self._n)))
         reads, writes = _arrays(op, slots)
@@ -304,8 +304,8 @@ def _packed(refs: Sequence[WeightRef], values: Sequence[NDArray[Any] | StoredRow
     return out
 
 
-def _linear_points(weights: _ColdMatmul, workers: Workers) -> list[list[float]]:
-    runs = ((rows, weights.run(rows, workers)) for rows in ROWS)
+def _linear_points(weights: _ColdMatmul, workers: Workers, rounded: bool = False) -> list[list[float]]:
+    runs = ((rows, weights.run(rows, workers, rounded)) for rows in ROWS)
     return monotone([[rows, _seconds(run, workers.threads)] for rows, run in runs])
 
 
