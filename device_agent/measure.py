@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import cycle
+from itertools import cycle, groupby
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, get_args
@@ -31,7 +32,7 @@ from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
 from hepti_mqtt.runtime.worker.executor import Executor, Step, bind
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRows
+from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, Product, StoredRows
 from hepti_mqtt.transport.mesh import Address, Mesh, mesh_possible
 
 _TOPIC: Final = "x/m/0/near/far"
@@ -91,7 +92,10 @@ class LoopbackMesh:
 
 Curves = dict[str, Any]
 
-MEASURED: Final[tuple[WeightDtype | BlockStorage, ...]] = (*get_args(WeightDtype), *BLOCK_STORAGES)
+MEASURED: Final = (
+    *map(Product, get_args(WeightDtype)),
+    *(Product(storage, rounded) for storage in BLOCK_STORAGES for rounded in (False, True)),
+)
 SHAPES: Final = ((384, 384), (384, 1536), (1024, 1024), (1024, 4096))
 ROWS: Final = (1, 8, 32, 128)
 _MIDDLE: Final = 2  # the shape in which narrower storages are measured
@@ -164,12 +168,16 @@ def _written_since(file: Path, since_s: float | None) -> bool:
 
 
 def has_narrow_curves(curves: Curves) -> bool:
-    """Return whether curves are those of every storage of weights."""
-    return {curve.get("storage", "f32") for curve in curves["linear"]} >= set(MEASURED)
+    """Return whether curves are those of every storage of weights, and of activations in int8 where they may be so."""
+    return set(map(_product, curves["linear"])) >= set(MEASURED)
+
+
+def _product(curve: Curves) -> Product:
+    return Product(curve.get("storage", "f32"), curve.get("x") == "i8")
 
 
 def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
-    """Return time curves and rates of this device; takes about 4 s at most. Kernels must be warm.
+    """Return time curves and rates of this device; takes about 5 s at most. Kernels must be warm.
 
     Weights come from memory, not from a cache: a model's do, of which all others are used between two uses of one.
     memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
@@ -211,14 +219,17 @@ def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
 
 def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> list[Curves]:
     """Return the curves of narrow weights that are missing."""
-    storages = [curve.get("storage", "f32") for curve in curves["linear"]]
-    whole, n = SHAPES[min(_MIDDLE, storages.count("f32") - 1)]
+    known = list(map(_product, curves["linear"]))
+    whole, n = SHAPES[min(_MIDDLE, known.count(Product()) - 1)]
     found = []
-    for storage in MEASURED:
-        if storage not in storages:
-            k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
-            points = _linear_points(_ColdMatmul(k, n, memory_bytes, storage), workers)
-            found.append({"k": k, "n": n, "points": points, "storage": storage})
+    for storage, products in groupby((one for one in MEASURED if one not in known), attrgetter("weights")):
+        k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
+        weights = _ColdMatmul(k, n, memory_bytes, storage)
+        for product in products:
+            points = _linear_points(weights, workers, product.rounded)
+            x = {"x": "i8"} if product.rounded else {}
+            found.append({"k": k, "n": n, "points": points, "storage": storage, **x})
+        del weights  # those of one measurement at a time are enough
     return found
 
 
@@ -274,9 +285,10 @@ class _ColdMatmul:
         self._copies = [first, *([twin(weight) for weight in first] for _ in range(most // nbytes - 1))]
         self._k, self._n = k, n
 
-    def run(self, rows: int, workers: Workers) -> Callable[[], None]:
-        """Return what multiplies `rows` rows by the next of the matrices."""
-        op = Compute("linear", (0,), (1,), self._refs, {"bias": True, "activation": None, "residual": False})
+    def run(self, rows: int, workers: Workers, rounded: bool = False) -> Callable[[], None]:
+        """Return what multiplies `rows` rows, rounded to int8 first or not, by the next of the matrices."""
+        attrs = {"bias": True, "activation": None, "residual": False, **({"x": "i8"} if rounded else {})}
+        op = Compute("linear", (0,), (1,), self._refs, attrs)
         slots = (SlotSpec((rows, self._k)), SlotSpec((rows, self._n)))
         reads, writes = _arrays(op, slots)
         runs = cycle([KERNELS[op.kernel].bind(op, slots, weights, workers) for weights in self._copies])
@@ -292,8 +304,8 @@ def _packed(refs: Sequence[WeightRef], values: Sequence[NDArray[Any] | StoredRow
     return out
 
 
-def _linear_points(weights: _ColdMatmul, workers: Workers) -> list[list[float]]:
-    runs = ((rows, weights.run(rows, workers)) for rows in ROWS)
+def _linear_points(weights: _ColdMatmul, workers: Workers, rounded: bool = False) -> list[list[float]]:
+    runs = ((rows, weights.run(rows, workers, rounded)) for rows in ROWS)
     return monotone([[rows, _seconds(run, workers.threads)] for rows, run in runs])
 
 

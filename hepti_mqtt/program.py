@@ -13,13 +13,13 @@ import numpy as np
 
 from hepti_mqtt.ids import ALL_DEVICES
 from hepti_mqtt.plan import Range, Route, WeightDtype
-from hepti_mqtt.storage import BlockStorage
+from hepti_mqtt.storage import BlockStorage, Product
 
 WorkKind = Literal["linear", "attention", "rowwise"]
 
 
 class Work(NamedTuple):
-    """linear: rows × k × n of a matmul over weights in `weight_dtype`, and bytes moved beside it; attention: flops
+    """linear: rows × k × n of a matmul, the `product` of what, and bytes moved beside it; attention: flops
     over all (query, key) pairs; rowwise: bytes moved. flops: those of the op's definition, however it is computed.
     """
 
@@ -29,7 +29,7 @@ class Work(NamedTuple):
     n: int = 0
     flops: float = 0.0
     nbytes: float = 0.0
-    weight_dtype: WeightDtype | BlockStorage = "f32"
+    product: Product = Product()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

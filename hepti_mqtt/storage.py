@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.plan import Quantised
+from hepti_mqtt.plan import Quantised, WeightDtype
 
 # Those that kernels multiply by as they are.
 BlockStorage = Literal["q4_0", "q4_1", "q8_0", "q4_k", "q6_k"]
@@ -21,6 +21,17 @@ BLOCK: Final = 32  # values of the smallest block of any of them; larger ones ha
 
 # What a checkpoint of numbers is quantised to.
 QUANTISED: Final[Mapping[Quantised, BlockStorage]] = {"q8": "q8_0", "q4": "q4_0"}
+
+
+class Product(NamedTuple):
+    """What a matmul multiplies: how its weights are kept, and whether activations in f32 are rounded to int8 first.
+
+    Of weights in blocks alone; of others how they are kept says it.
+    """
+
+    weights: WeightDtype | BlockStorage = "f32"
+    rounded: bool = False
+
 
 Octets = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import wave
@@ -10,18 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.errors import BenchError
 from benchmarks.files import find
-from benchmarks.lab.calibrate import calibrate
-from benchmarks.lab.hosts import Process
-from benchmarks.lab.lab import Lab
-from benchmarks.lab.site import LabSite
+from benchmarks.lab.beside import Asked, beside, in_turn, ratio, say
 from benchmarks.lab.spec import load
 from benchmarks.tables import table
 
-PATIENCE_S: Final = 600.0
 LANGUAGE: Final = {"language": "en"}
 ENCODES: Final = {**LANGUAGE, "window": 30, "max_new_tokens": 1}  # the encoder, and the first token
 # As faster-whisper does it, but without times; beam 5 is its default.
@@ -42,47 +37,37 @@ def main(
     with TemporaryDirectory(prefix="hepti-speech-") as scratch:
         sound = Path(scratch) / "sound.wav"
         _cut(Path(audio), sound, seconds)
-        with Lab(spec, Path(scratch) / "lab") as hosts:
-            calibrate(hosts, spec, lambda line: print(line, file=sys.stderr))
-            names = list(hosts.hosts)
-            with LabSite(hosts, {"whisper": Path(model).resolve()}) as site:
-                whisper = hosts.hosts[names[0]].talk(
-                    "whisper", "benchmarks.outside.speech", environment={"OMP_NUM_THREADS": "1"}
-                )
-                hepti = site.talk("speech", "benchmarks.outside.speech")
-                _say(whisper, do="read", model=str(Path(model).resolve()), audio=str(sound))
-                _say(hepti, do="meet", model="whisper", audio=str(sound))
-                one = {"strategy": "single", "devices": names[:1]}
-                asked: dict[str, tuple[Process, dict[str, Any]]] = {
-                    "faster-whisper, beam 1": (whisper, {**WHISPER, "beam_size": 1}),
-                    "faster-whisper, beam 5": (whisper, {**WHISPER, "beam_size": 5}),
-                    "Hepti, one host, window of 30 s": (hepti, {**LANGUAGE, **one, "window": 30}),
-                    "Hepti, all hosts, window of 30 s": (hepti, {**LANGUAGE, "window": 30}),
-                    "Hepti, one host": (hepti, {**LANGUAGE, **one}),
-                    "Hepti, all hosts": (hepti, LANGUAGE),
-                    "encoder, faster-whisper": (whisper, {"encodes": True}),
-                    "encoder and a token, Hepti, one host": (hepti, {**ENCODES, **one}),
-                    "encoder and a token, Hepti, all hosts": (hepti, ENCODES),
-                }
-                hosts.throttle(False)  # weights are loaded at full speed; what is measured there would teach nothing
+        with beside(spec, "benchmarks.outside.speech", "whisper", Path(model).resolve()) as both:
+            whisper, hepti = both.outside, both.site
+            say(whisper, do="read", model=str(Path(model).resolve()), audio=str(sound))
+            say(hepti, do="meet", model="whisper", audio=str(sound))
+            one = {"strategy": "single", "devices": both.names[:1]}
+            asked = {
+                "faster-whisper, beam 1": Asked(whisper, {**WHISPER, "beam_size": 1}),
+                "faster-whisper, beam 5": Asked(whisper, {**WHISPER, "beam_size": 5}),
+                "Hepti, one host, window of 30 s": Asked(hepti, {**LANGUAGE, **one, "window": 30}),
+                "Hepti, all hosts, window of 30 s": Asked(hepti, {**LANGUAGE, "window": 30}),
+                "Hepti, one host": Asked(hepti, {**LANGUAGE, **one}),
+                "Hepti, all hosts": Asked(hepti, LANGUAGE),
+                "encoder, faster-whisper": Asked(whisper, {"encodes": True}),
+                "encoder and a token, Hepti, one host": Asked(hepti, {**ENCODES, **one}),
+                "encoder and a token, Hepti, all hosts": Asked(hepti, ENCODES),
+            }
+            both.lab.throttle(False)  # weights are loaded at full speed; what is measured there would teach nothing
+            for process, keys in asked.values():
+                say(process, do="ask", **{**keys, **({"want": "plan"} if process is hepti else {})})
+            both.lab.throttle(True)
+            for _ in range(settle):
                 for process, keys in asked.values():
-                    _say(process, do="ask", **keys | ({"want": "plan"} if process is hepti else {}))
-                hosts.throttle(True)
-                for _ in range(settle):
-                    for process, keys in asked.values():
-                        if process is hepti and "devices" not in keys:
-                            print(_say(process, do="ask", **keys), file=sys.stderr)
-                _check({name: _say(process, do="ask", **keys)["text"] for name, (process, keys) in asked.items()})
-                found: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
-                for number in range(rounds):
-                    for name in list(asked)[:: 1 if number % 2 == 0 else -1]:
-                        process, keys = asked[name]
-                        found[name].append(_say(process, do="ask", **keys))
+                    if process is hepti and "devices" not in keys:
+                        print(say(process, do="ask", **keys), file=sys.stderr)
+            _check({name: answers[0]["text"] for name, answers in in_turn(asked, [{}]).items()})
+            found = in_turn(asked, [{}] * rounds)
     rows = [
         (
             name,
             f"{median(answer['ms'] for answer in answers):.0f}",
-            *(_ratio(answers, found[other]) for other in _beside(name)),
+            *(ratio(answers, found[other], "ms") for other in _beside(name)),
             answers[-1]["plan"],
             answers[-1]["text"],
         )
@@ -100,11 +85,6 @@ def _beside(name: str) -> tuple[str, str, str]:
     return "faster-whisper, beam 1", "faster-whisper, beam 5", one
 
 
-def _ratio(answers: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
-    """Return the median of the ratios within rounds."""
-    return f"{median(mine['ms'] / other['ms'] for mine, other in zip(answers, others, strict=True)):.2f}"
-
-
 def _check(texts: dict[str, str]) -> None:
     """Raise BenchError unless all texts have the same words; commas and capitals are no words."""
     words = {
@@ -115,11 +95,6 @@ def _check(texts: dict[str, str]) -> None:
     wanted = words["faster-whisper, beam 1"]
     if other := [name for name, found in words.items() if found != wanted]:
         raise BenchError(f"{other[0]} has other words than faster-whisper, so nothing is timed: {texts[other[0]]}")
-
-
-def _say(process: Process, **order: Any) -> dict[str, Any]:
-    process.send(json.dumps(order))
-    return dict(json.loads(process.receive(PATIENCE_S)))
 
 
 def _cut(source: Path, target: Path, seconds: float) -> None:

@@ -10,7 +10,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +26,7 @@ FILE: Final = "chat_template.jinja"
 OLD_FILE: Final = "chat_template.json"
 CONFIG: Final = "tokenizer_config.json"
 MAX_TEXT: Final = 1_000_000  # characters that a template may write
-MAX_ROUNDS: Final = 100_000  # of loops over numbers, in one text
+MAX_ROUNDS: Final = 100_000  # of loops, and calls, in one text
 CALL: Final = "<tool_call>\n"  # of Hermes and Qwen
 _LLAMA: Final = '"parameters": '
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -90,12 +91,12 @@ class ChatTemplate:
 
     def _written(self, messages: Any, tools: Any) -> str:
         template = self._tools_template if tools else self._template
-        budget = _Rounds()
         values = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
         parts: list[str] = []
         size = 0
+        _rounds.set(0)
         try:
-            for part in template.generate(**self._named, **values, range=budget.range):
+            for part in template.generate(**self._named, **values):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_TEXT:
@@ -116,18 +117,20 @@ class _RefusedError(Exception):
     """The template itself refuses the messages."""
 
 
-class _Rounds:
-    """Loops over numbers, as many as one text may have in all."""
+_rounds: Final[ContextVar[int]] = ContextVar("rounds")  # of the text that this thread writes
 
-    def __init__(self) -> None:
-        self._left = MAX_ROUNDS
 
-    def range(self, *bounds: int) -> Iterator[int]:
-        for number in range(*bounds):
-            self._left -= 1
-            if self._left < 0:
-                raise ValueError(f"its loops have more than {MAX_ROUNDS} rounds")
-            yield number
+def _count_round() -> None:
+    _rounds.set(_rounds.get() + 1)
+    if _rounds.get() > MAX_ROUNDS:
+        raise ValueError(f"its loops and calls have more than {MAX_ROUNDS} rounds")
+
+
+def _counted(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, each of which is a round of a loop."""
+    for value in values:
+        _count_round()
+        yield value
 
 
 def open_template(path: Path, extras: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -159,9 +162,9 @@ def open_template(path: Path, extras: Mapping[str, Any], tokenizer: Tokenizer) -
 
 
 def _compiled(source: str) -> Template:
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.nodes import Scope
+    from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
@@ -171,12 +174,25 @@ def _compiled(source: str) -> Template:
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
-            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     class Environment(ImmutableSandboxedEnvironment):
-        """Refuses products that would fill the memory."""
+        """Refuses products that would fill the memory, and counts rounds of loops and calls."""
 
         intercepted_binops = frozenset({"*", "**"})
+        counted = staticmethod(_counted)
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+            made = super()._parse(source, name, filename)
+            for loop in made.find_all(nodes.For):
+                loop.iter = nodes.Call(nodes.EnvironmentAttribute("counted"), [loop.iter], [], None, None)
+            return made
+
+        def call(self, context: Any, function: Any, /, *values: Any, **named: Any) -> Any:
+            _count_round()
+            if isinstance(function, LoopContext):  # the next level of a recursive loop
+                values = (_counted(values[0]), *values[1:])
+            return super().call(context, function, *values, **named)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             sizes = [len(one) for one in (left, right) if isinstance(one, Sized)]

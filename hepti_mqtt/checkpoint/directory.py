@@ -36,12 +36,12 @@ from hepti_mqtt.models import (
     with_storages,
     without_missing_pooler,
 )
-from hepti_mqtt.models.causal import HEAD, WORDS
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
+from hepti_mqtt.models.tensors import HEAD, WORDS
 from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import CacheDtype, Quantised

@@ -105,7 +105,7 @@ def explain_file(path: Path, needed_bytes: int | None = None) -> str:
     except OSError as error:
         return f"{error.strerror or error}; check the path and its permissions"
     for magic, what in _MAGIC:
-        if start.startswith(magic):
+        if start.startswith(magic) and not (magic == b"GGUF" and path.suffix == ".gguf"):
             return what
     if not size:
         return f"it is empty; {_COPY}"

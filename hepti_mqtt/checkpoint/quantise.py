@@ -44,9 +44,9 @@ class Quantisation(NamedTuple):
 
     def text(self) -> str:
         """Return it in one line."""
-        told = ", ".join(f"{kind} {middle:.2g} (worst {worst:.2g})" for kind, (middle, worst) in self.errors.items())
+        errors = ", ".join(f"{kind} {middle:.2g} (worst {worst:.2g})" for kind, (middle, worst) in self.errors.items())
         left = f"; {', '.join(self.left)} stay as they are: no whole blocks" if self.left else ""
-        return f"weights in {self.storage}, median relative error: {told}{left}"
+        return f"weights in {self.storage}, median relative error: {errors}{left}"
 
 
 def measured(

@@ -167,11 +167,11 @@ def _chat(hepti: Hepti, args: argparse.Namespace) -> dict[str, Any]:
     """Ask the question and print the answer's tokens as they come."""
     messages = [{"role": "user", "content": args.chat}]
     answer = hepti.infer(CHAT_MODEL, messages=messages, max_new_tokens=200, timeout_s=STARTUP_S)
-    told = {"question": args.chat, "answer": answer.result["text"], "plan": answer.plan["strategy"]}
+    found = {"question": args.chat, "answer": answer.result["text"], "plan": answer.plan["strategy"]}
     if not args.json:
         devices = ", ".join(answer.plan["devices"])
-        output.print_lines(["", args.chat, answer.result["text"], f"({told['plan']} on {devices})"])
-    return told
+        output.print_lines(["", args.chat, answer.result["text"], f"({found['plan']} on {devices})"])
+    return found
 
 
 @contextmanager

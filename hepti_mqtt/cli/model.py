@@ -92,8 +92,8 @@ def _verify_one(args: argparse.Namespace, part: str) -> None:
             f"{args.directory}: kernels and reference differ by {error:.2e} (bound 2e-4); please report this"
         )
     if args.json:
-        told = {"directory": str(args.directory), "tokens": shape.size, "max_abs_err": error}
-        output.print_json(told if cosine is None else told | {"cosine": cosine})
+        found = {"directory": str(args.directory), "tokens": shape.size, "max_abs_err": error}
+        output.print_json(found if cosine is None else found | {"cosine": cosine})
     else:
         output.print_lines(
             [f"{args.directory}: {spec.architecture}, {shape.size} tokens, max |difference| {error:.1e}"]

@@ -219,8 +219,11 @@ class Connection:
     def _forget(self, model: str, name: str, future: Future[Answer]) -> None:
         with self._changed:
             back = self._session.forget(model, name, future)
+            heard = self._connected and self._session.planner_online
         if back is not None:  # nobody waits any more: what devices have begun ends
-            self._publish_again([back])
+            # With QoS 1 it would wait at the broker behind requests, which that keeps back while others run.
+            with suppress(NetworkError):
+                self._transport.publish(back.topic, back.payload, 0 if heard else 1)
 
     def _timeout_error(self, timeout_s: float) -> HeptiError:
         with self._changed:

@@ -9,9 +9,9 @@ from math import inf, log
 from statistics import median
 from typing import Final, NamedTuple
 
-from hepti_mqtt.plan import DevicePair, Route, WeightDtype
+from hepti_mqtt.plan import DevicePair, Route
 from hepti_mqtt.program import Work
-from hepti_mqtt.storage import BlockStorage
+from hepti_mqtt.storage import Product
 
 # A faster link is loopback: the device runs on the broker's machine. There frames cost CPU time, and the measured rate
 # is noise.
@@ -25,6 +25,7 @@ MESH_COPY_BYTES_PER_S: Final = 4e9
 # shaped link cuts frames into packets of about 1448 bytes.
 UNSEEN_FRAME: Final = 1 / 2
 UNSEEN_BYTE: Final = 1 / (30 * 1448)
+F32: Final = Product()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Curve:
     k: int
     n: int
     points: tuple[tuple[int, float], ...]
-    storage: WeightDtype | BlockStorage = "f32"
+    product: Product = F32
 
     def seconds(self, rows: int) -> float:
         """Return the time for `rows`, linear between the points and proportional beyond the last two."""
@@ -66,7 +67,7 @@ class FrameCost(NamedTuple):
 class DeviceProfile:
     """One device as it measured itself.
 
-    linear: time curves for a few shapes of weights, in f32 and perhaps in other storages. memory_bytes: for weights and
+    linear: time curves for a few shapes of weights, in f32 and perhaps of other products. memory_bytes: for weights and
     live slots, beside what an idle agent needs. slowdown: recent observed / measured time (1 = as measured);
     frame_s, copy_bytes_per_s: cost on the device's session thread of sending or receiving one frame over the broker;
     mesh_frame_s, mesh_copy_bytes_per_s: over mesh on loopback, for each receiver; mesh_frame_cost: what frames over
@@ -91,18 +92,23 @@ class DeviceProfile:
         """Return the predicted time of one op, whose kernels do so much work."""
         return self.op_overhead_s + self.slowdown * sum(map(self._kernel_seconds, parts))
 
+    def product_seconds(self, *parts: Work) -> float:
+        """Return the part of it in products with weights."""
+        return self.slowdown * sum(self._product_seconds(part) for part in parts if part.kind == "linear")
+
+    def _product_seconds(self, work: Work) -> float:
+        area = work.k * work.n
+        if not area or not work.rows:
+            return 0.0
+        curve = min(
+            self._curves(work.product),
+            key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
+        )
+        return curve.seconds(work.rows) * area / (curve.k * curve.n)
+
     def _kernel_seconds(self, work: Work) -> float:
         if work.kind == "linear":
-            area = work.k * work.n
-            if not area or not work.rows:
-                return 0.0
-            curve = min(
-                self._curves(work.weight_dtype),
-                key=lambda c: abs(log(c.k * c.n / area)) + 0.25 * abs(log((c.k / c.n) / (work.k / work.n))),
-            )
-            beside = work.nbytes / self.rowwise_bytes_per_s
-            product = curve.seconds(work.rows) * area / (curve.k * curve.n)
-            return product + beside
+            return self._product_seconds(work) + work.nbytes / self.rowwise_bytes_per_s
         if work.kind == "attention":
             return work.flops / self.attention_flops_per_s
         return work.nbytes / self.rowwise_bytes_per_s
@@ -115,14 +121,14 @@ class DeviceProfile:
             return self.slowdown * (self.mesh_frame_s * frames + nbytes / self.mesh_copy_bytes_per_s)
         return self.slowdown * (self.frame_s * frames + nbytes / self.copy_bytes_per_s)
 
-    def speed(self, rows: int, storage: WeightDtype | BlockStorage = "f32") -> float:
+    def speed(self, rows: int, product: Product = F32) -> float:
         """Return FLOP/s of large matmuls at `rows` rows: what shares start from."""
-        curve = max(self._curves(storage), key=lambda c: c.k * c.n)
+        curve = max(self._curves(product), key=lambda c: c.k * c.n)
         return 2.0 * rows * curve.k * curve.n / (curve.seconds(rows) * self.slowdown)
 
-    def _curves(self, storage: WeightDtype | BlockStorage) -> tuple[Curve, ...]:
-        """Return the curves of a storage, or all where that was not measured (an agent that has just started)."""
-        return tuple(c for c in self.linear if c.storage == storage) or self.linear
+    def _curves(self, product: Product) -> tuple[Curve, ...]:
+        """Return the curves of a product, or all where that was not measured (an agent that has just started)."""
+        return tuple(c for c in self.linear if c.product == product) or self.linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +168,10 @@ class Cluster:
     deadline_s: float = inf
 
 
-def rows_factor(cluster: Cluster, devices: Collection[str], storage: WeightDtype | BlockStorage, rows: int) -> float:
+def rows_factor(cluster: Cluster, devices: Collection[str], product: Product, rows: int) -> float:
     """Return how many times as long products of some rows take as those of one, on the device where that is most."""
     known = [cluster.devices[name] for name in devices if name in cluster.devices]
-    return max((rows * device.speed(1, storage) / device.speed(rows, storage) for device in known), default=float(rows))
+    return max((rows * device.speed(1, product) / device.speed(rows, product) for device in known), default=float(rows))
 
 
 def make_cluster(

@@ -24,7 +24,7 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.protocol.messages import Endpoint, Heartbeat
 from hepti_mqtt.protocol.plausible import MAX_CURVES, MAX_POINTS, Plain, check, number
-from hepti_mqtt.storage import BLOCK_STORAGES
+from hepti_mqtt.storage import BLOCK_STORAGES, Product
 
 # Numbers of a heartbeat that plans are made with.
 PLANNED: Final = ("slowdown", "peer_frame_s", "peer_byte_s", "round_trip_s", "bandwidth_bytes_per_s")
@@ -169,4 +169,5 @@ def _curve(entry: Mapping[str, Any]) -> Curve:
         # Measurements scatter, but no device takes half as long for more.
         if more_rows <= rows or more_seconds < seconds / 2:
             raise ValueError("a time curve falls")
-    return Curve(check("curve.k", entry["k"]), check("curve.n", entry["n"]), points, storage)
+    product = Product(storage, entry.get("x", "f32") == "i8")
+    return Curve(check("curve.k", entry["k"]), check("curve.n", entry["n"]), points, product)

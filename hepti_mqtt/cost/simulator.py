@@ -202,11 +202,14 @@ class Span(NamedTuple):
 class DeviceUse:
     """What one device did: seconds of compute, seconds idle until its last op, FLOPs, bytes sent.
 
-    frame_s: seconds of its thread for sending and taking frames. alone_s: seconds of compute and frames, until the
-    answer, in which no other device did anything.
+    product_s, overhead_s: seconds of compute in products with weights, and before and behind all ops. frame_s: seconds
+    of its thread for sending and taking frames. alone_s: seconds of compute and frames, until the answer, in which no
+    other device did anything.
     """
 
     compute_s: float = 0.0
+    product_s: float = 0.0
+    overhead_s: float = 0.0
     wait_s: float = 0.0
     flops: float = 0.0
     sent_bytes: int = 0
@@ -286,7 +289,7 @@ class CostedProgram:
     sizes: of each PUBLISH packet, by op. inner: of the layer that stands for several.
     """
 
-    __slots__ = ("costs", "flops", "inner", "program", "sizes", "template")
+    __slots__ = ("costs", "flops", "inner", "products", "program", "sizes", "template")
 
     def __init__(
         self, naming: TopicNames, device: str, profile: DeviceProfile, program: Program, layer: int | None
@@ -294,22 +297,27 @@ class CostedProgram:
         self.program = program
         self.template, work = _prepared(SameProgram(program))
         self.costs: list[float] = []
+        self.products: list[float] = []  # seconds of each op in them
         self.sizes: list[tuple[int, ...]] = []
         self.flops, self.inner = 0.0, DeviceUse()
         for op, parts in zip(program.ops, work, strict=True):
-            cost = 0.0
+            cost = product_s = 0.0
             sizes: tuple[int, ...] = ()
             if isinstance(op, Compute):
                 cost, flops = profile.seconds(*parts), sum(part.flops for part in parts)
+                product_s = profile.product_seconds(*parts)
                 self.flops += flops
                 if op.layer == layer:
                     self.inner.compute_s += cost
+                    self.inner.product_s += product_s
+                    self.inner.overhead_s += profile.op_overhead_s
                     self.inner.flops += flops
             elif isinstance(op, Send):
                 sizes = send_bytes(naming, device, op, program.slots[op.slot])
                 cost = profile.frame_seconds(len(op.to), sum(sizes), op.route)
                 self.inner.sent_bytes += sum(sizes) if op.layer == layer else 0
             self.costs.append(cost)
+            self.products.append(product_s)
             self.sizes.append(sizes)
 
 
@@ -650,13 +658,14 @@ class Simulator:
         if (found := device.machine.next_op()) is None:
             return
         run, place = found
-        op, seconds = run.costed.program.ops[place], run.costed.costs[place]
-        if self.slowness is not None:
-            seconds *= self.slowness(device.name, now)
+        slowness = 1.0 if self.slowness is None else self.slowness(device.name, now)
+        op, seconds = run.costed.program.ops[place], slowness * run.costed.costs[place]
         lane, until = "send", now + seconds
         if isinstance(op, Compute):
             lane = "compute"
             device.use.compute_s += seconds
+            device.use.product_s += slowness * run.costed.products[place]
+            device.use.overhead_s += slowness * device.profile.op_overhead_s
         self.spans.append(Span(now, until, device.name, lane == "send"))
         if self.record:
             label = op.label if isinstance(op, Compute) else run.costed.program.node(op.node)
@@ -871,6 +880,8 @@ def simulate(
         for name, use in played.devices.items():
             inner = clock.part(name, programs[name]).inner
             use.compute_s += more * inner.compute_s
+            use.product_s += more * inner.product_s
+            use.overhead_s += more * inner.overhead_s
             use.flops += more * inner.flops
             use.sent_bytes += more * inner.sent_bytes
             played.nbytes += more * inner.sent_bytes

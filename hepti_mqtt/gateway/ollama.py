@@ -51,14 +51,14 @@ async def chat(site: Site, asked: dict[str, Any]) -> Any:
     tools, options = asked["tools"] or None, asked["options"] or {}
     request = {"messages": asked["messages"], "tools": tools, **_format(asked["format"]), **_sampled(options)}
 
-    def told(text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
+    def as_fields(text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             made = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
             message["tool_calls"] = [{"function": one} for one in made]
         return {"message": message}
 
-    return await _write(site, asked, request, Writing(tools), told)
+    return await _write(site, asked, request, Writing(tools), as_fields)
 
 
 async def generate(site: Site, asked: dict[str, Any]) -> Any:
@@ -68,11 +68,11 @@ async def generate(site: Site, asked: dict[str, Any]) -> Any:
     messages = [*system, {"role": "user", "content": asked["prompt"]}]
     request = {"text": asked["prompt"]} if asked["raw"] else {"messages": messages}
 
-    def told(text: str, _calls: Sequence[Call] = ()) -> dict[str, Any]:
+    def as_fields(text: str, _calls: Sequence[Call] = ()) -> dict[str, Any]:
         return {"response": text}
 
     request |= {**_format(asked["format"]), **_sampled(options)}
-    return await _write(site, asked, request, Writing(None), told)
+    return await _write(site, asked, request, Writing(None), as_fields)
 
 
 async def _write(
@@ -80,21 +80,21 @@ async def _write(
     asked: dict[str, Any],
     request: dict[str, Any],
     writing: Writing,
-    told: Callable[..., dict[str, Any]],
+    as_fields: Callable[..., dict[str, Any]],
 ) -> Any:
     begun = time.perf_counter()
     model = await site.model_named(asked["model"])
 
-    def line(part: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def line(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        return {"model": asked["model"] or model, "created_at": now, **part, "done": False, **more}
+        return {"model": asked["model"] or model, "created_at": now, **fields, "done": False, **more}
 
     def last(answer: Answer) -> dict[str, Any]:
         end = writing.end(answer)
         spent_ns = int((time.perf_counter() - begun) * 1e9)
         reason = "length" if end.reason == "length" else "stop"
         counts = {"prompt_eval_count": end.prompt_tokens, "eval_count": end.tokens}
-        return line(told(end.rest, end.calls), done=True, done_reason=reason, total_duration=spent_ns, **counts)
+        return line(as_fields(end.rest, end.calls), done=True, done_reason=reason, total_duration=spent_ns, **counts)
 
     if not asked["stream"]:
         return last(await site.infer(model, request))
@@ -105,7 +105,7 @@ async def _write(
             if isinstance(part, Answer):
                 yield f"{json.dumps(last(part))}\n"
             elif text := writing.add(part):
-                yield f"{json.dumps(line(told(text)))}\n"
+                yield f"{json.dumps(line(as_fields(text)))}\n"
 
     return StreamingResponse(lines(), media_type=LINES)
 

@@ -73,8 +73,8 @@ class ToolText:
     def _call(self, body: str) -> Call | None:
         """Return a call that is well formed and names one of the tools."""
         try:
-            told = json.loads(body)
-            name, given = told["name"], told.get("arguments", told.get("parameters", {}))
+            call = json.loads(body)
+            name, given = call["name"], call.get("arguments", call.get("parameters", {}))
             arguments = json.loads(given) if isinstance(given, str) else given
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -38,6 +38,7 @@ from hepti_mqtt.kernels.tile import (
 )
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.program import Compute, SlotSpec, Work
+from hepti_mqtt.storage import BLOCK_STORAGES, Product
 
 Matrix = PackedMatrix | NarrowMatrix | BlockMatrix
 
@@ -224,7 +225,8 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     m, k = slots[op.reads[0]].shape
     n = slots[op.writes[0]].shape[1]
     storage = op.weights[0].weight_dtype if op.weights else "f32"
-    return Work("linear", rows=m, k=k, n=n, flops=2.0 * m * k * n, weight_dtype=storage)
+    product = Product(storage, op.attrs.get("x") == "i8" and storage in BLOCK_STORAGES)
+    return Work("linear", rows=m, k=k, n=n, flops=2.0 * m * k * n, product=product)
 
 
 LINEAR: Final = Kernel("linear", _bind, _reference, _work)

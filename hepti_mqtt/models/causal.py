@@ -15,12 +15,11 @@ from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.models.tensors import TensorSource, weight
+from hepti_mqtt.models.tensors import HEAD, TensorSource, weight
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
 
 LOGITS: Final = "lm_head.weight"
-WORDS, HEAD = "stem.word", "head.decoder.weight"  # the table of embeddings, and the matrix to the logits
 
 
 def head_tensors(spec: ModelSpec, words: tuple[str, ...]) -> Iterator[TensorSource]:

@@ -48,13 +48,13 @@ from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput, fixed_point
-from hepti_mqtt.models.tensors import TensorSource, transposed, whole_ref
+from hepti_mqtt.models.tensors import HEAD, WORDS, TensorSource, transposed, whole_ref
 from hepti_mqtt.models.towers import Matching, Towers
 from hepti_mqtt.models.transformer import ModelSpec, any_layer
 from hepti_mqtt.plan import CacheDtype, Quantised, WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, Want
-from hepti_mqtt.storage import BLOCK_STORAGES, QUANTISED, STORAGES, BlockStorage
+from hepti_mqtt.storage import BLOCK_STORAGES, QUANTISED, STORAGES, BlockStorage, Product
 
 Array = npt.NDArray[Any]
 
@@ -346,9 +346,9 @@ def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
     """Return every tensor of the model, from the stem to the head."""
     shared = head_tensors(spec) if isinstance(spec, ModelSpec) else ()
     found = (*FAMILIES[spec.family].tensors(spec), *shared)
-    if not isinstance(spec, ModelSpec) or spec.storage_of(causal.WORDS) is None:
+    if not isinstance(spec, ModelSpec) or spec.storage_of(WORDS) is None:
         return found
-    return tuple(transposed(source) if source.name == causal.WORDS else source for source in found)
+    return tuple(transposed(source) if source.name == WORDS else source for source in found)
 
 
 @lru_cache(maxsize=64)
@@ -356,8 +356,8 @@ def _whole_refs(spec: Spec) -> Mapping[str, WeightRef]:
     refs = {source.name: whole_ref(source) for source in tensor_sources(spec)}
     blocks = _storages(spec)
     refs |= {name: refs[name]._replace(weight_dtype=storage) for name, storage in blocks.items()}
-    if (head := refs.get(causal.HEAD)) is not None and spec.head.tied and causal.HEAD in blocks:
-        refs[causal.WORDS] = head  # one copy: rows of the table are columns of the matrix
+    if (head := refs.get(HEAD)) is not None and spec.head.tied and HEAD in blocks:
+        refs[WORDS] = head  # one copy: rows of the table are columns of the matrix
     return refs
 
 
@@ -370,10 +370,10 @@ def _storages(spec: Spec) -> Mapping[str, BlockStorage]:
     return {name: storage for name, storage in found.items() if storage is not None}
 
 
-def product_storage(spec: Spec, weight_dtype: WeightDtype) -> WeightDtype | BlockStorage:
-    """Return how most matrices are kept; weight_dtype: those that are kept as numbers."""
+def usual_product(spec: Spec, weight_dtype: WeightDtype) -> Product:
+    """Return what most products are of; weight_dtype: matrices that are kept as numbers."""
     blocks = Counter(_storages(spec).values())
-    return blocks.most_common(1)[0][0] if blocks else weight_dtype
+    return Product(blocks.most_common(1)[0][0], weight_dtype == "w8a8") if blocks else Product(weight_dtype)
 
 
 def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
@@ -393,8 +393,8 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
             together = [f"{layer}.{other}.weight" for other in _ATTENDED]
         if not _may_be_in_blocks(spec, source) or any(name not in kept for name in together):
             kept.pop(source.name, None)
-    if spec.head.tied and causal.HEAD in kept:
-        kept.pop(causal.WORDS, None)  # the matrix of the head is both
+    if spec.head.tied and HEAD in kept:
+        kept.pop(WORDS, None)  # the matrix of the head is both
     layers: dict[str, set[BlockStorage | None]] = {}
     for source in tensor_sources(spec):
         layers.setdefault(any_layer(source.name), set()).add(kept.get(source.name))
@@ -405,7 +405,7 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
 
 def _may_be_in_blocks(spec: ModelSpec, source: TensorSource) -> bool:
     """Return whether kernels read a tensor in blocks: matrices, and the embeddings of words where that is all."""
-    is_table = source.name == causal.WORDS and _is_causal(spec)
+    is_table = source.name == WORDS and _is_causal(spec)
     return is_table or (source.transposed and source.layout == "packed")
 
 
@@ -455,9 +455,7 @@ def with_cache(spec: Spec, kept: CacheDtype) -> Spec:
 def left_unquantised(spec: ModelSpec) -> tuple[str, ...]:
     """Return the matrices of a quantised model that stay as they are, `*` for the number of any layer."""
     sources = [source for source in tensor_sources(spec) if _may_be_in_blocks(spec, source)]
-    whole = [
-        s.name for s in sources if spec.storage_of(s.name) is None and not (s.name == causal.WORDS and spec.head.tied)
-    ]
+    whole = [s.name for s in sources if spec.storage_of(s.name) is None and not (s.name == WORDS and spec.head.tied)]
     return tuple(dict.fromkeys(any_layer(name).removesuffix(".weight") for name in whole))
 
 

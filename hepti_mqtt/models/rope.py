@@ -80,6 +80,11 @@ def read_rope(config: JsonConfig, d: int, default: float, key: str = "rope_theta
         # One factor of scores counts for all layers.
         if how not in _KEPT or (kind and how == "yarn"):
             continue
+        if kind and not nested and "rope_type" not in part:
+            raise ModelError(
+                f"{config.file}: {place} has type {how!r}, which transformers does not read where layers have two "
+                f"kinds: if positions were scaled in training, name it rope_type, else take {place} out"
+            )
         rest = {name: value for name, value in part.items() if name == "rope_theta"}
         data = {**config.data, place: {**whole, kind: rest} if nested else rest}
         theta = JsonConfig(config.file, data).rope_theta(default, key, kind)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import Layout, WeightRef
+
+WORDS: Final = "stem.word"  # the table of embeddings
+HEAD: Final = "head.decoder.weight"  # the matrix to the logits
 
 
 @dataclass(frozen=True, slots=True)

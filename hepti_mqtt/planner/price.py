@@ -22,7 +22,7 @@ from hepti_mqtt.cost.simulator import (
     simulated_request,
 )
 from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
-from hepti_mqtt.models import largest_shape, product_storage, tensor_sources
+from hepti_mqtt.models import largest_shape, tensor_sources, usual_product
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
 from hepti_mqtt.planner.candidates import THOROUGH, WireErrorKey
@@ -186,11 +186,9 @@ class Price:
         return total
 
     @property
-    def computing(self) -> float:
-        """Return the part of the seconds in which devices compute, in turn or side by side; 1 if unknown."""
-        alone = {device: min(use.alone_s, use.compute_s) for device, use in self.use.items()}
-        busy_s = sum(alone.values()) + max((u.compute_s - alone[d] for d, u in self.use.items()), default=inf)
-        return min(busy_s / max(self.seconds, 1e-12), 1.0)
+    def parts(self) -> TimeParts:
+        """Return what its seconds are made of."""
+        return TimeParts.of(self.use, self.seconds)
 
     @property
     def feasible(self) -> bool:
@@ -199,15 +197,43 @@ class Price:
 
 
 def run_seconds(spec: Spec, plan: Plan, price: Price, cluster: Cluster, rows: int) -> float:
-    """Return the predicted seconds of a run of some rows under a plan that was priced for others.
+    """Return the predicted seconds of a run of some rows under a plan that was priced for others."""
+    product, known = usual_product(spec, plan.weight_dtype), max(plan.predicted_tokens, 1)
+    factor = partial(rows_factor, cluster, plan.devices, product)
+    return max(plan.predicted_s, 1e-9) * price.parts.length_factor(factor(rows) / factor(known), rows, known)
 
-    Products take as long as devices have measured, for few rows nearly as long as for one; exchanges of few rows take
-    as long as of one.
+
+class TimeParts(NamedTuple):
+    """Parts of the seconds of a run: products with weights, what ops cost beside their work, and other work of theirs.
+
+    The rest is exchanges.
     """
-    storage, known = product_storage(spec, plan.weight_dtype), max(plan.predicted_tokens, 1)
-    factor = partial(rows_factor, cluster, plan.devices, storage)
-    computing = price.computing * factor(rows) / factor(known)
-    return max(plan.predicted_s, 1e-9) * (computing + (1 - price.computing) * max(rows / (_FEW_ROWS * known), 1.0))
+
+    products: float = 1.0
+    overhead: float = 0.0
+    others: float = 0.0
+
+    @classmethod
+    def of(cls, use: Mapping[str, DeviceUse], seconds: float) -> TimeParts:
+        """Return the parts of a run, whose devices compute in turn or side by side; use: by device."""
+        computed_s = sum(one.compute_s for one in use.values())
+        if not computed_s:
+            return cls()
+        alone = {device: min(one.alone_s, one.compute_s) for device, one in use.items()}
+        busy_s = sum(alone.values()) + max(one.compute_s - alone[name] for name, one in use.items())
+        part = min(busy_s / max(seconds, 1e-12), 1.0) / computed_s
+        products, overhead = (part * sum(getattr(o, k) for o in use.values()) for k in ("product_s", "overhead_s"))
+        return cls(products, overhead, part * computed_s - products - overhead)
+
+    def length_factor(self, products: float, rows: int, known: int) -> float:
+        """Return how many times as long as a run of `known` rows one of other rows takes.
+
+        products: how many times as long those take, of few rows nearly as long as of one. Exchanges of few rows take as
+        long as of one.
+        """
+        exchanges = 1 - sum(self)
+        work = self.products * products + self.overhead + self.others * rows / known
+        return work + exchanges * max(rows, _FEW_ROWS) / max(known, _FEW_ROWS)
 
 
 def needed_bytes(question: Question, plan: Plan, device: str) -> int:

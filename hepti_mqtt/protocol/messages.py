@@ -316,13 +316,14 @@ class RequestTiles:
 
 @dataclass(frozen=True, slots=True)
 class RunFailed:
-    """Agent to planner: one request cannot be answered here."""
+    """Agent to planner: one request cannot be answered here. sessions: of it, that the device has lost."""
 
     model: str
     plan_version: PlanVersion
     run_id: int
     code: str
     text: str
+    sessions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

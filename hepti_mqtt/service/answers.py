@@ -49,10 +49,10 @@ def decode_output(
         text = written.extend_to(ids)
         rest, stopped = written.end()
         has_ended = stopped or len(ids) < prepared.new_tokens or prepared.rules.ends(ids)
-        told = {"ids": ids, "text": text + rest, "finish": "stop" if has_ended else "length"}
+        result = {"ids": ids, "text": text + rest, "finish": "stop" if has_ended else "length"}
         if prepared.rules.likely >= 0 and generation is not None:
-            told[LOGPROBS] = [described(checkpoint, likely) for likely in generation.likely]
-        return told
+            result[LOGPROBS] = [described(checkpoint, likely) for likely in generation.likely]
+        return result
     if output.shape != spec.output_shape(shape):
         raise WireError(
             f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "

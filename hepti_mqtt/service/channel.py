@@ -193,6 +193,12 @@ class Journal:
         with self._lock:
             return self._waiting.pop((request.key, request.digest), [])
 
+    def waiting_receipts(self) -> set[Receipt]:
+        """Return the deliveries whose requests wait for their answers."""
+        with self._lock:
+            found = [raw.delivery for several in self._waiting.values() for raw in several]
+        return {delivery.receipt for delivery in found if delivery is not None and delivery.receipt is not None}
+
     def settle(self, requests: Sequence[RawRequest]) -> None:
         """Acknowledge requests whose answer the broker has."""
         for raw in requests:
@@ -303,6 +309,7 @@ LOOK_S: Final = 5.0  # after the start, so that the probe delays nothing
 CLOSED_S: Final = 0.5  # for the last acknowledgements
 RESEND_S: Final = 0.5  # between two attempts to deliver an answer
 RESEND_FOR_S: Final = 20.0  # readers resubscribe meanwhile when a killed broker has lost their subscriptions
+LOST_S: Final = 60.0  # so long a request may be read and its answer resent; all other time it waits, and is known
 
 
 class RequestChannel:
@@ -344,6 +351,7 @@ class RequestChannel:
         )
         self.journal = Journal(place, self._acknowledge)
         self._unheard = UnacknowledgedAnswers()
+        self._lost = set[Receipt]()
         self._closed, self._sharing = False, False
 
     def connect(self) -> None:
@@ -383,7 +391,7 @@ class RequestChannel:
         elif raw is None and delivery.payload:
             self._refuse_address(delivery)
         if delivery.receipt is not None:
-            self._window.opened(delivery.receipt)
+            self._window.opened(delivery.receipt, time.monotonic())
         if isinstance(raw, RawRequest):
             self._on_request(replace(raw, delivery=delivery))
         elif delivery.receipt is not None:
@@ -458,8 +466,25 @@ class RequestChannel:
         if now > self._probe_at_s:
             self._probe_at_s = inf
             threading.Thread(target=self._probe_broker, name="planner-room", daemon=True).start()
+        self._look_for_lost(now)
         while (answer := self._unheard.take_due(now)) is not None and self._publish(answer):
             continue
+
+    @property
+    def unacknowledged(self) -> int:
+        """Return how many requests the broker keeps because they are not answered yet."""
+        return len(self._window)
+
+    def _look_for_lost(self, now: float) -> None:
+        """Warn of requests that are neither answered nor waiting: where they fill the broker's window none comes."""
+        if (old := self._window.opened_before(now - LOST_S)) and (lost := old - self.journal.waiting_receipts()):
+            for _ in lost - self._lost:
+                self._log.record(
+                    "unacknowledged",
+                    f"{len(lost)} requests came {LOST_S:g} s ago and are neither answered nor waiting; they keep "
+                    "places of the few that the broker delivers at once, so restart the planner before all are taken",
+                )
+            self._lost = lost
 
     def _publish(self, answer: OutgoingAnswer) -> bool:
         """Publish an answer, or keep it until the send queue has room; return whether it had."""

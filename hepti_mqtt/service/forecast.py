@@ -20,10 +20,11 @@ from typing import Final, NamedTuple
 from hepti_mqtt.cost.profiles import Cluster, rows_factor
 from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import product_storage
+from hepti_mqtt.models import usual_product
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import SimulatedRequest
+from hepti_mqtt.planner.price import TimeParts
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.spec import RequestShape, Spec
@@ -34,6 +35,8 @@ LATE: Final = 4  # recent shapes of each model that are forecast for a new plan
 PAUSE_S: Final = 0.25  # since the model's last run or request
 UNPAUSED_S: Final = 30.0  # without a pause; then one forecast is made beside the runs
 
+WHOLE: Final = TimeParts()
+
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +44,8 @@ _log = logging.getLogger(__name__)
 class Forecast:
     """Of one run: seconds from dispatch to output, bytes of all PUBLISH packets, FLOPs by device.
 
-    simulated: False if scaled from another length; then only the proportions of `flops` are valid.
+    simulated: False if scaled from another length; then only the proportions of `flops` are valid. parts: of the
+    time.
     """
 
     tokens: int
@@ -49,6 +53,7 @@ class Forecast:
     nbytes: float
     flops: Mapping[str, float]
     simulated: bool = True
+    parts: TimeParts = WHOLE
 
     def scaled(self, tokens: int, seconds: float) -> Forecast:
         """Return the estimate for another length."""
@@ -60,7 +65,8 @@ class Forecast:
         """Return the forecast of a simulation."""
         simulation = played.simulation
         flops = {name: use.flops for name, use in simulation.devices.items()}
-        return cls(played.shape.size, simulation.seconds, simulation.nbytes, flops)
+        parts = TimeParts.of(simulation.devices, simulation.seconds)
+        return cls(played.shape.size, simulation.seconds, simulation.nbytes, flops, parts=parts)
 
 
 class _ForecastJob(NamedTuple):
@@ -170,10 +176,11 @@ class Forecasts:
             others = [f for (plan_version, _), f in self._known.items() if plan_version == plan.version]
             cluster = next((s.cluster for s in self._standing if s.plan.version == plan.version), Cluster({}, {}))
         nearest = min(others, key=lambda f: abs(f.tokens - shape.size), default=_of_plan(plan))
-        storage = product_storage(self._specs[plan.model], plan.weight_dtype)
+        product = usual_product(self._specs[plan.model], plan.weight_dtype)
         rows = shape.size, max(nearest.tokens, 1)
-        factors = [rows_factor(cluster, plan.devices, storage, each) for each in rows]
-        return nearest.scaled(shape.size, nearest.seconds * factors[0] / factors[1])
+        factors = [rows_factor(cluster, plan.devices, product, each) for each in rows]
+        factor = nearest.parts.length_factor(factors[0] / factors[1], *rows)
+        return nearest.scaled(shape.size, nearest.seconds * factor)
 
     def run(self) -> None:
         """Make forecasts until `close`; the body of a thread."""

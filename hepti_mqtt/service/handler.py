@@ -273,7 +273,7 @@ class RequestHandler:
         request, written = command.request, _context(command.request).written
         if written is None:
             return None
-        told = {
+        fields = {
             "request": request.key.id,
             "index": command.index,
             "token": command.tokens[-1],
@@ -281,17 +281,17 @@ class RequestHandler:
             "final": False,
         }
         if command.likely:
-            told[LOGPROBS] = described(self._models[request.key.model].checkpoint, command.likely)
+            fields[LOGPROBS] = described(self._models[request.key.model].checkpoint, command.likely)
         if command.attempt:  # the text begins again
-            told["attempt"] = command.attempt
-        return Reply(_context(request).topic, json.dumps(told).encode(), _context(request).asked.key)
+            fields["attempt"] = command.attempt
+        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).asked.key)
 
     def encode_taken(self, request: Request, group: str) -> Reply | None:
         """Return the JSON that says which group has a request; None where only the answer is wanted."""
         if not _context(request).streams:
             return None
-        told = {"id": request.key.id, TAKEN_BY: group, "final": False}
-        return Reply(_context(request).topic, json.dumps(told).encode(), _context(request).asked.key)
+        fields = {"id": request.key.id, TAKEN_BY: group, "final": False}
+        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).asked.key)
 
     def encode_answer(self, command: AnswerRequest, now: float) -> Reply | None:
         """Return the JSON of a result; an invalid result becomes an error; None while another output is missing."""
@@ -330,8 +330,8 @@ class RequestHandler:
         expected_s, p10_s, p90_s = (
             overhead_s + sum(f.seconds * s.expectation[which] for f, s in pairs) for which in range(3)
         )
-        told = {
-            "plan": _plan_told(plan, shares(forecasts)),
+        fields = {
+            "plan": _plan_fields(plan, shares(forecasts)),
             "tokens": sum(_context(one.request).model_input.shape.size for one in together),
             "runs": len(command.stats) if request.wants_result else 0,
             "batched_with": sum(s.requests - 1 for s in command.stats),
@@ -345,12 +345,12 @@ class RequestHandler:
             "latency_ms": (now - context.received_s) * 1e3,
         }
         if context.model_input.new_tokens:
-            told["final"] = True
+            fields["final"] = True
         head = {"id": request.key.id, "model": context.asked.key.model, "ok": True}
         text = "null" if result is None else answers.to_json(result)
-        payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(told, allow_nan=False)[1:]}'.encode()
+        payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(fields, allow_nan=False)[1:]}'.encode()
         self._cache_answer(context.asked, payload)
-        return Reply(context.topic, payload, context.asked.key, "ok", str(plan.version), told["predicted_ms"])
+        return Reply(context.topic, payload, context.asked.key, "ok", str(plan.version), fields["predicted_ms"])
 
     def encode_refusal(self, command: RefuseRequest) -> Reply | None:
         """Return the JSON of an error, which is not cached: the same request may be sent again; None if one went out.
@@ -381,7 +381,7 @@ class RequestHandler:
                 self._answered_bytes -= len(old.payload)
 
 
-def _plan_told(plan: Plan, devices: Mapping[str, float]) -> dict[str, Any]:
+def _plan_fields(plan: Plan, devices: Mapping[str, float]) -> dict[str, Any]:
     """Return what an answer says of its plan; devices: with their shares."""
     return {
         "id": str(plan.version),

@@ -31,13 +31,13 @@ def _message(name: str, value: Any, characters: CharacterBudget) -> dict[str, An
     if role not in ROLES:
         raise RequestError(f"{name}.role must be one of {', '.join(ROLES)}, not {quoted(role)}")
     calls = value.get("tool_calls")
-    told = {key: one for key, one in value.items() if key not in ("content", "tool_calls") and one is not None}
-    told["role"] = "system" if role == "developer" else role
-    told["content"] = _text(f"{name}.content", value.get("content"), missing_ok=bool(calls))
-    characters.take(len(told["content"]))
+    message = {key: one for key, one in value.items() if key not in ("content", "tool_calls") and one is not None}
+    message["role"] = "system" if role == "developer" else role
+    message["content"] = _text(f"{name}.content", value.get("content"), missing_ok=bool(calls))
+    characters.take(len(message["content"]))
     if calls:
-        told["tool_calls"] = _calls(f"{name}.tool_calls", calls)
-    return told
+        message["tool_calls"] = _calls(f"{name}.tool_calls", calls)
+    return message
 
 
 def _text(name: str, value: Any, *, missing_ok: bool) -> str:

@@ -39,6 +39,11 @@ class PlannerMetrics:
             "hepti_planner_waiting_requests", "Requests that wait to run", per_model, registry=registry
         )
         self._running = Gauge("hepti_planner_running_runs", "Runs under way", per_model, registry=registry)
+        self._unacknowledged = Gauge(
+            "hepti_planner_unacknowledged_requests",
+            "Requests that the broker keeps until they are answered; it delivers no others while they fill its window",
+            registry=registry,
+        )
         self._serving = Gauge("hepti_planner_plan_active", "1 while a plan serves", per_model, registry=registry)
         self._devices = Gauge(
             "hepti_planner_devices", "Devices; usable: plans may use them", ("state",), registry=registry
@@ -78,11 +83,12 @@ class PlannerMetrics:
                 self._wait.labels(known, device).inc(run.wait_us[device] / 1e6)
                 self._sent.labels(known, device).inc(run.sent_bytes[device])
 
-    def look(self, session: CoordinatorSession, now: float) -> None:
-        """Take what the session is like, once a second; on its thread."""
+    def look(self, session: CoordinatorSession, unacknowledged: int, now: float) -> None:
+        """Take what the session is like, and how many requests the broker keeps, once a second; on its thread."""
         if now - self._looked_s < EVERY_S:
             return
         self._looked_s = now
+        self._unacknowledged.set(unacknowledged)
         members = session.fleet.members
         self._devices.labels("online").set(sum(m.online for m in members.values()))
         self._devices.labels("usable").set(sum(m.usable for m in members.values()))

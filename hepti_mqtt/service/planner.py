@@ -430,7 +430,7 @@ class _Planner:
                 if self.home is not None:
                     self.home.tick()
                 if self.metrics is not None:
-                    self.metrics.look(self.session, time.monotonic())
+                    self.metrics.look(self.session, self.channel.unacknowledged, time.monotonic())
             self.throttle.run_before_searches(
                 partial(self._run_guarded, item if callable(item) else partial(self._handle, item))
             )

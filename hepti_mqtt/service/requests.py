@@ -355,9 +355,10 @@ def _decoded(
     ids = np.array(tokens.ids, np.int32)
     if len(ids) + new > limit:
         if "max_new_tokens" in request or len(ids) >= limit:
+            ask = f"ask for max_new_tokens {limit - len(ids)} at most, or " if new and len(ids) < limit else ""
             raise RequestError(
                 f"{key} has {len(ids)} tokens, and model {checkpoint.model} takes at most {limit} with those that it "
-                f"generates: shorten it, or ask for fewer than {most}"
+                f"generates: {ask}shorten it"
             )
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)

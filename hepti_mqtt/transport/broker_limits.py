@@ -337,16 +337,19 @@ class DeliveryWindow:
         self.limit: int | None = None
         self._lock = threading.Lock()  # guards all that follows
         self._connection = 0
-        self._waiting: set[int] = set()  # packet ids
+        self._waiting: dict[int, float] = {}  # by packet id: when it came
         self._full = False
 
-    def opened(self, receipt: Receipt) -> None:
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def opened(self, receipt: Receipt, now: float) -> None:
         """Note a request."""
         with self._lock:
             if receipt.connection != self._connection:
                 self._connection = receipt.connection
                 self._waiting.clear()
-            self._waiting.add(receipt.packet)
+            self._waiting[receipt.packet] = now
             self._full |= self.limit is not None and len(self._waiting) >= self.limit
 
     def closed(self, receipt: Receipt) -> None:
@@ -354,11 +357,16 @@ class DeliveryWindow:
         with self._lock:
             if receipt.connection != self._connection:
                 return
-            self._waiting.discard(receipt.packet)
+            self._waiting.pop(receipt.packet, None)
             spilled = self._full and not self._waiting
             self._full &= not spilled
         if spilled:
             self._spilled()
+
+    def opened_before(self, then_s: float) -> set[Receipt]:
+        """Return the unacknowledged requests that came before a time."""
+        with self._lock:
+            return {Receipt(self._connection, packet) for packet, came_s in self._waiting.items() if came_s < then_s}
 
 
 def open_broker_warning(url: BrokerUrl) -> str | None:

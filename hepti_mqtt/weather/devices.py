@@ -90,7 +90,16 @@ class SimulatedDevice:
         """Return what it has measured of itself."""
         p = self.profile
         curves: dict[str, Any] = {
-            "linear": [{"k": c.k, "n": c.n, "points": [*map(list, c.points)], "storage": c.storage} for c in p.linear],
+            "linear": [
+                {
+                    "k": c.k,
+                    "n": c.n,
+                    "points": [*map(list, c.points)],
+                    "storage": c.product.weights,
+                    "x": "i8" if c.product.rounded else "f32",
+                }
+                for c in p.linear
+            ],
             "attention_flops_per_s": p.attention_flops_per_s,
             "rowwise_bytes_per_s": p.rowwise_bytes_per_s,
             "op_overhead_s": p.op_overhead_s,

@@ -37,14 +37,18 @@ def an_answer(request, **data):
 
 
 class Planner:
-    """Hears requests and says what a test tells it to."""
+    """Hears requests and says what a test tells it to; acknowledges: them as they come."""
 
-    def __init__(self, url, site):
+    def __init__(self, url, site, acknowledges=True):
         self.topics = Topics(site)
         self.asked = queue.SimpleQueue()
         self.connected = threading.Event()
         self.transport = PahoTransport(
-            BrokerUrl.parse(url), f"planner-{site}", on_message=self._heard, on_state=self._state
+            BrokerUrl.parse(url),
+            f"planner-{site}",
+            on_message=self._heard,
+            on_state=self._state,
+            on_delivery=None if acknowledges else lambda delivery: self._heard(delivery.topic, delivery.payload),
         )
         self.transport.subscribe([(self.topics.all_requests(), 1)])
         self.transport.connect(PATIENCE_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -654,6 +654,11 @@ class Run:
         """Return whether it may go on under another plan: it is somewhere between its blocks, as begun by a request."""
         fresh = self.before is None and self.task_queue is None and not self.shape.session_rows
         return fresh and self.progress is not None and not self.parts and not self.reports and self.is_computing
+
+    def items_of(self, sessions: Collection[int]) -> list[WorkItem]:
+        """Return the items of some sessions; all items if none is among these."""
+        made = [(item, item.request.generation) for item in self.items]
+        return [item for item, of in made if of is not None and of.session in sessions] or list(self.items)
 
     @property
     def open_items(self) -> list[WorkItem]:

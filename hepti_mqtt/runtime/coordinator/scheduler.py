@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Final, NamedTuple
@@ -10,7 +10,14 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hepti_mqtt.cost.memory import session_rows
-from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, OverloadedError, RemoteError
+from hepti_mqtt.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    HeptiError,
+    IdInUseError,
+    OverloadedError,
+    RemoteError,
+)
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
@@ -40,6 +47,7 @@ from hepti_mqtt.runtime.coordinator.requests import (
     Generation,
     Progress,
     Request,
+    RequestKey,
     Run,
     RunStats,
     WorkItem,
@@ -107,6 +115,8 @@ MAX_QUEUED: Final = 256  # and of all clients
 MAX_IN_BURST: Final = 512  # after a pause: as many as a broker hands over
 BURST_S: Final = 10.0  # so long clients and broker may take to hand over what they have kept
 MAX_QUEUED_BYTES: Final = 256 << 20  # of what all of them bring
+TAKEN_BACK_S: Final = 600.0  # so long a broker may keep a request that is taken back: others fill what it delivers
+MAX_TAKEN_BACK: Final = 1024  # such words that are remembered
 MAX_ATTEMPTS: Final = 4
 STEPS_AHEAD: Final = 2  # that devices begin by themselves: what the planner says to one has as long as a step takes
 LINK_LOSS_WINDOW_S: Final = 5.0  # one lost connection between two devices may cost a request four runs
@@ -135,6 +145,7 @@ class Scheduler:
         self._burst_until_s = -inf
         self._session = 0
         self._sessions = HeldSessions()
+        self._taken_back = OrderedDict[RequestKey, float]()  # what has not come yet, and until when it is expected
 
     @property
     def due_s(self) -> float:
@@ -170,6 +181,8 @@ class Scheduler:
         if same is not None:
             self._counters["repeated_request"] += 1
             return []
+        if self._taken_back.pop(request.key, -inf) > now:
+            return [RefuseRequest(request, _taken_back())]
         waiting = list(
             {id(item.request): item.request for group in self._groups.of_model(name) for item in group.queue}.values()
         )
@@ -322,11 +335,10 @@ class Scheduler:
         group, run = found
         out: list[CoordinatorCommand] = [LogEvent("request_failed", f"{device}: {message.text}")]
         if message.code in ("wire", "session", "link", "passed"):
-            if message.code == "session" and len(run.items) > 1 and run.is_computing:
-                return out + self._part(group, run)
             same_loss = message.code == "link" and self._is_same_link_loss(run, now)
-            reused = message.code == "session" and self._forget_reused(run)
-            return out + self.retry(group, run, blameless=same_loss or message.code == "passed" or reused)
+            lost = run.items_of(message.sessions)
+            reused = message.code == "session" and self._forget_reused(run, lost)
+            return out + self.retry(group, run, same_loss or message.code == "passed" or reused, lost)
         # What reached the device may have been forged, as this may be, or its memory short.
         return out + self._retry_or_fail(group, run, RemoteError(message.text), 2)
 
@@ -353,9 +365,9 @@ class Scheduler:
         group.queue.prepend(run.open_items)
         return out
 
-    def _forget_reused(self, run: Run) -> bool:
-        """Forget the sessions of ended requests that a run went on with; return whether there were any."""
-        made = [item.request.generation for item in run.items if item.request.generation is not None]
+    def _forget_reused(self, run: Run, items: Sequence[WorkItem]) -> bool:
+        """Forget the sessions of ended requests that items went on with; return whether there were any."""
+        made = [item.request.generation for item in items if item.request.generation is not None]
         for generation in made:
             for session in (generation.session, generation.source):
                 self._sessions.forget((run.plan_version, session))
@@ -371,16 +383,20 @@ class Scheduler:
             item.request.last_link_loss_s = now
         return False
 
-    def retry(self, group: PlanGroup, run: Run, blameless: bool = False) -> list[CoordinatorCommand]:
+    def retry(
+        self, group: PlanGroup, run: Run, blameless: bool = False, failed: Sequence[WorkItem] = ()
+    ) -> list[CoordinatorCommand]:
         """Take a run back and queue it first; its job fails after too many attempts.
 
-        blameless: no device had a part in the loss, so it is no attempt.
+        blameless: no device had a part in the loss, so it is no attempt. failed: the items that begin again, while the
+        others go on as they are; all of them if none is named.
         """
         out = self._cancel(group, run)
         back: list[WorkItem] = []
+        whole = [item for item in run.open_items if failed and item not in failed]
         for item in run.open_items:
             request, lost = item.request, item.request.losses
-            if request.finished:
+            if request.finished or item in whole:
                 continue
             lost[item.index] += not blameless
             if lost[item.index] >= MAX_ATTEMPTS:
@@ -400,7 +416,7 @@ class Scheduler:
                 item.request.generation.leave_session()
             if item.request.losses[item.index] > 1:  # it may be what brings runs to nothing
                 item.request.unbatchable.add(item.index)
-        group.queue.prepend(back)
+        group.queue.prepend([*whole, *back])
         return out
 
     def handle_lost_device(self, group: PlanGroup, run: Run, device: str, now: float) -> list[CoordinatorCommand]:
@@ -433,6 +449,19 @@ class Scheduler:
         for run in [r for r in group.runs.values() if not r.waiting_requests and r.early_stats is None]:
             out += self._cancel(group, run)
         return [*out, *self._end_session_of(group, request), RefuseRequest(request, error)]
+
+    def take_back(self, key: RequestKey, now: float) -> list[CoordinatorCommand]:
+        """End a request that its client takes back; one that has not come yet, when it does."""
+        for group in self._groups.of_model(key.model):
+            found = next((request for request in group.requests() if request.key == key), None)
+            if found is not None:
+                out = self.fail_request(group, found, _taken_back())
+                group.queue.discard_finished()
+                return out
+        self._taken_back[key] = now + TAKEN_BACK_S
+        if len(self._taken_back) > MAX_TAKEN_BACK:
+            self._taken_back.popitem(last=False)
+        return []
 
     def refuse_expired(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Refuse the requests whose deadline has passed."""
@@ -883,6 +912,10 @@ class Scheduler:
             else:
                 group.queue.prepend([item])
         return out
+
+
+def _taken_back() -> CancelledRequestError:
+    return CancelledRequestError("the client has taken the request back")
 
 
 def _usable(logits: Array) -> bool:

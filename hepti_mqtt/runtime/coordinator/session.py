@@ -16,7 +16,7 @@ from math import inf
 from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
-from hepti_mqtt.errors import CancelledRequestError, PlanError
+from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Recalled, Verdict
@@ -358,15 +358,8 @@ class CoordinatorSession:
         group, out = self._rollout.group_for(request, now)
         return out if group is None else out + self._scheduler.enqueue(group, request, now)
 
-    def _handle_cancelled(self, event: RequestCancelled, _now: float) -> list[CoordinatorCommand]:
-        error = CancelledRequestError("the client has taken the request back")
-        for group in self.groups.of_model(event.key.model):
-            found = next((request for request in group.requests() if request.key == event.key), None)
-            if found is not None:
-                out = self._scheduler.fail_request(group, found, error)
-                group.queue.discard_finished()
-                return out
-        return []
+    def _handle_cancelled(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
+        return self._scheduler.take_back(event.key, now)
 
     def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
         group = self.groups.default(event.model)

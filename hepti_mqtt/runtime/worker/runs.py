@@ -116,7 +116,11 @@ SessionKey = tuple[str, PlanVersion, int]  # model, plan version, number
 
 
 class SessionLostError(Exception):
-    """A run continues a session that this device has dropped, or of which it never received all rows."""
+    """A run continues sessions that this device has dropped, or of which it never received all rows."""
+
+    def __init__(self, text: str, sessions: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.sessions = sessions
 
 
 @dataclass(slots=True)
@@ -182,7 +186,7 @@ class DecoderSessions:
         known = self._open.get(source)
         if run.at > (known.rows if known else 0) or not (known or run.begins):
             self._counters["session_lost"] += 1
-            raise SessionLostError(f"session {source[2]} has no rows before {run.at} here")
+            raise SessionLostError(f"session {source[2]} has no rows before {run.at} here", (number,))
         # What has a row for each token grows; else there are rows of what a request carries, all from the start.
         grows = all(spec.shape[0] == run.longest for spec in states.values())
         capacity = cache_rows(run.stop, run.longest) if grows else run.longest
@@ -435,7 +439,7 @@ class WorkerRuns:
         try:
             states = self._session_arrays(resident, bound, sessions, inputs, shape)
         except SessionLostError as error:
-            return self._refuse(frame, "session", str(error))
+            return self._refuse(frame, "session", str(error), error.sessions)
         self._runs[frame.run_id] = WorkerRun(
             resident.plan, frame, now, sessions, inputs, bound.sends, resident.frame_key, plain.want == "candidates"
         )
@@ -560,11 +564,14 @@ class WorkerRuns:
             self._early_leases.remove(lease)
         return found
 
-    def _refuse(self, frame: Frame, code: str, text: str) -> list[Command]:
+    def _refuse(self, frame: Frame, code: str, text: str, sessions: tuple[int, ...] = ()) -> list[Command]:
         """End a run that cannot begin."""
-        return self._end_failed((frame.model, frame.plan_version), frame.run_id, code, f"{self._device}: {text}")
+        key, text = (frame.model, frame.plan_version), f"{self._device}: {text}"
+        return self._end_failed(key, frame.run_id, code, text, sessions)
 
-    def _end_failed(self, key: PlanKey, run_id: int, code: str, text: str) -> list[Command]:
+    def _end_failed(
+        self, key: PlanKey, run_id: int, code: str, text: str, sessions: tuple[int, ...] = ()
+    ) -> list[Command]:
         """End a run, or the one that was to go on with it; the planner hears why."""
         if (heir := self._heirs.get(run_id)) is not None:
             known = self._runs.get(heir)
@@ -572,7 +579,7 @@ class WorkerRuns:
             if frame is not None:
                 key, run_id = (frame.model, frame.plan_version), heir
         self.end(run_id)
-        return [self._up(messages.RunFailed(*key, run_id, code, text))]
+        return [self._up(messages.RunFailed(*key, run_id, code, text, sessions))]
 
     def _session_arrays(
         self,
@@ -582,20 +589,26 @@ class WorkerRuns:
         inputs: Array,
         shape: RequestShape,
     ) -> Mapping[str, Array]:
-        """Return the arrays that the sessions of a run keep here."""
+        """Return the arrays that the sessions of a run keep here; raises SessionLostError."""
         if not shape.session_rows:
             return {}
         rows = shape.sizes if len(sessions) > 1 else (shape.new_rows,)
         begins = len(sessions) > 1 or shape == shape.decode_step(shape.new_rows, begins=True)
         used = {(*r.key, session.number) for r in self._runs.values() for session in r.sessions}
         keys = [(*resident.key, session.number) for session in sessions]
-        busy, out = frozenset({*used, *keys}), dict[str, Array]()
+        busy, out, lost = frozenset({*used, *keys}), dict[str, Array](), list[SessionLostError]()
         for item, (key, session, count) in enumerate(zip(keys, sessions, rows, strict=True)):
             at = int(inputs[item])
             run = SessionRun(at, at + count, shape.session_rows, begins, session.source)
             states = bound.template.program.session_arrays(item)
-            arrays = self._sessions.arrays(key, states, run, resident.session_rows, busy)
+            try:
+                arrays = self._sessions.arrays(key, states, run, resident.session_rows, busy)
+            except SessionLostError as error:
+                lost.append(error)
+                continue
             out |= {state_name(name, item): array for name, array in arrays.items()}
+        if lost:
+            raise SessionLostError(str(lost[0]), tuple(number for error in lost for number in error.sessions))
         return out
 
     def handle_tensor(self, frame: Frame, now: float) -> list[Command]:

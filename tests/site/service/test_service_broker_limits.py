@@ -64,7 +64,7 @@ def test_a_broker_that_is_absent_is_named():
 
 def through(window: DeliveryWindow, *packets: int, connection: int = 1) -> None:
     for packet in packets:
-        window.opened(Receipt(connection, packet))
+        window.opened(Receipt(connection, packet), 0.0)
 
 
 def acknowledged(window: DeliveryWindow, *packets: int, connection: int = 1) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -656,5 +657,11 @@ def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(t
         prepared = read_input(checkpoint, {"ids": [1, 2], "max_new_tokens": 2})
         assert decode_output(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": "", "finish": "length"}
         assert WrittenText(checkpoint).extend_to((7, 8)) == ""
+        longest = checkpoint.spec.input_spec.longest
+        for length, asked in ((longest - 3, {"max_new_tokens": 5}), (longest, {})):
+            with pytest.raises(RequestError) as caught:
+                read_input(checkpoint, {"ids": [1] * length, **asked})
+            numbers = re.findall(r"\b\d+\b", str(caught.value).partition("tokens")[2])
+            assert numbers == [str(longest), *(["3"] if asked else [])], "and no number that nobody has asked for"
     with Checkpoint.open(plain) as checkpoint:
         assert read_input(checkpoint, {"ids": [1, 2]}).shape.size == 2

@@ -55,6 +55,9 @@ def test_what_users_write_is_never_a_special_token(hostile: str) -> None:
     [
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% set x = 'a' * 1000 %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in range(9) recursive %}{% if loop.depth < 30 %}{{ loop(range(9)) }}{% endif %}{% endfor %}",
         "{{ 'a' * 100000000 }}",
         "{{ 9 ** 99999999 }}",
         "{% for i in range(90000) %}{{ '0123456789012345' }}{% endfor %}",

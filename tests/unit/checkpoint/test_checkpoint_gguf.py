@@ -150,8 +150,9 @@ def test_a_file_of_another_size_or_content_is_refused(original: Path, tmp_path: 
     whole = path.read_bytes()
     for size in (0, 3, 4, 20, 100, 1000, 3000, len(whole) // 2, len(whole) - 40):
         path.write_bytes(whole[:size])
-        with pytest.raises(ModelError):
+        with pytest.raises(ModelError) as caught:
             Checkpoint.open(path)
+        assert ".gguf" not in str(caught.value).replace(str(path), ""), "it has the right name already"
     rng = random.Random(3)
     for _ in range(300):
         data, at = bytearray(whole), rng.randrange(8000)  # metadata and the list of tensors

@@ -20,8 +20,8 @@ from device_agent.machine import UNKNOWN_BYTES, last_level_cache_bytes
 from device_agent.measure import load_or_measure, measure, monotone
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.kernels import Workers, warm_up
-from hepti_mqtt.program import Work
+from hepti_mqtt.kernels import Workers, warm_up, works
+from hepti_mqtt.program import Compute, SlotSpec, WeightRef, Work
 from hepti_mqtt.protocol.messages import Caps, decode_caps, encode_caps
 from hepti_mqtt.transport.mesh import mesh_possible
 
@@ -77,7 +77,23 @@ def test_little_memory_leaves_large_shapes_out(workers):
     assert shapes(10 << 20) == [(384, 384), (384, 1536)]
     assert shapes(1) == [(384, 384)]
     assert shapes(10 << 20, "w8a8") == [(384, 1536)], "narrower weights in one of the shapes that fit"
-    assert shapes(10 << 20, "q6_k") == [(256, 1536)], "of whole blocks"
+    assert shapes(10 << 20, "q6_k") == [(256, 1536)] * 2, "of whole blocks, by activations in f32 and in int8"
+
+
+@pytest.mark.usefixtures("hasty")
+def test_products_of_blocks_are_priced_by_what_their_activations_are(workers):
+    """Prompts by activations in int8 were priced as those in f32, at 2.4 times what they took."""
+    measured, times = measure(workers, 10 << 20), dict[str, float]()
+    for number, curve in enumerate(measured["linear"], 1):
+        curve["points"] = [[rows, float(number * rows)] for rows, _ in curve["points"]]
+        if curve.get("storage") == "q6_k":
+            times[curve.get("x", "f32")] = 128.0 * number
+    profile = profile_from_caps("d1", measured, 1e9, 1.0)
+    weight, slots = WeightRef("w", (0, 256), (0, 1536), "packed", "q6_k"), (SlotSpec((128, 256)), SlotSpec((128, 1536)))
+    for x, seconds in times.items():
+        op = Compute("linear", (0,), (1,), (weight,), {"bias": False, "activation": None, "residual": False, "x": x})
+        assert profile.seconds(*works(op, slots)) == pytest.approx(seconds, rel=1e-3)
+    assert len(times) == 2
 
 
 @pytest.mark.usefixtures("hasty")
@@ -97,7 +113,8 @@ def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
 
     monkeypatch.setattr(measuring, "_ColdMatmul", Counted)
     measure(workers, 10 << 20)
-    assert len(made) == 2 + 1 + len(measuring.MEASURED) - 1, "shapes, what fills the caches, narrower storages"
+    narrower = {product.weights for product in measuring.MEASURED} - {"f32"}
+    assert len(made) == 2 + 1 + len(narrower), "shapes, what fills the caches, narrower storages"
 
 
 def test_weights_are_read_from_memory_not_from_a_cache(workers, monkeypatch):

@@ -24,7 +24,7 @@ from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, Pins, Request, RequestKey
-from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS, OVERDUE_S
+from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS, OVERDUE_S, TAKEN_BACK_S
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.worker import session
 
@@ -168,6 +168,19 @@ def test_waiting_and_running_requests_are_taken_back() -> None:
     assert all(("a", messages.Cancel("m", plan.version, run)) in site.told for run in (1, 2))
     site.answer(3)
     assert "r3" in site.answers
+
+
+def test_a_request_that_comes_behind_its_cancellation_is_not_computed() -> None:
+    site = settled("a")
+    for name in ("r1", "r2"):
+        site.event(interface.RequestCancelled(RequestKey("m", "c", name)))
+    site.submit("r1")
+    assert site.errors["r1"].code == "cancelled"
+    assert not site.work
+    site.now += TAKEN_BACK_S
+    site.submit("r2")
+    site.answer(1)
+    assert "r2" in site.answers, "long after that it is another request under the same id"
 
 
 def test_repeated_request_on_its_way_runs_once() -> None:

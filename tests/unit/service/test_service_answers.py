@@ -54,7 +54,7 @@ from hepti_mqtt.service.channel import (
 )
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
+from hepti_mqtt.service.handler import Asked, OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, MemoryQuota, parse, read_input
 from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
 
@@ -470,6 +470,22 @@ def test_a_request_that_the_broker_retains_is_acknowledged_and_not_computed(site
     for n in range(MAX_SUBJECTS + 10):
         site.post.handle_delivery(Delivery(f"{TOPIC}{n}", b"{}", None, repeated=False, retained=True))
     assert len(caplog.records) == MAX_SUBJECTS, "they do not fill the log"
+
+
+def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_clock, caplog):
+    """Some of them fill what the broker delivers at once; the planner is deaf then."""
+    key, counted = RequestKey("m", "me", "q"), "unacknowledged"
+    for packet in (1, 2):
+        site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
+    site.post.journal.record_waiting(site.asked[0], Asked(key, b""))
+    site.post.resend_due(post_clock.now)
+    assert (site.post.unacknowledged, site.counters[counted]) == (2, 0)
+    post_clock.now += 2 * post_module.LOST_S
+    for _ in range(2):
+        site.post.resend_due(post_clock.now)
+    assert (site.counters[counted], len(caplog.records)) == (1, 1), "one waits for its answer, the other is lost"
+    site.post.journal.settle(site.post.journal.take_waiting(Asked(key, b"")))
+    assert site.post.unacknowledged == 1
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,8 @@ def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, 
     assert forecasts.step()
     known = forecasts.lookup(one.plan, TokenBatch((5,)))
     near = forecasts.lookup(one.plan, TokenBatch((6,)))
-    assert (near.nbytes, near.seconds) == (pytest.approx(1.2 * known.nbytes), pytest.approx(1.2 * known.seconds))
+    assert near.nbytes == pytest.approx(1.2 * known.nbytes)
+    assert known.seconds < near.seconds < 1.2 * known.seconds, "ops and frames cost as much"
     other = standing(spec, 2)
     assert forecasts.lookup(other.plan, TokenBatch((5,))).nbytes == 500, "of another plan nothing is known"
 

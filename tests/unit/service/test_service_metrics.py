@@ -57,7 +57,7 @@ def planner() -> PlannerMetrics:
     for number in range(100):
         metrics.record_answer(f"invented-{number}", "unknown_model", 0.0)
     site.leave("b")
-    metrics.look(site.session, 10.0)
+    metrics.look(site.session, 3, 10.0)
     return metrics
 
 
@@ -70,6 +70,7 @@ def test_the_planner_counts_what_happened(planner: PlannerMetrics) -> None:
     assert value(samples, "hepti_planner_plan_steps_total", model="m", cause="lost") == 1
     assert value(samples, "hepti_planner_devices", state="usable") == 1
     assert value(samples, "hepti_planner_dropped_total", reason="malformed") == 2
+    assert value(samples, "hepti_planner_unacknowledged_requests") == 3
     assert value(samples, "hepti_device_edge_bytes_total", device="a", source="b") == 900
     assert value(samples, "hepti_device_compute_seconds_total", device="a") == 2.5
     assert value(samples, "hepti_device_events_total", device="a", event="late") == 4

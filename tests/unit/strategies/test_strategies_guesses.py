@@ -19,6 +19,7 @@ from hepti_mqtt.planner import Question, run_seconds, simulate_plan
 from hepti_mqtt.runtime.coordinator.guesses import SIZES, Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
 from hepti_mqtt.spec import Want
+from hepti_mqtt.storage import Product
 
 SPEC = spec_of_kind("tiny-llama")
 BEGINNING = (5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 2)
@@ -123,9 +124,9 @@ BOARD, SERVER, APART = ((1, 1.0), (8, 1.3)), ((1, 1.0), (4, 2.8), (8, 4.5)), ((1
     ],
 )  # fmt: skip
 def test_as_many_are_guessed_as_the_price_of_their_rows_is_worth(points, right, rows):
-    device = DeviceProfile("d", (Curve(64, 64, points, "Q4_0"), Curve(64, 64, ((1, 1.0),), "f32")), 1e9, 1e9)
+    device = DeviceProfile("d", (Curve(64, 64, points, Product("q4_0")), Curve(64, 64, ((1, 1.0),))), 1e9, 1e9)
     cluster = Cluster({"d": device}, {"d": Link()})
-    pace = StepPace(lambda count: rows_factor(cluster, ("d",), "Q4_0", count))
+    pace = StepPace(lambda count: rows_factor(cluster, ("d",), Product("q4_0"), count))
     guesses = Guesses()
     foreseen(guesses, right=right)
     guessed = guesses.propose((1, 2, 3, 4), (9, 1, 2), 7, pace)
@@ -155,3 +156,20 @@ def test_a_run_of_several_rows_is_priced_as_it_is_simulated(kind, devices):
         seconds = run_seconds(spec, one.plan, one.price, cluster, rows)
         assert seconds == pytest.approx(priced(shape).price.seconds, rel=0.2)
         assert seconds < 1.6 * one.price.seconds
+
+
+def test_a_prompt_is_priced_from_a_step_as_it_is_simulated():
+    """What ops cost beside their work does not grow with rows; with it prompts were priced too high."""
+    spec = spec_of_kind("tiny-llama", layers=24)  # the head computes a row alone
+    device = DeviceProfile("d0", (Curve(64, 64, ((1, 20e-6), (8, 30e-6), (128, 300e-6))),), 1e9, 1e10, 1e-4)
+    cluster, made = Cluster({"d0": device}, {"d0": Link()}), plan(spec, ("single", {}), (1.0,))
+    one, prompt = (
+        simulate_plan(
+            Question(
+                TopicNames("s", "m"), spec, cluster, models.single_sequence(spec, ids, "task", 64)[0], made.version
+            ),
+            made,
+        )
+        for ids in (np.ones(1, np.int32), np.ones(64, np.int32))
+    )
+    assert run_seconds(spec, one.plan, one.price, cluster, 64) == pytest.approx(prompt.price.seconds, rel=0.2)
