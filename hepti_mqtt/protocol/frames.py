@@ -342,7 +342,7 @@ class Followed(NamedTuple):
 
 
 _COUNTS: Final = 4  # numbers before the lengths
-_DRAW: Final = np.dtype([(name, f"<{kind}8") for name, kind in zip(Draw._fields, "iufiff", strict=True)])
+_DRAW: Final = np.dtype(list(zip(Draw._fields, ("<u4", "<u8", "<f8", "<u4", "<f4", "<f4"), strict=True)))
 MAX_TOGETHER: Final = 8  # sessions of one run
 
 
