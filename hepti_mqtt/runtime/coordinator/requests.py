@@ -24,6 +24,7 @@ from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.protocol.frames import MAX_TOGETHER, DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
+from hepti_mqtt.protocol.messages import RunFailed
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.spec import Draw, RequestShape, Spec, Want
@@ -546,7 +547,7 @@ class RunStats:
 class FollowingStep(NamedTuple):
     """A step that devices begin by themselves when the run before it has ended, as far as it is known before that.
 
-    nbytes: of the message that says so.
+    nbytes: of the message that says so. reports: of devices that have ended it, or failed, before its turn has come.
     """
 
     run_id: int
@@ -556,6 +557,7 @@ class FollowingStep(NamedTuple):
     inputs: Array
     sessions: tuple[DecoderSession, ...]
     nbytes: int
+    reports: dict[str, Frame | RunFailed]
 
     def is_run(self, part: Batch, sessions: tuple[DecoderSession, ...]) -> bool:
         """Return whether it is a run, of which all tokens are known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
@@ -302,7 +302,7 @@ class Scheduler:
         """Take a part of the output, or a device's report of its run; the last one of a request answers it."""
         frame = event.frame
         if (found := self._run_of(event.device, frame)) is None:
-            self._counters["late"] += 1
+            self._counters["late"] += not (frame.kind == "done" and self._is_early(event.device, frame))
             return []
         group, run = found
         out: list[CoordinatorCommand] = []
@@ -330,7 +330,7 @@ class Scheduler:
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
         """Retry a run that was lost on the wire, and once a run that a device could not compute."""
         if (found := self._run_of(device, message)) is None:
-            self._counters["late"] += 1
+            self._counters["late"] += not self._is_early(device, message)
             return []
         group, run = found
         out: list[CoordinatorCommand] = [LogEvent("request_failed", f"{device}: {message.text}")]
@@ -508,11 +508,11 @@ class Scheduler:
         part, sessions = self._next_part(group, plan, items, generations, bool(begun))
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
-        if begun and begun[0].is_run(part, sessions):
-            run_id, sent, begun = begun[0].run_id, begun[0].nbytes, begun[1:]
-            ids = tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist())
+        step = begun[0] if begun and begun[0].is_run(part, sessions) else None
+        if step is not None:
+            run_id, sent, begun = step.run_id, step.nbytes, begun[1:]
         else:
-            run_id, ids = self._ids.next_run(), ()
+            run_id = self._ids.next_run()
             order = self._order(plan, run_id, part, sessions, continued=before)
             sent, out = publish_bytes(order.topic, order.nbytes, 1), [*out, *self._cancel_runs(plan, begun), order]
             begun = ()
@@ -551,9 +551,9 @@ class Scheduler:
             before=None if continued is None else continued[0],
             steps=steps,
             following=following,
-            ids=ids,
+            ids=() if step is None else tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist()),
         )
-        return out
+        return out if step is None else [*out, *self._take_reports(step.reports, now)]
 
     @staticmethod
     def _next_part(
@@ -607,9 +607,30 @@ class Scheduler:
             number, before = self._ids.next_run(), steps[-1].run_id if steps else run_id
             order = self._order(plan, number, part, sessions, follows=Followed(before, tuple(draws)))
             nbytes = publish_bytes(order.topic, order.nbytes, 1)
-            steps.append(FollowingStep(number, plan.version, items, part.shape, part.inputs, sessions, nbytes))
+            steps.append(FollowingStep(number, plan.version, items, part.shape, part.inputs, sessions, nbytes, {}))
             out.append(order)
         return tuple(steps), out
+
+    def _is_early(self, device: str, report: Frame | messages.RunFailed) -> bool:
+        """Keep what a device says of a step before the answer has come that it follows; False if it is of no step.
+
+        The answer is another device's, so it may come later.
+        """
+        runs = (run for group in self._groups.of_model(report.model) for run in group.runs.values())
+        step = next((step for run in runs for step in run.following if step.run_id == report.run_id), None)
+        if step is not None:
+            step.reports.setdefault(device, report)
+        return step is not None
+
+    def _take_reports(self, reports: Mapping[str, Frame | messages.RunFailed], now: float) -> list[CoordinatorCommand]:
+        """Take what devices have said of a step before its turn came."""
+        out = list[CoordinatorCommand]()
+        for device, report in reports.items():
+            if isinstance(report, Frame):
+                out += self.handle_frame(DeviceFrame(device, report), now)
+            else:
+                out += self.handle_failure(device, report, now)
+        return out
 
     @staticmethod
     def _take_begun(group: PlanGroup, plan: Plan, items: tuple[WorkItem, ...]) -> tuple[FollowingStep, ...]:

@@ -26,13 +26,16 @@ def wanted(rules: TokenRules = LIKELIEST, want: str = "candidates") -> tuple[Gen
 
 
 class Watched(Swarm):
-    """A site whose planner's words to devices are kept. late_s: how long each of them takes beside the network."""
+    """A site whose planner's words to devices are kept.
 
-    def __init__(self, count: int, late_s: float = 0.0) -> None:
+    late_s: how long each of them takes beside the network; root_s: the same of what the root device says.
+    """
+
+    def __init__(self, count: int, late_s: float = 0.0, root_s: float = 0.0) -> None:
         devices = {f"d{i}": (1e9, 1 << 30) for i in range(count)}
         way = ("decoder", {}) if count > 1 else ("single", {})
         decider = always(plan(SPEC, way, (1.0,) * count))
-        self.late_s, self.following, self.stopped = late_s, list[int](), set[int]()
+        self.root_s, self.late_s, self.following, self.stopped = root_s, late_s, list[int](), set[int]()
         super().__init__(SPEC, tensors(SPEC), devices, decider=decider, jitter_s=0.01, batching=Batching())
 
     def _planner_command(self, command) -> None:
@@ -45,6 +48,10 @@ class Watched(Swarm):
             message, _ = messages.decode_sealed(command.payload)
             self.stopped |= {message.run_id} if isinstance(message, messages.Cancel) else set()
         super()._planner_command(command)
+
+    def _host_publish(self, name, publish) -> None:
+        late_s = self.root_s if name == "d0" and publish.topic.endswith("/up") else 0.0
+        self.after(late_s, lambda: Swarm._host_publish(self, name, publish))
 
     def write(self, name: str, rules: TokenRules = LIKELIEST, want: str = "candidates") -> None:
         generation, inputs = wanted(rules, want)
@@ -181,3 +188,12 @@ def test_a_run_that_follows_none_that_is_known_is_refused():
     )
     (failed,) = host.session.runs.start(resident, frames.decode(payload), swarm.now)
     assert messages.decode(failed.payload).code == "session"
+
+
+def test_a_report_that_overtakes_the_answer_before_it_is_kept():
+    swarm = Watched(2, root_s=0.3)
+    swarm.write("a")
+    assert swarm.finish("a") == [text()]
+    (_, stats), *_ = swarm.answers["a"]
+    assert all(run.reported for run in stats[:-1])
+    assert not swarm.planner.counters["late"]
