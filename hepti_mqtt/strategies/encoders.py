@@ -335,13 +335,14 @@ def decoder_table(division: Division) -> Table:
         parts = [qkv_columns(division.graph, part, "kv") for part in heads]
         return [Piece(i, region_with(op, {1: part})) for i, part in enumerate(parts)]
 
+    embedded = None if division.divides_embeddings else division.root
     return Table(
         {
             roles.CACHE: cache,
             roles.ATTENTION_OUT: split_along(heads, 2),
             roles.MLP_DOWN: split_along(division.device_sets(MLP), 2),
         },
-        {} if division.has_few_rows else between_blocks(split_along(division.device_sets(ROWS), 0), division.root),
+        {} if division.has_few_rows else between_blocks(split_along(division.device_sets(ROWS), 0), embedded),
     )
 
 

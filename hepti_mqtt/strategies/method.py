@@ -19,6 +19,8 @@ COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
 WORDS: Final = Share("words", roles.WORDS, 1)  # of every plan of several devices, whatever its method
+# Of plans that divide the table of words too: the same words. Such a plan says so, since it sends more for each token.
+EMBEDDINGS: Final = Share("embeddings", roles.EMBEDDINGS, 2)
 
 # Of plans of methods that divide runs of few rows in another way: those rows, the same for every device.
 FEW_ROWS: Final = "few_rows"
@@ -55,6 +57,11 @@ class Division(NamedTuple):
         """Return whether the run has at most the few rows that the plan names; where it names none, any has."""
         few = self.plan.ranges.get(FEW_ROWS)
         return few is None or ROWS.unit_count(self.graph) <= few[0][1]
+
+    @property
+    def divides_embeddings(self) -> bool:
+        """Return whether devices have the embeddings of their own words, so that none has them all."""
+        return EMBEDDINGS.kind in self.plan.ranges
 
     def owners(self, share: Share) -> dict[int, int]:
         """Return the device of each part, by its number."""
