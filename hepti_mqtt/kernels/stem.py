@@ -103,7 +103,7 @@ class _Words:
             table, count, self._take = None, weight.columns, weight.columns_at
         self._first, self.vocabulary = check.op.attrs.get("words", (0, count))
         self._stop, self._h = self._first + count, h
-        check.that(0 <= self._first and self._stop <= self.vocabulary, f"of {self.vocabulary} words there are {count}")
+        check.that(self._first >= 0 and self._stop <= self.vocabulary, f"of {self.vocabulary} words there are {count}")
         self.table = table if count == self.vocabulary else None
 
     def rows(self, words: Array) -> Array:
@@ -221,8 +221,18 @@ def _work_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("rowwise", nbytes=3.0 * slots[op.writes[0]].nbytes)
 
 
-EMBED_TOKENS: Final = Kernel("embed_tokens", _bind_embed_tokens, _reference_embed_tokens, _work_of_embedding)
-EMBED_AT: Final = Kernel("embed_at", _bind_embed_at, _reference_embed_at, _work_of_embedding)
+def _scratch_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> int:
+    """Return the bytes of rows that are gathered: as stored, as they are decoded, and in their places."""
+    return 3 * slots[op.writes[0]].nbytes
+
+
+EMBED_TOKENS: Final = Kernel(
+    "embed_tokens", _bind_embed_tokens, _reference_embed_tokens, _work_of_embedding,
+    scratch_function=_scratch_of_embedding,
+)  # fmt: skip
+EMBED_AT: Final = Kernel(
+    "embed_at", _bind_embed_at, _reference_embed_at, _work_of_embedding, scratch_function=_scratch_of_embedding
+)
 
 
 @kernel(reads(uint8, 4), fills(float32, 2), INT, reads(float32, 1), reads(float32, 1))

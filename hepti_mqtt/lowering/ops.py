@@ -620,8 +620,9 @@ class Embedding(OpaqueOp):
         if len(region[2]) != 1:
             raise ValueError(f"{self.name}: words {region[2]} are several ranges; give each device one")
         table, *others = self.weights
-        own = {"columns" if table.layout == "packed" else "rows": region[2][0]}
-        return table._replace(**own), *(others if self._is_first(region) else ())
+        words = region[2][0]
+        own = table._replace(columns=words) if table.layout == "packed" else table._replace(rows=words)
+        return own, *(others if self._is_first(region) else ())
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         attrs, refs = dict(self.attrs), self.weight_refs(region)

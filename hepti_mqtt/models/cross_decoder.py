@@ -34,7 +34,7 @@ def graph(
     refs: Mapping[str, WeightRef],
 ) -> None:
     """Add the decoder: ids [m] behind `at` others, in the first run the states [S, h] -> logits [1 or 2, V]."""
-    m, h, heads, task = shape.tokens, spec.hidden, spec.heads, roles.TASK
+    h, heads, task = spec.hidden, spec.heads, roles.TASK
     tables = [refs["stem.word"], refs["stem.position"]]
     x = net.embedding("embedded", (ids, at), "embed_at", tables, h)  # [m, h]
     for i in range(spec.decoder_layers):

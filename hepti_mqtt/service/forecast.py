@@ -27,7 +27,7 @@ from hepti_mqtt.planner import SimulatedRequest
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.strategies.method import FEW_ROWS
+from hepti_mqtt.strategies.method import EMBEDDINGS, FEW_ROWS
 
 KEPT: Final = 1024
 MAX_PENDING: Final = 64  # pending forecasts; beyond, the least urgent are dropped
@@ -257,7 +257,7 @@ class Forecasts:
 def _of_plan(plan: Plan) -> Forecast:
     """Return the forecast that a plan contains."""
     parts: list[list[float]] = [list(weights) for weights in plan.shares.values()]
-    divided = (ranges for kind, ranges in plan.ranges.items() if kind != FEW_ROWS)
+    divided = (ranges for kind, ranges in plan.ranges.items() if kind not in (FEW_ROWS, EMBEDDINGS.kind))
     parts += [[float(stop - start) for start, stop in ranges] for ranges in divided]
     whole = [[x / (sum(part) or 1.0) for x in part] for part in parts] or [[1.0] * len(plan.devices)]
     flops = dict(zip(plan.devices, map(fmean, zip(*whole, strict=True)), strict=True))

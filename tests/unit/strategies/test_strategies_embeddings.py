@@ -72,6 +72,15 @@ def test_states_are_those_of_a_whole_table(
     np.testing.assert_array_equal(*states)
 
 
+def test_the_decoder_of_speech_reads_a_divided_table() -> None:
+    spec, weights = spec_of_kind("tiny-whisper"), (1.0, 2.0, 1.0)
+    shape, whole = models.largest_shape(spec), plan(spec, ("block", {}), weights)
+    inputs = models.random_inputs(spec, shape, np.random.default_rng(1))
+    programs = (device_programs(spec, one, shape) for one in (whole, divided(spec, whole, weights)))
+    answers = [run_programs(of_devices, tensors(spec), inputs) for of_devices in programs]
+    np.testing.assert_array_equal(*answers)
+
+
 @pytest.mark.parametrize("storage", ["f32", "q8_0"])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])  # the latter has one table for both ends
 def test_each_device_holds_the_rows_of_its_own_words_once(kind: str, storage: str) -> None:
@@ -94,7 +103,7 @@ def test_texts_of_several_users_with_guesses_are_those_of_one_device(kind: str, 
     spec = spec_of_kind(kind)
     made = divided(spec, plan(spec, ("decoder", {}), weights), weights)
     made = replace(made, ranges={**made.ranges, FEW_ROWS: ((0, 2),) * len(weights)})
-    devices = {name: (1e9, 1 << 30) for name in made.devices}
+    devices = dict.fromkeys(made.devices, (1e9, 1 << 30))
     swarm = Swarm(
         spec, tensors(spec), devices, decider=always(made), batching=Batching(), in_flight=3, duplicates=0.2,
         jitter_s=0.01,
