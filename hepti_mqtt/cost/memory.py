@@ -138,10 +138,14 @@ def programs_bytes(spec: Spec, plan: Plan, device: str) -> int:
 
 
 def _bound_bytes(made: Lowered, device: str) -> int:
+    from hepti_mqtt.kernels import KERNELS  # here: see clock.py
+
     layer, times = made.repeated_layer or (-1, 1)
-    whole = 0
-    for op in made.compact_program(device).ops:
-        refs = op.weights if isinstance(op, Compute) else ()
+    whole, program = 0, made.compact_program(device)
+    for op in program.ops:
+        # Those of embeddings have no notes: they read rows, wherever these are.
+        is_product = isinstance(op, Compute) and KERNELS[op.kernel].work(op, program.slots).kind != "rowwise"
+        refs = op.weights if isinstance(op, Compute) and is_product else ()
         columns = sum(ref.columns[1] - ref.columns[0] for ref in refs if ref.layout == "packed")
         whole += (OP_BYTES + COLUMN_BYTES * columns) * (times if op.layer == layer else 1)
     return whole

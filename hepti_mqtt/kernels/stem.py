@@ -24,7 +24,6 @@ An id outside the vocabulary, or of a type that is not there, raises ValueError 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Final
@@ -96,8 +95,7 @@ class _Words:
         self._take: Callable[[Array], Array]
         if isinstance(weight, np.ndarray):
             table = check.table(weight, h)
-            # Ids are checked before; "raise" would go through a buffer.
-            count, self._take = len(table), partial(np.take, table, axis=0, mode="clip")
+            count, self._take = len(table), table.__getitem__
         else:
             check.that(weight.rows == h, f"words have {weight.rows} values")
             table, count, self._take = None, weight.columns, weight.columns_at
@@ -115,6 +113,13 @@ class _Words:
         if own.any():
             out[own] = self._take(words[own] - self._first)
         return out
+
+    def fill(self, words: Array, out: Array) -> None:
+        """Fill out [n, h] with the embeddings of some words."""
+        if self.table is None:
+            out[...] = self.rows(words)
+        else:  # ids are checked before; "raise" would go through a buffer
+            np.take(self.table, words, axis=0, out=out, mode="clip")
 
 
 def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
@@ -167,9 +172,9 @@ def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
         firsts = [
             first_of(op, reads[1], b - a, len(position), "positions of the model", item) for item, (a, b) in items
         ]
-        rows = words.rows(ids)
+        words.fill(ids, out)
         for first, (_, (start, stop)) in zip(firsts, items, strict=True):
-            np.add(rows[start:stop], position[first : first + stop - start], out=out[start:stop])
+            np.add(out[start:stop], position[first : first + stop - start], out=out[start:stop])
 
     return run
 
@@ -223,7 +228,8 @@ def _work_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> Work:
 
 def _scratch_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> int:
     """Return the bytes of rows that are gathered: as stored, as they are decoded, and in their places."""
-    return 3 * slots[op.writes[0]].nbytes
+    is_whole_table = op.weights[0].layout == "plain" and "words" not in op.attrs
+    return 0 if is_whole_table else 3 * slots[op.writes[0]].nbytes
 
 
 EMBED_TOKENS: Final = Kernel(
