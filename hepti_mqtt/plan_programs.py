@@ -130,7 +130,8 @@ def _divides(plan: Plan, part: Graph) -> bool:
 def root_begins(spec: Spec, plan: Plan, shape: RequestShape) -> bool:
     """Return whether nobody but the root device reads the tokens of a run."""
     lowered = lower_plan(spec, plan, shape)
-    return not any(lowered.computes_role(device, roles.STEM) for device in plan.devices if device != plan.root)
+    others = (device for device in plan.devices if device != plan.root)
+    return not any(lowered.computes_role(device, role) for device in others for role in (roles.STEM, roles.EMBEDDINGS))
 
 
 def task_count(spec: Spec, plan: Plan) -> int:

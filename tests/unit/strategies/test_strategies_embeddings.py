@@ -20,7 +20,7 @@ from hepti_mqtt.models.generation import LIKELIEST
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights
+from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights, root_begins
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation
 from hepti_mqtt.storage import STORAGES, StoredRows
@@ -114,6 +114,7 @@ def test_texts_of_several_users_with_guesses_are_those_of_one_device(kind: str, 
         swarm.begin(name, Batch(shape, inputs), generation)
     swarm.run(300, until=lambda: len(swarm.answers) + len(swarm.errors) == len(prompts))
     assert not swarm.errors
+    assert not root_begins(spec, made, shape), "each device reads the tokens"
     for name, prompt in enumerate(prompts):
         assert swarm.answers[name][0][0].tolist() == alone(spec, prompt, 12)
 
