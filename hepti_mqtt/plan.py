@@ -49,14 +49,15 @@ _UNDIVIDED: Final[Mapping[str, Any]] = {
 class Plan:
     """How a model is divided; each agent derives its own Program from it.
 
-    devices: in source order, the order in which partial results are combined. root: the device that holds embedding
-    and task head. shares: shares that depend on a request's length, one number >= 0 per device, by kind ("rows").
-    ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns"). weight_dtype: of the
-    layers' matrices. route: who carries the exchanges. relayed_pairs: (source, target) whose exchanges go over the
-    broker under route "mesh" too, because the two cannot connect. predicted_s and predicted_bytes: one request of
-    `predicted_tokens` tokens by the simulator. wire_error: how far a narrow wire moves the answer, relative to f32;
-    weight_error: the same of narrow weights; None: not measured. replicas: complete plans side by side, of disjoint
-    devices and with versions of their own, each run under one of them; none: every run is under the plan itself.
+    devices: in source order, the order in which partial results are combined. root: the device that holds what is not
+    divided of embedding and task head. shares: shares that depend on a request's length, one number >= 0 per device, by
+    kind ("rows"). ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns").
+    weight_dtype: of the layers' matrices. route: who carries the exchanges. relayed_pairs: (source, target) whose
+    exchanges go over the broker under route "mesh" too, because the two cannot connect. predicted_s and
+    predicted_bytes: one request of `predicted_tokens` tokens by the simulator. wire_error: how far a narrow wire moves
+    the answer, relative to f32; weight_error: the same of narrow weights; None: not measured. replicas: complete plans
+    side by side, of disjoint devices and with versions of their own, each run under one of them; none: every run is
+    under the plan itself.
     layouts: other ones of the method for runs of more than so many rows, of which that for the most rows counts.
     """
 

@@ -38,7 +38,7 @@ from hepti_mqtt.program import ExchangeKey, Program, Send, Slot, WeightRef
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
-from hepti_mqtt.strategies.method import WORDS, word_ranges
+from hepti_mqtt.strategies.method import EMBEDDINGS, WORDS, word_ranges
 from hepti_mqtt.task_queue import LoweredTasks, nonempty_tasks
 
 CACHE_SIZE: Final = 32  # graphs under tables that are kept
@@ -98,7 +98,10 @@ def _lowered(spec: Spec, divided: PlanKey, shape: RequestShape) -> Lowered:
 def base_table(division: Division) -> Table:
     """Return where every method begins and ends: what the planner sends, stem and task on the root device."""
     head = on_device(division.root)
-    lines = {roles.INPUT: on_device(PLANNER_INDEX), **dict.fromkeys((roles.STEM, roles.TASK, roles.CACHE), head)}
+    at_head = (roles.STEM, roles.EMBEDDINGS, roles.TASK, roles.CACHE)
+    lines = {roles.INPUT: on_device(PLANNER_INDEX), **dict.fromkeys(at_head, head)}
+    if division.divides_embeddings:  # of each token one device has the row, and others add zeros
+        lines[roles.EMBEDDINGS] = split_along(division.device_sets(EMBEDDINGS), EMBEDDINGS.dim)
     if (words := division.plan.ranges.get(WORDS.kind)) is None:
         lines |= dict.fromkeys((roles.WORDS, roles.CANDIDATES), head)
     else:  # each device's own, which meet on the root device
@@ -128,7 +131,8 @@ def _divides(plan: Plan, part: Graph) -> bool:
 def root_begins(spec: Spec, plan: Plan, shape: RequestShape) -> bool:
     """Return whether nobody but the root device reads the tokens of a run."""
     lowered = lower_plan(spec, plan, shape)
-    return not any(lowered.computes_role(device, roles.STEM) for device in plan.devices if device != plan.root)
+    others = (device for device in plan.devices if device != plan.root)
+    return not any(lowered.computes_role(device, role) for device in others for role in (roles.STEM, roles.EMBEDDINGS))
 
 
 def task_count(spec: Spec, plan: Plan) -> int:
@@ -270,16 +274,23 @@ def make_plan(
     options: Mapping[str, str],
     shares: Sequence[float],
     lanes: Sequence[DeviceResources] = (),
+    divides_embeddings: bool | None = None,
 ) -> Plan:
     """Return `template` (model, version, devices, head, wire, storage, route) under a strategy, shares by `shares`.
 
-    lanes: the devices' links, for methods that look at them.
+    lanes: the devices' links, for methods that look at them. divides_embeddings: whether a table of words is divided
+    where that can be; None: as in the template.
     """
     whole = graph(spec, largest_shape(spec))
     method = STRATEGIES[strategy]
     by_length, ranges = method.make_shares(whole, options, shares, lanes)
     if roles.WORDS in whole.roles and len(shares) > 1 and method.groups is None and not method.task_count(options):
-        ranges[WORDS.kind] = word_ranges(whole, template.devices.index(template.root), shares, lanes)
+        if divides_embeddings is None:
+            divides_embeddings = EMBEDDINGS.kind in template.ranges
+        if divides_embeddings:  # mostly for want of memory, which the shares follow
+            ranges[WORDS.kind] = ranges[EMBEDDINGS.kind] = WORDS.ranges(whole, shares)
+        else:
+            ranges[WORDS.kind] = word_ranges(whole, template.devices.index(template.root), shares, lanes)
     replicas = _replicas(spec, whole, template, method, options, shares)
     return Plan(
         model=template.model,

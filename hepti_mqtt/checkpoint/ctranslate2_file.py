@@ -106,26 +106,34 @@ class CTranslate2File(RowsFile):
     # -- as the original ----------------------------------------------------------------------------------------------
 
     def _named(self) -> Iterator[tuple[str, TensorReader]]:
-        """Yield the tensors under the names of the original."""
+        """Yield the tensors under the names of the original; one variable under two names is one tensor."""
+        whole: dict[str, TensorReader] = {}
         for name, variable in self._variables.items():
             parts = _original(name)
             if not parts or not variable.shape:
                 continue
+            if len(parts) == 1 and variable.name in whole:
+                yield parts[0], whole[variable.name]
+                continue
             rows = variable.shape[0] // len(parts)
             for place, part in enumerate(parts):
-                shape = (rows, *variable.shape[1:])
-                if variable.dtype == "I8":
-                    scale = self._variables[f"{variable.name}_scale"]
-                    if scale.dtype != "F32" or scale.shape != variable.shape[:1]:
-                        raise UnsupportedModelError(
-                            f"{self.path}: {name} has a scale of {scale.shape}; one per row is read"
-                        )
-                    read: Callable[..., npt.NDArray[Any]] = partial(self._dequantised, variable, scale, place * rows)
-                    yield part, TensorReader(shape, "F32", read)
-                    continue
-                vector = len(variable.shape) == 1
-                at = variable.offset + place * rows * (1 if vector else prod(shape[1:])) * variable.itemsize
-                yield part, TensorReader(shape, variable.dtype, partial(self.rows, at, variable.dtype))
+                made = self._reader(name, variable, place, rows)
+                if len(parts) == 1:
+                    whole[variable.name] = made
+                yield part, made
+
+    def _reader(self, name: str, variable: _Variable, place: int, rows: int) -> TensorReader:
+        """Return a part of a variable, of as many rows as the others."""
+        shape = (rows, *variable.shape[1:])
+        if variable.dtype == "I8":
+            scale = self._variables[f"{variable.name}_scale"]
+            if scale.dtype != "F32" or scale.shape != variable.shape[:1]:
+                raise UnsupportedModelError(f"{self.path}: {name} has a scale of {scale.shape}; one per row is read")
+            read: Callable[..., npt.NDArray[Any]] = partial(self._dequantised, variable, scale, place * rows)
+            return TensorReader(shape, "F32", read)
+        vector = len(variable.shape) == 1
+        at = variable.offset + place * rows * (1 if vector else prod(shape[1:])) * variable.itemsize
+        return TensorReader(shape, variable.dtype, partial(self.rows, at, variable.dtype))
 
     def _dequantised(
         self, variable: _Variable, scale: _Variable, first: int, start: int, stop: int, columns: int

@@ -34,6 +34,7 @@ from hepti_mqtt.models import (
     tensor_sources,
     with_cache,
     with_storages,
+    without_false_tie,
     without_missing_pooler,
 )
 from hepti_mqtt.models.config import JsonConfig
@@ -106,6 +107,7 @@ class Checkpoint:
         self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
+        self.spec = without_false_tie(self.spec, self._stored)
         matched = _match(self._stored, self.spec, path)
         in_blocks = {source.name: tensor.dtype for source, tensor in matched.items() if tensor.raw is not None}
         self.spec = with_storages(self.spec, in_blocks)

@@ -314,6 +314,7 @@ _REDUCED: Final[Mapping[str, str]] = {
     "attention": "keys",
     "moments": "columns",
     "candidates": "words",
+    "embedding": "words",
 }
 
 

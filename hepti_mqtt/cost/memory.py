@@ -103,17 +103,27 @@ def live_bytes(program: Program) -> int:
     return sum(spec.nbytes * count for spec, count in most.items())
 
 
+def scratch_bytes(program: Program) -> int:
+    """Return the most bytes that an op of a Program takes beside its slots; a device runs one op at a time."""
+    from hepti_mqtt.kernels import KERNELS  # here: see clock.py
+
+    kernels = (step for op in program.ops if isinstance(op, Compute) for step in op.kernels)
+    return max((KERNELS[step.kernel].scratch_bytes(step, program.slots) for step in kernels), default=0)
+
+
 def max_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> int:
     """Return the most bytes that runs of any requests need beside the weights on a device under a plan.
 
-    Buffers of `in_flight` runs at once, and the arrays of as many rows of sessions as `session_rows` says.
+    Buffers of `in_flight` runs at once, what one op takes beside them, and the arrays of as many rows of sessions as
+    `session_rows` says.
     """
     runs = max(in_flight, 1)
     made = tuple(lowered_for_longest(spec, plan, device))
-    buffers = max(live_bytes(run_passes(m.compact_program(device), plan)) for m in made)
+    programs = [run_passes(m.compact_program(device), plan) for m in made]
+    buffers, scratch = max(map(live_bytes, programs)), max(map(scratch_bytes, programs))
     longest = max(largest_shape(spec).session_rows, 1)
     sessions = max(session_bytes(m, device) for m in made) * session_rows(spec, runs) // longest
-    return runs * buffers + sessions
+    return runs * buffers + scratch + sessions
 
 
 def session_rows(spec: Spec, in_flight: int) -> int:
@@ -128,10 +138,14 @@ def programs_bytes(spec: Spec, plan: Plan, device: str) -> int:
 
 
 def _bound_bytes(made: Lowered, device: str) -> int:
+    from hepti_mqtt.kernels import KERNELS  # here: see clock.py
+
     layer, times = made.repeated_layer or (-1, 1)
-    whole = 0
-    for op in made.compact_program(device).ops:
-        refs = op.weights if isinstance(op, Compute) else ()
+    whole, program = 0, made.compact_program(device)
+    for op in program.ops:
+        # Those of embeddings have no notes: they read rows, wherever these are.
+        is_product = isinstance(op, Compute) and KERNELS[op.kernel].work(op, program.slots).kind != "rowwise"
+        refs = op.weights if isinstance(op, Compute) and is_product else ()
         columns = sum(ref.columns[1] - ref.columns[0] for ref in refs if ref.layout == "packed")
         whole += (OP_BYTES + COLUMN_BYTES * columns) * (times if op.layer == layer else 1)
     return whole

@@ -650,8 +650,17 @@ def _work_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * m * keys)
 
 
+def _scratch_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> int:
+    """Return the bytes of one head's keys and values in f32, of a cache in f16: with few rows some CPUs need none."""
+    rows, wide = slots[op.reads[1]].shape[0], DTYPE_BYTES["f32"]
+    return 2 * op.attrs["head_dim"] * rows * wide if _kept(op, slots, 1) == "f16" else 0
+
+
 APPEND_ROWS: Final = Kernel("append_rows", _bind_append_rows, _reference_append_rows, _work_append_rows, in_place=True)
-ATTENTION_AT: Final = Kernel("attention_at", _bind_attention_at, _reference_attention_at, _work_attention_at)
+ATTENTION_AT: Final = Kernel(
+    "attention_at", _bind_attention_at, _reference_attention_at, _work_attention_at,
+    scratch_function=_scratch_attention_at,
+)  # fmt: skip
 
 
 # Columns of the table of units: rows of q, rows of x, first head, heads.

@@ -58,6 +58,12 @@ Run = Callable[[Sequence[Array], Sequence[Array]], None]
 Bind = Callable[[Compute, Sequence[SlotSpec], Sequence[Weight], Workers], Run]
 Reference = Callable[[Compute, Sequence[SlotSpec], Sequence[Array], Sequence[Array]], list[Array]]
 Estimate = Callable[[Compute, Sequence[SlotSpec]], Work]
+Scratch = Callable[[Compute, Sequence[SlotSpec]], int]
+
+
+def _no_scratch(_op: Compute, _slots: Sequence[SlotSpec]) -> int:
+    return 0
+
 
 # Below this many elements the hand-over to another thread (some 10 µs) costs more than it saves.
 ROWWISE_GRAIN = 1 << 16
@@ -68,7 +74,8 @@ class Kernel:
     """One kernel of the table; `slots` is the slot table of the Program, weights come in the order of the op.
 
     in_place: the first array that is written may be the first one that is read. later: what it compiles is kept for
-    later, as `machine.jit.kernel` says.
+    later, as `machine.jit.kernel` says. scratch_function: the most bytes that a run takes beside its slots, where they
+    are many: as large as a slot, or a part of a cache.
     """
 
     name: str
@@ -77,6 +84,7 @@ class Kernel:
     work_function: Estimate
     in_place: bool = False
     later: bool = False
+    scratch_function: Scratch = _no_scratch
 
     def bind(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
         """Return `run(reads, writes)` for one op of a template; `run` allocates nothing large and releases the GIL.
@@ -118,6 +126,10 @@ class Kernel:
     def work(self, op: Compute, slots: Sequence[SlotSpec]) -> Work:
         """Return how much work the op is, for the cost model."""
         return self.work_function(op, slots)
+
+    def scratch_bytes(self, op: Compute, slots: Sequence[SlotSpec]) -> int:
+        """Return the most bytes that a run of the op takes beside its slots, and gives back."""
+        return self.scratch_function(op, slots)
 
 
 def check_arrays(

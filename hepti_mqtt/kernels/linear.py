@@ -229,4 +229,11 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("linear", rows=m, k=k, n=n, flops=2.0 * m * k * n, product=product)
 
 
-LINEAR: Final = Kernel("linear", _bind, _reference, _work)
+def _scratch(op: Compute, slots: Sequence[SlotSpec]) -> int:
+    """Return the bytes of x as products in integers take it: codes, or digits, and what blocks of them have."""
+    storages = {ref.weight_dtype for ref in op.weights}
+    by = 2 if storages & set(BLOCK_STORAGES) else int("w8a8" in storages)
+    return by * slots[op.reads[0]].nbytes
+
+
+LINEAR: Final = Kernel("linear", _bind, _reference, _work, scratch_function=_scratch)

@@ -1,13 +1,12 @@
 """Kernels that make rows of a request's inputs: embeddings of tokens, patches of pictures.
 
-embed_tokens       (word may be a packed matrix in blocks, of which rows are then columns)
-                   ids i32 [m] -> norm of scale * word[id % V] + position[offset + place in its sequence] +
+embed_tokens       ids i32 [m] -> norm of scale * word[id % V] + position[offset + place in its sequence] +
                    type[id // V], [m, h], of V words. Attribute parts names the weights in their order: word, and
                    perhaps position, type, gamma (without it there is no norm), beta. Others: lengths, position_offset,
-                   scale, those of `base.norm_of`.
-embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. Attribute lengths:
-                   of the items, one without; i counts within each. `at` is an i32
-                   slot [1];
+                   scale, those of `base.norm_of`, and `words` (first, V) where word has a range of all words alone:
+                   it is zeros for others. word may also be a packed matrix, of which words are columns.
+embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. Attributes lengths:
+                   of the items, one without; i counts within each; and `words`, as above. `at` is an i32 slot [1];
                    positions beyond the table raise ValueError before anything is written.
 patchify           pixels u8 [B, C, S, S] -> (pixel / 255 - mean) / std, [B (S/p)^2, C p p], a patch flattened as
                    (channel, y, x) like the weight of a convolution; attributes patch (p), mean, std (per channel).
@@ -24,7 +23,7 @@ An id outside the vocabulary, or of a type that is not there, raises ValueError 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Final
@@ -47,7 +46,6 @@ from hepti_mqtt.kernels.base import (
     rowwise,
     starts_of,
 )
-from hepti_mqtt.kernels.blocks import BlockMatrix
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import normalise_row
 from hepti_mqtt.kernels.threads import Workers
@@ -87,6 +85,43 @@ def _parts(op: Compute, weights: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, weights, strict=True))
 
 
+class _Words:
+    """The embeddings of words [h]: rows of a table or columns of a matrix, of all words or of a range of them.
+
+    table: the plain table of all words, None where there is none.
+    """
+
+    def __init__(self, check: Check, weight: Weight, h: int) -> None:
+        self._take: Callable[[Array], Array]
+        if isinstance(weight, np.ndarray):
+            table = check.table(weight, h)
+            count, self._take = len(table), table.__getitem__
+        else:
+            check.that(weight.rows == h, f"words have {weight.rows} values")
+            table, count, self._take = None, weight.columns, weight.columns_at
+        self._first, self.vocabulary = check.op.attrs.get("words", (0, count))
+        self._stop, self._h = self._first + count, h
+        check.that(self._first >= 0 and self._stop <= self.vocabulary, f"of {self.vocabulary} words there are {count}")
+        self.table = table if count == self.vocabulary else None
+
+    def rows(self, words: Array) -> Array:
+        """Return the embeddings of some words [n, h], zeros for those of others."""
+        if self._stop - self._first == self.vocabulary:
+            return self._take(words)
+        out = np.zeros((len(words), self._h), np.float32)
+        own = (words >= self._first) & (words < self._stop)
+        if own.any():
+            out[own] = self._take(words[own] - self._first)
+        return out
+
+    def fill(self, words: Array, out: Array) -> None:
+        """Fill out [n, h] with the embeddings of some words."""
+        if self.table is None:
+            out[...] = self.rows(words)
+        else:  # ids are checked before; "raise" would go through a buffer
+            np.take(self.table, words, axis=0, out=out, mode="clip")
+
+
 def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
     check = Check(op, slots)
     check.count(1)
@@ -95,15 +130,13 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
     none = np.zeros((1, h), np.float32)
-    blocks = parts.pop("word") if isinstance(parts["word"], BlockMatrix) else None
-    vocab = blocks.columns if blocks is not None else 0
-    word, position, types = (check.table(parts.get(name, none), h) for name in ("word", "position", "type"))
-    check.that(blocks is None or (blocks.rows == h and "type" not in parts), "a table in blocks has words alone")
+    words = _Words(check, parts["word"], h)
+    position, types = (check.table(parts.get(name, none), h) for name in ("position", "type"))
     check.that(len(types) > 0, "the table of token types is empty")
     norm = [parts[name] for name in ("gamma", "beta") if name in parts]
     nowhere = np.zeros(0, np.float32)
     how = norm_of(check, norm, h) if norm else (nowhere, nowhere, np.float32(0), 0)
-    positions = _positions(op) if "position" in parts else np.zeros(sum(op.attrs["lengths"]), np.int64)
+    positions = _positions(op) if "position" in parts else np.zeros(m, np.int64)
     check.that(len(positions) == m, f"lengths sum to {len(positions)}, there are {m} ids")
     if not m or not h:
         return nothing
@@ -112,14 +145,12 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     scale, every = np.float32(op.attrs.get("scale", 1.0)), np.arange(m, dtype=np.int32)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        ids = reads[0]
-        if blocks is None:
-            _check_ids(ids, len(word), len(types))
-            _embed_tokens(ids, writes[0], word, position, types, positions, scale, *how)
-            return
-        _check_ids(ids, vocab)
-        words = blocks.columns_at(ids)
-        _embed_tokens(every, writes[0], words, position, types, positions, scale, *how)
+        ids, table = reads[0], words.table
+        _check_ids(ids, words.vocabulary, len(types))
+        if table is None:  # rows that are gathered before are words 0 to m - 1
+            kinds, numbers = np.divmod(ids, words.vocabulary)
+            ids, table = every + kinds * m, words.rows(numbers)
+        _embed_tokens(ids, writes[0], table, position, types, positions, scale, *how)
 
     return run
 
@@ -130,19 +161,18 @@ def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     check.weights(weights, 2)
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
-    word, position = (check.table(w, h) for w in weights)
+    words, position = _Words(check, weights[0], h), check.table(weights[1], h)
     if not m or not h:
         return nothing
     items = tuple(enumerate(pairwise(accumulate(lengths, initial=0))))
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         ids, out = reads[0], writes[0]
-        _check_ids(ids, len(word))
+        _check_ids(ids, words.vocabulary)
         firsts = [
             first_of(op, reads[1], b - a, len(position), "positions of the model", item) for item, (a, b) in items
         ]
-        # The ids are checked above; "raise" would go through a buffer.
-        np.take(word, ids, axis=0, out=out, mode="clip")
+        words.fill(ids, out)
         for first, (_, (start, stop)) in zip(firsts, items, strict=True):
             np.add(out[start:stop], position[first : first + stop - start], out=out[start:stop])
 
@@ -157,14 +187,22 @@ def _check_ids(ids: Array, vocabulary: int, types: int = 1) -> None:
         raise ValueError(f"token id {bad} is outside the vocabulary 0..{vocabulary - 1}{of}; tokenise for this model")
 
 
+def _reference_words(op: Compute, given: Array) -> Array:
+    """Return the embeddings of all words [V, h], zeros for those that an op does not have."""
+    rows = given.T if op.weights and op.weights[0].layout == "packed" else given
+    first, vocabulary = op.attrs.get("words", (0, len(rows)))
+    whole = np.zeros((vocabulary, rows.shape[1]))
+    whole[first : first + len(rows)] = rows
+    return whole
+
+
 def _reference_embed_tokens(
     op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
     parts = {name: np.atleast_2d(w).astype(np.float64, copy=False) for name, w in _parts(op, weights).items()}
-    if op.weights and op.weights[0].layout == "packed":
-        parts["word"] = parts["word"].T
-    kinds, tokens = np.divmod(reads[0], len(parts["word"]))
-    total = parts["word"][tokens] * op.attrs.get("scale", 1.0)
+    words = _reference_words(op, parts["word"])
+    kinds, tokens = np.divmod(reads[0], len(words))
+    total = words[tokens] * op.attrs.get("scale", 1.0)
     if "position" in parts:
         total = total + parts["position"][_positions(op)]
     if "type" in parts:
@@ -178,6 +216,7 @@ def _reference_embed_at(
 ) -> list[Array]:
     ids, at = reads
     word, position = (np.atleast_2d(w).astype(np.float64, copy=False) for w in weights)
+    word = _reference_words(op, word)
     items = zip(at.tolist(), items_of(op, len(ids)), strict=True)
     return [word[ids] + position[np.concatenate([np.arange(first, first + rows) for first, rows in items])]]
 
@@ -187,8 +226,19 @@ def _work_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("rowwise", nbytes=3.0 * slots[op.writes[0]].nbytes)
 
 
-EMBED_TOKENS: Final = Kernel("embed_tokens", _bind_embed_tokens, _reference_embed_tokens, _work_of_embedding)
-EMBED_AT: Final = Kernel("embed_at", _bind_embed_at, _reference_embed_at, _work_of_embedding)
+def _scratch_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> int:
+    """Return the bytes of rows that are gathered: as stored, as they are decoded, and in their places."""
+    is_whole_table = op.weights[0].layout == "plain" and "words" not in op.attrs
+    return 0 if is_whole_table else 3 * slots[op.writes[0]].nbytes
+
+
+EMBED_TOKENS: Final = Kernel(
+    "embed_tokens", _bind_embed_tokens, _reference_embed_tokens, _work_of_embedding,
+    scratch_function=_scratch_of_embedding,
+)  # fmt: skip
+EMBED_AT: Final = Kernel(
+    "embed_at", _bind_embed_at, _reference_embed_at, _work_of_embedding, scratch_function=_scratch_of_embedding
+)
 
 
 @kernel(reads(uint8, 4), fills(float32, 2), INT, reads(float32, 1), reads(float32, 1))

@@ -21,6 +21,7 @@ from hepti_mqtt.lowering.ops import (
     Candidates,
     Columns,
     ConcatColumns,
+    Embedding,
     Gate,
     Input,
     Linear,
@@ -457,6 +458,20 @@ class GraphBuilder:
         r, vocab = self.shape_of(logits)
         space = (r, 2 * count + 3, vocab)
         return self._add(name, (logits, temperatures), role, (), Candidates, space=space)
+
+    def embedding(
+        self, name: str, xs: Iterable[str], kernel: str, refs: Iterable[WeightRef], width: int, **attrs: Any
+    ) -> str:
+        """ids i32 [m], and what else the kernel reads -> [m, width]; refs: the table of words, then what is added."""
+        xs, refs = tuple(xs), tuple(refs)
+        first, stop = refs[0].columns if refs[0].layout == "packed" else refs[0].rows
+        return self.add_op(
+            Embedding(
+                name=name, inputs=xs, role=roles.EMBEDDINGS, tensors=tuple(r.tensor for r in refs), kernel=kernel,
+                space=(*self.shape_of(xs[0]), width, stop - first), attrs=tuple(attrs.items()), weights=refs,
+                sources=tuple(self.shape_of(x) for x in xs),
+            )
+        )  # fmt: skip
 
     def opaque(
         self,

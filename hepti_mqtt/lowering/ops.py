@@ -596,6 +596,49 @@ class OpaqueOp(Op):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Embedding(OpaqueOp):
+    """Rows of a table of words, and what is added to them, over (r, c, k): partial where words lie on several devices.
+
+    inputs: ids, i32 [r], and what is read for what is added. weights: the table [k, c], or a matrix [c, k] of which
+    words are columns, then the others. The part that holds word 0 adds these, so that partial sums add them once.
+    """
+
+    kind = "embedding"
+
+    def granularity(self) -> tuple[int, ...]:
+        # A norm is of whole sums.
+        return 1, 1, self.space[2] if "gamma" in dict(self.attrs).get("parts", ()) else 1
+
+    def computed_region(self, region: Region) -> Region:
+        return *self.full_region[:2], region[2]
+
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        ids, *others = super().input_regions(region)
+        return ids, *(others if self._is_first(region) else [((),)] * len(others))
+
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
+        if len(region[2]) != 1:
+            raise ValueError(f"{self.name}: words {region[2]} are several ranges; give each device one")
+        table, *others = self.weights
+        words = region[2][0]
+        own = table._replace(columns=words) if table.layout == "packed" else table._replace(rows=words)
+        return own, *(others if self._is_first(region) else ())
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        attrs, refs = dict(self.attrs), self.weight_refs(region)
+        if region[2] == self.full_region[2]:
+            return Call(self.kernel, refs, attrs)
+        attrs["words"] = (region[2][0][0], self.space[2])
+        if self._is_first(region):
+            return Call(self.kernel, refs, attrs)
+        return Call("embed_tokens", refs, {**attrs, "parts": ("word",)})
+
+    @staticmethod
+    def _is_first(region: Region) -> bool:
+        return region[2][0][0] == 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class AddTable(Op):
     """x [r, c] + the rows of the same numbers of a stored table, of which every device has all; rows: of the table."""
 

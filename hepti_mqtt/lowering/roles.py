@@ -14,6 +14,7 @@ from typing import Final
 
 INPUT: Final = "input"  # what the request brings
 STEM: Final = "stem"  # before the layers
+EMBEDDINGS: Final = "embeddings"  # rows of the table of words
 FRAMES: Final = "frames"  # a stem in rows that are computed where the layers need them
 TASK: Final = "task"  # behind the layers
 WORDS: Final = "words"  # the logits of every word

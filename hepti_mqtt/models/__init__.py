@@ -30,6 +30,7 @@ from hepti_mqtt.models.families import (
     weight_dtypes,
     with_cache,
     with_storages,
+    without_false_tie,
     without_missing_pooler,
 )
 from hepti_mqtt.models.kinds import Kind
@@ -69,5 +70,6 @@ __all__ = [
     "weight_dtypes",
     "with_cache",
     "with_storages",
+    "without_false_tie",
     "without_missing_pooler",
 ]

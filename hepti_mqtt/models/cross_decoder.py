@@ -34,9 +34,9 @@ def graph(
     refs: Mapping[str, WeightRef],
 ) -> None:
     """Add the decoder: ids [m] behind `at` others, in the first run the states [S, h] -> logits [1 or 2, V]."""
-    m, h, heads, task = shape.tokens, spec.hidden, spec.heads, roles.TASK
+    h, heads, task = spec.hidden, spec.heads, roles.TASK
     tables = [refs["stem.word"], refs["stem.position"]]
-    x = net.opaque("embedded", (ids, at), task, "embed_at", (m, h), tables)  # [m, h]
+    x = net.embedding("embedded", (ids, at), "embed_at", tables, h)  # [m, h]
     for i in range(spec.decoder_layers):
         here, name = stored(spec, i), f"d{i}."
         u = net.norm(f"{name}u", x, task, f"{here}attention_norm", EPS)  # [m, h]

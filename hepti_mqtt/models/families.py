@@ -47,13 +47,13 @@ from hepti_mqtt.models.heads import head_tensors
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
-from hepti_mqtt.models.speech import SpeechInput, fixed_point
-from hepti_mqtt.models.tensors import HEAD, WORDS, TensorSource, transposed, whole_ref
+from hepti_mqtt.models.speech import SpeechInput, SpeechSpec, fixed_point
+from hepti_mqtt.models.tensors import HEAD, WORDS, TensorSource, chosen, transposed, whole_ref
 from hepti_mqtt.models.towers import Matching, Towers
 from hepti_mqtt.models.transformer import ModelSpec, any_layer
 from hepti_mqtt.plan import CacheDtype, Quantised, WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
-from hepti_mqtt.spec import RequestShape, Spec, Want
+from hepti_mqtt.spec import RequestShape, Spec, TaskHead, Want
 from hepti_mqtt.storage import BLOCK_STORAGES, QUANTISED, STORAGES, BlockStorage, Product
 
 Array = npt.NDArray[Any]
@@ -155,6 +155,18 @@ def without_missing_pooler(spec: Spec, stored: Container[str]) -> Spec:
         return spec
     names = next(source.stored for source in tensor_sources(spec) if source.name == "head.pooler.weight")
     return spec if any(name in stored for name in names) else replace(spec, head=replace(spec.head, pooler=False))
+
+
+def without_false_tie(spec: Spec, stored: Mapping[str, object]) -> Spec:
+    """Return the spec of a decoder that is not tied where a checkpoint has a head beside the embeddings.
+
+    stored: what the checkpoint has by name; what is tied may have two names there.
+    """
+    if not _has_one_table(spec) or not isinstance(spec, ModelSpec | SpeechSpec):
+        return spec
+    sources = {source.name: source for source in tensor_sources(spec)}
+    table, head = (stored.get(chosen(sources[name].stored, stored)) for name in (WORDS, HEAD))
+    return spec if table is head else replace(spec, head=replace(spec.head, tied=False))
 
 
 def require_transformer(spec: Spec) -> ModelSpec:
@@ -356,9 +368,15 @@ def _whole_refs(spec: Spec) -> Mapping[str, WeightRef]:
     refs = {source.name: whole_ref(source) for source in tensor_sources(spec)}
     blocks = _storages(spec)
     refs |= {name: refs[name]._replace(weight_dtype=storage) for name, storage in blocks.items()}
-    if (head := refs.get(HEAD)) is not None and spec.head.tied and HEAD in blocks:
-        refs[WORDS] = head  # one copy: rows of the table are columns of the matrix
+    if _has_one_table(spec):
+        refs[WORDS] = refs[HEAD]  # one copy: rows of the table are columns of the matrix
     return refs
+
+
+def _has_one_table(spec: Spec) -> bool:
+    """Return whether a decoder's embeddings are the matrix to its logits."""
+    head = getattr(spec, "head", None)
+    return isinstance(head, TaskHead) and head.tied and head.task in ("generation", "transcription")
 
 
 @lru_cache(maxsize=64)

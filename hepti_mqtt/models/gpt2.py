@@ -83,10 +83,10 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one run, which reads what `causal.add_inputs` says -> the next token's logits of each item."""
-    m, h, eps, lengths = shape.tokens, spec.hidden, spec.norm_eps, shape.lengths
+    h, eps, lengths = spec.hidden, spec.norm_eps, shape.lengths
     at, ids, heat = causal.add_inputs(net, shape)
     tables = [refs["stem.word"], refs["stem.position"]]
-    x = net.opaque("embedded", (ids, at), roles.STEM, "embed_at", (m, h), tables, lengths=lengths)  # [m, h]
+    x = net.embedding("embedded", (ids, at), "embed_at", tables, h, lengths=lengths)  # [m, h]
     for i in net.layers(spec.layers):
         stored = f"layers.{i}."
         u = net.norm(f"{i}.u", x, roles.BEFORE_ATTENTION, f"{stored}attention_norm", eps)  # [m, h]

@@ -100,13 +100,12 @@ def embed(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[
     stem = stem_of(spec)
     ids = ids or net.input("ids", (shape.tokens,), "i32")
     parts = {part: refs[name] for part, name in _STEM.items() if name in refs}
-    x = net.opaque(
+    x = net.embedding(
         "embedded",
         (ids,),
-        STEM,
         "embed_tokens",
-        (shape.tokens, stem.width or spec.hidden),
         parts.values(),
+        stem.width or spec.hidden,
         parts=tuple(parts),
         lengths=shape.lengths,
         position_offset=stem.position_offset,

@@ -20,7 +20,7 @@ from hepti_mqtt.planner.candidates import Candidate, candidate_routes, candidate
 from hepti_mqtt.planner.price import Memory, Question, fits_packet_limit, memory_needs, needed_bytes, plan_alone, price
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.strategies.method import ROWS
+from hepti_mqtt.strategies.method import EMBEDDINGS, ROWS, WORDS
 
 MEMORY_ROUNDS: Final = 8
 SLIGHT: Final = 1e-3  # of a device's weight: as little as a division may give it
@@ -173,6 +173,31 @@ def with_memory(question: Question, guess: Draft | Candidate) -> Draft:
 
 
 def fit_memory(question: Question, draft: Draft) -> Draft:
+    """Return the draft with shares that fit if there are any, if need be with a table of words that is divided too."""
+    fitted = _fit_shares(question, draft)
+    if not fitted.missing or (plan := _with_divided_embeddings(question, draft.plan, draft.shares)) is None:
+        return fitted
+    other = _fit_shares(question, with_memory(question, Draft(plan, draft.shares)))
+    return min(fitted, other, key=lambda d: d.missing_bytes)
+
+
+def divide_embeddings(question: Question, c: Candidate) -> Candidate:
+    """Return a candidate whose devices each have the embeddings of their own words, where that costs nothing."""
+    if (plan := _with_divided_embeddings(question, c.plan, c.shares)) is None:
+        return c
+    other = fitting(question, price_draft(question, Draft(plan, c.shares)))
+    return c if other is None or other.price.cost > c.price.cost else other
+
+
+def _with_divided_embeddings(question: Question, plan: Plan, weights: Sequence[float]) -> Plan | None:
+    """Return a plan that divides the table of words too, None if it does so already or cannot."""
+    if EMBEDDINGS.kind in plan.ranges or WORDS.kind not in plan.ranges:
+        return None
+    lanes = device_costs(question, plan.devices)
+    return make_plan(question.spec, plan, plan.strategy, plan.options, weights, lanes, divides_embeddings=True)
+
+
+def _fit_shares(question: Question, draft: Draft) -> Draft:
     """Return the draft with shares that fit if there are any: from those by speed, else from those by memory."""
     if draft.plan.replicas or _never_fits(question, draft):
         return draft  # each replica was made to fit

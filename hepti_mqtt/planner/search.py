@@ -50,6 +50,7 @@ from hepti_mqtt.planner.refine import (
     Draft,
     balance_shares,
     best_route_and_wire,
+    divide_embeddings,
     divided,
     dividing,
     fit_memory,
@@ -359,7 +360,12 @@ class Search:
                 done.append(balance_shares(question, best_route_and_wire(question, c)))
                 if done[-1] is not c:
                     yield done[-1]
-        for most, refine in ((1, self._with_other_head), (STEPPED, step_by_step), (1, hill_climb)):
+        for most, refine in (
+            (1, self._with_other_head),
+            (STEPPED, step_by_step),
+            (1, hill_climb),
+            (1, divide_embeddings),
+        ):
             done.sort(key=_order)
             for n, c in enumerate(done[:most]):
                 done[n] = c if self.is_over else refine(question, c)

@@ -28,6 +28,7 @@ from hepti_mqtt.planner.price import TimeParts
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies.method import EMBEDDINGS
 
 KEPT: Final = 1024
 MAX_PENDING: Final = 64  # pending forecasts; beyond, the least urgent are dropped
@@ -263,7 +264,8 @@ class Forecasts:
 def _of_plan(plan: Plan) -> Forecast:
     """Return the forecast that a plan contains."""
     parts: list[list[float]] = [list(weights) for weights in plan.shares.values()]
-    parts += [[float(stop - start) for start, stop in ranges] for ranges in plan.ranges.values()]
+    divided = (ranges for kind, ranges in plan.ranges.items() if kind != EMBEDDINGS.kind)
+    parts += [[float(stop - start) for start, stop in ranges] for ranges in divided]
     whole = [[x / (sum(part) or 1.0) for x in part] for part in parts] or [[1.0] * len(plan.devices)]
     flops = dict(zip(plan.devices, map(fmean, zip(*whole, strict=True)), strict=True))
     return Forecast(plan.predicted_tokens, plan.predicted_s, plan.predicted_bytes, flops)

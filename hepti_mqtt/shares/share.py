@@ -27,13 +27,14 @@ class Share:
     """A kind of share: what part of one dimension of the tensors of a role each device has.
 
     by_length: the dimension depends on the request, so plans keep weights, from which ranges follow by one function;
-    else they keep ranges, in whole units of that dimension.
+    else they keep ranges, in whole units of that dimension. unit: of those that are no single indices, the least.
     """
 
     kind: str
     role: str
     dim: int
     by_length: bool = False
+    unit: int = 1
 
     def unit_count(self, graph: Graph) -> int:
         """Return how many indices there are to share."""
@@ -53,7 +54,8 @@ class Share:
             return ((0, 0),) * len(weights)
         total = self.unit_count(graph)
         op = graph.first_with_role(self.role)
-        unit = min(op.share_unit(self.dim), total)
+        unit = op.share_unit(self.dim)
+        unit = min(max(unit, self.unit) if unit > 1 else unit, total)
         if op.range_cost(self.dim, 0, unit) * total > op.range_cost(self.dim, 0, total) * unit:
             parts = partition_in_order(_costs(op, self.dim, unit, total) * _slowness(weights))
         else:

@@ -41,7 +41,7 @@ VARIANTS: Final[tuple[Options, ...]] = (
 )
 # Of these there is no layout in a stage: they are placed with what they feed, so that one kernel does both.
 _INSIDE: Final = {roles.ATTENTION_OUT, roles.MLP_UP, roles.MLP_DOWN, roles.MOMENTS, roles.SLICE}
-_ENDS: Final = {roles.INPUT, roles.STEM, roles.FRAMES, roles.TASK, roles.TASK_MOMENTS}
+_ENDS: Final = {roles.INPUT, roles.STEM, roles.EMBEDDINGS, roles.FRAMES, roles.TASK, roles.TASK_MOMENTS}
 
 
 def is_distinct(graph: Graph, options: Options) -> bool:

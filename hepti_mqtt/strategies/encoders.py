@@ -346,13 +346,14 @@ def decoder_table(division: Division) -> Table:
                 roles.AFTER_MLP: rows,
             }
         )
+    embedded = None if division.divides_embeddings else division.root
     return Table(
         {
             roles.CACHE: cache,
             roles.ATTENTION_OUT: split_along(heads, 2),
             roles.MLP_DOWN: split_along(division.device_sets(MLP), 2),
         },
-        between_blocks(rows, division.root) if division.layout == "block" else {},
+        between_blocks(rows, embedded) if division.layout == "block" else {},
     )
 
 

@@ -18,7 +18,11 @@ MLP: Final = Share("mlp", roles.MLP_UP, 1)
 COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
-WORDS: Final = Share("words", roles.WORDS, 1)  # of every plan of several devices, whatever its method
+# Of every plan of several devices, whatever its method. Kernels keep at most so many columns side by side: cut there,
+# a device's own words are a part of all that it has for embeddings.
+WORDS: Final = Share("words", roles.WORDS, 1, unit=64)
+# Of plans that divide the table of words too: the same words. Such a plan says so, since it sends more for each token.
+EMBEDDINGS: Final = Share("embeddings", roles.EMBEDDINGS, 2)
 
 WORTH_SPLITTING: Final = 0.7  # of the head's time: what the exchange takes beside links and bytes is not known here
 
@@ -52,6 +56,11 @@ class Division(NamedTuple):
         """Return the layout that the plan has for runs of as many rows; empty: the method's usual one."""
         rows = ROWS.unit_count(self.graph)
         return max((most, name) for name, most in {"": -1, **self.plan.layouts}.items() if rows > most)[1]
+
+    @property
+    def divides_embeddings(self) -> bool:
+        """Return whether devices have the embeddings of their own words, so that none has them all."""
+        return EMBEDDINGS.kind in self.plan.ranges
 
     def owners(self, share: Share) -> dict[int, int]:
         """Return the device of each part, by its number."""

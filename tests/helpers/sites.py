@@ -11,6 +11,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.causal import HEAD, WORDS
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
@@ -78,7 +79,10 @@ METHODS.append(("voltage", {"shares": "uneven", "order": "reordered"}))  # anoth
 def tensors(spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random canonical tensors of a spec, large enough that every mistake shows."""
     rng = np.random.default_rng(seed)
-    return {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
+    found = {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
+    if WORDS in found and models.full_ref(spec, WORDS).tensor == HEAD:  # one table for both ends
+        found[WORDS] = found[HEAD] if found[WORDS].shape == found[HEAD].shape else found[HEAD].T
+    return found
 
 
 def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 1) -> tuple[TokenBatch, np.ndarray]:

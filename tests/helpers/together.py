@@ -12,7 +12,7 @@ import numpy as np
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Weight, Workers
-from hepti_mqtt.program import Program, WeightRef
+from hepti_mqtt.program import NUMPY_DTYPE, Program, WeightRef
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, bind, pack
 
 REQUEST = 1
@@ -41,7 +41,9 @@ def run_together(
     under_way: list[tuple[str, tuple[int, int, str], np.ndarray]] = []
     outputs: list[tuple[int, np.ndarray]] = []
     for name, made in devices.items():
-        executors[name].admit(REQUEST, made)
+        slots = made.template.program.slots
+        states = {spec.state: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for spec in slots if spec.state}
+        executors[name].admit(REQUEST, made, states)
         under_way += [(name, key, inputs) for key in made.template.inputs]
     names = sorted(devices)
     for task in devices[names[0]].template.task_inputs:  # of a bag: in turn

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from hepti_mqtt.checkpoint import Checkpoint, directory, make_model, model_name, safetensors_file, storage
 from hepti_mqtt.errors import BadNameError, ModelError, UnsupportedModelError, WeightsChangedError
-from hepti_mqtt.models import tensor_sources
+from hepti_mqtt.models import full_ref, tensor_sources
 from hepti_mqtt.protocol.manifest import tile_array, tile_hash
 
 
@@ -154,6 +154,8 @@ def test_what_is_stored_as_the_decoders_own_counts(decoder, tied):
     save_file({**stored, **own}, path / "model.safetensors")
     say_tied(path, tied)
     tensors = all_tensors(path)
+    with Checkpoint.open(path) as checkpoint:
+        assert full_ref(checkpoint.spec, "stem.word").tensor == "stem.word"
     np.testing.assert_array_equal(tensors["stem.word"], stored[words])
     np.testing.assert_array_equal(tensors["head.decoder.weight"], own[f"{name}.weight"].T)
     if bias is not None:

@@ -17,7 +17,7 @@ from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.models import with_cache
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.plan_programs import device_programs, lowered_for_longest
 from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -373,11 +373,12 @@ def test_methods_that_keep_no_cache_say_so(name):
 
 @pytest.mark.parametrize(("kind", "kept", "nbytes"), [("gpt2", "f32", 4), ("llama", "f32", 4), ("llama", "f16", 2)])
 def test_every_position_is_priced_alike_and_sessions_are_in_the_budget(kind, kept, nbytes):
-    from hepti_mqtt.cost.memory import max_live_bytes
+    from hepti_mqtt.cost.memory import max_live_bytes, scratch_bytes
 
     spec = with_cache(spec_of_kind(f"tiny-{kind}"), kept)
     chosen = plan(spec, ("decoder", {}), (1.0, 1.0))
     one, two = (max_live_bytes(spec, chosen, "d0", n) for n in (1, 2))
     columns = spec.kv_heads * spec.head_dim // 2  # of the own half of the heads
     cache = spec.layers * spec.max_tokens * 2 * columns * nbytes
-    assert 2 * one - two == cache, "of a session beside those of the runs in flight"
+    beside = max(scratch_bytes(m.compact_program("d0")) for m in lowered_for_longest(spec, chosen, "d0"))
+    assert 2 * one - two == cache + beside, "of a session beside those of the runs in flight, and of one op"

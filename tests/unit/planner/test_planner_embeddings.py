@@ -1,0 +1,55 @@
+"""A table of words is divided where a device lacks room for all of it, and only there if that takes time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from swarm import profile_curve
+
+from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.cost.simulator import TopicNames
+from hepti_mqtt.errors import PlanError
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import with_storages
+from hepti_mqtt.models.causal import HEAD, WORDS
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.planner.price import needed_bytes, plan_alone
+from hepti_mqtt.strategies.method import EMBEDDINGS
+
+TINY = spec_of_kind("tiny-mistral")
+VOCABULARY = 64_000
+SPEC = replace(
+    TINY,
+    hidden=256, heads=12, mlp=768, max_tokens=256, block=replace(TINY.block, kv_heads=6, head_dim=32, windows=()),
+    text=replace(TINY.text, positions=256, vocab=VOCABULARY), head=replace(TINY.head, outputs=VOCABULARY),
+)  # fmt: skip
+NAMES = ("a", "b", "c")
+
+
+def question(spec, room: float) -> Question:
+    profiles = {n: DeviceProfile(n, profile_curve(1e10), 1e9, 4e9, memory_bytes=room) for n in NAMES}
+    site = Cluster(profiles, {n: Link(1e-4, 1e8, 1e8) for n in NAMES}, endpoints=frozenset(NAMES))
+    return Question(TopicNames("home", "m"), spec, site, TokenBatch((1,), cache=256), PlanVersion(1, 1))
+
+
+@pytest.mark.parametrize("spec", [SPEC, with_storages(SPEC, dict.fromkeys((WORDS, HEAD), "q8_0"))], ids=["f32", "q8_0"])
+def test_three_devices_with_room_for_a_third_each_hold_a_model_and_with_less_they_are_refused(spec) -> None:
+    roomy = question(spec, 1e12)
+    assert EMBEDDINGS.kind not in decide(roomy).chosen.plan.ranges, "one exchange more for each token"
+    whole = needed_bytes(roomy, plan_alone("f32"), "")
+    tight = question(spec, 0.4 * whole)  # a third, and what each device has beside its weights
+    chosen = decide(tight).chosen
+    assert set(chosen.plan.devices) == set(NAMES)
+    assert EMBEDDINGS.kind in chosen.plan.ranges
+    assert all(needed_bytes(tight, chosen.plan, n) == chosen.price.needs[n] <= 0.4 * whole for n in NAMES)
+    with pytest.raises(PlanError) as refused:
+        decide(question(spec, 0.25 * whole))
+    assert f"has {0.25 * whole / 2**20:.1f} MiB" in str(refused.value)
+
+
+def test_the_least_memory_of_a_device_divides_the_table() -> None:
+    asked = replace(question(SPEC, 1e9), objective="memory")
+    assert EMBEDDINGS.kind in decide(asked).chosen.plan.ranges
