@@ -21,7 +21,7 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import quantised, representative_shape, with_cache
+from hepti_mqtt.models import largest_shape, quantised, representative_shape, with_cache
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, price, wire_errors
 from hepti_mqtt.spec import Spec
 
@@ -100,20 +100,28 @@ def _told(question: Question, c: Candidate) -> dict[str, Any]:
     return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
 
 
-def _step_ms(question: Question, c: Candidate) -> float:
-    """Return what each later token of a session takes under a candidate's plan."""
-    return price(replace(question, shape=question.shape.decode_step(1), requests=0), c.plan, full=True).seconds * 1e3
+def _step_ms(question: Question, c: Candidate, rows: int = 1) -> float:
+    """Return what a run of some tokens of a session takes under a candidate's plan: of each later one, or a prompt."""
+    shape = question.shape.decode_step(rows)
+    return price(replace(question, shape=shape, requests=0), c.plan, full=True).seconds * 1e3
 
 
 def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     shape, load = question.shape, decision.chosen.price.load
+    layouts = decision.chosen.plan.layouts
     cached = f" with a cache of {shape.session_rows}" if shape.session_rows else ""
     print_candidates(f"{model}, {shape.size} tokens{cached}, simulated", decision.ranking)
     output.print_lines([f"why: {decision.reason}", *_energy(question, decision)])
     if shape.session_rows:
         plans = {c.name: c for c in (decision.chosen, decision.single) if c is not None}
-        steps = ", ".join(f"{_step_ms(question, c):.1f} ms under {name}" for name, c in plans.items())
-        output.print_lines([f"each token after the first: {steps}"])
+        rows = min(largest_shape(question.spec).size, shape.session_rows)
+        runs = {"each token after the first": 1} | ({f"each {rows} tokens of a prompt": rows} if layouts else {})
+        for what, size in runs.items():
+            times = ", ".join(f"{_step_ms(question, c, size):.1f} ms under {name}" for name, c in plans.items())
+            output.print_lines([f"{what}: {times}"])
+        output.print_lines(
+            f"runs of more than {most} tokens are divided as in {name}" for name, most in layouts.items()
+        )
     if (error := decision.chosen.plan.wire_error) is not None:
         output.print_lines([f"{decision.chosen.plan.wire} on the wire moves the answer by {error:.1e} of it"])
     if load is not None:

@@ -237,8 +237,11 @@ class CachedAttention(HeadedAttention):
 
     kind = "attention at"
 
+    def granularity(self) -> tuple[int, ...]:
+        return 1, self.d, self.space[2]
+
     def computed_region(self, region: Region) -> Region:
-        return span(0, self.space[0]), region[1], span(0, self.space[2])
+        return span(0, self.space[0]), *region[1:]
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         q, kv = super().input_regions(region)
