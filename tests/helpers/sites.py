@@ -11,8 +11,8 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models.causal import HEAD, WORDS
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
+from hepti_mqtt.models.tensors import HEAD, WORDS
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest

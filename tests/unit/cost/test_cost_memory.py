@@ -8,8 +8,8 @@ from sites import plan
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.memory import scratch_bytes
 from hepti_mqtt.models import with_cache, with_storages
-from hepti_mqtt.models.causal import HEAD, WORDS
 from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.models.tensors import HEAD, WORDS
 from hepti_mqtt.plan_programs import device_program
 
 SPEC = spec_of_kind("tiny-llama")

@@ -13,8 +13,8 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import with_storages
-from hepti_mqtt.models.causal import HEAD, WORDS
 from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.models.tensors import HEAD, WORDS
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.planner.price import needed_bytes, plan_alone
 from hepti_mqtt.strategies.method import EMBEDDINGS

@@ -15,7 +15,7 @@ from swarm import Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.models import causal
+from hepti_mqtt.models import tensors as names
 from hepti_mqtt.models.generation import LIKELIEST
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
@@ -24,7 +24,7 @@ from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weight
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation
 from hepti_mqtt.storage import STORAGES, StoredRows
-from hepti_mqtt.strategies.method import EMBEDDINGS, FEW_ROWS, WORDS
+from hepti_mqtt.strategies.method import EMBEDDINGS, WORDS
 
 KINDS = {kind: spec_of_kind(f"tiny-{kind}") for kind in ("gpt2", "llama", "mistral", "gemma3-text", "qwen3-text")}
 
@@ -33,11 +33,11 @@ def stored(spec: ModelSpec, storage: str) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the spec with words in blocks, and its tensors."""
     given: dict[str, Any] = dict(tensors(spec))
     if storage != "f32":
-        found = models.with_storages(spec, dict.fromkeys((causal.WORDS, causal.HEAD), storage))
+        found = models.with_storages(spec, dict.fromkeys((names.WORDS, names.HEAD), storage))
         assert isinstance(found, ModelSpec)
         spec, how = found, STORAGES[storage]
         for name, _ in spec.storages:
-            rows = given[name] if name == causal.WORDS else given[name].T
+            rows = given[name] if name == names.WORDS else given[name].T
             given[name] = StoredRows(how, how.stored(rows))
     return spec, given
 
@@ -53,21 +53,20 @@ def divided(spec: ModelSpec, whole: Plan, weights: tuple[float, ...]) -> Plan:
     storage=st.sampled_from(["f32", "q8_0", "q4_0"]),
     weights=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), min_size=2, max_size=4).filter(any).map(tuple),
     lengths=st.sampled_from([(1,), (7,), (1, 1, 1), (3, 1)]),
-    few=st.booleans(),
+    layout=st.sampled_from(["", "block", "row"]),
     seed=st.integers(0, 9),
 )
-@example(kind="gemma3-text", storage="q8_0", weights=(0.1, 3.0, 0.0), lengths=(3, 1), few=False, seed=0)
+@example(kind="gemma3-text", storage="q8_0", weights=(0.1, 3.0, 0.0), lengths=(3, 1), layout="block", seed=0)
 def test_states_are_those_of_a_whole_table(
-    kind: str, storage: str, weights: tuple[float, ...], lengths: tuple[int, ...], few: bool, seed: int
+    kind: str, storage: str, weights: tuple[float, ...], lengths: tuple[int, ...], layout: str, seed: int
 ) -> None:
     spec, given_tensors = stored(KINDS[kind], storage)
     whole = plan(spec, ("decoder", {}), weights)
-    way: dict[str, Any] = {} if few else {FEW_ROWS: ((0, 0),) * len(weights)}
     shape = TokenBatch(lengths, "hidden", cache=64)
     inputs = models.random_inputs(spec, shape, np.random.default_rng(seed))
     states = []
     for one in (whole, divided(spec, whole, weights)):
-        programs = device_programs(spec, replace(one, ranges={**one.ranges, **way}), shape)
+        programs = device_programs(spec, replace(one, layouts={layout: 0} if layout else {}), shape)
         states.append(run_programs(programs, given_tensors, inputs, seed))
     np.testing.assert_array_equal(*states)
 
@@ -89,7 +88,7 @@ def test_each_device_holds_the_rows_of_its_own_words_once(kind: str, storage: st
     made = divided(spec, plan(spec, ("decoder", {}), weights), weights)
     assert made.ranges[EMBEDDINGS.kind] == made.ranges[WORDS.kind]
     for device, words in zip(made.devices, made.ranges[WORDS.kind], strict=True):
-        refs = [ref for ref in resident_weights(spec, made, device) if ref.tensor in (causal.WORDS, causal.HEAD)]
+        refs = [ref for ref in resident_weights(spec, made, device) if ref.tensor in (names.WORDS, names.HEAD)]
         ranges = [ref.columns if ref.layout == "packed" else ref.rows for ref in refs]
         assert ranges == [words] * (1 if spec.head.tied else 2)
 
@@ -101,7 +100,7 @@ SITES = [("tiny-gpt2", (1.0, 0.0, 3.0)), ("tiny-llama", (2.0, 1.0)), ("tiny-mist
 def test_texts_of_several_users_with_guesses_are_those_of_one_device(kind: str, weights: tuple[float, ...]) -> None:
     spec = spec_of_kind(kind)
     made = divided(spec, plan(spec, ("decoder", {}), weights), weights)
-    made = replace(made, ranges={**made.ranges, FEW_ROWS: ((0, 2),) * len(weights)})
+    made = replace(made, layouts={"block": 2})
     devices = dict.fromkeys(made.devices, (1e9, 1 << 30))
     swarm = Swarm(
         spec, tensors(spec), devices, decider=always(made), batching=Batching(), in_flight=3, duplicates=0.2,
