@@ -61,7 +61,7 @@ FAILED, _ADDRESS, BLOCK = 0, 1, 112
 # Places in a lane, and its size: whole pairs of cache lines, so that no two threads write to one, nor to a pair fetched
 # together. In the second line, _BEGUN counts the thread's parts that anybody has begun, and _CORE says on which core it
 # began. Then two sets of cores.
-STATE, ASLEEP, _NUMBER, _BEGUN, _CORE, _MAY, _FREE, LANE = 0, 1, 2, 8, 9, 16, 32, 48
+STATE, ASLEEP, _BEGUN, _CORE, _MAY, _FREE, LANE = 0, 1, 8, 9, 16, 32, 48
 _WORDS: Final = _FREE - _MAY
 # Places in the first lane, where all parts are.
 _ENTRY, _FIRST, _COUNT, _STRIDE, _THREADS = 3, 4, 5, 6, 7
@@ -216,24 +216,30 @@ _allow: Final = lowered(_of_system("sched_setaffinity", 3), _compiled_alone)
 
 
 @helper
-def _keep_apart(lanes: int, number: int, threads: int) -> None:
-    """Note the core that this thread is on, and leave it if that is also the calling thread's, or one's before it.
+def _is_taken(lanes: int, number: int, core: int) -> bool:
+    """Return whether the calling thread, or another one before this one, began on a core."""
+    taken = False
+    for i in range(number):
+        taken |= _get(lanes + 8 * (LANE * i + _CORE)) == core
+    return taken and core >= 0
+
+
+@helper
+def _keep_apart(lanes: int, number: int) -> None:
+    """Note the core that this thread is on, and leave it if it is taken.
 
     It may go anywhere afterwards, as before: this is no pinning.
     """
     here = _core()
     _put(lanes + 8 * (LANE * number + _CORE), here)
-    shared = False
-    for i in range(number):
-        shared |= _get(lanes + 8 * (LANE * i + _CORE)) == here
-    if here < 0 or not shared:
+    if not _is_taken(lanes, number, here):
         return
     may, free = lanes + 8 * (LANE * number + _MAY), lanes + 8 * (LANE * number + _FREE)
     if _allowed(0, 8 * _WORDS, may) < 0:
         return
     for word in range(_WORDS):
         left = _get(may + 8 * word)
-        for i in range(threads):
+        for i in range(number):
             taken = _get(lanes + 8 * (LANE * i + _CORE))
             if taken // 64 == word:
                 left &= ~(1 << taken % 64)
@@ -262,10 +268,17 @@ def _run(lanes: int, number: int) -> None:
         _put(block + 8 * FAILED, 1)
 
 
-@kernel(INT, INT)
-def serve(lane: int, polls: int) -> None:
-    """Run what is issued in the lane at this address, until nothing was in `polls` looks, or the caller wants more."""
+@kernel(INT, INT, INT)
+def serve(lanes: int, number: int, polls: int) -> None:
+    """Run what is issued in a thread's lane, until nothing was in `polls` looks, or the caller wants more.
+
+    lanes: the address of the first. A thread that comes to be on a taken core does not poll there: it would take half
+    the time of the one that computes.
+    """
+    lane = lanes + 8 * LANE * number
     _put(lane + 8 * ASLEEP, 0)
+    if number > 0:
+        _keep_apart(lanes, number)
     look = 0
     while look < polls or look == 0:
         look += 1
@@ -274,15 +287,15 @@ def serve(lane: int, polls: int) -> None:
             _put(lane + 8 * STATE, IDLE)
             break
         if state == _ISSUED and _swap(lane + 8 * STATE, _ISSUED, _TAKEN):
-            number = _get(lane + 8 * _NUMBER)
-            lanes = lane - 8 * LANE * number
-            _keep_apart(lanes, number, _get(lanes + 8 * _THREADS))
+            _keep_apart(lanes, number)
             _run(lanes, number)
             if not _swap(lane + 8 * STATE, _TAKEN, IDLE):
                 return
             look = 0
         elif look % _LOOKS:
             _rest()
+        elif _is_taken(lanes, number, _core()):
+            break
         else:
             _pass_on()
     _put(lane + 8 * ASLEEP, 1)
@@ -301,7 +314,6 @@ def _share(address: int, arguments: Any, part: Any, parts: Any, memory: Any, thr
         _put(lanes + 8 * (LANE * i + _BEGUN), 0)
     _put(lanes + 8 * _CORE, _core())
     for i in range(1, threads):
-        _put(lanes + 8 * (LANE * i + _NUMBER), i)
         _put(lanes + 8 * (LANE * i + STATE), _ISSUED)
     _run(lanes, 0)
     for i in range(1, threads):
@@ -565,10 +577,10 @@ class Workers:
 
     def _serve(self, tasks: SimpleQueue[_Task | tuple[()] | None], lane: int) -> None:
         at = BLOCK + lane * LANE
-        address = self._memory.__array_interface__["data"][0] + 8 * at
+        lanes = self._memory.__array_interface__["data"][0] + 8 * BLOCK
         while True:
             if JIT:
-                serve(address, self._polls)
+                serve(lanes, lane, self._polls)
             if self._memory[at + STATE] == AWAITED:
                 self._memory[at + STATE] = IDLE
                 self._done.put(None)
@@ -594,7 +606,7 @@ def _polls_of(seconds: float) -> int:
     lane, polls, best = np.zeros(LANE, np.int64), 1 << 15, 1.0
     for _ in range(3):
         start = time.perf_counter()
-        serve(lane.__array_interface__["data"][0], polls)
+        serve(lane.__array_interface__["data"][0], 0, polls)
         best = min(best, time.perf_counter() - start)
     return max(1, int(polls * seconds / best))
 
