@@ -73,6 +73,8 @@ IDLE, _ISSUED, _TAKEN, AWAITED, CALLED = range(5)
 
 # Looks between two offers of the core to other threads, so that two models on one core do not wait for each other.
 _LOOKS: Final = 256
+_MONOTONIC: Final = 1  # the clock, as Linux calls it
+_MOST_AWAY: Final = 100_000  # nanoseconds after which it came back to this thread too late: others compute there
 # What a look that found nothing does, with its arguments, so that a thread that shares the core's units runs faster.
 _PAUSE: Final = ("llvm.x86.sse2.pause", ())
 _ISB: Final = ("llvm.aarch64.isb", (15,))
@@ -210,6 +212,7 @@ _take: Final = lowered(_emit_take, _compiled_alone)  # the value, which is one m
 _rest: Final = lowered(emitter(0, _emit_rest), _compiled_alone)
 _pass_on: Final = lowered(_of_system("sched_yield", 0), _compiled_alone)  # lets a thread that waits for this core run
 _core: Final = lowered(_of_system("sched_getcpu", 0), _compiled_alone)
+_clock: Final = lowered(_of_system("clock_gettime", 2), _compiled_alone)  # of (which, address of seconds, nanoseconds)
 # Of (0: this thread, bytes, address of the set): fill the set of cores that it may run on, or change it; 0 if done.
 _allowed: Final = lowered(_of_system("sched_getaffinity", 3), _compiled_alone)
 _allow: Final = lowered(_of_system("sched_setaffinity", 3), _compiled_alone)
@@ -251,6 +254,28 @@ def _keep_apart(lanes: int, number: int) -> None:
 
 
 @helper
+def _now(place: int) -> int:
+    """Return nanoseconds since some time; place: of two values. Always the same where the clock is not known."""
+    _clock(_MONOTONIC, place)
+    return 1_000_000_000 * _get(place) + _get(place + 8)
+
+
+@helper
+def _offer(lanes: int, number: int) -> bool:
+    """Let a thread that waits for this core run; return whether to go on polling here.
+
+    Not on a taken core, where it would take half the time of the thread that computes, nor where others compute: it
+    would be one more that shares all cores with its caller.
+    """
+    if _is_taken(lanes, number, _core()):
+        return False
+    scratch = lanes + 8 * (LANE * number + _FREE)
+    begun = _now(scratch)
+    _pass_on()
+    return _now(scratch) - begun < _MOST_AWAY
+
+
+@helper
 def _run(lanes: int, number: int) -> None:
     """Run the parts of this thread, then those that the others have not begun; lanes: the address of the first."""
     block = lanes - 8 * BLOCK
@@ -272,8 +297,7 @@ def _run(lanes: int, number: int) -> None:
 def serve(lanes: int, number: int, polls: int) -> None:
     """Run what is issued in a thread's lane, until nothing was in `polls` looks, or the caller wants more.
 
-    lanes: the address of the first. A thread that comes to be on a taken core does not poll there: it would take half
-    the time of the one that computes.
+    lanes: the address of the first.
     """
     lane = lanes + 8 * LANE * number
     _put(lane + 8 * ASLEEP, 0)
@@ -294,10 +318,8 @@ def serve(lanes: int, number: int, polls: int) -> None:
             look = 0
         elif look % _LOOKS:
             _rest()
-        elif _is_taken(lanes, number, _core()):
+        elif not _offer(lanes, number):
             break
-        else:
-            _pass_on()
     _put(lane + 8 * ASLEEP, 1)
 
 
