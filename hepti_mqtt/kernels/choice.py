@@ -14,6 +14,8 @@ from typing import Final
 # longer than these is never tried on half its threads: a hand-over costs too little to matter there.
 _SHARE: Final = 0.01
 _MOST_SECONDS: Final = 1e-3
+# Twice the threads must take 5 % less time: they take it from others, and from the battery.
+_WORTH: Final = 0.07
 # How many measured runs a try has, how many there are between two tries, and how many runs between two of these.
 _TRIES: Final = 4
 _BETWEEN: Final = 16
@@ -21,7 +23,7 @@ _SKIPS: Final = 3
 # A mean is over about so many runs. One that took so many times as long counts as that: it was held up.
 _WINDOW: Final = 32
 _OUTLIER: Final = 8
-# How many runs in a row that had to wake threads say nothing: a later one finds them awake.
+# How many runs in a row that had to wake unused threads say nothing: a later one finds them awake.
 _WAKES: Final = 3
 
 
@@ -54,7 +56,7 @@ class Choice:
         self._left, self._tried, self._wakes, self._trying = 1 + _TRIES, 0, 0, False
 
     def note(self, place: int, seconds: float, woke: bool = False) -> None:
-        """Take what a run with threads[place] took, and decide on the next. woke: threads had to be woken for it."""
+        """Take what a run with threads[place] took, and decide on the next. woke: unused threads had to be woken."""
         if woke and self._wakes < _WAKES:
             self._wakes += 1
             return
@@ -78,7 +80,7 @@ class Choice:
         lost = seconds - means[self._best] if place != self._best else 0.0
         earned = _SHARE * (1 + _SKIPS) * seconds
         self._budget = min(self._budget + earned - max(lost, 0.0), _MOST_SECONDS)
-        self._best = min(range(len(means)), key=means.__getitem__)
+        self._best = min(range(len(means)), key=lambda i: means[i] * self._threads[i] ** _WORTH)
 
     def _turn(self) -> None:
         """End a try, or begin one of what was not tried for longest, unless it would cost too much."""

@@ -71,6 +71,9 @@ _ENTRY, _FIRST, _COUNT, _STRIDE, _THREADS = 3, 4, 5, 6, 7
 # thread to its queue.
 IDLE, _ISSUED, _TAKEN, AWAITED, CALLED = range(5)
 
+# Why a thread is asleep: nothing came, or it must not poll where it is.
+_UNUSED, _DRIVEN_OFF = 1, 2
+
 # Looks between two offers of the core to other threads, so that two models on one core do not wait for each other.
 _LOOKS: Final = 256
 _MONOTONIC: Final = 1  # the clock, as Linux calls it
@@ -319,8 +322,9 @@ def serve(lanes: int, number: int, polls: int) -> None:
         elif look % _LOOKS:
             _rest()
         elif not _offer(lanes, number):
-            break
-    _put(lane + 8 * ASLEEP, 1)
+            _put(lane + 8 * ASLEEP, _DRIVEN_OFF)
+            return
+    _put(lane + 8 * ASLEEP, _UNUSED)
 
 
 def _share(address: int, arguments: Any, part: Any, parts: Any, memory: Any, threads: int, polls: int) -> int:
@@ -554,9 +558,9 @@ class Workers:
     def _share(self, kernel: Shared, arguments: tuple[Any, ...], parts: Parts, threads: int) -> None:
         memory = self._memory
         for at, tasks in zip(range(BLOCK + LANE, BLOCK + threads * LANE, LANE), self._tasks, strict=False):
-            if memory[at + ASLEEP]:
+            if why := memory[at + ASLEEP]:
                 memory[at + ASLEEP] = 0
-                self._woke = True
+                self._woke |= bool(why == _UNUSED)
                 tasks.put(_WAKE)
         awaited = kernel.call(kernel.address, arguments, parts[0], parts.table, memory, threads, self._polls)
         for _ in range(awaited):
