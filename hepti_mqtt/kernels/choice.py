@@ -13,7 +13,7 @@ from typing import Final
 # Trying what is not the best costs this share of the time at most, and this many seconds at once. So an op that takes
 # longer than these is never tried on half its threads: a hand-over costs too little to matter there.
 _SHARE: Final = 0.01
-_MOST_SECONDS: Final = 1e-3
+_MOST_SECONDS: Final = 3e-3
 # Twice the threads must take 5 % less time: they take it from others, and from the battery.
 _WORTH: Final = 0.07
 # How many measured runs a try has, how many there are between two tries, and how many runs between two of these.
