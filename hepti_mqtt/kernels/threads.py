@@ -257,7 +257,7 @@ def _keep_apart(lanes: int, number: int) -> None:
 
 
 @helper
-def _now(place: int) -> int:
+def _now(place: int) -> Any:
     """Return nanoseconds since some time; place: of two values. Always the same where the clock is not known."""
     _clock(_MONOTONIC, place)
     return 1_000_000_000 * _get(place) + _get(place + 8)
