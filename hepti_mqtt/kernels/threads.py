@@ -264,7 +264,7 @@ def _now(place: int) -> Any:
 
 
 @helper
-def _offer(lanes: int, number: int) -> bool:
+def _offer(lanes: int, number: int) -> Any:
     """Let a thread that waits for this core run; return whether to go on polling here.
 
     Not on a taken core, where it would take half the time of the thread that computes, nor where others compute: it
