@@ -79,8 +79,8 @@ from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import DTYPE_BYTES, Compute, SlotSpec, Work
 
-# Flops of a tile below which a hand-over to another thread costs more than it saves.
-GRAIN: Final = 1 << 19
+# Flops that there must be for each thread; above it `choice` finds out.
+GRAIN: Final = 1 << 17
 
 
 class Seen(NamedTuple):
@@ -324,9 +324,10 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
         return nothing
     seen = _placed(op, seen_keys(op, s))
     tiles, limits, table = _tiles(op, seen), seen.ranges, layout.table()
-    threads = min(pool.threads, 1 + int(_pairs(seen.ranges) * 4 * layout.heads * layout.d) // GRAIN)
+    flops = _pairs(seen.ranges) * 4 * layout.heads * layout.d
+    threads = min(pool.threads, 1 + flops // GRAIN)
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
-    parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads)
+    parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads, flops)
     scale, attend = np.float32(op.attrs["scale"]), pool.bind(attention_units, parts)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
@@ -544,7 +545,7 @@ def _attend_few(op: Compute, check: Check, layout: HeadLayout, few: Sequence[int
     items = np.asarray([(0, 0, starts[item], lengths[item]) for item in few], np.int64)
     addresses, note = address_table(len(few))
     units = len(few) * layout.heads
-    attend = [pool.bind(attention_few.attention_few, ranges(units, n)) for n in range(1, pool.threads + 1)]
+    attend = pool.bind_sized(attention_few.attention_few, ranges(units, pool.threads), nbytes)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         pairs = 0
@@ -555,8 +556,8 @@ def _attend_few(op: Compute, check: Check, layout: HeadLayout, few: Sequence[int
         caches = [reads[1 + item] for item in few]
         note([cache[:1, :2].view(np.float32) for cache in caches] if narrow else caches)  # for their addresses
         items[:, attention_few.CACHE] = addresses[: len(few)]
-        threads = min(pool.threads, 1 + 4 * layout.heads * layout.d * pairs // GRAIN)
-        attend[threads - 1](reads[0], writes[0], items, heads, width, nbytes, near, scale)
+        sized = attend(4 * layout.heads * layout.d * pairs)
+        sized(reads[0], writes[0], items, heads, width, nbytes, near, scale)
 
     return run
 
@@ -579,8 +580,8 @@ def _attend_at(
     tiles, nowhere = empty.copy(), np.zeros(0, np.int64)
     added = _distances(check, layout, ())
     units, per_key, begin = heads * len(tiles), 4 * heads * layout.d * m, skipped * len(tiles)
-    parts = (ranges(units, n if n == 1 else 4 * n) for n in range(1, pool.threads + 1))
-    attend = [pool.bind(attention_units, Parts((begin + a, begin + z) for a, z in divided)) for divided in parts]
+    parts = Parts((begin + a, begin + z) for a, z in ranges(units, 4 * pool.threads))
+    attend = pool.bind_sized(attention_units, parts)
     table, scale = layout.table(), np.float32(op.attrs["scale"])
 
     def run(q: Array, kv: Array, at: Array, out: Array) -> None:
@@ -590,8 +591,8 @@ def _attend_at(
         if near < capacity:
             np.maximum(limits[:, 1] - 1 - near, 0, out=limits[:, 0])
             tiles[:, 2] = limits[tiles[:, 0], 0]
-        threads = min(pool.threads, 1 + per_key * min(first + m // 2 + 1, near + 1) // GRAIN)
-        attend[threads - 1](q, kv, out.reshape(-1), tiles, limits, table, nowhere, nowhere, *added, scale)
+        sized = attend(per_key * min(first + m // 2 + 1, near + 1))
+        sized(q, kv, out.reshape(-1), tiles, limits, table, nowhere, nowhere, *added, scale)
 
     return run
 
@@ -807,8 +808,9 @@ def _bind_reordered(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     units = units_of(_tiles(op, seen_keys(op, s)), heads)
     if not len(units):
         return nothing
-    threads = min(pool.threads, 1 + int(_flops(op, s, w)) // GRAIN)
-    parts = ranges(len(units), threads if threads == 1 else 4 * threads)
+    flops = int(_flops(op, s, w))
+    threads = min(pool.threads, 1 + flops // GRAIN)
+    parts = ranges(len(units), threads if threads == 1 else 4 * threads, flops)
     fixed = (keys.panels, values.panels, bias, units, op.attrs["q_column"], d, np.float32(op.attrs["scale"]))
     attend = pool.bind(_reordered_units, parts)
 

@@ -65,8 +65,8 @@ def _no_scratch(_op: Compute, _slots: Sequence[SlotSpec]) -> int:
     return 0
 
 
-# Below this many elements the hand-over to another thread (some 10 µs) costs more than it saves.
-ROWWISE_GRAIN = 1 << 16
+# Elements of which an op needs as many as these for each thread; above it `choice` finds out.
+ROWWISE_GRAIN = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +261,8 @@ def nothing(reads: Sequence[Array], writes: Sequence[Array]) -> None:
 
 
 def row_parts(rows: int, columns: int, pool: Workers) -> Parts:
-    """Return ranges of rows for the threads of `pool`; one range where threads do not pay."""
-    return ranges(rows, min(pool.threads, 1 + rows * columns // ROWWISE_GRAIN))
+    """Return ranges of rows for the threads of `pool`; one range where threads cannot pay."""
+    return ranges(rows, min(pool.threads, 1 + rows * columns // ROWWISE_GRAIN), rows * columns)
 
 
 def starts_of(lengths: Sequence[int]) -> NDArray[np.int64]:

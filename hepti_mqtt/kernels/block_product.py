@@ -8,7 +8,7 @@ block's scale. Each output depends on its row of x and its column alone: not on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +27,8 @@ from hepti_mqtt.storage import BLOCK
 # Columns of the table of panels: addresses of codes and bias, the storage, first column of the output, how many count.
 _CODES, _BIAS, _KIND, _COLUMN, _VALID = range(5)
 _NEAR: Final = 1 << 19  # bytes of x that pass over a panel at a time, so that they stay in the second-level cache
-_GRAIN: Final = 1 << 17  # values of x below which a hand-over to another thread costs more than it saves
+_GRAIN: Final = 1 << 15  # values of x that there must be for each thread; above it `choice` finds out
+_LEAST: Final = 1 << 19  # multiply-adds of a part
 _HALF: Final = BLOCK // 2
 
 # Steps from 0 to the largest value of a block of x, and magnitudes of it below which a block counts as 0: as digits,
@@ -213,19 +214,32 @@ def bind(
     table, alive = _panels_of(matrices, biases)
     tiles = -(-m // ROWS[rounded])
     of_tile = -(-m // tiles) * WIDTH * k
-    parts = matmul_parts(len(table), bool(table[-1, _VALID] < WIDTH), tiles, of_tile, pool.threads, 1)
-    product, none = pool.bind(_linear_blocks, parts), np.empty((0, 0), np.float32)
-    prepare = pool.bind(prepare_tiles, ranges(tiles, min(pool.threads, 1 + m * k // _GRAIN)))
-    octets, words = sizes(m, k, int(rounded)) if len(parts) > 1 else (0, 0)
+    parts = matmul_parts(len(table), bool(table[-1, _VALID] < WIDTH), tiles, of_tile, pool.threads, 1, _LEAST)
+    prepare = pool.bind(prepare_tiles, ranges(tiles, min(pool.threads, 1 + m * k // _GRAIN), m * k), rounded)
+    none, how = np.empty((0, 0), np.float32), (activation, int(rounded))
+    nothing = np.empty(0, np.uint8), np.empty(0, np.float32)
+    octets, words = sizes(m, k, int(rounded))
 
-    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-        x, residual = reads[0], reads[1] if has_residual else none
-        taken = np.empty(octets, np.uint8), np.empty(words, np.float32)
-        if octets:
-            prepare(x, *taken, int(rounded))
-        product(x, *taken, writes[0], residual, table, activation, int(rounded))
+    def alone(product: Callable[..., None]) -> Run:
+        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
+            product(reads[0], *nothing, writes[0], reads[1] if has_residual else none, table, *how)
 
-    return run
+        return run
+
+    def on_threads(product: Callable[..., None]) -> Run:
+        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
+            taken = np.empty(octets, np.uint8), np.empty(words, np.float32)
+            prepare(reads[0], *taken, int(rounded))
+            product(reads[0], *taken, writes[0], reads[1] if has_residual else none, table, *how)
+
+        return run
+
+    # Where each thread has one part, it prepares x itself: that takes less than a call.
+    divided = alone if len(parts) <= pool.threads else on_threads
+    ways = pool.ways(_linear_blocks, parts)
+    runs = {n: alone(product) if n == 1 else divided(product) for n, product in ways.items()}
+    kinds = tuple(sorted({matrix.storage.name for matrix in matrices}))
+    return pool.fastest((_linear_blocks, parts.whole(), parts.work, m, rounded, kinds), runs)
 
 
 def _panels_of(

@@ -139,7 +139,7 @@ def bind_f32(
     m, k = shape
     parts = parts_of_panels(len(table), m * _NR * k, pool.threads)
     none, at_once = np.empty((0, 0), np.float32), panels_together(m, TILE)
-    product = pool.bind(_gemv, parts)
+    product = pool.bind(_gemv, parts, m)
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
         residual = reads[1] if has_residual else none
@@ -234,7 +234,7 @@ def bind_quantised(
     storage: WeightDtype = matrices[0].storage
     parts = parts_of_panels(len(table), m * PANELS[storage].width * k, pool.threads)
     none = np.empty((0, 0), np.float32)
-    product, at_once = pool.bind(_gemv_quantised, parts), together(m, FORMS[storage])
+    product, at_once = pool.bind(_gemv_quantised, parts, (m, storage)), together(m, FORMS[storage])
 
     def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
         residual = reads[1] if has_residual else none

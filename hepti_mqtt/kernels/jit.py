@@ -43,7 +43,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # The package of kernels, with all the packages in it.
 SOURCES: Final = Path(__file__).parent
 # Those that say when something is compiled: no code comes from them.
-AROUND: Final = ("precompile.py",)
+AROUND: Final = ("choice.py", "precompile.py")
 
 JIT: Final = not getattr(numba.config, "DISABLE_JIT", False)
 
@@ -193,11 +193,11 @@ def lowered(emit: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...
     return numba.extending.intrinsic(emit) if JIT else np.errstate(all="ignore")(plain)
 
 
-def emitter(count: int, codegen: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what `lowered` takes for a function of `count` i64 arguments that returns nothing."""
+def emitter(count: int, codegen: Callable[..., Any], result: Any = types.void) -> Callable[..., Any]:
+    """Return what `lowered` takes for a function of `count` i64 arguments that returns a `result`."""
 
     def emit(_context: Any, *_arguments: Any) -> Any:
-        return types.void(*[types.int64] * count), codegen
+        return result(*[types.int64] * count), codegen
 
     # Numba reads the number of arguments from the signature, and takes no *args.
     names = ["context", *(f"argument_{i}" for i in range(count))]

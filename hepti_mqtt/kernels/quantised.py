@@ -12,7 +12,7 @@ Each output depends on its row of x and its column alone: not on other rows, its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -275,8 +275,8 @@ _VECTORS: Final = FORMS["f16"].vectors
 # A panel is used for _ROWS rows of x, in pieces [BLOCK, width] that stay in the first-level cache while the tiles pass
 # over them; the rows of x stay in the second level.
 _ROWS: Final = 384
-# Elements to quantise below which a hand-over to another thread costs more than it saves.
-_ROW_GRAIN: Final = 1 << 17
+# Values to quantise of which there must be as many as these for each thread; above it `choice` finds out.
+_ROW_GRAIN: Final = 1 << 15
 
 
 @kernel(INT, INT, INT, fills(float32, 2), reads(float32, 2), TABLE, INT, INT, INT, INT, INT, part=4, narrow=True)
@@ -345,26 +345,34 @@ def bind(
     stride = GROUP * -(-k // GROUP)
     code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
     parts = matmul_parts(len(table), bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
-    row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN))
+    row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN), m * k)
     none = np.empty((0, 0), np.float32)
-    product = pool.bind(linear_int8 if code == W8A8 else _linear_widened, parts)
+    if code != W8A8:
+        widened = pool.bind(_linear_widened, parts, code)
+
+        def run_widened(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
+            address = reads[0].__array_interface__["data"][0]
+            residual = reads[1] if has_residual else none
+            widened(code, address, k, writes[0], residual, table, activation)
+
+        return run_widened
     quantise, alone = pool.bind(quantise_rows, row_parts), entry(linear_w8a8)
 
-    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-        x, others = reads[0], (writes[0], reads[1] if has_residual else none)
-        if code != W8A8:
-            address = x.__array_interface__["data"][0]
-            product(code, address, k, *others, table, activation)
-            return
-        if len(parts) == len(row_parts) == 1:
-            alone(x, *others, table, activation)
-            return
-        codes = np.empty((m, stride), np.uint8)
-        scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.float32)
-        quantise(x, codes, scales, zeros)
-        product(codes, k, scales, zeros, *others, table, activation)
+    def run_alone(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
+        alone(reads[0], writes[0], reads[1] if has_residual else none, table, activation)
 
-    return run
+    def on_threads(product: Callable[..., None]) -> Run:
+        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
+            codes = np.empty((m, stride), np.uint8)
+            scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.float32)
+            quantise(reads[0], codes, scales, zeros)
+            product(codes, k, scales, zeros, writes[0], reads[1] if has_residual else none, table, activation)
+
+        return run
+
+    ways = pool.ways(linear_int8, parts)
+    runs = {n: run_alone if n == 1 else on_threads(product) for n, product in ways.items()}
+    return pool.fastest((linear_int8, parts.whole(), parts.work), runs)
 
 
 def panels_of(

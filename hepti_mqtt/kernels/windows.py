@@ -402,7 +402,7 @@ def _bind_global_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     y, x, c = check.reads[0].shape
     check.shape(check.writes[0], (1, c))
     scale = np.float32(op.attrs.get("scale", 1.0))
-    parts = ranges(c, min(pool.threads, 1 + y * x * c // ROWWISE_GRAIN))
+    parts = ranges(c, min(pool.threads, 1 + y * x * c // ROWWISE_GRAIN), y * x * c)
     if not c:
         return nothing
     add_up = pool.bind(_global_sum, parts)

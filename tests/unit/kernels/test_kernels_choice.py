@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.kernels.choice import Choice
+
+
+class Machine:
+    """Runs an op that takes so many seconds on so many threads; `took` is the time of all runs."""
+
+    def __init__(self, *threads: int) -> None:
+        self.threads, self.choice, self.took = threads, Choice(threads), 0.0
+
+    def run(self, count: int, seconds, woke=False) -> Counter[int]:
+        """Return how often the op ran on how many threads."""
+        used: Counter[int] = Counter()
+        for _ in range(count):
+            place = self.choice.next
+            threads = self.threads[place]
+            used[threads] += 1
+            self.took += seconds[threads]
+            if self.choice.skips:
+                self.choice.skips -= 1
+            else:
+                self.choice.note(place, seconds[threads], woke and threads > 1)
+        return used
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({1: 40e-6, 2: 90e-6, 4: 120e-6}, 1),  # a hand-over costs more than the op
+        ({1: 90e-6, 2: 50e-6, 4: 30e-6}, 4),
+        ({1: 90e-6, 2: 50e-6, 4: 70e-6}, 2),  # two cores read all that memory gives
+        ({1: 90e-6, 2: 50e-6, 4: 49e-6}, 2),  # not worth two more cores
+        ({1: 2e-6, 2: 9e-6, 4: 30e-6}, 1),
+        ({1: 900e-6, 2: 500e-6, 4: 400e-6}, 4),
+    ],
+)
+def test_the_best_number_of_threads_is_found_and_looking_for_it_costs_little(seconds, best):
+    machine = Machine(4, 2, 1)
+    machine.run(200, seconds)
+    before = machine.took
+    used = machine.run(10_000, seconds)
+    assert used.most_common(1)[0][0] == best
+    assert machine.took - before <= 1.02 * 10_000 * seconds[best] + 4e-3
+
+
+def test_a_long_op_is_never_tried_on_fewer_threads():
+    assert Machine(4, 2, 1).run(1000, {4: 5e-3, 2: 9e-3, 1: 17e-3}) == {4: 1000}
+
+
+def test_what_changes_is_found_out():
+    free, busy = {1: 100e-6, 2: 60e-6}, {1: 100e-6, 2: 400e-6}  # others compute on the second core
+    machine = Machine(2, 1)
+    assert machine.run(5000, free)[2] > 4500
+    machine.run(200, busy)
+    assert machine.run(5000, busy)[1] > 4500
+    machine.run(10_000, free)
+    assert machine.run(5000, free)[2] > 4500
+
+
+def test_a_run_that_was_held_up_says_little():
+    machine, usual = Machine(2, 1), {1: 100e-6, 2: 60e-6}
+    machine.run(1000, usual)
+    machine.run(1, {1: 100e-6, 2: 1.0})
+    machine.run(200, usual)
+    assert machine.run(1000, usual)[2] > 900
+
+
+def test_threads_that_had_to_be_woken_are_tried_again():
+    machine = Machine(2, 1)
+    machine.run(3, {1: 100e-6, 2: 500e-6}, woke=True)  # asleep since the last request
+    machine.run(100, {1: 100e-6, 2: 60e-6})
+    assert machine.run(1000, {1: 100e-6, 2: 60e-6})[2] > 900
+    always = Machine(2, 1)  # an op that comes so seldom that they are asleep each time
+    always.run(200, {1: 100e-6, 2: 500e-6}, woke=True)
+    assert always.run(1000, {1: 100e-6, 2: 500e-6}, woke=True)[1] > 900
+
+
+def test_a_pool_runs_the_way_that_takes_least_time_by_its_clock():
+    now, used = 0.0, Counter()
+
+    def way(threads: int, seconds: float):
+        def run(x):
+            nonlocal now
+            now += seconds
+            used[threads] += 1
+            x += 1
+
+        return run
+
+    workers = Workers(2, clock=lambda: now)
+    call = workers.fastest("op", {2: way(2, 80e-6), 1: way(1, 30e-6)})
+    x = np.zeros(1)
+    for _ in range(1000):
+        call(x)
+    workers.close()
+    assert x[0] == 1000
+    assert used[1] > 900
+
+
+def test_ops_that_are_alike_learn_from_each_other():
+    now = 0.0
+
+    def take(seconds: float):
+        nonlocal now
+        now += seconds
+
+    workers = Workers(2, clock=lambda: now)
+    one, other = (workers.fastest("op", {2: lambda: take(8e-5), 1: lambda: take(3e-5)}) for _ in range(2))
+    for _ in range(500):
+        one()
+    before = now
+    other()
+    workers.close()
+    assert now - before == pytest.approx(3e-5)
