@@ -345,7 +345,8 @@ def lowered_for_longest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered
     the longest one is in each of them, which bounds those of fewer rows.
     """
     own = plan.for_device(device)
-    for way in (replace(own, layouts=layouts) for layouts in ({}, *({name: 0} for name in own.layouts))):
+    used = [name for name, most in own.layouts.items() if most < largest_shape(spec).size]
+    for way in (replace(own, layouts=layouts) for layouts in ({}, *({name: 0} for name in used))):
         task, hidden = (lower_plan(spec, way, shape) for shape in longest_shapes(spec))
         if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.WORDS):
             yield task
