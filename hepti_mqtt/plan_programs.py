@@ -124,6 +124,12 @@ def _divides(plan: Plan, part: Graph) -> bool:
     return some and part.roles.issuperset(method.needs)
 
 
+def root_begins(spec: Spec, plan: Plan, shape: RequestShape) -> bool:
+    """Return whether nobody but the root device reads the tokens of a run."""
+    lowered = lower_plan(spec, plan, shape)
+    return not any(lowered.computes_role(device, roles.STEM) for device in plan.devices if device != plan.root)
+
+
 def task_count(spec: Spec, plan: Plan) -> int:
     """Return how many tasks are in the task queue of each run of a plan, 0 if it has none."""
     return _tasks(spec, PlanKey(plan)) if _task_places(plan) else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self
 
 Task = Literal[
     "embedding",
@@ -39,6 +39,21 @@ HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden", "candidates"]
 
 CANDIDATES: Final = 128  # of the next token that a run answers with, where they are enough
+
+
+class Draw(NamedTuple):
+    """How a token is drawn from candidates alone (`models.generation`).
+
+    place: of the token in its text. seed: of the text's draws. temperature: 0 takes the likeliest token. top_k, top_p,
+    min_p: how many, what share together, and what share of the likeliest one's probability may be drawn.
+    """
+
+    place: int = 0
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

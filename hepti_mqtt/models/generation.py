@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.spec import CANDIDATES
+from hepti_mqtt.spec import CANDIDATES, Draw
 
 FILE: Final = "generation_config.json"
 
@@ -327,6 +327,14 @@ class TokenRules:
         steered = self.moments is not None or self.allowed is not None
         return bool(self.choices) or self.scored or self.silent >= 0 or steered or self.judge is not None
 
+    def draw(self, place: int, temperature: float) -> Draw | None:
+        """Return how the token at a place of a text is drawn; None where that depends on more than candidates."""
+        drawn = self.sampling
+        changes = drawn != Sampling(top_k=drawn.top_k, top_p=drawn.top_p, min_p=drawn.min_p, prompt=drawn.prompt)
+        if changes or self.needs_logits or self.never or self.first_never:
+            return None
+        return Draw(place, self.seed, temperature, drawn.top_k, drawn.top_p, drawn.min_p)
+
     def pick(self, row: Candidates, before: Sequence[int], temperature: float = 0.0) -> int | None:
         """Return which of the candidates `choose` takes; None where that depends on tokens that are none."""
         if not temperature and not self._changes:
@@ -418,6 +426,15 @@ class TokenRules:
 
 
 LIKELIEST: Final = TokenRules()
+
+
+def drawn_token(draw: Draw, row: npt.NDArray[np.float32], vocab: int) -> int | None:
+    """Return the token that is drawn by a row of an answer; None where its candidates leave it open."""
+    sampling = Sampling(top_k=draw.top_k, top_p=draw.top_p, min_p=draw.min_p)
+    rules = TokenRules(seed=draw.seed, sampling=AS_THEY_ARE if sampling == AS_THEY_ARE else sampling)
+    found = Candidates.read(row, vocab)
+    chosen = rules.pick(found, range(draw.place), draw.temperature)
+    return None if chosen is None else int(found.ids[chosen])
 
 
 def _weights(logits: npt.NDArray[Any], top: float, temperature: float) -> float:

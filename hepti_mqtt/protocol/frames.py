@@ -19,7 +19,7 @@ from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, ExchangeKey, SlotDtype
 from hepti_mqtt.protocol.keys import TAG_BYTES, UNKEYED, FrameKey, frame_tag, same_tag
 from hepti_mqtt.protocol.plausible import COUNT, U32, U63, number
 from hepti_mqtt.protocol.topics import check_source
-from hepti_mqtt.spec import PlainShape, RequestShape, Want
+from hepti_mqtt.spec import Draw, PlainShape, RequestShape, Want
 
 BUFFER_GRANULARITY: Final = (
     16_384  # buffers of payloads are a multiple of it, so that those of nearly one size share them
@@ -311,7 +311,9 @@ def _body_view(frame: Frame) -> memoryview:
 # The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session,
 # final, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the inputs are:
 # index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block from which on,
-# node and part the lower and the upper 32 bits of the other's run id; else they are 0.
+# node and part are the lower and the upper 32 bits of the other's run id. Of a run that follows from another one's
+# answer, layer is 0, node and part are the same, and how each item's id is drawn from it stands behind the sessions. Of
+# all others the three are 0.
 
 
 class DecoderSession(NamedTuple):
@@ -332,7 +334,15 @@ class Continued(NamedTuple):
     block: int
 
 
+class Followed(NamedTuple):
+    """The run from whose answer a run follows, and how the id of each item is drawn from it."""
+
+    run_id: int
+    draws: tuple[Draw, ...]
+
+
 _COUNTS: Final = 4  # numbers before the lengths
+_DRAW: Final = np.dtype([(name, f"<{kind}8") for name, kind in zip(Draw._fields, "iufiff", strict=True)])
 MAX_TOGETHER: Final = 8  # sessions of one run
 
 
@@ -351,8 +361,11 @@ def encode_work(
     sessions: Sequence[DecoderSession] = (),
     key: FrameKey = UNKEYED,
     continued: Continued | None = None,
+    follows: Followed | None = None,
 ) -> bytes:
     """Return the frame that hands a request to the devices; continued: with the rest of a run.
+
+    follows: the run whose answer the ids that are -1 in `inputs` are drawn from.
 
     inputs: token ids int32 [m], packed, those of a decoder [B + m] behind the rows that the cache of each item has
     already, or pixels uint8 [B, channels, size, size]. sessions: of all items, none where they have none. Raises
@@ -366,14 +379,18 @@ def encode_work(
     if plain.session_rows and not sessions:
         sessions = (DecoderSession(),) * len(plain.sizes)
     _check_sessions(plain, sessions)
-    size = _work_header_bytes(len(plain.sizes), len(plain.mask_rows), plain.session_rows)
+    draws = b"" if follows is None else np.array([*follows.draws], _DRAW).tobytes()
+    size = _work_header_bytes(len(plain.sizes), len(plain.mask_rows), plain.session_rows, len(draws))
     head = np.zeros(size // 4, NUMPY_DTYPE["i32"])
     counts = (WANTS.index(plain.want), len(plain.sizes), len(plain.mask_rows), plain.session_rows)
     fields = (*counts, *plain.sizes, *plain.mask_rows, *chain.from_iterable(sessions))
     head[: len(fields)] = fields
+    head[len(fields) : len(fields) + len(draws) // 4] = np.frombuffer(draws, NUMPY_DTYPE["i32"])
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
     numbers = (_DTYPE_INDEX[dtype], *inputs.shape)
     work = Frame("work", model, plan_version, run_id, shape=(len(body),), numbers=numbers, body=body)
+    if follows is not None:
+        work = replace(work, node=follows.run_id & U32, part=follows.run_id >> 32)
     if continued is not None:
         work = continue_frame(replace(work, run_id=continued.run_id), run_id, continued.block)
     return encode(work, key)
@@ -400,11 +417,12 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     want, sequences, masks, cache = np.frombuffer(body[:16], NUMPY_DTYPE["i32"]).tolist()
     if not 0 <= want < len(WANTS) or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
         raise WireError(f"a request cannot have want {want}, {sequences} sequences, {masks} mask rows")
-    head_bytes = _work_header_bytes(sequences, masks, cache)
+    draws = _draw_numbers(frame, sequences)
+    head_bytes = _work_header_bytes(sequences, masks, cache, 4 * draws)
     if head_bytes + prod(dims) * DTYPE_BYTES[dtype] != len(body):
         raise WireError(f"a request of {len(body)} bytes does not hold {sequences} sequences and {dtype}{list(dims)}")
     head = np.frombuffer(body[4 * _COUNTS : head_bytes], NUMPY_DTYPE["i32"]).tolist()
-    if any(head[sequences + masks + _session_numbers(sequences, cache) :]):
+    if any(head[sequences + masks + _session_numbers(sequences, cache) + draws :]):
         raise WireError("the request's lengths are not padded with zeros")
     shape = PlainShape(tuple(head[:sequences]), WANTS[want], tuple(head[sequences : sequences + masks]), cache)
     _check_request(shape, dtype, dims)
@@ -430,6 +448,25 @@ def decode_continued(frame: Frame) -> Continued | None:
     return Continued(frame.part << 32 | frame.node, frame.layer) if frame.layer else None
 
 
+def decode_followed(frame: Frame) -> Followed | None:
+    """Return what the ids of a work frame that are -1 are drawn from, None where none are."""
+    if not (run_id := _followed_run(frame)):
+        return None
+    body = _body_view(frame)
+    _, sequences, masks, cache = np.frombuffer(body[: 4 * _COUNTS], NUMPY_DTYPE["i32"]).tolist()
+    first = 4 * (_COUNTS + sequences + masks + _session_numbers(sequences, cache))
+    draws = np.frombuffer(body[first : first + _DRAW.itemsize * sequences], _DRAW)
+    return Followed(run_id, tuple(Draw(*draw) for draw in draws.tolist()))
+
+
+def _followed_run(frame: Frame) -> int:
+    return 0 if frame.layer else frame.part << 32 | frame.node
+
+
+def _draw_numbers(frame: Frame, sequences: int) -> int:
+    return _DRAW.itemsize // 4 * sequences if _followed_run(frame) else 0
+
+
 def _check_sessions(shape: PlainShape, sessions: Sequence[DecoderSession]) -> None:
     known = all(0 <= n <= MAX_SESSION and 0 <= source <= MAX_SESSION for n, _, source in sessions)
     named = [session.number for session in sessions if session.number]
@@ -440,8 +477,9 @@ def _check_sessions(shape: PlainShape, sessions: Sequence[DecoderSession]) -> No
         raise WireError(f"items of one run share a session: {sessions}")
 
 
-def _work_header_bytes(sequences: int, masks: int, cache: int) -> int:
-    return -(-4 * (_COUNTS + sequences + masks + _session_numbers(sequences, cache)) // ALIGN) * ALIGN
+def _work_header_bytes(sequences: int, masks: int, cache: int, draw_bytes: int = 0) -> int:
+    numbers = _COUNTS + sequences + masks + _session_numbers(sequences, cache)
+    return -(-(4 * numbers + draw_bytes) // ALIGN) * ALIGN
 
 
 def _session_numbers(sequences: int, cache: int) -> int:

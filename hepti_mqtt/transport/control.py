@@ -65,7 +65,15 @@ from hepti_mqtt.transport.base import (
     unavailable,
     wrong_version,
 )
-from hepti_mqtt.transport.sockets import buffered, connect_any, linger, local, no_delay, unacknowledged
+from hepti_mqtt.transport.sockets import (
+    acknowledge_soon,
+    buffered,
+    connect_any,
+    linger,
+    local,
+    no_delay,
+    unacknowledged,
+)
 from hepti_mqtt.transport.url import BrokerUrl
 
 STALLED_S: Final = 2 * KEEPALIVE_S  # as long as paho takes to find out
@@ -651,6 +659,7 @@ class _Client(Client):
         rc = MQTTErrorCode.MQTT_ERR_SUCCESS
         if ahead or events & ~select.POLLOUT:  # hang-ups and errors show when reading
             rc = self.loop_read()
+            acknowledge_soon(sock)
         if not rc and self.socket() is not None and self.want_write():
             self._wrote = self._wrote or bool(events & select.POLLOUT)
             rc = self.loop_write()

@@ -70,6 +70,7 @@ from hepti_mqtt.transport.codec import (
 from hepti_mqtt.transport.sockets import (
     Connection,
     TlsConnection,
+    acknowledge_soon,
     connect_any,
     local,
     low_water,
@@ -402,6 +403,7 @@ class Link:
                 readable = readable or bool(found & ~select.POLLOUT)  # hang-ups and errors show when reading
         if readable:
             self._guarded(self._read)
+            acknowledge_soon(self._sock)
         self._flush()
         self._keep_alive()
 

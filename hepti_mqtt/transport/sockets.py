@@ -19,6 +19,7 @@ import termios
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import inf
@@ -32,6 +33,7 @@ SEND_BUFFER: Final = 2 << 20  # so that the kernel takes whole payloads at once;
 RECEIVE_AHEAD: Final = 2 << 20  # what it may hold while we compute
 _KEEP_ALIVE: Final = (("NODELAY", 1), ("KEEPIDLE", 10), ("KEEPINTVL", 5), ("KEEPCNT", 3), ("USER_TIMEOUT", 15_000))
 STAGGER_S: Final = 0.25  # before the next address of a name is tried, too
+_QUICK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 RECORD: Final = 16_384  # what one TLS record holds
 _CHACHA_FIRST: Final = "ECDHE+CHACHA20:ECDHE+AESGCM"
 _CERTIFICATE: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
@@ -184,6 +186,17 @@ def _tune(sock: socket.socket) -> None:
 def no_delay(sock: Any) -> None:
     """Switch Nagle's algorithm off, which holds small packets back for 40 ms."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def acknowledge_soon(sock: Any) -> None:
+    """Let the kernel acknowledge what comes next at once, where it can: a broker whose Nagle's algorithm is on, as is
+    Mosquitto's unless it is switched off, holds its next packet back until then, for up to 40 ms.
+
+    The kernel forgets it, so it is said after each look.
+    """
+    if _QUICK is not None:
+        with suppress(OSError):  # the connection has just ended
+            sock.setsockopt(socket.IPPROTO_TCP, _QUICK, 1)
 
 
 def linger(sock: Any, deadline: float) -> None:

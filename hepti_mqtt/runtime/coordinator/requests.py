@@ -26,7 +26,7 @@ from hepti_mqtt.protocol.frames import MAX_TOGETHER, DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
-from hepti_mqtt.spec import RequestShape, Spec, Want
+from hepti_mqtt.spec import Draw, RequestShape, Spec, Want
 from hepti_mqtt.task_queue import TaskQueue
 
 Array = NDArray[Any]
@@ -137,7 +137,8 @@ class Generation:
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
     of them is the answer. source: the session whose rows it begins with, 0 without one; reuses: it began with rows of
     another text; left: sessions that it had before. steps: what followed from each run. guesses: of what follows, None
-    without; guessed: what the run under way has behind the last token. vocab: V, where candidates are wanted.
+    without; guessed: what the run under way has behind the last token; foresees: it had, or would have if it had not
+    begun by itself. vocab: V, where candidates are wanted.
     undecided: how many tokens candidates left open; open: the next one is among them. states: of all rows, where they
     are wanted instead of tokens.
     """
@@ -162,6 +163,7 @@ class Generation:
     steps: list[GeneratedTokens] = field(default_factory=list)
     guesses: Guesses | None = None
     guessed: tuple[int, ...] = ()
+    foresees: bool = False
     judged_for: PlanVersion | None = None  # the plan under which it might go on, when the rule was asked first
     vocab: int = 0
     undecided: int = 0
@@ -219,19 +221,20 @@ class Generation:
             return None
         return HeldText((self.plan_version, self.session), np.array(self._ids(0, self.cached_rows), np.int32), longest)
 
-    def next_batch(self, pace: StepPace | None) -> tuple[Batch, DecoderSession]:
+    def next_batch(self, pace: StepPace | None, begun: bool = False) -> tuple[Batch, DecoderSession]:
         """Return the next run, of tokens that are not cached, and whether it is the session's last.
 
         Where the last token alone is not cached, guesses of what follows it may come behind it; pace: of runs with
-        them, None where they are not wanted.
+        them, None where they are not wanted. begun: devices have begun with it by themselves, without guesses.
         """
         total = len(self.prompt) + len(self.tokens)
         first, stop = self._rows_behind(self.cached_rows, total)
-        self.guessed = ()
+        self.guessed, self.foresees = (), False
         guesses = None if self.open else self.guesses
         if guesses is not None and self.tokens and total - self.cached_rows == 1:
             most = self.max_new_tokens - len(self.tokens) - 1
-            self.guessed = guesses.propose(self.prompt, self.tokens, most, pace)
+            found = guesses.propose(self.prompt, self.tokens, most, pace)
+            self.foresees, self.guessed = bool(found), () if begun else found
         ids = (*self._ids(first, stop), *self.guessed)
         inputs, begins = np.array([first, *ids], np.int32), not self.cached_rows
         if begins and self.carried.size:
@@ -243,9 +246,25 @@ class Generation:
         shape = shape.answering(len(ids)) if self.guessed else shape
         shape = shape.with_want(self.next_want)
         if shape.want == "candidates":
-            heat = np.full(len(self.guessed) + 1, self.temperature, np.float32)
-            inputs = np.concatenate([inputs, heat.view(np.int32)])
+            inputs = np.concatenate([inputs, self._heat(len(self.guessed) + 1)])
         return Batch(shape, inputs), session
+
+    def _heat(self, rows: int) -> Array:
+        return np.full(rows, self.temperature, np.float32).view(np.int32)
+
+    def following_step(self, place: int) -> tuple[Batch, DecoderSession, Draw] | None:
+        """Return a step behind the run that `next_batch` gave, and how its token, -1, is drawn from the one before.
+
+        place: 0 for the first. None where it takes more than candidates to know the step, or where none is wanted.
+        """
+        total = len(self.prompt) + len(self.tokens)
+        _, stop = self._rows_behind(self.cached_rows, total)
+        draw = self.rules.draw(len(self.tokens) + place, self.temperature)
+        answers = self.next_want == "candidates" and stop == total and not self.carried.size
+        if draw is None or self.foresees or not answers or len(self.tokens) + place + 2 > self.max_new_tokens:
+            return None
+        shape = self.shape.decode_step(1).with_want(self.next_want)
+        return Batch(shape, np.array([total + place, -1, *self._heat(1)], np.int32)), DecoderSession(self.session), draw
 
     @property
     def next_want(self) -> Want:
@@ -524,6 +543,26 @@ class RunStats:
     expectation: Expectation = AS_PREDICTED
 
 
+class FollowingStep(NamedTuple):
+    """A step that devices begin by themselves when the run before it has ended, as far as it is known before that.
+
+    nbytes: of the message that says so.
+    """
+
+    run_id: int
+    plan_version: PlanVersion
+    items: tuple[WorkItem, ...]
+    shape: RequestShape
+    inputs: Array
+    sessions: tuple[DecoderSession, ...]
+    nbytes: int
+
+    def is_run(self, part: Batch, sessions: tuple[DecoderSession, ...]) -> bool:
+        """Return whether it is a run, of which all tokens are known."""
+        alike = (part.shape, sessions) == (self.shape, self.sessions) and part.inputs.shape == self.inputs.shape
+        return alike and bool(((part.inputs == self.inputs) | (self.inputs == -1)).all())
+
+
 class Progress(NamedTuple):
     """The farthest block of the graph that a device was in, and when the planner heard of it."""
 
@@ -544,7 +583,8 @@ class Run:
     bytes to load all the time. beside_search, only_beside_search: the planner's machine searched, and did so all the
     time. frame_key: of its frames. progress: how far it is, as far as devices have said. before: the run that it goes
     on with under another plan. asked: the plan and the progress that the rule was last asked about. is_late: it is not
-    as far as it should be; was_searched_for: a brief search for a plan that it may go on under was made.
+    as far as it should be; was_searched_for: a brief search for a plan that it may go on under was made. following: the
+    step that devices begin behind it by themselves. ids: of its items where devices have begun it so, else none.
     """
 
     run_id: int
@@ -579,6 +619,8 @@ class Run:
     asked: tuple[PlanVersion, Progress | None] | None = None
     is_late: bool = False
     was_searched_for: bool = False
+    following: tuple[FollowingStep, ...] = ()
+    ids: tuple[int, ...] = ()
 
     @property
     def plan_version(self) -> PlanVersion:
@@ -624,7 +666,8 @@ class Run:
         """Return whether a frame differs from an earlier one of the device for the same part or report."""
         if frame.kind == "output":
             first, array = self.parts.get((device, frame.node, frame.part), (frame.row_start, None))
-            return array is not None and (first != frame.row_start or not _same(array, frame.array()))
+            differs = array is not None and (first != frame.row_start or not _same(array, frame.array()))
+            return differs or (bool(self.ids) and frame.numbers != self.ids)
         if frame.kind == "done" and len(frame.numbers) == 4:
             return self.reports.get(device, frame.numbers)[3] != frame.numbers[3]
         return False

@@ -14,9 +14,9 @@ from hepti_mqtt.errors import DeadlineError, HeptiError, IdInUseError, Overloade
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import task_count
+from hepti_mqtt.plan_programs import root_begins, task_count
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.frames import MAX_SESSION, Continued, DecoderSession, Frame, encode_work
+from hepti_mqtt.protocol.frames import MAX_SESSION, Continued, DecoderSession, Followed, Frame, encode_work
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import (
@@ -34,7 +34,9 @@ from hepti_mqtt.runtime.coordinator.requests import (
     MAX_UNREPORTED_RUNS,
     MICRO_BATCH_TOKENS,
     Array,
+    Batch,
     FairQueue,
+    FollowingStep,
     Generation,
     Progress,
     Request,
@@ -48,6 +50,7 @@ from hepti_mqtt.runtime.coordinator.requests import (
 )
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.schedule import route_to_replicas
+from hepti_mqtt.spec import Draw
 from hepti_mqtt.task_queue import TaskQueue
 
 MIN_RUN_S: Final = 1e-6
@@ -105,6 +108,7 @@ MAX_IN_BURST: Final = 512  # after a pause: as many as a broker hands over
 BURST_S: Final = 10.0  # so long clients and broker may take to hand over what they have kept
 MAX_QUEUED_BYTES: Final = 256 << 20  # of what all of them bring
 MAX_ATTEMPTS: Final = 4
+STEPS_AHEAD: Final = 2  # that devices begin by themselves: what the planner says to one has as long as a step takes
 LINK_LOSS_WINDOW_S: Final = 5.0  # one lost connection between two devices may cost a request four runs
 PROBE_FACTOR: Final = 6.0  # times the expected duration of a run: then its devices are probed
 PROBE_MIN_S: Final = 0.5
@@ -235,7 +239,7 @@ class Scheduler:
             else:
                 out += self._answer_forecast(group, group.active, items[0].request)
         self._held[name] = min(held.values(), default=inf)
-        return out
+        return [*out, *(c for group in self._groups.of_model(name) for c in self._stop_begun(group))]
 
     def _concurrent_runs(self, name: str, plan: Plan) -> list[Run]:
         """Return the runs of a model, whatever their pins, that would share devices with a run under a plan.
@@ -464,23 +468,27 @@ class Scheduler:
         continued: tuple[Run, int] | None = None,
     ) -> list[CoordinatorCommand]:
         """Dispatch items under a plan; continued: as the rest of a run, from a block on."""
-        out, run_id = list[CoordinatorCommand](), self._ids.next_run()
+        out, begun = list[CoordinatorCommand](), self._take_begun(group, plan, items)
+        items = begun[0].items if begun else items
         before = None if continued is None else Continued(continued[0].run_id, continued[1])
         generations = [item.request.generation for item in items if item.request.generation is not None]
         for generation in generations:
             if generation.plan_version != plan.version:
                 out += self._begin_session(group, plan, generation)
-        steps, sessions = bool(generations) and all(g.joins for g in generations), tuple[DecoderSession, ...]()
-        if generations:
-            pace = group.step_pace(plan) if len(generations) == 1 else None
-            part, sessions = pack_steps([generation.next_batch(pace) for generation in generations])
-        else:
-            part = concatenate([item.batch for item in items])
+        steps = bool(generations) and all(g.joins for g in generations)
+        part, sessions = self._next_part(group, plan, items, generations, bool(begun))
         group.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
-        key = self._fleet.frame_key(plan)
-        payload = encode_work(plan.model, plan.version, run_id, part.shape, part.inputs, sessions, key, before)
-        topic = self._topics.work(plan.model, plan.devices[0])
+        if begun and begun[0].is_run(part, sessions):
+            run_id, sent, begun = begun[0].run_id, begun[0].nbytes, begun[1:]
+            ids = tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist())
+        else:
+            run_id, ids = self._ids.next_run(), ()
+            order = self._order(plan, run_id, part, sessions, continued=before)
+            sent, out = publish_bytes(order.topic, order.nbytes, 1), [*out, *self._cancel_runs(plan, begun), order]
+            begun = ()
+        following, orders = self._add_following(group, plan, run_id, items, begun)
+        out += orders
         beside = self._concurrent_runs(group.name, plan)
         expectation = group.expected(plan)
         learned = expectation.mean
@@ -492,7 +500,6 @@ class Scheduler:
         # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
         patience_s = OVERDUE_S * 2 ** max(i.request.losses[i.index] for i in items) + OVERDUE_FACTOR * expected_s
         overdue = now + min(patience_s, OVERDUE_MAX_S)
-        sent = publish_bytes(topic, len(payload), 1)
         others = [run for run in self._runs() if run.is_computing]
         for run in others:
             run.ran_alone = False
@@ -511,11 +518,88 @@ class Scheduler:
             probe_at_s=doubt,
             expected_end_s=until_s,
             task_queue=TaskQueue(tasks, plan.devices, now) if tasks else None,
-            frame_key=key,
+            frame_key=self._fleet.frame_key(plan),
             before=None if continued is None else continued[0],
             steps=steps,
+            following=following,
+            ids=ids,
         )
-        return [*out, Publish(topic, payload, 1)]
+        return out
+
+    @staticmethod
+    def _next_part(
+        group: PlanGroup, plan: Plan, items: tuple[WorkItem, ...], generations: Sequence[Generation], begun: bool
+    ) -> tuple[Batch, tuple[DecoderSession, ...]]:
+        """Return what items run together, and their sessions; begun: devices have begun with it by themselves."""
+        if not generations:
+            return concatenate([item.batch for item in items]), ()
+        pace = group.step_pace(plan) if len(generations) == 1 else None
+        return pack_steps([generation.next_batch(pace, begun) for generation in generations])
+
+    def _order(
+        self,
+        plan: Plan,
+        run_id: int,
+        part: Batch,
+        sessions: tuple[DecoderSession, ...],
+        continued: Continued | None = None,
+        follows: Followed | None = None,
+    ) -> Publish:
+        """Return what hands a run to the devices of a plan."""
+        key = self._fleet.frame_key(plan)
+        payload = encode_work(
+            plan.model, plan.version, run_id, part.shape, part.inputs, sessions, key, continued, follows
+        )
+        return Publish(self._topics.work(plan.model, plan.devices[0]), payload, 1)
+
+    # -- steps that devices begin by themselves --------------------------------------------------------------------
+    #
+    # With a run that a token follows from, devices get the steps behind it: all but their tokens, and how each is drawn
+    # from the candidates that the root device answers the step before with. So a text grows without waiting for the
+    # planner, which sees the same answers and asks for the same steps, or stops them: at the end of a text, or where
+    # others join.
+    # Their answers carry the tokens that they began with, which the planner compares with its own.
+
+    def _add_following(
+        self, group: PlanGroup, plan: Plan, run_id: int, items: tuple[WorkItem, ...], known: tuple[FollowingStep, ...]
+    ) -> tuple[tuple[FollowingStep, ...], list[CoordinatorCommand]]:
+        """Return the steps behind a run, and the orders of those that are new; none that may be another one."""
+        steps, out = list(known), list[CoordinatorCommand]()
+        if group.queue or any(run.is_computing for run in group.runs.values()):
+            return known, out
+        while len(steps) < STEPS_AHEAD:
+            made = [item.request.generation for item in items]
+            found = [g.following_step(len(steps)) for g in made if g is not None]
+            parts, draws = [step[:2] for step in found if step is not None], [step[2] for step in found if step]
+            if len(parts) < len(items) or not root_begins(group.served.spec, plan, parts[0][0].shape):
+                break
+            part, sessions = pack_steps(parts)
+            draws += [Draw()] * (len(sessions) - len(draws))
+            number, before = self._ids.next_run(), steps[-1].run_id if steps else run_id
+            order = self._order(plan, number, part, sessions, follows=Followed(before, tuple(draws)))
+            nbytes = publish_bytes(order.topic, order.nbytes, 1)
+            steps.append(FollowingStep(number, plan.version, items, part.shape, part.inputs, sessions, nbytes))
+            out.append(order)
+        return tuple(steps), out
+
+    @staticmethod
+    def _take_begun(group: PlanGroup, plan: Plan, items: tuple[WorkItem, ...]) -> tuple[FollowingStep, ...]:
+        """Return the steps of these items that devices have begun under a plan."""
+        for steps in group.begun:
+            if steps[0].plan_version == plan.version and set(steps[0].items) == set(items):
+                group.begun.remove(steps)
+                return steps
+        return ()
+
+    def _stop_begun(self, group: PlanGroup) -> list[CoordinatorCommand]:
+        """Stop the steps that nobody has asked for."""
+        begun, group.begun = [step for steps in group.begun for step in steps], []
+        plans = {plan.version: plan for record in group.plans.records() for plan in record.plan.executables}
+        return [c for s in begun if s.plan_version in plans for c in self._cancel_runs(plans[s.plan_version], (s,))]
+
+    def _cancel_runs(self, plan: Plan, steps: Sequence[FollowingStep]) -> list[CoordinatorCommand]:
+        orders = [messages.Cancel(plan.model, plan.version, step.run_id) for step in steps]
+        return [self._command(device, order) for order in orders for device in plan.devices]
 
     def _begin_session(self, group: PlanGroup, plan: Plan, generation: Generation) -> list[CoordinatorCommand]:
         """Begin a session under a plan: with rows of one whose text begins alike, if devices hold any."""
@@ -648,6 +732,7 @@ class Scheduler:
         for each in (run,) if run.before is None else (run.before, run):
             cancel = messages.Cancel(each.plan.model, each.plan_version, each.run_id)
             out += [self._command(device, cancel) for device in (run.before or run).plan.devices]
+        out += self._cancel_runs(run.plan, run.following)
         for item in run.items:  # which may have waited for its reports alone
             out += self._answer_generation(group, item) + self._end_session_of(group, item.request)
         return out
@@ -710,6 +795,9 @@ class Scheduler:
         if not reported and (states or not run.waiting_requests or not _usable(run.output())):
             return []
         run.early_stats = None if reported else stats
+        if run.following:
+            group.begun.append(run.following)
+            run.following = ()
         if run.ran_alone:
             group.step_pace(run.plan).record(run.shape.size, now - run.dispatched_s)
         places = [

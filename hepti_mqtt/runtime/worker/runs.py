@@ -11,6 +11,7 @@ import numpy as np
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.models.generation import drawn_token
 from hepti_mqtt.models.shapes import cache_rows
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, SlotSpec, publish_targets, state_name
@@ -18,11 +19,13 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import (
     Continued,
     DecoderSession,
+    Followed,
     Frame,
     FrameKind,
     TensorArrival,
     continue_frame,
     decode_continued,
+    decode_followed,
     decode_sessions,
     decode_work,
     encode,
@@ -46,7 +49,7 @@ from hepti_mqtt.runtime.worker.residents import (
     ResidentPlans,
     shape_of,
 )
-from hepti_mqtt.spec import PlainShape, RequestShape
+from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.task_queue import initial_task
 
 EARLY_BYTES: Final = 64 << 20  # in all
@@ -247,7 +250,7 @@ class WorkerRun:
 
     sessions: of its items. inputs: kept for tasks that are leased later. compute_s: of its ops so far. sent_bytes: of
     its PUBLISH packets. outputs_sent: parts of the output that were sent. frame_key: of its plan. reported_s: when the
-    planner last heard how far it is. run_id_bytes: the end of its frames' headers.
+    planner last heard how far it is. run_id_bytes: the end of its frames' headers. chooses: its answer are candidates.
     """
 
     plan: Plan
@@ -257,6 +260,7 @@ class WorkerRun:
     inputs: Array
     sends: dict[int, PreparedSend]
     frame_key: FrameKey = UNKEYED
+    chooses: bool = False
     compute_s: float = 0.0
     sent_bytes: int = 0
     outputs_sent: int = 0
@@ -276,6 +280,7 @@ class WorkerRun:
 
 _NOTHING: Final = memoryview(b"")
 MAX_REMEMBERED_RUNS: Final = 1024  # ids of runs that have ended
+MAX_ANSWERS: Final = 64  # of the last runs, that another one may follow
 
 _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUMPY_DTYPE.items()}  # type: ignore[misc]
 
@@ -290,6 +295,8 @@ class WorkerRuns:
         self._runs: dict[int, WorkerRun] = {}
         self._heirs: dict[int, int] = {}  # runs that end before a block, and those that go on there
         self._left: dict[int, Plan] = {}  # of those the ones that go on elsewhere, and under which plan
+        self._followers: dict[int, tuple[ResidentPlan, Frame]] = {}  # by the run that is under way before each
+        self._answers: OrderedDict[int, Array] = OrderedDict()  # candidates of each item, by run
         self._early = EarlyFrames()
         self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # of runs that are not here yet
         self._sessions = DecoderSessions(counters)
@@ -333,6 +340,7 @@ class WorkerRuns:
     def reset(self) -> None:
         """Forget the numbers of requests: a new planner counts its own from the beginning."""
         self._over.clear()
+        self._answers.clear()
         self._early.clear()
         self._early_leases.clear()
 
@@ -352,7 +360,7 @@ class WorkerRuns:
         before this comes.
         """
         request = self._runs.get(run_id)
-        if request is None and self._building.drop(run_id) is None:
+        if request is None and self._waiting_frame(run_id) is None:
             self._counters["unknown_cancel"] += 1
             return
         self.end(run_id)
@@ -392,10 +400,13 @@ class WorkerRuns:
     def start(self, resident: ResidentPlan, frame: Frame, now: float) -> list[Command]:
         """Begin a request, or keep it until its Program is built; raises WireError for an invalid frame."""
         begun = self._runs.get(frame.run_id)
-        known = self._building.waiting_frame(frame.run_id) if begun is None else begun.frame
+        known = self._waiting_frame(frame.run_id) if begun is None else begun.frame
         if known is not None:
             return self._handle_duplicate(known, frame)
         plain, inputs = decode_work(frame)
+        followed = decode_followed(frame)
+        if followed is not None and self._is_under_way(followed.run_id):
+            return self._keep_follower(followed.run_id, resident, frame)
         sessions = decode_sessions(frame)
         try:
             shape = shape_of(resident.spec, plain)
@@ -405,6 +416,10 @@ class WorkerRuns:
         if inputs.shape != dims or inputs.dtype != NUMPY_DTYPE[dtype]:
             text = f"inputs {inputs.dtype}{list(inputs.shape)} are not the {dtype}{list(dims)} that {frame.model} reads"
             return self._refuse(frame, "wire", text)
+        if followed is not None and self._device == resident.plan.root:  # others need no ids
+            if (drawn := self._drawn(followed, resident.spec, shape, inputs)) is None:
+                return self._refuse(frame, "session", f"no token follows from what run {followed.run_id} answered here")
+            inputs = drawn
         program_key: ProgramKey = shape
         if (continued := decode_continued(frame)) is not None:
             if (before := self._hold(continued, frame, plain)) is None:
@@ -422,7 +437,7 @@ class WorkerRuns:
         except SessionLostError as error:
             return self._refuse(frame, "session", str(error))
         self._runs[frame.run_id] = WorkerRun(
-            resident.plan, frame, now, sessions, inputs, bound.sends, resident.frame_key
+            resident.plan, frame, now, sessions, inputs, bound.sends, resident.frame_key, plain.want == "candidates"
         )
         self._executor.admit(frame.run_id, bound, states)
         for key in bound.template.inputs:
@@ -441,6 +456,37 @@ class WorkerRuns:
         if continued is not None:
             out += self._hand_over(continued.run_id, now)
         return out + self._finish_if_done(frame.run_id, now)
+
+    def _keep_follower(self, before: int, resident: ResidentPlan, frame: Frame) -> list[Command]:
+        """Keep a run until the one that it follows has ended here."""
+        if before in self._followers:
+            return self._refuse(frame, "wire", f"two runs follow run {before}")
+        self._followers[before] = resident, frame
+        return []
+
+    def _drawn(self, followed: Followed, spec: Spec, shape: RequestShape, inputs: Array) -> Array | None:
+        """Return the inputs of a step, i32 [items places, items ids, ...], with the ids that follow from an answer.
+
+        None without that answer, and where candidates leave one open.
+        """
+        rows, items = self._answers.get(followed.run_id), len(followed.draws)
+        if rows is None or len(rows) != items:
+            return None
+        out, vocab = inputs.copy(), spec.output_shape(shape.with_want("task"))[1]
+        for item in np.flatnonzero(out[items : 2 * items] < 0):
+            token = drawn_token(followed.draws[item], rows[item], vocab)
+            if token is None:
+                return None
+            out[items + item] = token
+        return out
+
+    def _is_under_way(self, run_id: int) -> bool:
+        return run_id in self._runs or self._waiting_frame(run_id) is not None
+
+    def _waiting_frame(self, run_id: int) -> Frame | None:
+        """Return the work frame of a run that waits for its Program, or for the run before it; None if it does not."""
+        following = (frame for _, frame in self._followers.values() if frame.run_id == run_id)
+        return self._building.waiting_frame(run_id) or next(following, None)
 
     def leave(self, resident: ResidentPlan, message: messages.HandOver, after: Plan, now: float) -> list[Command]:
         """Let a run end before a block, and send what is here of it to those that go on under another plan."""
@@ -635,7 +681,14 @@ class WorkerRuns:
 
     def _output(self, request: WorkerRun, outgoing: OutgoingTensor) -> Publish:
         request.outputs_sent += 1
+        if request.chooses:
+            self._answers[outgoing.run_id] = outgoing.array[-len(request.sessions) :].copy()
+            while len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
         frame = self._frame_for(request, outgoing, "output")
+        if decode_followed(request.frame) is not None:  # the planner compares the ids with its own
+            items = len(request.sessions)
+            frame = replace(frame, numbers=tuple(request.inputs[items : 2 * items].tolist()))
         out = Publish(self._topics.reports(self._device), encode(frame, request.frame_key), 1)
         request.sent_bytes += publish_bytes(out.topic, out.nbytes, out.qos)
         return out
@@ -681,12 +734,14 @@ class WorkerRuns:
         sent = request.sent_bytes + publish_bytes(topic, frame_bytes(0), 1)
         numbers = (int(request.compute_s * 1e6), int(wait * 1e6), sent, request.outputs_sent)
         self._counters.update(compute_us=numbers[0], wait_us=numbers[1])
+        follower = self._followers.pop(run_id, None)
         self.end(run_id)
         for session in request.sessions:
             if session.final:
                 self._sessions.end((model, plan_version, session.number))
         done = self._frame_of("done", model, plan_version, run_id, np.empty(0, np.uint8), numbers)
-        return [Publish(topic, encode(done, request.frame_key), 1)]
+        out: list[Command] = [Publish(topic, encode(done, request.frame_key), 1)]
+        return out if follower is None else out + self.start(*follower, now)
 
     def fail_after_loss(self, source: str | None, keys: Iterable[PlanKey], text: str) -> list[Command]:
         """Give up the runs of plan versions that miss frames of a device, or all of them; they are retried."""
@@ -709,6 +764,10 @@ class WorkerRuns:
         self._left.pop(run_id, None)
         for before in [run for run, heir in self._heirs.items() if heir == run_id]:
             self.end(before)
+        for before in [run for run, (_, frame) in self._followers.items() if run_id in (run, frame.run_id)]:
+            _, frame = self._followers.pop(before)
+            if frame.run_id != run_id:
+                self.end(frame.run_id)
         self._executor.drop(run_id)
         self._runs.pop(run_id, None)
         self._building.drop(run_id)
@@ -728,5 +787,6 @@ class WorkerRuns:
         self._building.check()
         assert not set(self._over) & set(self._runs)
         assert set(self._heirs) <= set(self._runs)
+        assert all(map(self._is_under_way, self._followers))
         assert set(self._left) <= {*self._runs, *(run_id for run_id, _ in self._building.waiting())}
         assert all(r.key in epochs for r in self._runs.values())

@@ -1,4 +1,4 @@
-"""Connecting to a name of several addresses."""
+"""Connecting to a name of several addresses, and options of sockets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hepti_mqtt.transport.sockets import connect_any
+from hepti_mqtt.transport.sockets import acknowledge_soon, connect_any
 
 PATIENCE_S = 30.0
 
@@ -55,3 +55,12 @@ def test_where_none_accepts_the_error_is_that_of_the_last(places, monkeypatch):
 def test_a_name_that_nobody_knows():
     with pytest.raises(socket.gaierror):
         connect_any("no-such-host.invalid", 1883, 1.0)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="Linux alone")
+def test_what_comes_is_acknowledged_at_once_or_never_mind():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+        acknowledge_soon(ours)
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK) == 1
+    acknowledge_soon(ours)  # it has ended

@@ -35,7 +35,7 @@ from hepti_mqtt.protocol.frames import (
     work_bytes,
 )
 from hepti_mqtt.protocol.keys import UNKEYED, Checked, FrameKey
-from hepti_mqtt.spec import PlainShape
+from hepti_mqtt.spec import Draw, PlainShape
 from hepti_mqtt.transport.buffers import Buffers
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL_DEVICES, PLANNER))
@@ -293,6 +293,29 @@ def test_a_request_comes_back_as_it_was_sent(request_, admission):
     np.testing.assert_array_equal(back, inputs)
     assert len(payload) == work_bytes(shape, inputs.nbytes)
     assert np.shares_memory(back, np.frombuffer(payload, np.uint8))
+
+
+DRAWS = st.builds(
+    Draw,
+    st.integers(0, 2**40),
+    st.integers(0, 2**64 - 1),
+    st.floats(0, 10),
+    st.integers(0, 2**31),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+
+
+@given(st.lists(DRAWS, min_size=1, max_size=8), st.integers(1, 2**63 - 1))
+def test_what_a_run_follows_comes_back_as_it_was_sent(draws, before):
+    count, followed = len(draws), frames.Followed(before, tuple(draws))
+    shape, inputs = PlainShape((1,) * count, "candidates", (), 64), np.arange(3 * count, dtype="<i4")
+    frame = decode(encode_work("m", PlanVersion(5, 6), 7, shape, inputs, follows=followed))
+    assert decode_work(frame)[0] == shape
+    np.testing.assert_array_equal(decode_work(frame)[1], inputs)
+    assert frames.decode_followed(frame) == followed
+    assert frames.decode_continued(frame) is None
+    assert frames.decode_followed(decode(encode_work("m", PlanVersion(5, 6), 7, shape, inputs))) is None
 
 
 @given(requests(), st.data())

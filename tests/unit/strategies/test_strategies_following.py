@@ -1,0 +1,183 @@
+"""Steps that devices begin by themselves: the text is the same, and what nobody wants is stopped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sites import always, plan, tensors
+from swarm import MODEL, Swarm
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
+from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.runtime.coordinator.interface import Publish, RequestCancelled
+from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, RequestKey
+from hepti_mqtt.runtime.worker import runs
+
+SPEC = spec_of_kind("tiny-qwen3-text")
+PROMPT = (5, 9, 2, 7, 5)
+MOST = 24
+
+
+def wanted(rules: TokenRules = LIKELIEST, want: str = "candidates") -> tuple[Generation, np.ndarray]:
+    shape, inputs = models.single_sequence(SPEC, np.array(PROMPT, np.int32), tokens=len(PROMPT) + MOST)
+    return Generation(PROMPT, MOST, shape.with_want(want), rules, vocab=SPEC.head.outputs), inputs
+
+
+class Watched(Swarm):
+    """A site whose planner's words to devices are kept. late_s: how long each of them takes beside the network."""
+
+    def __init__(self, count: int, late_s: float = 0.0) -> None:
+        devices = {f"d{i}": (1e9, 1 << 30) for i in range(count)}
+        way = ("decoder", {}) if count > 1 else ("single", {})
+        decider = always(plan(SPEC, way, (1.0,) * count))
+        self.late_s, self.following, self.stopped = late_s, list[int](), set[int]()
+        super().__init__(SPEC, tensors(SPEC), devices, decider=decider, jitter_s=0.01, batching=Batching())
+
+    def _planner_command(self, command) -> None:
+        if isinstance(command, Publish) and "/work/" in command.topic:
+            frame = frames.decode(command.payload)
+            self.following += [frame.run_id] if frames.decode_followed(frame) else []
+            self.after(self.late_s, lambda: Swarm._planner_command(self, command))
+            return
+        if isinstance(command, Publish) and command.topic.endswith("/cmd"):
+            message, _ = messages.decode_sealed(command.payload)
+            self.stopped |= {message.run_id} if isinstance(message, messages.Cancel) else set()
+        super()._planner_command(command)
+
+    def write(self, name: str, rules: TokenRules = LIKELIEST, want: str = "candidates") -> None:
+        generation, inputs = wanted(rules, want)
+        self.begin(name, Batch(generation.shape, inputs), generation)
+
+    def finish(self, *names: str) -> list[list[int]]:
+        self.run(300, until=lambda: all(n in self.answers or n in self.errors for n in names))
+        assert not self.errors, self.errors
+        self.run(5)
+        assert not any(host.session.runs.has_any for host in self.hosts.values() if host.alive), "all has ended"
+        return [self.answers[name][0][0].tolist() for name in names]
+
+
+def text(rules: TokenRules = LIKELIEST) -> list[int]:
+    """Return the text by whole passes of the reference."""
+    found: list[int] = []
+    while len(found) < MOST and not rules.ends(found):
+        shape, inputs = models.single_sequence(SPEC, np.array([*PROMPT, *found], np.int32))
+        logits = models.reference(SPEC, tensors(SPEC), inputs, shape)[1]
+        found.append(rules.choose(logits, found, rules.temperatures[0])[0])
+    return found
+
+
+DRAWN = TokenRules(temperatures=(0.3,), seed=3, sampling=Sampling(top_k=40, top_p=0.9, min_p=0.01))
+
+
+@pytest.mark.parametrize(("count", "rules"), [(1, LIKELIEST), (2, LIKELIEST), (3, LIKELIEST), (1, DRAWN), (2, DRAWN)])
+def test_every_step_but_the_first_begins_without_the_planner(count, rules):
+    swarm = Watched(count)
+    swarm.write("a", rules)
+    assert swarm.finish("a") == [text(rules)]
+    assert len(swarm.following) == MOST - 1
+    assert not swarm.stopped
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_candidates_leave_a_token_open_the_planner_decides(seed):
+    rules = TokenRules(temperatures=(2.5,), seed=seed)
+    swarm = Watched(2)
+    swarm.write("a", rules)
+    assert swarm.finish("a") == [text(rules)]
+
+
+def test_a_slow_planner_does_not_slow_a_text_down_by_every_word():
+    took = {}
+    for want in ("candidates", "task"):  # logits are for the planner alone to choose from
+        swarm = Watched(1, late_s=0.5)
+        swarm.write("warm", want=want)
+        swarm.finish("warm")
+        began = swarm.now
+        swarm.write("a", want=want)
+        swarm.run(300, until=lambda swarm=swarm: "a" in swarm.answers)
+        took[want] = swarm.now - began
+    assert took["candidates"] < 0.7 * took["task"]
+
+
+def test_a_text_that_ends_stops_what_was_begun_behind_it():
+    rules = TokenRules(stops=lambda tokens: len(tokens) >= 9)
+    swarm = Watched(2)
+    swarm.write("a", rules)
+    assert swarm.finish("a") == [text(rules)]
+    assert swarm.stopped
+    swarm.write("b")  # its beginning is in the cache of the first
+    assert swarm.finish("b") == [text()]
+
+
+def test_a_user_who_leaves_stops_what_was_begun():
+    swarm = Watched(2)
+    swarm.write("a")
+    swarm.run(60, until=lambda: len(swarm.tokens.get("a", ())) > 5)
+    swarm.tell_planner(RequestCancelled(RequestKey(MODEL, "user", "a")))
+    swarm.run(1, until=lambda: "a" in swarm.errors)
+    del swarm.errors["a"]
+    swarm.finish()
+    assert len(swarm.tokens["a"]) < MOST
+    assert swarm.stopped
+    swarm.write("b")
+    assert swarm.finish("b") == [text()]
+
+
+@pytest.mark.parametrize(
+    ("rules", "want"),
+    [
+        (TokenRules(sampling=Sampling(repetition=1.5)), "candidates"),
+        (TokenRules(never=(text()[3],)), "candidates"),
+        (LIKELIEST, "task"),
+    ],
+)
+def test_a_token_that_depends_on_more_waits_for_the_planner(rules, want):
+    swarm = Watched(2)
+    swarm.write("a", rules, want)
+    assert swarm.finish("a") == [text(rules)]
+    assert not swarm.following
+
+
+def test_a_device_that_draws_another_token_than_the_planner_changes_no_text(monkeypatch):
+    draws = []
+
+    def once_another(draw, row, vocab):
+        draws.append(draw)
+        return (runs_drawn(draw, row, vocab) + (len(draws) == 4)) % vocab
+
+    runs_drawn = runs.drawn_token
+    monkeypatch.setattr(runs, "drawn_token", once_another)
+    swarm = Watched(2)
+    swarm.write("a", DRAWN)
+    assert swarm.finish("a") == [text(DRAWN)]
+    assert len(draws) > 4
+
+
+@pytest.mark.parametrize("lost", ["d0", "d1"])
+def test_a_device_that_dies_costs_no_token(lost):
+    swarm = Watched(3)
+    swarm.decider = always(plan(SPEC, ("decoder", {}), (1.0, 1.0, 1.0)))
+    swarm.write("a")
+    swarm.run(60, until=lambda: len(swarm.tokens.get("a", ())) > 5)
+    swarm.kill(lost)
+    swarm.join(lost, 1e9, 1 << 30)
+    assert swarm.finish("a") == [text()]
+
+
+def test_a_run_that_follows_none_that_is_known_is_refused():
+    swarm = Watched(1)
+    swarm.write("a")
+    swarm.finish("a")
+    host = swarm.hosts["d0"]
+    (resident,) = host.session.plans.residents()
+    generation, _ = wanted()
+    generation.cached_rows = len(PROMPT) - 1
+    part, session, draw = generation.following_step(0)
+    follows = frames.Followed(998, (draw,))
+    payload = frames.encode_work(
+        MODEL, resident.plan.version, 999, part.shape, part.inputs, (session,), resident.frame_key, follows=follows
+    )
+    (failed,) = host.session.runs.start(resident, frames.decode(payload), swarm.now)
+    assert messages.decode(failed.payload).code == "session"
