@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # What a change needs: everything once. Minutes. With HEPTI_NO_MOSQUITTO=1 as on a machine without Mosquitto.
 test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j2 check kernels
-	$(PYTEST) -m "not nightly"
+	$(PYTEST) -m "not nightly" --ignore=tests/nightly
 
 # No process, no broker, a virtual clock.
 test-unit: kernels

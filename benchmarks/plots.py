@@ -8,13 +8,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
-
 from benchmarks.experiment import ALONE
 from benchmarks.tables import Interval, ratio
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from benchmarks.report import Figures, Play
 
 Curve = Mapping[float, Interval]
@@ -135,6 +134,8 @@ def lines(axis: Any, curves: Mapping[str, Curve]) -> None:
 
 def log(axis: Any) -> None:
     """Make an x or y axis logarithmic, with plain numbers at 1, 2, 3, 5 and 7 times a power of ten."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axis.set_minor_locator(NullLocator())
@@ -143,6 +144,8 @@ def log(axis: Any) -> None:
 
 def subplots(count: int, width: float = 6.4, height: float = 4.8, columns: int = 4) -> tuple[Figure, list[Any]]:
     """Return a figure with so many panels."""
+    from matplotlib.figure import Figure  # its import takes a second, and few need it
+
     columns = min(count, columns)
     rows = -(-count // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")

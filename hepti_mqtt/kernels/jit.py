@@ -164,6 +164,7 @@ def entry_of(dispatcher: Any, arguments: tuple[Any, ...]) -> tuple[Callable[...,
     return made.entry_point, made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
 
 
+@cache
 def entry(function: Callable[..., None]) -> Callable[..., None]:
     """Return what an op calls for a kernel that is compiled, which may also be a plain function: the code itself.
 

@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
-import openai
 import pytest
 from PIL import Image
 from site_processes import PATIENCE_S, Site, poll, running_site
@@ -82,6 +81,8 @@ def test_a_ranking_is_the_one_that_mqtt_gives(site: Site, port: int) -> None:
 
 
 def test_openais_client_hears_what_is_served_and_what_is_wrong(port: int) -> None:
+    import openai  # not at collection: its import takes a second
+
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
         assert sorted(model.id for model in client.models.list()) == ["ranker", "talker", "tiny"]
         with pytest.raises(openai.NotFoundError) as unknown:
@@ -100,6 +101,8 @@ def test_a_conversation_is_the_text_that_mqtt_gives_whole_and_as_it_comes(site: 
         plain = hepti.infer("talker", text="user the room the", **ask).result["text"]
     text = told.result["text"]
     stop = text[len(text) // 2 :][:3]
+    import openai
+
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
         options = {"model": "talker", "temperature": 0.9, "top_p": 0.95, "seed": 4, "max_tokens": 12}
         whole = client.chat.completions.create(messages=messages, **options)

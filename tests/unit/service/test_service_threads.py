@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import threading
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.service.threads import AGAIN, IN_HAND_S, LOOKS_S, MOST_S, FairExecutor, RoundRobin, SearchThrottle
@@ -193,7 +195,9 @@ CLUSTER = Cluster(DEVICES, {n: Link() for n in DEVICES})
 QUESTION = Question(TopicNames("home", "m"), SPEC, CLUSTER, representative_shape(SPEC, 8), PlanVersion(1, 2))
 
 
-PLAN = decide(QUESTION).chosen.plan
+@cache
+def chosen() -> Plan:
+    return decide(QUESTION).chosen.plan
 
 
 class Processor:
@@ -219,7 +223,7 @@ class Processor:
 
 
 def searching(processor: Processor, **changes: Any) -> Solve:
-    return processor.pace.throttled(replace(Solve("m", 1, QUESTION, PLAN), **changes))
+    return processor.pace.throttled(replace(Solve("m", 1, QUESTION, chosen()), **changes))
 
 
 @pytest.mark.parametrize(("part", "pause"), [(1.0, 0.0), (0.5, AGAIN * 0.1), (0.25, AGAIN * 0.3), (0.01, MOST_S)])
