@@ -1,6 +1,7 @@
 """Text on the hosts of a lab: a GGUF model divided, on one of them, and llama.cpp on one of them, interleaved.
 
-`python -m benchmarks decoding model=FILE llama=DIR`; llama: with the libraries of `outside.llama_cpp`.
+`python -m benchmarks decoding model=FILE llama=DIR`; llama: with the libraries of `outside.llama_cpp`. With a prompt
+of its own, `asked=TEXT`, a model of which the text repeats some of it shows what guesses are worth.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.errors import BenchError
 from benchmarks.files import find
 from benchmarks.lab.beside import Asked, beside, in_turn, ratio, say
 from benchmarks.lab.spec import load
 from benchmarks.tables import table
+from hepti_mqtt.checkpoint import Checkpoint
 
 OUTSIDE, ONE, ALL, NARROW = "llama.cpp, one host", "Hepti, one host", "Hepti, all hosts", "Hepti, all hosts, float16"
 PARTS: Final = ("first_s", "rest_s")
@@ -24,7 +27,7 @@ HEADS: Final = (
     "", "prompt, tokens/s", "text, tokens/s", "prompt over llama.cpp", "text over llama.cpp", "prompt over one host",
     "text over one host", "first tokens as on one host", "plan",
 )  # fmt: skip
-CHOSEN: Final = "Hepti's choice"
+CHOSEN, GUESSED = "Hepti's choice", "Hepti, all hosts, guesses"
 
 
 def main(
@@ -39,33 +42,41 @@ def main(
     settle: int = 4,
     words: tuple[int, int] = (3, 250),
     x: str = "w8a8",
+    asked: str = "",
 ) -> None:
-    """Print seconds and ratios; words: the first and last id of prompts, another prompt in each round."""
+    """Print seconds and ratios; words: the first and last id of prompts, another prompt in each round.
+
+    asked: what the model is asked in every round instead, by its chat template.
+    """
     spec = replace(load(find("labs", Path(lab))), rate_mbit=rate)
     random = np.random.default_rng(0)
     prompts = [random.integers(words[0], words[1], prompt).tolist() for _ in range(settle + rounds)]
+    if asked:
+        prompts = [_prompt(model, asked)] * (settle + rounds)
+        prompt = len(prompts[0])
     with beside(spec, "benchmarks.outside.decoding", "decoder", Path(model).resolve(), ("--weights", x)) as both:
         outside, hepti, names = both.outside, both.site, both.names
         say(outside, do="read", model=str(Path(model).resolve()), llama=llama, cpu=cpu, rows=prompt + count)
         say(hepti, do="meet", model="decoder")
         plain = {"speculate": False}
-        asked = {
+        ways = {
             OUTSIDE: Asked(outside, {}),
             ONE: Asked(hepti, {**plain, "strategy": "single", "devices": names[:1]}),
             ALL: Asked(hepti, {**plain, "strategy": "decoder", "devices": names}),
             NARROW: Asked(hepti, {**plain, "strategy": "decoder", "devices": names, "wire": "f16"}),
+            GUESSED: Asked(hepti, {"strategy": "decoder", "devices": names}),
             CHOSEN: Asked(hepti, plain),
         }
         both.lab.throttle(False)  # weights are loaded at full speed; what is measured there would teach nothing
-        for process, keys in asked.values():
+        for process, keys in ways.values():
             if process is hepti:
                 say(process, do="ask", ids=prompts[0], count=0, **keys)
         both.lab.throttle(True)
         for ids in prompts[:settle]:
-            for name in (CHOSEN, NARROW):
-                found = say(hepti, do="ask", ids=ids, count=count, **asked[name].keys)
+            for name in (CHOSEN, NARROW, GUESSED):
+                found = say(hepti, do="ask", ids=ids, count=count, **ways[name].keys)
                 print(name, {key: found[key] for key in ("plan", "first_s", "rest_s")}, file=sys.stderr)
-        answers = in_turn(asked, [{"ids": ids, "count": count} for ids in prompts[settle:]])
+        answers = in_turn(ways, [{"ids": ids, "count": count} for ids in prompts[settle:]])
     rows = [
         (
             name,
@@ -83,6 +94,13 @@ def main(
         f"{Path(model).name}, {spec.name}, {rate:g} Mbit/s, {prompt} tokens, then {count}; {rounds} rounds; medians\n"
     )
     print("\n".join(table(HEADS, rows)))
+
+
+def _prompt(model: str, asked: str) -> list[int]:
+    with Checkpoint.open(Path(model), "decoder") as checkpoint:
+        if not checkpoint.has_tokenizer or (chat := checkpoint.chat) is None:
+            raise BenchError(f"{model} has no chat template; leave `asked` out")
+        return chat.ids([{"role": "user", "content": asked}], None)
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> int:
