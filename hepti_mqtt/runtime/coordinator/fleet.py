@@ -602,7 +602,7 @@ class HangDetector:
 
         heard_s: when the broker was last heard. Devices are not silent while it is.
         """
-        stalled = now - self._ticked_s > STALLED_S or heard_s - self._heard_s > STALLED_S
+        was_held_up, heard_before_s = now - self._ticked_s > STALLED_S, self._heard_s
         self._ticked_s, self._heard_s = now, heard_s
         out: list[CoordinatorCommand] = []
         silent: dict[str, HungDevice] = {}
@@ -611,7 +611,12 @@ class HangDetector:
             for run in group.runs.values():
                 if now <= run.probe_at_s:
                     continue
-                if run.probed_s is None or stalled:
+                if run.probed_s is None:
+                    out += self._probe_run(group, run, now)
+                    continue
+                # A broker that has acknowledged the probe is quiet until the next heartbeat where little is under way.
+                pause_s = QUIET_S if heard_before_s > run.probed_s else STALLED_S
+                if was_held_up or heard_s - heard_before_s > pause_s:
                     out += self._probe_run(group, run, now)
                 elif heard_s > run.probed_s < now - self._patience_s(group, run):
                     how = "does not answer while a run is overdue"
