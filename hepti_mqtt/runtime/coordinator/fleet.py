@@ -631,13 +631,18 @@ class HangDetector:
         return out, list(silent.values()) if can_serve else []
 
     def _patience_s(self, group: PlanGroup, run: Run) -> float:
-        """Return how long the devices of a late run have to say something: others first load what they do not hold."""
+        """Return how long the devices of a late run have to say something: others first load what they do not hold.
+
+        No longer than until the run is retried, which would ask the same devices again.
+        """
+        assert run.probed_s is not None
         record = group.plans.active
         load_s = 0.0
         if record is not None and not self._standby.is_held(group):
             nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
             load_s = nbytes / self._groups.background.load_bytes_per_s(served=False)
-        return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), PROBE_TIMEOUT_MAX_S)
+        most_s = min(PROBE_TIMEOUT_MAX_S, max(run.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
+        return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now
