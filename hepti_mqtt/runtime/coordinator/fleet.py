@@ -602,7 +602,7 @@ class HangDetector:
 
         heard_s: when the broker was last heard. Devices are not silent while it is.
         """
-        stalled = now - self._ticked_s > STALLED_S or heard_s - self._heard_s > STALLED_S
+        was_held_up, heard_before_s = now - self._ticked_s > STALLED_S, self._heard_s
         self._ticked_s, self._heard_s = now, heard_s
         out: list[CoordinatorCommand] = []
         silent: dict[str, HungDevice] = {}
@@ -611,7 +611,12 @@ class HangDetector:
             for run in group.runs.values():
                 if now <= run.probe_at_s:
                     continue
-                if run.probed_s is None or stalled:
+                if run.probed_s is None:
+                    out += self._probe_run(group, run, now)
+                    continue
+                # A broker that has acknowledged the probe is quiet until the next heartbeat where little is under way.
+                pause_s = QUIET_S if heard_before_s > run.probed_s else STALLED_S
+                if was_held_up or heard_s - heard_before_s > pause_s:
                     out += self._probe_run(group, run, now)
                 elif heard_s > run.probed_s < now - self._patience_s(group, run):
                     how = "does not answer while a run is overdue"
@@ -626,13 +631,18 @@ class HangDetector:
         return out, list(silent.values()) if can_serve else []
 
     def _patience_s(self, group: PlanGroup, run: Run) -> float:
-        """Return how long the devices of a late run have to say something: others first load what they do not hold."""
+        """Return how long the devices of a late run have to say something: others first load what they do not hold.
+
+        No longer than until the run is retried, which would ask the same devices again.
+        """
+        assert run.probed_s is not None
         record = group.plans.active
         load_s = 0.0
         if record is not None and not self._standby.is_held(group):
             nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
             load_s = nbytes / self._groups.background.load_bytes_per_s(served=False)
-        return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), PROBE_TIMEOUT_MAX_S)
+        most_s = min(PROBE_TIMEOUT_MAX_S, max(run.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
+        return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now

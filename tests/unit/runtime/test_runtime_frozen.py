@@ -95,6 +95,26 @@ def test_a_device_that_is_silent_beside_a_broker_that_answers_is_lost_as_ever() 
     assert set(site.session.fleet.usable()) == {"a"}
 
 
+@pytest.mark.parametrize("load_s", [1.6, 16.0])
+def test_a_silent_device_is_put_aside_where_the_broker_has_nothing_to_say_but_heartbeats(load_s: float) -> None:
+    site = settled("a", "b", decider=everyone)
+    site.mute = {"b"}
+    site.submit("r1", within=1e9)
+    nbytes = site.session.groups.default("m").plans.active.needed_bytes("a")
+    for _ in range(50):  # loads are slow, so a silent device has longer than the time between two heartbeats
+        site.session.groups.background.record_load(nbytes, load_s, served=False)
+    frozen, heard_s = Frozen(site), site.now
+    for tick in range(40):
+        site.now += TICK_S
+        heard_s = site.now if tick % 10 == 0 else heard_s
+        probed = site.notes()["doubt"]
+        frozen.tick(heard_s)
+        if site.notes()["doubt"] > probed:  # the broker acknowledges the probe
+            heard_s = site.now + 0.01
+    assert "b" not in site.session.fleet.usable()
+    assert not site.notes()["overdue"], "the run would be retried with the same devices"
+
+
 def test_the_watch_asks_once_before_it_calls_a_broker_silent() -> None:
     watch, said = BrokerWatch(), []
     for tenth in range(100):
