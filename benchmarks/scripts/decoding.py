@@ -78,13 +78,13 @@ def main(
                 found = say(hepti, do="ask", ids=ids, count=count, **ways[name].keys)
                 print(name, {key: found[key] for key in ("plan", "first_s", "rest_s")}, file=sys.stderr)
         answers = in_turn(ways, [{"ids": ids, "count": count} for ids in prompts[settle:]])
+    for answer in (answer for own in answers.values() for answer in own):  # seconds for each token; texts may end early
+        answer["first_s"] /= prompt
+        answer["rest_s"] /= max(len(answer["tokens"]) - 1, 1)
     rows = [
         (
             name,
-            *(
-                f"{n / median(answer[part] for answer in own):.1f}"
-                for part, n in zip(PARTS, (prompt, count - 1), strict=True)
-            ),
+            *(f"{1 / median(answer[part] for answer in own):.1f}" for part in PARTS),
             *(ratio(answers[other], own, part) for other in (OUTSIDE, ONE) for part in PARTS),
             min(_same(*pair) for pair in zip(answers[ONE], own, strict=True)),
             own[-1]["plan"],
@@ -106,5 +106,5 @@ def _prompt(model: str, asked: str) -> list[int]:
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> int:
     """Return how many first tokens are the same."""
-    pairs = list(zip(one["tokens"], other["tokens"], strict=True))
+    pairs = list(zip(one["tokens"], other["tokens"], strict=False))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
