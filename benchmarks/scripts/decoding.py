@@ -1,7 +1,8 @@
 """Text on the hosts of a lab: a GGUF model divided, on one of them, and llama.cpp on one of them, interleaved.
 
-`python -m benchmarks decoding model=FILE llama=DIR`; llama: with the libraries of `outside.llama_cpp`. With a prompt
-of its own, `asked=TEXT`, a model of which the text repeats some of it shows what guesses are worth.
+`python -m benchmarks decoding model=FILE llama=DIR`; llama: with the libraries of `outside.llama_cpp`. With
+`repeated=TEXT` the prompt is that text three times and its beginning, which a real model goes on with: it shows what
+guesses are worth.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.errors import BenchError
 from benchmarks.files import find
 from benchmarks.lab.beside import Asked, beside, in_turn, ratio, say
 from benchmarks.lab.spec import load
@@ -42,17 +42,17 @@ def main(
     settle: int = 4,
     words: tuple[int, int] = (3, 250),
     x: str = "w8a8",
-    asked: str = "",
+    repeated: str = "",
 ) -> None:
     """Print seconds and ratios; words: the first and last id of prompts, another prompt in each round.
 
-    asked: what the model is asked in every round instead, by its chat template; then sites hold the prompt already.
+    repeated: a text, of which the prompt of every round is made instead; then sites hold the prompt already.
     """
     spec = replace(load(find("labs", Path(lab))), rate_mbit=rate)
     random = np.random.default_rng(0)
     prompts = [random.integers(words[0], words[1], prompt).tolist() for _ in range(settle + rounds)]
-    if asked:
-        prompts = [_prompt(model, asked)] * (settle + rounds)
+    if repeated:
+        prompts = [_prompt(model, repeated)] * (settle + rounds)
         prompt = len(prompts[0])
     with beside(spec, "benchmarks.outside.decoding", "decoder", Path(model).resolve(), ("--weights", x)) as both:
         outside, hepti, names = both.outside, both.site, both.names
@@ -66,7 +66,7 @@ def main(
             NARROW: Asked(hepti, {**plain, "strategy": "decoder", "devices": names, "wire": "f16"}),
             CHOSEN: Asked(hepti, plain),
         }
-        if asked:  # else the prompt of one way would be in the cache of the other, which has the same plan
+        if repeated:  # else the prompt of one way would be in the cache of the other, which has the same plan
             ways[GUESSED] = Asked(hepti, {"strategy": "decoder", "devices": names})
         both.lab.throttle(False)  # weights are loaded at full speed; what is measured there would teach nothing
         for process, keys in ways.values():
@@ -97,11 +97,10 @@ def main(
     print("\n".join(table(HEADS, rows)))
 
 
-def _prompt(model: str, asked: str) -> list[int]:
+def _prompt(model: str, text: str) -> list[int]:
     with Checkpoint.open(Path(model), "decoder") as checkpoint:
-        if not checkpoint.has_tokenizer or (chat := checkpoint.chat) is None:
-            raise BenchError(f"{model} has no chat template; leave `asked` out")
-        return chat.ids([{"role": "user", "content": asked}], None)
+        ids = checkpoint.texts.tokenizer.encode(f"{text} ").ids
+    return [*ids * 3, *ids[:6]]
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> int:
