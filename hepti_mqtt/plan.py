@@ -58,7 +58,7 @@ class Plan:
     the answer, relative to f32; weight_error: the same of narrow weights; None: not measured. replicas: complete plans
     side by side, of disjoint devices and with versions of their own, each run under one of them; none: every run is
     under the plan itself.
-    layouts: other ones of the method for runs of more than so many rows, of which that for the most rows counts.
+    layouts: other layouts of the method, each for runs of more rows than its number; the largest number counts.
     """
 
     model: str

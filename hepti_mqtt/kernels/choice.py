@@ -20,7 +20,7 @@ _WORTH: Final = 0.07
 _TRIES: Final = 4
 _BETWEEN: Final = 16
 _SKIPS: Final = 3
-# A mean is over about so many runs. One that took so many times as long counts as that: it was held up.
+# How many runs a mean is over, about, and how many times as long as the mean a run counts at most: it was held up.
 _WINDOW: Final = 32
 _OUTLIER: Final = 8
 # How many runs in a row that had to wake unused threads say nothing: a later one finds them awake.

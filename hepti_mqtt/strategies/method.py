@@ -18,7 +18,7 @@ MLP: Final = Share("mlp", roles.MLP_UP, 1)
 COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
-# Of every plan of several devices, whatever its method. Kernels keep at most so many columns side by side: cut there,
+# Of every plan of several devices, whatever its method. Kernels keep this many columns side by side: cut there,
 # a device's own words are a part of all that it has for embeddings.
 WORDS: Final = Share("words", roles.WORDS, 1, unit=64)
 # Of plans that divide the table of words too: the same words. Such a plan says so, since it sends more for each token.
