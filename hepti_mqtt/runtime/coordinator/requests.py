@@ -586,7 +586,7 @@ class Run:
     time. frame_key: of its frames. progress: how far it is, as far as devices have said. before: the run that it goes
     on with under another plan. asked: the plan and the progress that the rule was last asked about. is_late: it is not
     as far as it should be; was_searched_for: a brief search for a plan that it may go on under was made. following: the
-    steps that devices begin by themselves when it has ended. ids: of its items where devices have begun it so, else none.
+    steps that devices begin by themselves when it has ended. ids: of its items where devices have begun it so.
     """
 
     run_id: int

@@ -585,8 +585,8 @@ class Scheduler:
     #
     # With a run that a token follows from, devices get the steps that follow: all but their tokens, and how each is
     # drawn from the candidates that the root device answers the step before with. So a text grows without waiting for
-    # the planner, which sees the same answers and asks for the same steps, or stops them: at the end of a text, or where
-    # others join.
+    # the planner, which sees the same answers and asks for the same steps, or stops them: at the end of a text, or
+    # where others join.
     # Their answers carry the tokens that they began with, which the planner compares with its own.
 
     def _add_following(
