@@ -129,7 +129,13 @@ def _divides(plan: Plan, part: Graph) -> bool:
 
 
 def root_begins(spec: Spec, plan: Plan, shape: RequestShape) -> bool:
-    """Return whether nobody but the root device reads the tokens of a run."""
+    """Return whether nobody but the root device reads the tokens of a run; the last answers are kept."""
+    return _root_begins(spec, PlanKey(plan), shape)
+
+
+@lru_cache(maxsize=KEPT_RESIDENTS)  # asked for every token, and searches push lowered plans out of their cache
+def _root_begins(spec: Spec, divided: PlanKey, shape: RequestShape) -> bool:
+    plan = divided.plan
     lowered = lower_plan(spec, plan, shape)
     others = (device for device in plan.devices if device != plan.root)
     return not any(lowered.computes_role(device, role) for device in others for role in (roles.STEM, roles.EMBEDDINGS))

@@ -10,7 +10,7 @@ from hepti_mqtt.kernels.choice import Choice
 
 
 class Machine:
-    """Runs an op that takes so many seconds on so many threads; `took` is the time of all runs."""
+    """Runs an op whose seconds are given by its number of threads; `took` is the time of all runs."""
 
     def __init__(self, *threads: int) -> None:
         self.threads, self.choice, self.took = threads, Choice(threads), 0.0
