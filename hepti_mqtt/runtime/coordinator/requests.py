@@ -9,7 +9,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice, pairwise
 from math import inf
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -581,9 +581,9 @@ class Run:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
     output before all reports. places: of this run among those of each item's request, once its tokens were taken, None
     of a request that had ended. steps: of sessions. task_queue: of leased tasks. lost_devices: devices without which it
-    continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan; only_beside_loads: and had
-    bytes to load all the time. beside_search, only_beside_search: the planner's machine searched, and did so all the
-    time. frame_key: of its frames. progress: how far it is, as far as devices have said. before: the run that it goes
+    continues. beside_loads: a device of the site loaded weights meanwhile, or prepared a plan. beside_search: the
+    planner's machine searched; only_beside_search: all the time. frame_key: of its frames. progress: how far it is, as
+    far as devices have said. before: the run that it goes
     on with under another plan. asked: the plan and the progress that the rule was last asked about. is_late: it is not
     as far as it should be; was_searched_for: a brief search for a plan that it may go on under was made. following: the
     steps that devices begin by themselves when it has ended. ids: of its items where devices have begun it so.
@@ -612,7 +612,6 @@ class Run:
     task_queue: TaskQueue | None = None
     lost_devices: set[str] = field(default_factory=set)
     beside_loads: bool = False
-    only_beside_loads: bool = True
     beside_search: bool = False
     only_beside_search: bool = True
     frame_key: FrameKey = UNKEYED
@@ -628,13 +627,6 @@ class Run:
     def plan_version(self) -> PlanVersion:
         """Return the plan version of the run."""
         return self.plan.version
-
-    @property
-    def beside_one_work(self) -> Literal["loads", "search"] | None:
-        """Return which background work alone was beside it all the time, None if that was not so."""
-        if self.beside_loads:
-            return "loads" if self.only_beside_loads and not self.beside_search else None
-        return "search" if self.beside_search and self.only_beside_search else None
 
     @property
     def waiting_requests(self) -> list[Request]:

@@ -726,9 +726,8 @@ class Scheduler:
         del group.runs[run.run_id]
         self._counters["foreign_frame"] += run.count_unannounced()
         group.record_reports(run, now)
-        work = run.beside_one_work
-        if work is not None and run.ran_alone and run.expected_s > 0:
-            self._groups.background.record_run((now - run.dispatched_s) / run.expected_s, loads=work == "loads")
+        if run.only_beside_search and not run.beside_loads and run.ran_alone and run.expected_s > 0:
+            self._groups.background.record_run((now - run.dispatched_s) / run.expected_s)
         if (
             run.ran_alone
             and not run.beside_loads
