@@ -126,6 +126,7 @@ def device_lock(directory: Path) -> Iterator[None]:
 
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
+STOPPED: Final = "stopped"  # the reason that an agent gives when it ends in order
 BACKOFF_S: Final = (0.2, 5.0)
 
 
@@ -290,7 +291,7 @@ class _Agent:
         if self._heartbeat is not None:
             self._heartbeat.close()
         farewell = self._reached if self._shell is None else self._shell.announce_offline
-        self._network.close(self._will() if farewell else None)
+        self._network.close(self._offline(STOPPED) if farewell else None)
         if self._links is not None:
             self._links.close()
         self._loader.close()
@@ -311,11 +312,13 @@ class _Agent:
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _will(self) -> Will:
-        return Will(self._topics.status(self._config.device_id), self._status("offline"), 1, True)
+    def _offline(self, reason: str = "") -> Will:
+        topic = self._topics.status(self._config.device_id)
+        return Will(topic, self._status("offline", reason), 1, True)
 
-    def _status(self, state: Literal["online", "offline"]) -> bytes:
-        return encode_status(Status(state, self._start.boot, version=__version__, term=self._start.term))
+    def _status(self, state: Literal["online", "offline"], reason: str = "") -> bytes:
+        start = self._start
+        return encode_status(Status(state, start.boot, version=__version__, term=start.term, reason=reason))
 
     def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> Transport:
         config = self._config
@@ -354,7 +357,7 @@ class _Agent:
             topic, name = self._topics.status(self._config.device_id), f"hepti-{self._config.site}"
             name = f"{name}-{self._config.device_id}"
             self._start = claim(self._config.url, topic, name, self._start.boot, CONNECT_TIMEOUT_S).start
-            self._control.will = self._will()
+            self._control.will = self._offline()
 
     def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: StopSignals) -> None:
         delay_s = BACKOFF_S[0]

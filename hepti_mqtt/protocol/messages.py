@@ -111,6 +111,8 @@ class Status:
     version: str = ""
     public_key: str = ""
     term: int = 0
+    #: Why the device is offline, in its own words. Empty in a will: a process that was killed says nothing.
+    reason: str = ""
 
     @property
     def start(self) -> Start:

@@ -216,6 +216,7 @@ FIELDS: Final[Mapping[str, Check]] = {
     "boot": Number("", 0, U32),
     "term": Number("starts", 0, MAX_TERM),
     "doing": text,
+    "reason": text,
     "done": Number("steps"),
     "total": Number("steps"),
     "version": text,

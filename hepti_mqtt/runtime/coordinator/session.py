@@ -8,7 +8,7 @@ one. A request ends with the right answer or an error, whatever is lost meanwhil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
@@ -456,6 +456,8 @@ class CoordinatorSession:
                 plans.request_search(now + RETRY_WHILE_EXPECTED_S, now, why, forced=search.forced)
                 plans.step(search, "no plan", now, str(event.error))
                 return []
+            if group.active is None and (limited := group.crash_backoff.lift(self.fleet.usable(), now)):
+                return self._search_without_limits(group, search, limited, now)
             error = event.error or PlanError("no plan")
             if refused := self.fleet.refusal_reasons():
                 error = PlanError("; ".join([str(error), *refused]), error.detail)
@@ -470,6 +472,16 @@ class CoordinatorSession:
         if search.is_brief:
             plans.request_search(now + SETTLE_S, now, "the search was brief", forced=search.forced)
         return out
+
+    def _search_without_limits(
+        self, group: PlanGroup, search: Search, devices: Sequence[str], now: float
+    ) -> list[CoordinatorCommand]:
+        """Search again after no plan fitted the memory that devices may use after their crashes."""
+        why = f"no plan of {group.name} fits without all the memory of {', '.join(devices)}"
+        group.plans.request_search(now, now, why, forced=search.forced)
+        group.plans.step(search, "no plan", now, why)
+        text = f"{why}: used again although it crashed soon after earlier plans. Check its log and its memory limit."
+        return [LogEvent("crash_limit", text)]
 
     def _handle_found(
         self, group: PlanGroup, search: Search, event: Solved, decision: Decision, now: float
