@@ -310,10 +310,10 @@ def _body_view(frame: Frame) -> memoryview:
 #
 # The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session,
 # final, source, takes over] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the
-# inputs are: index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block from which on,
-# node and part are the lower and the upper 32 bits of the other's run id. Of a run that follows from another one's
-# answer, layer is 0, node and part are the same, and how each item's id is drawn from it stands behind the sessions. Of
-# all others the three are 0.
+# inputs are: index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block
+# from which on, node and part are the lower and the upper 32 bits of the other's run id. Of a run that follows from
+# another one's answer, layer is 0, node and part are the same, and how each item's id is drawn from it stands behind
+# the sessions. Of all others the three are 0.
 
 
 class DecoderSession(NamedTuple):

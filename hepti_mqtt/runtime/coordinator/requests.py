@@ -136,11 +136,11 @@ class Generation:
     where they are wanted; silence: the probability that there is nothing to
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
-    of them is the answer. prefix: of another session, that its own begins with; left: sessions that it had before. steps: what followed from each run. guesses: of what follows, None
-    without; guessed: what the run under way has behind the last token; foresees: it had, or would have if it had not
-    begun by itself. vocab: V, where candidates are wanted.
-    undecided: how many tokens candidates left open; open: the next one is among them. states: of all rows, where they
-    are wanted instead of tokens.
+    of them is the answer. prefix: of another session, that its own begins with; left: sessions that it had before.
+    steps: what followed from each run. guesses: of what follows, None without; guessed: what the run under way has
+    behind the last token; foresees: it had, or would have if it had not begun by itself. vocab: V, where candidates are
+    wanted. undecided: how many tokens candidates left open; open: the next one is among them. states: of all rows,
+    where they are wanted instead of tokens.
     """
 
     prompt: tuple[int, ...]
