@@ -26,7 +26,7 @@ from hepti_mqtt.protocol.frames import MAX_TOGETHER, DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.protocol.messages import RunFailed
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
-from hepti_mqtt.runtime.coordinator.prefixes import HeldText
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText, Prefix
 from hepti_mqtt.spec import Draw, RequestShape, Spec, Want
 from hepti_mqtt.task_queue import TaskQueue
 
@@ -136,12 +136,11 @@ class Generation:
     where they are wanted; silence: the probability that there is nothing to
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
-    of them is the answer. source: the session whose rows it begins with, 0 without one; reuses: it began with rows of
-    another text; left: sessions that it had before. steps: what followed from each run. guesses: of what follows, None
-    without; guessed: what the run under way has behind the last token; foresees: it had, or would have if it had not
-    begun by itself. vocab: V, where candidates are wanted.
-    undecided: how many tokens candidates left open; open: the next one is among them. states: of all rows, where they
-    are wanted instead of tokens.
+    of them is the answer. prefix: of another session, that its own begins with; left: sessions that it had before.
+    steps: what followed from each run. guesses: of what follows, None without; guessed: what the run under way has
+    behind the last token; foresees: it had, or would have if it had not begun by itself. vocab: V, where candidates are
+    wanted. undecided: how many tokens candidates left open; open: the next one is among them. states: of all rows,
+    where they are wanted instead of tokens.
     """
 
     prompt: tuple[int, ...]
@@ -156,8 +155,7 @@ class Generation:
     session: int = 0
     plan_version: PlanVersion | None = None
     cached_rows: int = 0
-    source: int = 0
-    reuses: bool = False
+    prefix: Prefix | None = None
     left: list[tuple[PlanVersion, int]] = field(default_factory=list)
     published_tokens: tuple[int, ...] = ()
     tried: list[Attempt] = field(default_factory=list)
@@ -195,19 +193,17 @@ class Generation:
         """Return what the text is worth, None unless it is whole and judged."""
         return next((one.verdict for one in self.tried if one.tokens is self.tokens), None)
 
-    def start_session(self, plan_version: PlanVersion, session: int, rows: int = 0, source: int = 0) -> None:
-        """Start over under a plan version: the next runs compute the prompt and all tokens so far.
-
-        rows: that the session has already, of its own or of the one that is its source.
-        """
-        self.plan_version, self.session, self.cached_rows, self.source = plan_version, session, rows, source
-        self.reuses = rows > 0
+    def start_session(self, plan_version: PlanVersion, session: int, prefix: Prefix | None = None) -> None:
+        """Start over under a plan version: the next runs compute the prompt and all tokens so far, but the prefix."""
+        self.plan_version, self.session, self.prefix = plan_version, session, prefix
+        self.cached_rows = 0 if prefix is None else prefix.rows
         self.states.clear()
 
     def leave_session(self) -> None:
         """Give its session up: what is cached may be wrong or incomplete, so another one begins."""
         if self.plan_version is not None:
-            self.left.append((self.plan_version, self.session))
+            taken = [self.prefix.session] if self.prefix and self.prefix.moves else []  # devices may still have it
+            self.left += [(self.plan_version, session) for session in (self.session, *taken)]
         self.plan_version = None
 
     @property
@@ -242,7 +238,9 @@ class Generation:
             inputs = np.concatenate([inputs, self.carried])
         is_last = len(self.tokens) + 1 >= self.max_new_tokens and len(self.tried) + 1 >= len(self.rules.temperatures)
         final = is_last and bool(self.carried.size) and not self._lacks_choice  # else other texts may begin like it
-        session = DecoderSession(self.session, final, self.source if first else 0)
+        session = DecoderSession(self.session, final)
+        if self.prefix is not None and self.cached_rows == self.prefix.rows and (first or self.prefix.moves):
+            session = session._replace(source=self.prefix.session, takes_over=self.prefix.moves)
         shape = self.shape.decode_step(len(ids), begins)
         shape = shape.answering(len(ids)) if self.guessed else shape
         shape = shape.with_want(self.next_want)
@@ -315,7 +313,6 @@ class Generation:
         """
         total, cached = len(self.prompt) + len(self.tokens), self.cached_rows
         first, self.cached_rows = self._rows_behind(cached, total)
-        self.source = 0
         if self.wants_states:
             self.states.append(logits[cached - first :])
         elif not cached and self.silence is None:
