@@ -24,12 +24,14 @@ from device_agent.budget import Budget
 from device_agent.config import AgentConfig, mesh_address
 from device_agent.heartbeat import HeartbeatThread, Meter
 from device_agent.links import MeshLinks, open_links
-from device_agent.loader import WINDOW, LoaderThread, LoadEvent, TileCache, WeightLoader
+from device_agent.loader import LoaderThread, LoadEvent, WeightLoader
 from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memory_budget
 from device_agent.measure import Curves, load_or_measure, measurement_file
 from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, Stop
 from device_agent.probes import Prober
 from device_agent.shell import BuilderThread, SessionLoop
+from device_agent.tile_cache import TileCache
+from device_agent.tile_peers import MessageKind, TilePeers
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import StopRequested, StopSignals, requires_extra, return_large_blocks
 from hepti_mqtt.config.settings import data_link
@@ -174,7 +176,9 @@ class _Agent:
             self._loading,
             self._request_tiles,
             self._loader_counters,
-            lambda: 1 if budget.running else WINDOW,
+            TilePeers(cache, self._send_to_peer, self._loader_counters),
+            config.device_id,
+            is_busy=lambda: budget.running,
         )
         self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget)
         self._network = Network(
@@ -226,7 +230,7 @@ class _Agent:
         config = self._config
         session = WorkerSession(config.device_id, config.site, budget)
         self._meter = meter = Meter(curves)
-        self._links = open_links(config, self._topics, self._start.boot, self._complaints)
+        self._links = open_links(config, self._topics, self._start.boot, self._complaints, self._loader.post)
         self._caps = Caps(
             device=config.device_id,
             boot=self._start.boot,
@@ -426,6 +430,9 @@ class _Agent:
             )
         except NetworkError as exc:
             self._complaints.record("asks_lost", f"cannot ask for weights now: {exc}")  # asked again after a while
+
+    def _send_to_peer(self, peer: str, model: str, kind: MessageKind, body: bytes) -> bool:
+        return self._links is not None and self._links.send_tiles(peer, model, kind, body)
 
     def _counters(self, session: WorkerSession) -> Mapping[str, int]:
         # Copies first, each in one step: other threads count meanwhile.

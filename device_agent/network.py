@@ -14,7 +14,7 @@ from typing import Final
 from device_agent.loader import TileIn
 from device_agent.probes import Prober
 from hepti_mqtt.errors import NetworkError, WireError
-from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import held_bytes
 from hepti_mqtt.protocol.keys import Channel
@@ -300,7 +300,7 @@ class Network:
         if frame.kind != "tile":
             raise WireError(f"expected a tile frame, got kind {frame.kind}")
         assert isinstance(frame.body, memoryview)  # what was decoded is a view of the payload
-        self._tiles(TileIn(frame.body, addressed_here=parsed.to != ALL_DEVICES))
+        self._tiles(TileIn(frame.body))
 
     def _activation(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)

@@ -45,7 +45,7 @@ class Unsubscribe:
 class Load:
     """Make weight ranges resident from the tiles of a manifest; the shell reports `Loaded` or `LoadFailed`.
 
-    matrices: of each range the one that is resident for it. keep: as of `Unload`.
+    matrices: of each range the one that is resident for it. keep: as of `Unload`. devices: of the plan, in its order.
     """
 
     transaction_id: int
@@ -54,6 +54,7 @@ class Load:
     manifest: bytes
     matrices: Mapping[WeightRef, WeightRef]
     keep: frozenset[Place]
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
