@@ -15,7 +15,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Final, Literal
 
-from device_agent.budget import Budget, give_way
+from device_agent.budget import BACKGROUND_SHARE, Budget, give_way
 from device_agent.tile_cache import TileCache
 from device_agent.tile_peers import MessageKind, TilePeers
 from hepti_mqtt.cost.loads import TileMap
@@ -141,7 +141,7 @@ class WeightLoader:
         self,
         cache: TileCache,
         emit: Callable[[LoadEvent], None],
-        request_tiles: Callable[[str, tuple[bytes, ...]], None],
+        request_tiles: Callable[[str, tuple[bytes, ...], float], None],
         counters: Counter[str],
         peers: TilePeers | None = None,
         device: str = "",
@@ -306,6 +306,11 @@ class WeightLoader:
         job = self._jobs[0]
         return job.manifest_asked_s + PLANNER_ANSWER_S if job.sources is None else job.sources.deadline()
 
+    @property
+    def share(self) -> float:
+        """Return the share of the device that the current load may take from runs."""
+        return max(self._jobs[0].load.share, BACKGROUND_SHARE) if self._jobs else BACKGROUND_SHARE
+
     def fail_current(self, error: HeptiError, now: float) -> None:
         """Give up the load that is under way."""
         if self._jobs:
@@ -380,7 +385,7 @@ class WeightLoader:
         self._requested_before.update(digests)
         self._counters["tiles_asked"] += len(digests)
         if source == PLANNER:
-            self._ask(job.load.model, tuple(digests))
+            self._ask(job.load.model, tuple(digests), self.share)
         else:
             self.peers.request(source, job.load.model, digests)
 
@@ -572,6 +577,7 @@ class LoaderThread:
                 loader.retry_if_due(now)
         loader.step(now)
         loader.peers.report_if_due(now)
+        self._budget.share = loader.share
         if self._budget.pause_s(time.perf_counter()) == 0:
             begun_s = time.thread_time()
             self._exchange(now)

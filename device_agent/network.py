@@ -190,7 +190,7 @@ class Network:
         base: Mapping[Plane, Sequence[str]] = {
             "control": (
                 topics.command(device),
-                *topics.weights_for(device),
+                topics.weights(device),
                 topics.planner_status(),
                 topics.status(device),
                 topics.caps(device),

@@ -120,9 +120,10 @@ def watch(show: Callable[[], None], every_s: float) -> None:
 
 
 def status_text(device: Mapping[str, Any]) -> str:
-    """Return a device's status; of one that is starting also what it does and how far it is."""
+    """Return a device's status with its activity and progress while it starts, or its reason for being offline."""
     if device["status"] != "starting":
-        return str(device["status"])
+        reason = str(device.get("reason", ""))[:MAX_ACTIVITY_CHARS]
+        return f"{device['status']}: {reason}" if reason else str(device["status"])
     steps = f" {device['done']} of {device['total']}" if device["total"] else ""
     return f"starting: {device['doing'][:MAX_ACTIVITY_CHARS]}{steps}" if device["doing"] else "starting"
 

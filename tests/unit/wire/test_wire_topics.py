@@ -83,7 +83,6 @@ def test_filters_match_their_own_topics_and_no_others():
         "res_other": t.response("m", "other", "r1"),
         "evt": t.event("joined"),
         "w": t.weights("a"),
-        "w_all": t.weights(ALL_DEVICES),
         "w_other": t.weights("b"),
     }
     expected = {
@@ -96,7 +95,7 @@ def test_filters_match_their_own_topics_and_no_others():
         (t.all_texts(),): {"text"},
         (t.all_uses(),): {"use"},
         t.activations_from("m", "peer", "me"): {"x_me", "x_all"},
-        t.weights_for("a"): {"w", "w_all"},
+        (t.weights("a"),): {"w"},
         (t.responses("c"),): {"res", "res_n"},
         (t.responses("c", "m"),): {"res"},
     }
