@@ -268,7 +268,9 @@ def open_links(
         return None
     tls = None if certificate is None else MeshTls.load(certificate, certificate)
     try:
-        return MeshLinks(topics, config.device_id, boot, complaints, listen_address(address), config.mesh_port, tls, on_tiles)
+        return MeshLinks(
+            topics, config.device_id, boot, complaints, listen_address(address), config.mesh_port, tls, on_tiles
+        )
     except OSError as exc:
         if config.mesh_port:
             raise ConfigError(f"cannot listen on --mesh-port {config.mesh_port}: {exc}; choose another port") from exc

@@ -174,7 +174,7 @@ class Network:
         self._parsers: Mapping[str, Callable[[ParsedTopic, Body], None]] = {
             "command": lambda _, payload: inbox.post(MessageIn(*messages.decode_sealed(payload))),
             "work": self._work,
-            "weights": self._weights,
+            "weights": lambda _, payload: self._weights(payload),
             "planner_status": lambda _, payload: inbox.post(PlannerStatus(messages.decode_status(payload))),
             "status": lambda _, payload: self._own_status(payload),
             "caps": lambda _, payload: self._repair(topics.caps(device), payload),
@@ -295,7 +295,7 @@ class Network:
             )
         self._enqueue(FrameIn(frame), held_bytes(len(payload)))
 
-    def _weights(self, parsed: ParsedTopic, payload: Body) -> None:
+    def _weights(self, payload: Body) -> None:
         frame = frames.decode(payload)
         if frame.kind != "tile":
             raise WireError(f"expected a tile frame, got kind {frame.kind}")

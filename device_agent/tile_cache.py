@@ -18,6 +18,7 @@ from hepti_mqtt.config.state import write_atomically
 
 RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
 _SMALL: Final = 20
+ADVICE: Final = "free disk space, replace a worn SD card, or choose another directory with --cache"
 _log: Final = logging.getLogger("hepti.agent")
 
 
@@ -143,15 +144,16 @@ class TileCache:
 
     def _set_trouble(self, why: str) -> None:
         """Report once that new tiles are not kept, and once that they are again."""
-        trouble = f"cannot cache weights in {self._directory} ({why})" if why else ""
-        if bool(trouble) != bool(self.trouble):
-            if trouble:
+        if bool(why) != bool(self.trouble):
+            if why:
                 _log.warning(
-                    "%s: this device keeps them in memory alone and loads them again after every start; "
-                    "free disk space, replace a worn SD card, or choose another directory with --cache",
-                    trouble,
+                    "cannot cache weights in %s (%s): this device serves from memory and loads them again after every "
+                    "start; %s",
+                    self._directory,
+                    why,
+                    ADVICE,
                 )
-            self.trouble = trouble
+            self.trouble = f"cannot cache weights: {why}" if why else ""
             self._on_trouble()
 
     def _path(self, digest: bytes) -> Path:

@@ -128,7 +128,8 @@ class TilePeers:
 
     def report_of(self, peer: str, model: str) -> TileReport | None:
         """Return a peer's last report of a model, None without one of the manifest that this device has."""
-        there, body = self._models.get(model), self._reports.get(peer, {}).get(model)
+        there, kept = self._models.get(model), self._reports.get(peer)
+        body = None if kept is None else kept.get(model)
         if there is None or body is None or body[:HASH_BYTES] != there.digest:
             return None
         bits = body[HASH_BYTES:]
@@ -176,7 +177,7 @@ class TilePeers:
                 return
 
     def report_if_due(self, now: float) -> None:
-        """Report this device's tiles to the peers that have an older report; one that does not read yet gets it later."""
+        """Report this device's tiles to the peers that have an older report, later to one that does not read yet."""
         if now < self._next_report_s:
             return
         for model, peer in self._unreported():

@@ -18,6 +18,7 @@ import psutil
 from platformdirs import user_cache_path
 
 from device_agent.machine import free_memory
+from device_agent.tile_cache import ADVICE as CACHE_ADVICE
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.processes import take_found_broker
@@ -176,5 +177,8 @@ def _site(text: str, site: str) -> Iterator[Finding]:
         online = ", ".join(names) or "none"
         advice = "" if names else "start an agent on a device: hepti agent --id NAME"
         yield Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
+        for device in found:
+            if device["status"] == "online" and device.get("reason"):
+                yield Finding(f"device {device['device']}", str(device["reason"]), CACHE_ADVICE)
     for line in clocks:
         yield Finding("clocks", line, output.CLOCK_ADVICE)

@@ -67,6 +67,8 @@ class _Source:
     is_banned: bool = False
     #: Whether it has reported its tiles.
     has_reported: bool = False
+    #: Tiles that this load had at its last report.
+    reported_at: int = 0
 
 
 class TileSources:
@@ -98,6 +100,7 @@ class TileSources:
         self._owner: NDArray[Any] | None = None  # number of the device that requests each tile from the planner
         self._owner_s = now
         self._progress_s = now  # when a missing tile last came
+        self._taken = 0
         self._waits = True  # for other devices to request their tiles
 
     # -- what has happened -----------------------------------------------------------------------------------------
@@ -125,7 +128,7 @@ class TileSources:
             return
         source.holds = report.held[self._positions] & ~source.refused
         source.lacking = report.lacking[self._positions]
-        source.has_reported = True
+        source.has_reported, source.reported_at = True, self._taken
 
     def refuse(self, peer: str, digests: Iterable[bytes]) -> None:
         """Take a peer's refusal of some tiles."""
@@ -161,6 +164,7 @@ class TileSources:
     def take(self, digest: bytes) -> None:
         """Note that a tile is there: received, or from the cache."""
         index = self._index[digest]
+        self._taken += 1
         self._missing[index] = self._open[index] = False
         for source in self._sources.values():
             source.requested.pop(index, None)
@@ -225,7 +229,8 @@ class TileSources:
     # -- whom to ask -----------------------------------------------------------------------------------------------
 
     def _source(self) -> _Source:
-        return _Source(*(np.zeros(len(self._tiles), np.bool_) for _ in range(3)))
+        holds, lacking, refused = np.zeros((3, len(self._tiles)), np.bool_)
+        return _Source(holds, lacking, refused)
 
     def _is_slow(self, source: _Source) -> bool:
         return source.tile_s > max(SLOW_S, 2 * self._sources[PLANNER].tile_s)
@@ -246,7 +251,7 @@ class TileSources:
         if not source.requested:
             return inf
         patience_s = PLANNER_ANSWER_S if name == PLANNER else ANSWER_S
-        return max(source.answered_s, max(source.requested.values())) + patience_s
+        return max(source.answered_s, *source.requested.values()) + patience_s
 
     def _peers(self, now: float) -> Mapping[str, _Source]:
         return {
@@ -290,10 +295,12 @@ class TileSources:
         own, owners = self._devices.index(self._device), self._owners(now)[:end]
         index = _first(free & (owners == own) if self._waits else free)
         if index is None and limit is None:
-            # Other devices request the rest, each from the beginning of its tiles.
+            # Other devices request the rest, each from the beginning of its tiles, and as fast as this one.
             largest = int(np.bincount(owners[free]).argmax())
+            owner = self._sources.get(self._devices[largest])
+            since = 0 if owner is None else int(self._taken - owner.reported_at)
             last = np.flatnonzero(free & (owners == largest))
-            index = int(last[-1]) if len(last) > 2 * PLANNER_WINDOW else None
+            index = int(last[-1]) if len(last) > since + 2 * PLANNER_WINDOW else None
         return None if index is None else (PLANNER, index)
 
     def _owners(self, now: float) -> NDArray[Any]:

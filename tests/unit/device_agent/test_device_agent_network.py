@@ -113,7 +113,7 @@ def work(model=MODEL):
 def test_base_subscriptions_of_both_planes(wired):
     (control,) = wired.planes["control"].subscribed.values()
     (data,) = wired.planes["data"].subscribed.values()
-    names = ("dev/d1/cmd", "weights/d1", "weights/all", "planner/status", "dev/d1/status", "dev/d1/caps")
+    names = ("dev/d1/cmd", "weights/d1", "planner/status", "dev/d1/status", "dev/d1/caps")
     assert control == tuple((f"hepti/v1/home/{name}", 1) for name in names)
     assert data == (("hepti/v1/home/dev/d1/probe", 0),)
     assert wired.network.base_subscription_tokens == {("control", 1), ("data", 1)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 from collections import Counter
 from types import SimpleNamespace
 
@@ -144,6 +145,40 @@ def test_a_full_disk_is_counted_not_raised(tmp_path, counters, monkeypatch):
     cache.put(sha(b"tile"), b"tile")
     assert counters["cache_errors"] == 1
     assert cache.get(sha(b"tile")) is None
+
+
+def test_a_directory_that_cannot_be_made_keeps_nothing_and_says_so(tmp_path, counters, caplog):
+    (tmp_path / "file").write_text("no directory")
+    changes = []
+    cache = TileCache(tmp_path / "file" / "tiles", 1000, counters, on_trouble=lambda: changes.append(1))
+    assert cache.trouble
+    assert not cache.is_kept
+    cache.put(sha(b"tile"), b"tile")
+    assert len(changes) == 1
+    assert cache.get(sha(b"tile")) is None
+    assert len(caplog.records) == 1
+    (tmp_path / "file").unlink()
+    cache.put(sha(b"tile"), b"tile")
+    assert cache.get(sha(b"tile")) == b"tile"
+    assert (cache.trouble, len(changes)) == ("", 2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a file system")
+def test_a_read_only_disk_is_read(tmp_path, counters):
+    before = TileCache(tmp_path / "disk", 1000, counters)
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "disk")]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount")
+    try:
+        before.put(sha(b"tile"), b"tile")
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        cache = TileCache(tmp_path / "disk", 1000, counters)
+        cache.put(sha(b"other"), b"other")
+        assert cache.get(sha(b"tile")) == b"tile"
+        assert cache.get(sha(b"other")) is None
+        assert cache.trouble
+    finally:
+        subprocess.run(["umount", str(tmp_path / "disk")], check=True)
 
 
 def test_it_is_said_once_that_the_disk_has_no_room(tmp_path, counters, caplog):

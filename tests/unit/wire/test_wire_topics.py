@@ -35,7 +35,6 @@ def test_every_built_topic_parses_to_what_it_was_built_from(site, device, model,
         t.plan(model, other): ParsedTopic("plan", model=model, group=other),
         t.work(model, device): ParsedTopic("work", model=model, to=device),
         t.weights(device): ParsedTopic("weights", to=device),
-        t.weights(ALL_DEVICES): ParsedTopic("weights", to=ALL_DEVICES),
         t.activation(model, layer, device, other): ParsedTopic(
             "activation", model=model, layer=layer, source=device, to=other
         ),

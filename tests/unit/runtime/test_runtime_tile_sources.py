@@ -214,10 +214,10 @@ def test_requests_are_bounded_and_overdue_ones_go_to_others() -> None:
     assert len(asked[PLANNER]) == PLANNER_WINDOW
     assert 0 < len(asked["b"]) <= PEER_WINDOW
     assert not sources.requests(0.1), "every window is full"
-    assert sources.expire(ANSWER_S) .keys() == {"b"}
+    assert sources.expire(ANSWER_S).keys() == {"b"}
     again = sources.requests(ANSWER_S)
     assert not again, "the peer rests and the planner's window is full"
-    assert sources.expire(PLANNER_ANSWER_S) .keys() == {PLANNER}
+    assert sources.expire(PLANNER_ANSWER_S).keys() == {PLANNER}
     assert set(sources.requests(PLANNER_ANSWER_S)) == {PLANNER}
     assert sources.missing_count == 100
 
