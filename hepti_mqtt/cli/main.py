@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cli import bench, gateway, output, site, wyoming
+from hepti_mqtt.cli import bench, doctor, gateway, output, site, wyoming
 from hepti_mqtt.config.options import (
     IN_FLIGHT,
     PlannerOptions,
@@ -257,7 +257,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("top", "watch devices and plans in the terminal", _top),
     ("model", "make, inspect or verify a model directory", _model),
     ("simulate", "predict every method's time on devices described in a file", _simulate),
-    ("doctor", "check this machine, the broker and the site, and suggest fixes", _nothing_more),
+    ("doctor", "check this machine, the broker and the site, and suggest fixes", doctor.arguments),
     ("health", "exit with 0 if the planner or a device is online", _health),
     ("site", "make a closed site and add users: certificate, passwords and access list", site.arguments),
     ("bench", "measure what each method takes on your devices", bench.arguments),
