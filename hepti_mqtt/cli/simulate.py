@@ -10,6 +10,7 @@ from typing import Any
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, gguf_file, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
+from hepti_mqtt.cli.model import near_kinds
 from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, what_if, write_pictures
 from hepti_mqtt.cli.weather import simulate_weather
 from hepti_mqtt.client.simulated import simulate_plan
@@ -147,7 +148,7 @@ def _spec(name: str, pins: PinOptions) -> Spec:
     if _is_stored(name):
         with Checkpoint.open(name, weights=weights, cache=cache) as checkpoint:
             return checkpoint.spec
-    raise ConfigError(f"{name} is no model directory, ONNX or GGUF file, or kind; kinds: {', '.join(KINDS)}")
+    raise ConfigError(f"{name!r} is no model directory, ONNX or GGUF file, or kind{near_kinds(name)}")
 
 
 def _is_stored(name: str) -> bool:

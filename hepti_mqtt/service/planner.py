@@ -590,8 +590,8 @@ class _Planner:
 
     def _refused(self, state: Refused) -> None:
         self.failure = RefusedError(
-            f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; see the "
-            "access list in broker/acl.example"
+            f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; "
+            "`hepti site` writes an access list that does"
         )
 
     def _shut_down(self) -> None:
