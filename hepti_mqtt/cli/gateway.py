@@ -20,6 +20,8 @@ PORT: Final = 8091
 KEYS: Final = "HEPTI_GATEWAY_KEYS"
 CONNECTIONS: Final = 2048  # at once; further ones get 503
 HEADER_BYTES: Final = 64 << 10
+TIMEOUT_S: Final = 60.0
+TEXT_TIMEOUT_S: Final = 600.0  # a small board reads a long prompt for minutes
 IDLE_S: Final = 75  # a keep-alive connection without a request
 
 
@@ -30,7 +32,9 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model", metavar="NAME", help="model of requests that name none (default: the only one served)")
     sub.add_argument("--truncate", action="store_true", help="cut texts that are too long, instead of refusing them")
     sub.add_argument(
-        "--timeout", type=positive_seconds, default=60.0, help="seconds to wait for an answer (default 60)"
+        "--timeout",
+        type=positive_seconds,
+        help=f"seconds to wait for an answer (default {TIMEOUT_S:g}, of generated text {TEXT_TIMEOUT_S:g})",
     )
     sub.add_argument("--client", metavar="NAME", help="name in topics (default: that of the broker's user)")
     sub.add_argument("--no-announce", dest="announce", action="store_false", help=NO_ANNOUNCE_HELP)
@@ -58,7 +62,8 @@ def gateway(args: argparse.Namespace) -> int:
     listener = listen(args.bind, args.port)
     with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
         hepti.answers()  # from now on they are remembered for the dashboard
-        site = Site(hepti, args.timeout, args.model, truncate=args.truncate)
+        text_s = args.timeout or TEXT_TIMEOUT_S
+        site = Site(hepti, args.timeout or TIMEOUT_S, args.model, truncate=args.truncate, text_timeout_s=text_s)
         server: Server
         config = uvicorn.Config(
             create_app(site, keys, lambda: server.should_exit),
