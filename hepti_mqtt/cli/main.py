@@ -135,7 +135,7 @@ def _demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--dashboard", action="store_true", help="also start the gateway, and keep all running: a web page"
     )
-    sub.add_argument("--port", type=tcp_port, default=gateway.PORT, help=f"of --dashboard (default {gateway.PORT})")
+    sub.add_argument("--port", type=tcp_port, help=f"of --dashboard (default {gateway.PORT})")
     sub.add_argument(
         "--chat",
         nargs="?",
@@ -159,7 +159,7 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     add = sub.add_argument_group("more about the input").add_argument
     add("--document", metavar="TEXT", action="append", help="a text that --query is compared with")
     add("--context", metavar="TEXT", help="the text that the answer to --question is part of")
-    add("--label", metavar="TEXT", action="append", help="a label of your own for --text")
+    add("--label", metavar="TEXT", action="append", help="a label of your own for --text or --image")
     prompt = "the model's prompt before a text: query, document, ...; of a recording, the text before it"
     add("--prompt", metavar="NAME", help=prompt)
     add("--truncate", action="store_true", help="cut texts that are too long")
@@ -233,15 +233,6 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"requests that run at once, as the planner has it (default {IN_FLIGHT})",
     )
-    sub.add_argument(
-        "--weather",
-        metavar="KIND|FILE",
-        help="play the site over time with a real planner: still, stalls, walk, changes, liar, restless, sprinter, "
-        "or a file of recorded heartbeats (JSON lines); prints what its changes of plan were worth, and --svg draws "
-        "them",
-    )
-    sub.add_argument("--minutes", type=positive_int, default=30, help="minutes of --weather (default 30)")
-    sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --weather (default 0)")
     _drawing(sub)
     add_pin_arguments(sub, opens=True)
 

@@ -80,7 +80,24 @@ def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str
             "planner",
         ),
         *("planner --model nodirectory", "planner --model m=d --broker-mbit 0", "agent", "agent --id a --memory much"),
-        *("model", "model make", "simulate bert-base", "broker --kind nosuch", "devices --site a/b", "devices"),
+        *(
+            f"{wrong} --broker mqtt://127.0.0.1:1"  # before the broker is asked
+            for wrong in (
+                "infer m --tokens 5 --label x",
+                "infer m --image nosuch.png",
+                "infer m --text x --context y",
+                "bench m --methods rwo",
+                "demo --port 1234",
+            )
+        ),
+        *(
+            "model",
+            "model make",
+            "simulate bert-base",
+            "broker --kind nosuch",
+            "devices --site a/b",
+            "devices",
+        ),
     ],
 )
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
@@ -206,7 +223,7 @@ def test_make_inspect_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         code, out, _ = run(capsys, "model", action, str(directory))
         assert code == 0
         assert out
-        assert run(capsys, "model", action, str(tmp_path))[:2] == (1, ""), "no model"
+        assert run(capsys, "model", action, str(tmp_path))[:2] == (2, ""), "no model"
     assert run(capsys, "model", "make", "tiny-bert", "--out", str(directory))[0] == 2, "it is not empty"
     code, _, err = run(capsys, "model", "make", "bert-huge", "--out", str(tmp_path / "x"))
     assert code == 2
@@ -488,7 +505,7 @@ def test_a_planner_ends_with_what_is_wrong_with_a_model(
     file.write_text(json.dumps(changed))
     broker = ("--broker", "mqtt://127.0.0.1:1")  # nobody listens: nothing is asked of it before the model is read
     code, out, err = run(capsys, "planner", "--model", f"m={file.parent}", *broker)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert len(err) < 1500
 
 
