@@ -171,6 +171,8 @@ class Generation:
     open: bool = False
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
     states: list[Array] = field(default_factory=list)
+    #: rows of the prompt that another text's session held already
+    reused_rows: int = 0
 
     @property
     def wants_states(self) -> bool:
@@ -202,6 +204,7 @@ class Generation:
         """
         self.plan_version, self.session, self.cached_rows, self.source = plan_version, session, rows, source
         self.reuses = rows > 0
+        self.reused_rows = self.reused_rows if self.tokens else min(rows, len(self.prompt))
         self.states.clear()
 
     def leave_session(self) -> None:
