@@ -33,6 +33,12 @@ class Product(NamedTuple):
     rounded: bool = False
 
 
+#: Products that agents measure and site files price.
+PRODUCTS: Final = (
+    *map(Product, get_args(WeightDtype)),
+    *(Product(storage, rounded) for storage in BLOCK_STORAGES for rounded in (False, True)),
+)
+
 Octets = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 

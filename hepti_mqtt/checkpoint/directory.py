@@ -42,7 +42,7 @@ from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
-from hepti_mqtt.models.tensors import HEAD, WORDS
+from hepti_mqtt.models.tensors import HEAD, WORDS, chosen
 from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import CacheDtype, Quantised
@@ -155,12 +155,18 @@ class Checkpoint:
         }
         if onnx is not None:
             beside = root / "config.json"
-            opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
-            return cls(path, name, opened.config, extras, [opened], weights=weights, cache=cache)
+            net = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
+            return cls(path, name, net.config, extras, [net], weights=weights, cache=cache)
         if gguf is not None:
             file = gguf_file.GgufFile(gguf)
             within = gguf_file.gguf_extras(file, extras)
-            return cls(path, name, file.config, within, [file], tokenizer=file.tokenizer, weights=weights, cache=cache)
+            try:
+                opened = cls(path, name, file.config, within, [file], None, "", file.tokenizer, weights, cache)
+                opened._refuse_unread()
+            except BaseException:
+                file.close()
+                raise
+            return opened
         if (path / _ADAPTER).is_file():
             raise UnsupportedModelError(
                 f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
@@ -309,6 +315,18 @@ class Checkpoint:
         if found is None or not found.is_float or prod(found.shape) != 1:
             raise ModelError(f"{self.path} lacks the number {name}, by which texts and pictures are compared; copy it")
         return float(found.read(0, 1, 1)[0, 0])
+
+    def _refuse_unread(self) -> None:
+        """Raise UnsupportedModelError if a stored tensor is not read: what it adds would be missing in answers."""
+        unread = dict.fromkeys(self._stored)
+        for source in self._tensors:
+            for name in (chosen(source.stored, self._stored), *source.folded_shapes(self._stored)):
+                unread.pop(name, None)
+        if unread:
+            raise UnsupportedModelError(
+                f"{self.path} has tensors that are not supported in {self.spec.architecture}: {_shortened(unread)}; "
+                "give the original model with model.safetensors"
+            )
 
     @property
     def has_tokenizer(self) -> bool:

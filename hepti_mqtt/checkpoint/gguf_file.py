@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hepti_mqtt.checkpoint.cursor import Cursor
 from hepti_mqtt.checkpoint.formats import explain_file, has_safetensors
 from hepti_mqtt.checkpoint.gguf_names import ARCHITECTURES, KEYS, NEUTRAL, TENSORS
-from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
+from hepti_mqtt.checkpoint.gguf_tokenizer import end_token_ids, tokenizer_files
 from hepti_mqtt.checkpoint.safetensors_file import RowsFile
 from hepti_mqtt.checkpoint.storage import TensorReader
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
@@ -176,12 +176,11 @@ class GgufFile(RowsFile):
             "vocab_size": self._found["token_embd.weight"].shape[0],
             **{to: given[key] for key, to in {**KEYS, **of.keys}.items() if to and key in given},
         }
-        if "attention_bias" in of.config:
-            config["attention_bias"] = "blk.0.attn_q.bias" in self._found
+        for key, tensor in of.biases.items():
+            config[key] = f"blk.0.{tensor}.bias" in self._found
         if not config.get("sliding_window", 1):
             del config["sliding_window"]
-        ends = [data.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        config["eos_token_id"] = sorted({end for end in ends if end is not None})
+        config["eos_token_id"] = end_token_ids(data)
         words = len(data.get("tokenizer.ggml.tokens", ())) or config["vocab_size"]
         for size in (given.get("vocab_size", words), words):
             if size != config["vocab_size"]:
@@ -193,14 +192,24 @@ class GgufFile(RowsFile):
                 raise UnsupportedModelError(f"{self.path}: {key} {given[key]} is not supported where heads have {head}")
         if "rope_freqs.weight" in self._found:
             config["rope_scaling"] = self._scaling(head, config.get("rope_theta", 10_000.0))
-        elif given.get("rope.scaling.type", "none") != "none":
-            config["rope_scaling"] = self._stretched(given)
+            if twice := {"rope.scaling.type", "rope.scaling.factor"} & given.keys():
+                raise UnsupportedModelError(
+                    f"{self.path}: {twice.pop()} beside rope_freqs.weight scales positions twice, which is not supported; "
+                    "give the original model with model.safetensors"
+                )
+        elif scaling := self._stretched(given):
+            config["rope_scaling"] = scaling
         return config
 
-    def _stretched(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the scaling of rotary positions that the metadata says; raises UnsupportedModelError."""
-        kind = given["rope.scaling.type"]
-        part = {"rope_type": kind, "factor": given["rope.scaling.factor"]}
+    def _stretched(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the scaling of rotary positions, None for none; linear if the file names no type, as in llama.cpp.
+
+        Raises UnsupportedModelError.
+        """
+        kind, factor = given.get("rope.scaling.type", "linear"), given.get("rope.scaling.factor", 0)
+        if kind == "none" or (kind == "linear" and not factor):
+            return None
+        part = {"rope_type": kind, "factor": factor or 1.0}
         if kind == "yarn":
             part["original_max_position_embeddings"] = given["rope.scaling.original_context_length"]
         elif kind != "linear":

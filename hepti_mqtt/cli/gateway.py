@@ -11,7 +11,7 @@ import socket
 from typing import Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import require_broker
+from hepti_mqtt.cli.shared import connect_to_site, require_broker
 from hepti_mqtt.config.options import NO_ANNOUNCE_HELP, positive_seconds, tcp_port
 from hepti_mqtt.config.process import requires_extra
 from hepti_mqtt.errors import ConfigError, NetworkError
@@ -44,7 +44,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def gateway(args: argparse.Namespace) -> int:
-    """Serve until interrupted; raises ConfigError, NetworkError if the port is taken or no broker answers."""
+    """Serve until interrupted; raises ConfigError, or NetworkError if the port is taken. Waits for a broker."""
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
     if not (keys or args.no_keys or _is_loopback(args.bind)):
         raise ConfigError(f"{args.bind} can be reached by others: set {KEYS}=KEY,.. (or say --no-keys)")
@@ -53,14 +53,13 @@ def gateway(args: argparse.Namespace) -> int:
 
         from hepti_mqtt.gateway.app import create_app
         from hepti_mqtt.gateway.connections import Connection, Server
-    from hepti_mqtt.client import Hepti
     from hepti_mqtt.discovery import Announcement
     from hepti_mqtt.gateway.site import Site
     from hepti_mqtt.transport import BrokerUrl
 
     _allow_connections()
     listener = listen(args.bind, args.port)
-    with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
+    with listener, connect_to_site(args) as hepti:
         hepti.answers()  # from now on they are remembered for the dashboard
         text_s = args.timeout or TEXT_TIMEOUT_S
         site = Site(hepti, args.timeout or TIMEOUT_S, args.model, truncate=args.truncate, text_timeout_s=text_s)

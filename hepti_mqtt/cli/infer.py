@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.checkpoint import Checkpoint, model_parts
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
+from hepti_mqtt.cli.shared import PLANNER_S, check_readable, connect_to_site
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.config.options import variant_options
@@ -40,8 +40,9 @@ def infer(args: argparse.Namespace) -> int:
     if args.plan_only and (args.check or args.repeat > 1):
         raise ConfigError("--plan-only computes nothing: leave --check and --repeat out")
     patient = args.timeout is not None
-    args.timeout = args.timeout or ANSWER_S
-    with Hepti.connect(require_broker(args), site=args.site, client_id=args.client) as hepti:
+    until = time.monotonic() + (args.timeout or ANSWER_S)
+    with connect_to_site(args, args.timeout) as hepti:
+        args.timeout = until - time.monotonic()
         shown = _wait_for_plan(hepti, args, patient)
         with check_readable("the model"):
             spec = spec_from_dict(shown["spec"])

@@ -197,6 +197,7 @@ class Prepare:
     peers: tuple[Peer, ...] = ()
     key: bytes = b""
     checked: keys.Checked = "header"
+    share: float = 0.0  #: of the device and its link that the load may take from runs; 0: the share of background work
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +315,7 @@ class RequestTiles:
 
     model: str
     hashes: tuple[bytes, ...]
+    share: float = 0.0  #: of the device's link that they may take from runs; 0: the share of background work
 
 
 @dataclass(frozen=True, slots=True)

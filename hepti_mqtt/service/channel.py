@@ -353,10 +353,10 @@ class RequestChannel:
         self._unheard = UnacknowledgedAnswers()
         self._lost = set[Receipt]()
         self._closed, self._sharing = False, False
+        self._requests.subscribe(self._decoder.requests())
 
     def connect(self) -> None:
         """Connect; raises as `PahoTransport.connect` does."""
-        self._requests.subscribe(self._decoder.requests())
         self._requests.connect()
 
     def close(self) -> None:

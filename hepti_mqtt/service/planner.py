@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, Literal
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
 from hepti_mqtt.errors import (
-    CertificateDateError,
     ConfigError,
     HeptiError,
     NetworkError,
@@ -65,6 +64,7 @@ from hepti_mqtt.transport import (
     claim,
     new_boot,
     open_broker_warning,
+    wait_for_broker,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.1
 MAX_ECHOES: Final = 16
 ODD_CLOCK_S: Final = 60.0
-CERTIFICATE_S: Final = 2.0  # between two looks whether a certificate has become valid
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
 MAX_UNREAD: Final = 512  # requests that wait to be parsed
@@ -107,8 +106,8 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     """Plan and coordinate for one site until `stop` is set.
 
     Raises ModelError before anything is started if no model can be used (of several, the good ones are served);
-    ConfigError if a name or a pin is wrong or the site has a planner already; NetworkError and RefusedError of the
-    first connection.
+    ConfigError if a name or a pin is wrong or the site has a planner already; RefusedError of the first connection.
+    Waits for a broker that does not answer.
     """
     check_name("site", config.site)
     if config.shared == config.site:
@@ -120,7 +119,7 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     with contextlib.ExitStack() as stack:
         claiming: Future[Start | None] = Future()
         threading.Thread(
-            target=run_into, args=(claiming, partial(_claim_in_time, config, stop)), name="claim", daemon=True
+            target=run_into, args=(claiming, partial(_claim_when_up, config, stop)), name="claim", daemon=True
         ).start()
         models = open_models(config, stack)
         if (start := claiming.result()) is None:
@@ -130,18 +129,9 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
         _Planner(config, start, models).run(stop)
 
 
-def _claim_in_time(config: PlannerConfig, stop: threading.Event) -> Start | None:
-    """Return the start of a new planner, when the certificate is valid by this machine's clock; None for a stop."""
-    told = False
-    while not stop.is_set():
-        try:
-            return claim_site(config.url, config.site)
-        except CertificateDateError as error:
-            if not told:
-                config.log.warning("%s", error)
-            told = True
-            stop.wait(CERTIFICATE_S)
-    return None
+def _claim_when_up(config: PlannerConfig, stop: threading.Event) -> Start | None:
+    """Return the start of a new planner once the broker answers, None after `stop`."""
+    return wait_for_broker(lambda _left_s: claim_site(config.url, config.site), config.log.warning, stop=stop)
 
 
 def claim_site(url: BrokerUrl, site: str) -> Start:
@@ -393,11 +383,9 @@ class _Planner:
         try:
             if self.metrics is not None and self.config.metrics is not None:
                 served = self.metrics.serve(self.config.metrics)
-            self.bulk.connect()
-            self.channel.connect()
-            self.control.connect()
-            if self.home is not None:
-                self.home.connect()
+            for link in (self.bulk, self.channel, self.control, self.home):
+                if link is not None:
+                    self._connect(link, stop)
             for thread in threads:
                 thread.start()
             for executor in executors:
@@ -413,6 +401,9 @@ class _Planner:
                 served.close()
         if self.failure is not None:
             raise self.failure
+
+    def _connect(self, link: PahoTransport | RequestChannel | HomeAssistant, stop: threading.Event) -> None:
+        wait_for_broker(lambda _left_s: link.connect(), self.log.warning, stop=stop)
 
     def _serve(self, stop: threading.Event) -> None:
         tick_at = time.monotonic() + TICK_S
@@ -512,7 +503,7 @@ class _Planner:
             (self.hurried if is_short else self.searching).submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
-            self.tiles.ask(command.model, command.device, command.hashes, rate)
+            self.tiles.ask(command.model, command.device, command.hashes, rate, command.share)
         elif isinstance(command, interface.PublishPlan):
             self._publish_plan(command)
         else:

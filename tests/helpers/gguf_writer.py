@@ -146,9 +146,19 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def converted(
-    original: Path, path: Path, storage: str, table: str = "", architecture: str = "llama", **more: Any
+    original: Path,
+    path: Path,
+    storage: str,
+    table: str = "",
+    architecture: str = "llama",
+    added: Mapping[str, tuple[np.ndarray, str]] | None = None,
+    control: tuple[str, ...] = (),
+    **more: Any,
 ) -> Path:
-    """Write a decoder as GGUF; storage: of the matrices, table: of the embeddings."""
+    """Write a decoder as GGUF; storage: of the matrices, table: of the embeddings.
+
+    added: more tensors. control: names of the first control tokens.
+    """
     with Checkpoint.open(original) as whole:
         spec, tensors = whole.spec, dict(whole.tensors())
         config = whole.config
@@ -176,8 +186,10 @@ def converted(
             for whole, parts in (("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))):
                 rows = [stored.pop(f"blk.{layer}.{part}.weight") for part in parts]
                 stored[f"blk.{layer}.{whole}.weight"] = np.concatenate([values for values, _ in rows]), rows[0][1]
+    stored |= added or {}
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c not in "ĠÃ©", c))
-    tokens = ["<s>", "<unk>", "<|user|>", "</s>", "ab", *letters, *map(str, range(10, 1000))][: spec.head.outputs]
+    first = [*control, *["<s>", "<unk>", "<|user|>", "</s>"][len(control) :]]
+    tokens = [*first, "ab", *letters, *map(str, range(10, 1000))][: spec.head.outputs]
     metadata = {
         "general.architecture": architecture,
         f"{architecture}.block_count": spec.layers,

@@ -302,6 +302,28 @@ def test_a_user_who_names_a_time_waits_for_a_planner(
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
 
 
+@pytest.mark.parametrize(("patience", "ends"), [(["--timeout", "600"], WireError), ([], NetworkError)])
+def test_a_user_who_names_a_time_waits_for_a_broker_and_the_wait_counts(
+    monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError]
+) -> None:
+    limits: list[float] = []
+    record = {"spec": {"family": "new"}}  # and so it ends
+
+    def wait_ready(_model: str, timeout: float, **_: Any) -> dict[str, Any]:
+        limits.append(timeout)
+        return record
+
+    def connect(*_: Any, **__: Any) -> Any:
+        limits.append(600.0)
+        if len(limits) < 3:
+            raise NetworkError("no broker answers")
+        return contextlib.nullcontext(SimpleNamespace(plan=lambda *_, **__: record, wait_ready=wait_ready))
+
+    monkeypatch.setattr(infer.Hepti, "connect", connect)
+    assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
+    assert not patience or limits[-1] < 600.0
+
+
 def test_an_onnx_file_is_checked_with(tmp_path: Path) -> None:
     path = small_net(tmp_path / "net.onnx")
     args = build().parse_args(["infer", "net", "--tokens", "1", "--check"])

@@ -87,6 +87,79 @@ def test_other_architectures_are_their_originals(tmp_path: Path, architecture: s
         assert all(blocks.tile(digest) for entry in blocks.manifest.entries for digest in entry.hashes)
 
 
+@pytest.mark.parametrize(
+    ("names", "reads"),
+    [
+        ([], True),
+        ([f"blk.{i}.ffn_{part}.bias" for i in range(2) for part in ("gate", "up", "down")], True),
+        (["blk.1.attn_q.bias"], False),
+        (["blk.0.ffn_down.bias"], False),
+        (["blk.0.attn_q.scale"], False),
+        (["output.bias"], False),
+    ],
+    ids=str,
+)
+def test_every_tensor_of_a_file_is_read_or_refused(
+    original: Path, tmp_path: Path, names: list[str], reads: bool
+) -> None:
+    widths = {"gate": 48, "up": 48, "down": 32}
+    added = {name: (np.full(widths.get(name[10:-5], 32), 0.5, np.float32), "f32") for name in names}
+    path = converted(original, tmp_path / "m.gguf", "f32", "f32", added=added)
+    with contextlib.nullcontext() if reads else pytest.raises(ModelError), Checkpoint.open(path) as model:
+        tensors = model.tensors()
+        biases = [f"layers.{i}.mlp_{part}.bias" for i in range(2) for part in ("gate", "up", "down")]
+        assert [name for name in biases if name in tensors] == (biases if names else [])
+        assert all((tensors[name] == 0.5).all() for name in biases if names)
+
+
+PIECES = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 211, "tokenizer.ggml.eos_token_id": None}
+
+
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        ({}, (3,)),
+        ({"tokenizer.ggml.eos_token_id": 0}, (0, 3)),
+        ({"tokenizer.ggml.eos_token_id": 0, "control": ("<end_of_turn>", "<|im_end|>")}, (0, 1, 3)),
+        ({"control": ("<|return|>", "<|end|>")}, (0, 1, 3)),
+        ({"control": ("<|return|>", "<|call|>", "<|end|>")}, (0, 1, 3)),
+        ({"tokenizer.ggml.token_type": [1] * 211}, (3,)),
+        (PIECES, (2, 3)),
+        (PIECES | {"tokenizer.ggml.token_type": [1] * 211}, (2,)),
+    ],
+)
+def test_a_text_ends_at_the_named_tokens_and_at_control_tokens_by_their_names(
+    original: Path, tmp_path: Path, more: dict[str, Any], ends: tuple[int, ...]
+) -> None:
+    control = more.get("control", ())
+    more = {key: value for key, value in more.items() if key != "control"}
+    path = converted(original, tmp_path / "m.gguf", "f16", control=control, **more)
+    with Checkpoint.open(path) as model:
+        assert model.end_tokens == ends
+
+
+def test_pieces_without_named_ids_begin_with_the_usual_token(original: Path, tmp_path: Path) -> None:
+    with Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **PIECES)) as model:
+        assert model.tokenizer.encode("ab").ids[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "scaling"),
+    [
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0, "type": "linear"}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0, "type": "none"}, None),
+        ({"factor": 0.0}, None),
+    ],
+)
+def test_a_factor_without_a_type_scales_linearly(
+    original: Path, tmp_path: Path, more: dict[str, Any], scaling: dict[str, Any] | None
+) -> None:
+    keys = {f"llama.rope.scaling.{key}": value for key, value in more.items()}
+    with Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **keys)) as model:
+        assert model.config.get("rope_scaling") == scaling
+
+
 def test_a_directory_with_one_file_is_its_model(original: Path, tmp_path: Path) -> None:
     path = converted(original, tmp_path / "model.Q8_0.gguf", "q8_0")
     with Checkpoint.open(tmp_path) as of_directory, Checkpoint.open(path) as of_file:
