@@ -503,7 +503,7 @@ class _Planner:
             (self.hurried if is_short else self.searching).submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
-            self.tiles.ask(command.model, command.device, command.hashes, rate)
+            self.tiles.ask(command.model, command.device, command.hashes, rate, command.share)
         elif isinstance(command, interface.PublishPlan):
             self._publish_plan(command)
         else:

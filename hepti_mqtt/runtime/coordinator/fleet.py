@@ -657,7 +657,7 @@ class HangDetector:
         load_s = 0.0
         if record is not None and not self._standby.is_held(group):
             nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
-            load_s = nbytes / self._groups.background.load_bytes_per_s(served=False)
+            load_s = nbytes / self._groups.background.load_bytes_per_s
         most_s = min(PROBE_TIMEOUT_MAX_S, max(run.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
         return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
 

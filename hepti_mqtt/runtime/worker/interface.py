@@ -54,6 +54,7 @@ class Load:
     manifest: bytes
     matrices: Mapping[WeightRef, WeightRef]
     keep: frozenset[Place]
+    share: float = 0.0  #: of the device and its link that the load may take from runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,7 +313,8 @@ class WorkerSession:
             return [*out, *self._loaded_if_complete(resident, now)]
         keep = self.plans.keep(self.memory_bytes)
         manifest, matrices = message.manifest, resident.matrices
-        return [*out, Load(message.transaction_id, plan.model, plan.version, manifest, matrices, keep)]
+        load = Load(message.transaction_id, plan.model, plan.version, manifest, matrices, keep, message.share)
+        return [*out, load]
 
     def _handle_loading(self, event: Loaded | LoadProgress | LoadFailed | Subscribed, now: float) -> list[Command]:
         resident = self.plans.get(event.model, event.plan_version)
