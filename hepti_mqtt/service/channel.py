@@ -317,7 +317,7 @@ class RequestChannel:
 
     name: of the planner among MQTT clients. place: of the journal's file. answers: the connection for answers.
     on_request: takes a request, on the network thread. on_state: state of the connection that brings requests. will: of
-    that connection.
+    that connection. most: unacknowledged requests that the broker may deliver.
 
     Where requests are shared, the session ends with the connection: a broker goes on giving a planner that is away its
     share for as long as it has a session, and no other planner gets that.
@@ -333,11 +333,12 @@ class RequestChannel:
         on_request: Callable[[RawRequest], None],
         on_state: OnState,
         will: Will | None = None,
+        most: int = 1024,
     ) -> None:
         self._answers, self._decoder, self._on_request, self._log = answers, decoder, on_request, decoder.log
         self._on_state, self._was_connected = on_state, False
         self._connected: Connected | None = None  # the current connection that brings requests
-        self._window = DeliveryWindow(self._handle_overflow)
+        self._window, self._most = DeliveryWindow(self._handle_overflow), most
         self._url, self._name, self._probe_at_s = url, name, time.monotonic() + LOOK_S
         self._requests = PahoTransport(
             url,
@@ -348,6 +349,7 @@ class RequestChannel:
             will=will,
             clean=decoder.shared is not None,
             name="planner-requests",
+            receive_maximum=most,
         )
         self.journal = Journal(place, self._acknowledge)
         self._unheard = UnacknowledgedAnswers()
@@ -391,7 +393,7 @@ class RequestChannel:
         elif raw is None and delivery.payload:
             self._refuse_address(delivery)
         if delivery.receipt is not None:
-            self._window.opened(delivery.receipt, time.monotonic())
+            self._window.opened(delivery.receipt, inf)  # until it is read
         if isinstance(raw, RawRequest):
             self._on_request(replace(raw, delivery=delivery))
         elif delivery.receipt is not None:
@@ -444,13 +446,26 @@ class RequestChannel:
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
+    def begin(self, raw: RawRequest) -> None:
+        """Note that a request is read now; it waited for that until now."""
+        if raw.delivery is not None and raw.delivery.receipt is not None:
+            self._window.begun(raw.delivery.receipt, time.monotonic())
+
+    def comes_again(self, raw: RawRequest) -> bool:
+        """Return whether the broker delivers a request again, because it came on an earlier connection."""
+        receipt, connected = None if raw.delivery is None else raw.delivery.receipt, self._connected
+        return (
+            receipt is not None and connected is not None and connected.resumed and self._window.is_of_earlier(receipt)
+        )
+
     def _announce(self) -> None:
         """Announce the planner again, so that waiting clients resend what the broker may have dropped."""
         if (connected := self._connected) is not None:  # otherwise the next connection announces it
             self._on_state(connected)
 
     def _probe_broker(self) -> None:
-        room = warn_of_limits(self._url, self._name, self._decoder.topics.probe("doctor"), self._log.log)
+        topic = self._decoder.topics.probe("doctor")
+        room = warn_of_limits(self._url, self._name, topic, self._log.log, self._most)
         if room is not None:
             self._window.limit = room.in_flight
             self._announce()
