@@ -16,9 +16,9 @@ _OPEN: Final = "\ufffd"  # what an incomplete character is read as
 class WrittenText:
     """A text that grows, up to the first of some texts in it; its pieces and its end, joined, are what all tokens give.
 
-    A character that the last token cuts is in none of them. A piece lacks what later tokens may change: an incomplete character, a run of tokens that stand for bytes, which the
-    tokenizer reads as a whole, and what a text to stop at may begin with. The library's own `DecodeStream` fails where
-    such a run is no text. Without a tokenizer the text is empty.
+    A character that the last token cuts is in none of them. A piece lacks what later tokens may change: an incomplete
+    character, a run of tokens that stand for bytes, which the tokenizer reads as a whole, and the beginning of a text to
+    stop at. The library's own `DecodeStream` fails where such a run is no text. Without a tokenizer the text is empty.
     """
 
     def __init__(self, checkpoint: Checkpoint, stop: Sequence[str] = ()) -> None:
