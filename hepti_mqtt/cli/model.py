@@ -49,6 +49,7 @@ def _inspect_one(args: argparse.Namespace, part: str) -> None:
             "parameters": parameters,
             "tensors": len(sources),
             "requests": [" and ".join(form) for form in forms(checkpoint)],
+            "widened": ", ".join(f"{name} to {wider}" for name, wider in sorted(checkpoint.widened.items())) or None,
             "quantised": None if checkpoint.quantisation is None else checkpoint.quantisation.text(),
         }
     if args.json:
