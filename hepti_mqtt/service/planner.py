@@ -529,8 +529,9 @@ class _Planner:
         self.shown[shown.model], self.unused = shown, unused
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
-        known = checkpoint.languages
-        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence, known)
+        machines = self.session.fleet.machines()
+        known, zero_s = checkpoint.languages, time.time() - now
+        record = encode_record(served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, known, machines)
         self._publish(self.topics.plan(shown.model), record, retain=True)
         if (shared := self.decoder.shared) is not None:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)
@@ -581,8 +582,8 @@ class _Planner:
 
     def _refused(self, state: Refused) -> None:
         self.failure = RefusedError(
-            f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; see the "
-            "access list in broker/acl.example"
+            f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; "
+            "`hepti site` writes an access list that does"
         )
 
     def _shut_down(self) -> None:
