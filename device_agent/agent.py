@@ -20,7 +20,7 @@ import platformdirs
 import psutil
 
 from device_agent.background import BackgroundTuning, StartupStatus, prepare_kernels
-from device_agent.budget import Budget
+from device_agent.budget import BACKGROUND_SHARE, Budget
 from device_agent.config import AgentConfig, mesh_address
 from device_agent.heartbeat import HeartbeatThread, Meter
 from device_agent.links import MeshLinks, open_links
@@ -175,7 +175,7 @@ class _Agent:
             self._loading,
             self._request_tiles,
             self._loader_counters,
-            lambda: 1 if budget.running else WINDOW,
+            lambda: 1 if budget.running and budget.share == BACKGROUND_SHARE else WINDOW,
         )
         self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget)
         self._network = Network(
@@ -291,7 +291,8 @@ class _Agent:
         if self._heartbeat is not None:
             self._heartbeat.close()
         farewell = self._reached if self._shell is None else self._shell.announce_offline
-        self._network.close(self._offline(STOPPED) if farewell else None)
+        reason = STOPPED if self._shell is None else self._shell.fault or STOPPED
+        self._network.close(self._offline(reason) if farewell else None)
         if self._links is not None:
             self._links.close()
         self._loader.close()
@@ -422,10 +423,10 @@ class _Agent:
         if self._config.on_load_event is not None:
             self._config.on_load_event(event)
 
-    def _request_tiles(self, model: str, hashes: tuple[bytes, ...]) -> None:
+    def _request_tiles(self, model: str, hashes: tuple[bytes, ...], share: float) -> None:
         try:
             self._network.publish(
-                "control", self._topics.reports(self._config.device_id), encode(RequestTiles(model, hashes)), 1
+                "control", self._topics.reports(self._config.device_id), encode(RequestTiles(model, hashes, share)), 1
             )
         except NetworkError as exc:
             self._complaints.record("asks_lost", f"cannot ask for weights now: {exc}")  # asked again after a while

@@ -103,6 +103,8 @@ class Checkpoint:
         self.name = name or model
         self.config, self.extras = config, extras = files_in_our_words(config, extras)
         self._files = files
+        #: Storages of the file without kernels, and the wider ones that matrices are read as.
+        self.widened: Mapping[str, str] = {}
         self._scores = scores
         self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
@@ -163,6 +165,7 @@ class Checkpoint:
             try:
                 opened = cls(path, name, file.config, within, [file], None, "", file.tokenizer, weights, cache)
                 opened._refuse_unread()
+                opened.widened = file.widened
             except BaseException:
                 file.close()
                 raise

@@ -198,6 +198,7 @@ FIELDS: Final[Mapping[str, Check]] = {
     "manifest": Octets(HASH_BYTES),
     "in_flight": Number("runs", credible=(0, 64)),
     "build_first": Number("shapes"),
+    "share": real("", 0, 1),
     "resident_bytes": BYTES,
     "digest": Octets(PROGRAMS_BYTES),
     "done_bytes": BYTES,

@@ -142,6 +142,7 @@ class Journal:
         self._path, self._acknowledge = path, acknowledge
         self._lock = threading.Lock()  # guards all that follows
         self._waiting: dict[tuple[RequestKey, bytes], list[RawRequest]] = {}  # by key and digest
+        self._answering: set[Receipt] = set()  # of requests whose answer the broker does not have yet
         self._answered: OrderedDict[bytes, None] = OrderedDict()
         self._met: Counter[bytes] = Counter()
         self._met_now: set[bytes] = set()
@@ -193,14 +194,20 @@ class Journal:
         with self._lock:
             return self._waiting.pop((request.key, request.digest), [])
 
-    def waiting_receipts(self) -> set[Receipt]:
-        """Return the deliveries whose requests wait for their answers."""
+    def record_answering(self, requests: Sequence[RawRequest]) -> None:
+        """Note requests whose answer goes out; it may be resent for a while until they are settled."""
         with self._lock:
-            found = [raw.delivery for several in self._waiting.values() for raw in several]
-        return {delivery.receipt for delivery in found if delivery is not None and delivery.receipt is not None}
+            self._answering |= _receipts(requests)
+
+    def open_receipts(self) -> set[Receipt]:
+        """Return the deliveries whose requests wait for their answers, or whose answers are on their way."""
+        with self._lock:
+            return self._answering.union(*map(_receipts, self._waiting.values()))
 
     def settle(self, requests: Sequence[RawRequest]) -> None:
         """Acknowledge requests whose answer the broker has."""
+        with self._lock:
+            self._answering -= _receipts(requests)
         for raw in requests:
             if raw.delivery is None or raw.delivery.receipt is None:
                 continue
@@ -283,6 +290,11 @@ class Journal:
     def _lose(self, error: OSError) -> None:
         self._file = None
         _log.warning("Cannot write the request journal %s: %s. Free disk space there.", self._path, error)
+
+
+def _receipts(requests: Sequence[RawRequest]) -> set[Receipt]:
+    found = (raw.delivery.receipt for raw in requests if raw.delivery is not None)
+    return {receipt for receipt in found if receipt is not None}
 
 
 def _mark(*parts: bytes) -> bytes:
@@ -473,6 +485,7 @@ class RequestChannel:
     def send(self, reply: Reply, requests: Sequence[RawRequest] | None = None) -> None:
         """Send an answer, and settle `requests` when the broker has it; None: the reply is a part of an answer."""
         journal = self.journal
+        journal.record_answering(requests or ())
         before = journal.was_answered(reply.key) if requests is None else journal.record_answer(reply.key)
         self._publish(OutgoingAnswer(reply.as_repeated() if before else reply, requests))
 
@@ -492,7 +505,7 @@ class RequestChannel:
 
     def _look_for_lost(self, now: float) -> None:
         """Warn of requests that are neither answered nor waiting: where they fill the broker's window none comes."""
-        if (old := self._window.opened_before(now - LOST_S)) and (lost := old - self.journal.waiting_receipts()):
+        if (old := self._window.opened_before(now - LOST_S)) and (lost := old - self.journal.open_receipts()):
             for _ in lost - self._lost:
                 self._log.record(
                     "unacknowledged",

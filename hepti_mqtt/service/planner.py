@@ -551,7 +551,7 @@ class _Planner:
             (self.hurried if is_short else self.searching).submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
-            self.tiles.ask(command.model, command.device, command.hashes, rate)
+            self.tiles.ask(command.model, command.device, command.hashes, rate, command.share)
         elif isinstance(command, interface.PublishPlan):
             self._publish_plan(command)
         else:
@@ -577,8 +577,9 @@ class _Planner:
         self.shown[shown.model], self.unused = shown, unused
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
-        known = checkpoint.languages
-        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence, known)
+        machines = self.session.fleet.machines()
+        known, zero_s = checkpoint.languages, time.time() - now
+        record = encode_record(served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, known, machines)
         self._publish(self.topics.plan(shown.model), record, retain=True)
         if (shared := self.decoder.shared) is not None:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)
@@ -629,8 +630,8 @@ class _Planner:
 
     def _refused(self, state: Refused) -> None:
         self.failure = RefusedError(
-            f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; see the "
-            "access list in broker/acl.example"
+            f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; "
+            "`hepti site` writes an access list that does"
         )
 
     def _shut_down(self) -> None:

@@ -50,7 +50,7 @@ def low_queue_warning(in_flight: int, queued: int, place: str) -> str:
     """Return the warning for a broker that queues few messages for one client."""
     return (
         f"The broker at {place} queues only {queued} messages per client beyond {in_flight} in flight and silently "
-        "drops the rest. Raise max_queued_messages in mosquitto.conf to 1000000 (see broker/mosquitto.conf)."
+        "drops the rest. Raise max_queued_messages in mosquitto.conf to 1000000."
     )
 
 
@@ -78,7 +78,7 @@ def largest_packet(
         if not probe.passes(SMALLEST):
             raise RefusedError(
                 f"the broker at {url.place} does not give back what is published to {topic}; let user {url.user!r} "
-                "write and read it (see broker/acl.example)"
+                "write and read it; `hepti site` writes such an access list"
             )
         low, high = SMALLEST, wanted
         while high - low > max(low // _PRECISION, 1):
@@ -404,7 +404,7 @@ def open_line(place: str) -> str:
     """Return the line about an open broker at host:port."""
     return (
         f"OPEN BROKER: {place} lets everyone in without a password: whoever reaches it can read requests, answer them "
-        "and command devices; close it with `hepti site init` (broker/README.md)"
+        "and command devices; close it with `hepti site init`"
     )
 
 

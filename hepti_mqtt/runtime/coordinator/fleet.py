@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -423,6 +423,12 @@ class Fleet:
                 why[member.name] = f"{how}{times}; retried later"
         return {name: words for name, words in why.items() if self.members[name].online}
 
+    def machines(self) -> dict[str, str]:
+        """Return the address of each device that shares its address, and so its machine, with another device."""
+        hosts = {name: member.endpoint.host for name, member in self.members.items() if member.endpoint is not None}
+        counts = Counter(hosts.values())
+        return {name: host for name, host in hosts.items() if counts[host] > 1}
+
     def expected(self, now: float) -> set[str]:
         """Return the devices that are starting, or were there a moment ago and may be about to."""
         return {m.name for m in self.members.values() if m.is_expected(now)}
@@ -651,7 +657,7 @@ class HangDetector:
         load_s = 0.0
         if record is not None and not self._standby.is_held(group):
             nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
-            load_s = nbytes / self._groups.background.load_bytes_per_s(served=False)
+            load_s = nbytes / self._groups.background.load_bytes_per_s
         most_s = min(PROBE_TIMEOUT_MAX_S, max(run.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
         return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
 
