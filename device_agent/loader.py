@@ -203,9 +203,9 @@ class WeightLoader:
             self._mismatch(job, now)
         else:
             answer = job.sources.receive(source, digest, now)
-            if answer.index is None:
+            if answer == "unknown":
                 self._mismatch(job, now, source)
-            elif not answer.is_needed or not job.may_accept(digest):
+            elif answer == "unneeded" or not job.may_accept(digest):
                 self._counters["tiles_unneeded"] += 1
             else:
                 self._receive(digest, body, source)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,11 +38,8 @@ class TileReport(NamedTuple):
     lacking: Mask
 
 
-class Answer(NamedTuple):
-    """The tile that a source sent, and whether the load still needs it."""
-
-    index: int | None
-    is_needed: bool
+#: Of a tile that a source sent: `unknown` if it is no tile of the load.
+Answer = Literal["needed", "unneeded", "unknown"]
 
 
 @dataclass(slots=True)
@@ -151,15 +148,16 @@ class TileSources:
                 source.is_banned = True
                 self._reopen(source)
                 self._owner = None
-            return Answer(None, False)
+            return "unknown"
         if source is not None and (asked_s := source.requested.pop(index, None)) is not None:
             source.tile_s += SMOOTHING * (now - max(asked_s, source.answered_s) - source.tile_s)
             slow = self._is_slow(source)
             source.window = max(source.window // 2, 1) if slow else min(source.window + 1, PEER_WINDOW)
             source.answered_s, source.rest_s = now, REST_S[0]
-        if self._missing[index]:
-            self._progress_s = now
-        return Answer(index, bool(self._missing[index]))
+        if not self._missing[index]:
+            return "unneeded"
+        self._progress_s = now
+        return "needed"
 
     def take(self, digest: bytes) -> None:
         """Note that a tile is there: received, or from the cache."""

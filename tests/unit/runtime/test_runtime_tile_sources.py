@@ -136,7 +136,7 @@ class Site:
         if node.behaviour == "gone" or (source != PLANNER and self.nodes[source].behaviour == "gone"):
             return
         answer = node.sources.receive(source, each, self.now)
-        if answer.is_needed:
+        if answer == "needed":
             node.sources.take(each)
             node.held.add(int.from_bytes(each, "big"))
             node.from_peers += source != PLANNER
@@ -225,8 +225,8 @@ def test_requests_are_bounded_and_overdue_ones_go_to_others() -> None:
 def test_a_tile_is_taken_from_whoever_sends_it_first() -> None:
     sources = TileSources([digest(0)], [0], 1, "a", ["a", "b"], 0.0)
     assert sources.requests(0.0) == {PLANNER: [digest(0)]}
-    assert sources.receive("b", digest(0), 0.1).is_needed
+    assert sources.receive("b", digest(0), 0.1) == "needed"
     sources.take(digest(0))
-    assert not sources.receive(PLANNER, digest(0), 0.2).is_needed
+    assert sources.receive(PLANNER, digest(0), 0.2) == "unneeded"
     assert sources.missing_count == 0
     assert sources.deadline() == float("inf")
