@@ -200,7 +200,8 @@ def _prepared(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint]
     reads = checkpoint.spec.input_spec
     form = _form(checkpoint, request, beside)
     want, computes = _want(request)
-    top_k = _integer(request, "top_k", DEFAULT_TOP_K, MAX_TOP_K)
+    # 0 takes back what a decoder's files say.
+    top_k = _integer(request, "top_k", DEFAULT_TOP_K, MAX_TOP_K, 0 if isinstance(reads, DecoderInput) else 1)
     several = _is_several(form, request)
     if isinstance(reads, SpeechInput):
         return _speech(checkpoint, reads, request, want, computes)
@@ -294,11 +295,11 @@ def _why_not(checkpoint: Checkpoint, given: Sequence[str]) -> str:
     return ", and its files say that it scores pairs of texts" if scoring(checkpoint).declared else ""
 
 
-def _integer(request: Mapping[str, Any], key: str, default: int, most: int) -> int:
-    """Return an option that is an integer from 1 on."""
+def _integer(request: Mapping[str, Any], key: str, default: int, most: int, least: int = 1) -> int:
+    """Return an option that is an integer."""
     value = request.get(key, default)
-    if key in request and (not is_int(value) or not 1 <= value <= most):
-        raise RequestError(f"{key} must be an integer from 1 to {most}, not {describe(value)}")
+    if key in request and (not is_int(value) or not least <= value <= most):
+        raise RequestError(f"{key} must be an integer from {least} to {most}, not {describe(value)}")
     return int(value)
 
 
@@ -363,7 +364,7 @@ def _decoded(
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
     rules, stop = sampling.read_sampling(
-        checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab, request.get("top_k") or 0
+        checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab
     )
     if schema is not None:
         rules = with_schema(checkpoint, rules, schema, reads.vocab)

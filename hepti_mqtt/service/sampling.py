@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.models.generation import Sampling, TokenRules
+from hepti_mqtt.models.generation import RANGES, Sampling, TokenRules
 from hepti_mqtt.service.texts import describe, is_int, quoted
 from hepti_mqtt.service.written import WrittenText
 
@@ -19,26 +19,21 @@ LONGEST_STOP: Final = 200  # characters
 MAX_LIKELY: Final = 20
 MAX_LIKELY_IN_ALL: Final = 24_000  # in an answer: more do not fit into the packets that brokers take
 MAX_BIASED: Final = 1024
-# What a number may be, from and to; a value that is not sent changes nothing.
-RANGES: Final[Mapping[str, tuple[float, float]]] = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.1, 10.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
 OPTIONS: Final = (*RANGES, "seed", "logit_bias", "stop", "logprobs", "speculate")
 
 
 def read_sampling(
-    checkpoint: Checkpoint, request: Mapping[str, Any], rules: TokenRules, prompt: Sequence[int], vocab: int, top_k: int
+    checkpoint: Checkpoint, request: Mapping[str, Any], rules: TokenRules, prompt: Sequence[int], vocab: int
 ) -> tuple[TokenRules, tuple[str, ...]]:
     """Return the rules of a text and the texts at which it stops; raises RequestError naming what is wrong.
 
-    prompt: its tokens. top_k: 0 for all. Without a temperature the likeliest token follows.
+    prompt: its tokens. What the request does not say is as the model's files have it.
     """
-    number = {key: _number(request, key) for key in RANGES}
+    number = {key: _number(request, key) for key in RANGES} | {"top_k": request.get("top_k")}
+    for key, value in checkpoint.sampling_defaults.items():
+        is_of_draws = key not in ("temperature", "repetition_penalty")
+        if number[key] is None and not (is_of_draws and number["temperature"] == 0):
+            number[key] = value
     if number["top_p"] == 0:
         raise RequestError("top_p must be above 0")
     changed = Sampling(
@@ -46,7 +41,7 @@ def read_sampling(
         presence=_or(number["presence_penalty"], 0.0),
         frequency=_or(number["frequency_penalty"], 0.0),
         bias=_bias(request.get("logit_bias"), vocab),
-        top_k=top_k,
+        top_k=int(_or(number["top_k"], 0)),
         top_p=_or(number["top_p"], 1.0),
         min_p=_or(number["min_p"], 0.0),
         prompt=tuple(prompt) if number["repetition_penalty"] not in (None, 1.0) else (),
