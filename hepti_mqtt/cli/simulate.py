@@ -10,8 +10,8 @@ from typing import Any
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, gguf_file, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
+from hepti_mqtt.cli.model import near_kinds
 from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, what_if, write_pictures
-from hepti_mqtt.cli.weather import simulate_weather
 from hepti_mqtt.client.simulated import simulate_plan
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.options import PinOptions
@@ -30,8 +30,6 @@ def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
     cluster = load_site(settings.find_bundled_config("sites", args.devices_file))
     spec = _spec(args.model, PinOptions.from_args(args))
-    if args.weather is not None:
-        return simulate_weather(args, cluster, spec)
     question = _question(args, cluster, spec)
     try:
         decision = _decide(args, question)
@@ -147,7 +145,7 @@ def _spec(name: str, pins: PinOptions) -> Spec:
     if _is_stored(name):
         with Checkpoint.open(name, weights=weights, cache=cache) as checkpoint:
             return checkpoint.spec
-    raise ConfigError(f"{name} is no model directory, ONNX or GGUF file, or kind; kinds: {', '.join(KINDS)}")
+    raise ConfigError(f"{name!r} is no model directory, ONNX or GGUF file, or kind{near_kinds(name)}")
 
 
 def _is_stored(name: str) -> bool:

@@ -145,7 +145,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
 
 def add_pin_arguments(parser: argparse.ArgumentParser, opens: bool = False) -> None:
     """Add what a user can fix of a plan; opens: the command opens models, whose weights can be quantised then."""
-    add = parser.add_argument
+    add = parser.add_argument_group("parts of the plan to fix").add_argument
     variants = "kv of row, ring of megatron, 2 of grid, groups=2 of replicas, ..."
     add("--strategy", metavar="NAME", help="pin the strategy (auto: let the planner choose)")
     add("--variant", metavar="NAME", help=f"pin the strategy's variant: {variants}")

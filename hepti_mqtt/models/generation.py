@@ -50,17 +50,11 @@ _WITHOUT_EFFECT: Final = frozenset({
     "remove_invalid_values", "renormalize_logits", "return_dict_in_generate", "speculation_type", "target_lookbehind",
     "top_h", "transformers_version", "typical_p", "use_cache", "use_mtp",
 })  # fmt: skip
-# What a number of a request or of generation_config.json may be, from and to.
-RANGES: Final[Mapping[str, tuple[float, float]]] = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.1, 10.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
-_DEFAULTS: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_KEYS: Final = KeyTable(frozenset({"eos_token_id", *_DEFAULTS, "do_sample"}), _WITHOUT_EFFECT, _NEUTRAL)
+# From where to where a number of generation_config.json may be, as of a request.
+_RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.1, 10.0),
+}  # fmt: skip
+_KEYS: Final = KeyTable(frozenset({"eos_token_id", "do_sample", "top_k", *_RANGES}), _WITHOUT_EFFECT, _NEUTRAL)
 # Of a text whose tokens are drawn.
 _DRAWN: Final = KeyTable(
     frozenset(),
@@ -471,8 +465,8 @@ def sampling_defaults(extras: Mapping[str, Any]) -> Mapping[str, float]:
         config.check_keys(_DRAWN)
         defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
     defaults = {key: config.at_least_zero(key, value) for key, value in {**defaults, "repetition_penalty": 1.0}.items()}
-    for key in defaults.keys() & RANGES.keys():
-        low, high = RANGES[key]
+    for key in defaults.keys() & _RANGES.keys():
+        low, high = _RANGES[key]
         if not low <= defaults[key] <= high:
             raise config.bad_value(key, f"a number from {low:g} to {high:g}", defaults[key])
     neutral = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}

@@ -169,6 +169,8 @@ class Generation:
     open: bool = False
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
     states: list[Array] = field(default_factory=list)
+    #: rows of the prompt that another text's session held already
+    reused_rows: int = 0
 
     @property
     def wants_states(self) -> bool:
@@ -197,6 +199,8 @@ class Generation:
         """Start over under a plan version: the next runs compute the prompt and all tokens so far, but the prefix."""
         self.plan_version, self.session, self.prefix = plan_version, session, prefix
         self.cached_rows = 0 if prefix is None else prefix.rows
+        if not self.tokens:
+            self.reused_rows = min(self.cached_rows, len(self.prompt))
         self.states.clear()
 
     def leave_session(self) -> None:
