@@ -20,24 +20,16 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict, run_seconds
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
+from hepti_mqtt.runtime.coordinator.batches import concatenate
+from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue, select_batch
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.guesses import StepPace
 from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
-from hepti_mqtt.runtime.coordinator.requests import (
-    MAX_UNREPORTED_RUNS,
-    Expectation,
-    FairQueue,
-    FollowingStep,
-    Generation,
-    Pins,
-    Request,
-    Run,
-    WorkItem,
-    concatenate,
-    select_batch,
-)
+from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, WorkItem
+from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, FollowingStep, Run
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import TransitionLog
 from hepti_mqtt.spec import RequestShape
 

@@ -25,6 +25,16 @@ from hepti_mqtt.plan_programs import root_begins, task_count
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import MAX_SESSION, Continued, DecoderSession, Followed, Frame, encode_work
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
+from hepti_mqtt.runtime.coordinator.batches import (
+    MICRO_BATCH_TOKENS,
+    Array,
+    Batch,
+    concatenate,
+    pack_steps,
+    split_into_micro_batches,
+    split_output,
+)
+from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import (
     AnswerRequest,
@@ -37,25 +47,9 @@ from hepti_mqtt.runtime.coordinator.interface import (
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions
-from hepti_mqtt.runtime.coordinator.requests import (
-    MAX_UNREPORTED_RUNS,
-    MICRO_BATCH_TOKENS,
-    Array,
-    Batch,
-    FairQueue,
-    FollowingStep,
-    Generation,
-    Progress,
-    Request,
-    RequestKey,
-    Run,
-    RunStats,
-    WorkItem,
-    concatenate,
-    pack_steps,
-    split_into_micro_batches,
-    split_output,
-)
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, RunStats, WorkItem
+from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, FollowingStep, Progress, Run
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.schedule import route_to_replicas
 from hepti_mqtt.spec import Draw

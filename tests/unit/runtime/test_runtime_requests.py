@@ -21,11 +21,14 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode_work
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, Pins, Request, RequestKey
+from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS, OVERDUE_S, TAKEN_BACK_S
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.worker import session
 
 
