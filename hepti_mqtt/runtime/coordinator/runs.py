@@ -13,12 +13,10 @@ import numpy as np
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.protocol.frames import DecoderSession, Frame
+from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
-from hepti_mqtt.protocol.messages import RunFailed
 from hepti_mqtt.runtime.coordinator.batches import (
     Array,
-    Batch,
 )
 from hepti_mqtt.runtime.coordinator.requests import (
     AS_PREDICTED,
@@ -31,27 +29,6 @@ from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.task_queue import TaskQueue
 
 MAX_UNREPORTED_RUNS: Final = 4  # runs on a device whose reports alone are missing, and that take no room of others
-
-
-class FollowingStep(NamedTuple):
-    """A step that devices begin by themselves when the run before it has ended, as far as it is known before that.
-
-    nbytes: of the message that says so. reports: of devices that have ended it, or failed, before its turn has come.
-    """
-
-    run_id: int
-    plan_version: PlanVersion
-    items: tuple[WorkItem, ...]
-    shape: RequestShape
-    inputs: Array
-    sessions: tuple[DecoderSession, ...]
-    nbytes: int
-    reports: dict[str, Frame | RunFailed]
-
-    def is_run(self, part: Batch, sessions: tuple[DecoderSession, ...]) -> bool:
-        """Return whether it is a run, of which all tokens are known."""
-        alike = (part.shape, sessions) == (self.shape, self.sessions) and part.inputs.shape == self.inputs.shape
-        return alike and bool(((part.inputs == self.inputs) | (self.inputs == -1)).all())
 
 
 class Progress(NamedTuple):
@@ -109,7 +86,6 @@ class Run:
     asked: tuple[PlanVersion, Progress | None] | None = None
     is_late: bool = False
     was_searched_for: bool = False
-    following: tuple[FollowingStep, ...] = ()
     ids: tuple[int, ...] = ()
 
     @property
