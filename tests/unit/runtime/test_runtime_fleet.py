@@ -14,6 +14,7 @@ from hepti_mqtt.planner import Decision
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.fleet import (
     BACKOFF_S,
     CRASH_WINDOW_S,
@@ -36,7 +37,6 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     peers_of,
 )
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.session import RETRY_WHILE_EXPECTED_S
 
 
