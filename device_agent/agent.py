@@ -291,7 +291,8 @@ class _Agent:
         if self._heartbeat is not None:
             self._heartbeat.close()
         farewell = self._reached if self._shell is None else self._shell.announce_offline
-        self._network.close(self._offline(STOPPED) if farewell else None)
+        reason = STOPPED if self._shell is None else self._shell.fault or STOPPED
+        self._network.close(self._offline(reason) if farewell else None)
         if self._links is not None:
             self._links.close()
         self._loader.close()

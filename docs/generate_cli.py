@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from hepti_mqtt.cli.main import build
+from hepti_mqtt.cli.main import COMMANDS, build
 from hepti_mqtt.service.options import reference_rows
 
 PAGE = Path(__file__).parent / "reference" / "cli.md"
@@ -24,9 +24,17 @@ login.
 def page() -> str:
     """Return the page: the options that all commands have, then each command with its own."""
     commands = _subparsers(build())
-    common = set.intersection(*({_names(action) for action in parser._actions} for _, parser in commands.values()))
-    _, example = next(iter(commands.values()))
-    lines = [HEAD, "## All commands", "", *_table(example, [a for a in example._actions if _names(a) in common])]
+    sites = [parser for name, (_, parser) in commands.items() if COMMANDS[name].at_a_site]
+    common, example = set.intersection(*({_names(action) for action in parser._actions} for parser in sites)), sites[0]
+    without = ", ".join(f"`{name}`" for name, command in COMMANDS.items() if not command.at_a_site)
+    lines = [
+        HEAD,
+        "## All commands",
+        "",
+        f"{without} use no site: they have no `--broker` and no `--site`.",
+        "",
+        *_table(example, [a for a in example._actions if _names(a) in common]),
+    ]
     for name, (about, parser) in commands.items():
         lines += ["", f"## `hepti {name}`", "", *_described(about, parser, common)]
         for action, (what, sub) in _subparsers(parser).items():

@@ -40,12 +40,14 @@ class ModelError(HeptiError):
     """A model directory, its config.json or its tensors cannot be used."""
 
     code = "model"
+    exit_code = 2
 
 
 class WeightsChangedError(ModelError):
     """The weights of a served model are no longer those that were hashed at the start."""
 
     code = "weights_changed"
+    exit_code = 1
 
 
 class UnsupportedModelError(ModelError):

@@ -14,7 +14,7 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import connect_to_site, require_broker
 from hepti_mqtt.config.options import NO_ANNOUNCE_HELP, positive_seconds, tcp_port
 from hepti_mqtt.config.process import requires_extra
-from hepti_mqtt.errors import ConfigError, NetworkError
+from hepti_mqtt.errors import ConfigError, HeptiError
 
 PORT: Final = 8091
 KEYS: Final = "HEPTI_GATEWAY_KEYS"
@@ -52,7 +52,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def gateway(args: argparse.Namespace) -> int:
-    """Serve until interrupted; raises ConfigError, or NetworkError if the port is taken. Waits for a broker."""
+    """Serve until interrupted; raises ConfigError, or HeptiError if the port is taken. Waits for a broker."""
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
     if not (keys or args.no_keys or _is_loopback(args.bind)):
         raise ConfigError(f"{args.bind} can be reached by others: set {KEYS}=KEY,.. (or say --no-keys)")
@@ -108,13 +108,13 @@ def _is_loopback(address: str) -> bool:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a listening socket; raises NetworkError if the port is taken."""
+    """Return a listening socket; raises HeptiError if the port is taken."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family, backlog=CONNECTIONS)
     except OSError as error:
         why = error.strerror or error
-        raise NetworkError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None
+        raise HeptiError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None
     # Head and body are two writes, between which the client's delayed acknowledgement would cost 40 ms. Accepted
     # sockets inherit this; asyncio sets it only where the listener was made with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -422,6 +422,12 @@ class Fleet:
                 times = f" ({member.quarantines} times)" if member.quarantines > 1 else ""
                 why[member.name] = f"{how}{times}; retried later"
         return {name: words for name, words in why.items() if self.members[name].online}
+
+    def machines(self) -> dict[str, str]:
+        """Return the address of each device that shares its address, and so its machine, with another device."""
+        hosts = {name: member.endpoint.host for name, member in self.members.items() if member.endpoint is not None}
+        counts = Counter(hosts.values())
+        return {name: host for name, host in hosts.items() if counts[host] > 1}
 
     def expected(self, now: float) -> set[str]:
         """Return the devices that are starting, or were there a moment ago and may be about to."""

@@ -143,16 +143,18 @@ class CoordinatorSession:
         return devices_first(out)
 
     def _do(self, steps: Iterable[Callable[[], Iterable[CoordinatorCommand]]]) -> None:
-        """Take the commands of all steps, those too that one has made before it raised; raise the first error then."""
-        failed: Exception | None = None
+        """Take the commands of all steps, also those of a step before it raises; then raise every error."""
+        errors: list[Exception] = []
         for step in steps:
             try:
                 for command in step():
                     self._made.append(command)
             except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                errors.append(error)
+        if len(errors) > 1:
+            raise ExceptionGroup("several steps of one event failed", errors)
+        if errors:
+            raise errors[0]
 
     def _blame_changes(self, changed_s: float) -> list[CoordinatorCommand]:
         """Take back what methods seemed to take since a device or a link has changed: that was its doing."""

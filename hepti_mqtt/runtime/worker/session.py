@@ -282,7 +282,7 @@ class WorkerSession:
             self.counters["bad_prepare"] += 1
             text = f"{self.device}: {event.result}"
             failed = self._failed(message.transaction_id, key, event.result.code, text)
-            return [*self._mesh.leave(key), LogTrouble("event_errors", text), failed]
+            return [*self._mesh.leave(key), LogTrouble("event_errors", text, event.unexpected), failed]
         event.result.transaction_id = message.transaction_id
         return self._take_in(event.result, message, now, doubted=doubted)
 

@@ -822,3 +822,12 @@ def test_where_all_are_switched_off_requests_end_with_the_reason() -> None:
     site.submit("r1")
     assert UNWANTED in str(site.errors["r1"])
     assert not site.session.fleet.expected(site.now), "nobody waits for it"
+
+
+def test_devices_with_one_address_share_a_machine() -> None:
+    site = Site()
+    for device, host in (("a", "10.0.0.1"), ("b", "10.0.0.1"), ("c", "10.0.0.2")):
+        site.event(interface.DeviceCaps(device, replace(caps(device, 1), endpoint=Endpoint(host, 1, ""))))
+        site.event(interface.DeviceStatus(device, Status("online", 1)))
+    site.join("d")
+    assert site.session.fleet.machines() == {"a": "10.0.0.1", "b": "10.0.0.1"}
