@@ -57,7 +57,10 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("devices", [{"attic": 1.0}, {"attic": 0.5, "kitchen": 0.5}])
-def test_the_summary_counts_right_answers_and_predicts_nothing_on_shared_cores(devices: dict[str, float]) -> None:
+def test_the_summary_counts_right_answers_and_predicts_nothing_on_shared_cores(
+    devices: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [".venv/bin/hepti"])
     lines = demo.summary({"devices": devices}, 30.0, MEASURED, (3300.0, 971.0))
     assert len(lines) <= 5
     assert all(len(line) <= 120 for line in lines)
