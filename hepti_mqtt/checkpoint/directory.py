@@ -38,7 +38,7 @@ from hepti_mqtt.models import (
     without_missing_pooler,
 )
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.generation import end_tokens
+from hepti_mqtt.models.generation import end_tokens, sampling_defaults
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
@@ -103,17 +103,12 @@ class Checkpoint:
         self.name = name or model
         self.config, self.extras = config, extras = files_in_our_words(config, extras)
         self._files = files
+        #: Storages of the file without kernels, and the wider ones that matrices are read as.
+        self.widened: Mapping[str, str] = {}
         self._scores = scores
         self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
-        self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
-        self.spec = without_false_tie(self.spec, self._stored)
-        matched = _match(self._stored, self.spec, path)
-        in_blocks = {source.name: tensor.dtype for source, tensor in matched.items() if tensor.raw is not None}
-        self.spec = with_storages(self.spec, in_blocks)
-        if weights is not None:
-            self.spec = quantised(self.spec, weights)
-        self.spec = with_cache(self.spec, cache)
+        self.spec = _kept_as(_stored_spec(path, config, extras, self._stored), weights, cache)
         self._tensors = self._as_stored = _match(self._stored, self.spec, path)
         if weights is not None:
             self._tensors = {s: self._quantised(s, tensor, weights) for s, tensor in self._tensors.items()}
@@ -148,11 +143,7 @@ class Checkpoint:
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
         refuse_pointers([root / "tokenizer.json"])
-        extras = {
-            file.relative_to(root).as_posix(): read_json(file)
-            for pattern in _EXTRAS
-            for file in sorted(root.glob(pattern))
-        }
+        extras = _extras(root)
         if onnx is not None:
             beside = root / "config.json"
             net = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
@@ -163,6 +154,7 @@ class Checkpoint:
             try:
                 opened = cls(path, name, file.config, within, [file], None, "", file.tokenizer, weights, cache)
                 opened._refuse_unread()
+                opened.widened = file.widened
             except BaseException:
                 file.close()
                 raise
@@ -380,6 +372,11 @@ class Checkpoint:
         return end_tokens(JsonConfig("config.json", self.config), self.extras, vocab)
 
     @cached_property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """Return the options of requests for texts that say nothing of them."""
+        return sampling_defaults(self.extras)
+
+    @cached_property
     def speech(self) -> SpeechTokens:
         """Return the tokens that steer the text of speech; raises ModelError without the model's own tokenizer."""
         ids: Mapping[str, int] = self.tokenizer.get_vocab()
@@ -450,6 +447,45 @@ def model_parts(path: str | Path) -> tuple[str, ...]:
     """
     described = model_directory(Path(path)) / "config.json"
     return tuple(models_of(read_json(described))) if described.is_file() else ("",)
+
+
+def described_spec(path: str | Path, weights: Quantised | None = None, cache: CacheDtype = "f32") -> Spec:
+    """Return the spec of a model without its weights: by its config.json, or by the header of a GGUF file.
+
+    weights, cache: as of `Checkpoint.open`. Raises ModelError for files that cannot be read.
+    """
+    path = model_directory(Path(path))
+    if (gguf := gguf_file.find_gguf(path)) is not None:
+        file = gguf_file.GgufFile(gguf, whole=False)
+        try:
+            spec = _stored_spec(path, *files_in_our_words(file.config, {}), file.tensors)
+        finally:
+            file.close()
+    else:
+        parts = models_of(read_json(path / "config.json"))
+        spec = _plausible_spec(path, *files_in_our_words(next(iter(parts.values())), _extras(path)))
+    return _kept_as(spec, weights, cache)
+
+
+def _extras(root: Path) -> dict[str, Any]:
+    """Return the JSON files of a directory beside config.json, by relative name."""
+    files = (file for pattern in _EXTRAS for file in sorted(root.glob(pattern)))
+    return {file.relative_to(root).as_posix(): read_json(file) for file in files}
+
+
+def _stored_spec(
+    path: Path, config: Mapping[str, Any], extras: Mapping[str, Any], stored: Mapping[str, TensorReader]
+) -> Spec:
+    """Return the spec of a model with these tensors."""
+    spec = without_missing_pooler(_plausible_spec(path, config, extras), stored)
+    spec = without_false_tie(spec, stored)
+    matched = _match(stored, spec, path)
+    in_blocks = {source.name: tensor.dtype for source, tensor in matched.items() if tensor.raw is not None}
+    return with_storages(spec, in_blocks)
+
+
+def _kept_as(spec: Spec, weights: Quantised | None, cache: CacheDtype) -> Spec:
+    return with_cache(spec if weights is None else quantised(spec, weights), cache)
 
 
 def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:

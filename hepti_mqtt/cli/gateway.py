@@ -14,7 +14,7 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import connect_to_site, require_broker
 from hepti_mqtt.config.options import NO_ANNOUNCE_HELP, positive_seconds, tcp_port
 from hepti_mqtt.config.process import requires_extra
-from hepti_mqtt.errors import ConfigError, NetworkError
+from hepti_mqtt.errors import ConfigError, HeptiError
 
 PORT: Final = 8091
 KEYS: Final = "HEPTI_GATEWAY_KEYS"
@@ -41,10 +41,18 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--no-keys", action="store_true", help=f"listen beyond loopback without keys (else set {KEYS}=KEY,..)"
     )
+    sub.add_argument(
+        "--cors", metavar="ORIGIN", action="append", default=[], help="origin of pages that may ask, such as "
+        "https://chat.lan, or * for all (may be repeated)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--host", metavar="NAME", action="append", default=[], help="public name of a gateway without keys (may be "
+        "repeated); its addresses and local names need none",
+    )  # fmt: skip
 
 
 def gateway(args: argparse.Namespace) -> int:
-    """Serve until interrupted; raises ConfigError, or NetworkError if the port is taken. Waits for a broker."""
+    """Serve until interrupted; raises ConfigError, or HeptiError if the port is taken. Waits for a broker."""
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
     if not (keys or args.no_keys or _is_loopback(args.bind)):
         raise ConfigError(f"{args.bind} can be reached by others: set {KEYS}=KEY,.. (or say --no-keys)")
@@ -65,7 +73,7 @@ def gateway(args: argparse.Namespace) -> int:
         site = Site(hepti, args.timeout or TIMEOUT_S, args.model, truncate=args.truncate, text_timeout_s=text_s)
         server: Server
         config = uvicorn.Config(
-            create_app(site, keys, lambda: server.should_exit),
+            create_app(site, keys, lambda: server.should_exit, origins=args.cors, names=[args.bind, *args.host]),
             http=Connection,
             log_config=None,
             access_log=args.verbose,
@@ -79,7 +87,8 @@ def gateway(args: argparse.Namespace) -> int:
         with contextlib.ExitStack() as stack:
             if args.announce:
                 where = 0 if _is_loopback(args.bind) else args.port
-                stack.callback(Announcement("gateway", args.site, BrokerUrl.parse(require_broker(args)), where).close)
+                broker = BrokerUrl.parse(require_broker(args))
+                stack.callback(Announcement("gateway", args.site, broker, where, args.bind).close)
             server.run(sockets=[listener])
     return 0
 
@@ -100,13 +109,13 @@ def _is_loopback(address: str) -> bool:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a listening socket; raises NetworkError if the port is taken."""
+    """Return a listening socket; raises HeptiError if the port is taken."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family, backlog=CONNECTIONS)
     except OSError as error:
         why = error.strerror or error
-        raise NetworkError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None
+        raise HeptiError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None
     # Head and body are two writes, between which the client's delayed acknowledgement would cost 40 ms. Accepted
     # sockets inherit this; asyncio sets it only where the listener was made with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

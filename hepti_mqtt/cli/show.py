@@ -183,7 +183,7 @@ def _print_plans(records: Mapping[str, Mapping[str, Any]]) -> None:
                 name,
                 "/".join([active["strategy"], *active["options"].values()]) if active else "-",
                 ", ".join(active["devices"]) if active else "-",
-                f"{best['predicted_ms']:.1f}" if active and best else "-",
+                output.predicted(record, best["devices"], best["predicted_ms"]) if active and best else "-",
                 error or ("preparing another plan" if record["preparing"] else active["reason"] if active else "-"),
             )
         )
@@ -256,6 +256,7 @@ def _print_devices(hepti: Hepti, args: argparse.Namespace) -> None:
         if (wrong := sanitize_device(d)[1]) is not None:
             output.print_lines([f"{d['device']} published implausible data: {wrong}. Restart its agent"])
     print_peer_traffic(found)
+    print_weights(found)
     output.print_lines([f"{line}: {output.CLOCK_ADVICE}" for line in clocks])
 
 
@@ -295,6 +296,21 @@ def print_peer_traffic(devices: Sequence[Mapping[str, Any]]) -> None:
         columns = ("from", "to", "frames", "MiB", "queued", "dropped", "reconnected", "round trip ms", "Mbit/s")
         output.print_table("directly between devices", columns, rows)
     output.print_lines(lines)
+
+
+def print_weights(devices: Sequence[Mapping[str, Any]]) -> None:
+    """Print the bytes of weights that each device received from peers and from the planner, and sent to peers."""
+    rows = []
+    for device in devices:
+        counters = (device.get("heartbeat") or {}).get("counters", {})
+        received, peers, sent = (
+            counters.get(f"tile_bytes_{way}", 0) / output.MIB for way in ("received", "from_peers", "to_peers")
+        )
+        if received or sent:
+            rows.append((device["device"], f"{peers:.1f}", f"{received - peers:.1f}", f"{sent:.1f}"))
+    if rows:
+        columns = ("device", "MiB from peers", "MiB from the planner", "MiB to peers")
+        output.print_table("weights over the network since the start", columns, rows)
 
 
 def _gflops(device: Mapping[str, Any]) -> float:
@@ -373,9 +389,8 @@ def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> N
             ", ".join(c["devices"]),
             c["route"],
             c["wire"],
-            f"{c['predicted_ms']:.1f}",
-            f"{c['expected_ms']:.1f}",
-            c["bytes"],
+            *(output.predicted(shown, c["devices"], c[key]) for key in ("predicted_ms", "expected_ms")),
+            output.size(c["bytes"]),
             _fits(c),
         )
         for place, c in enumerate(shown.get("candidates") or [])
@@ -383,7 +398,7 @@ def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> N
     if rows:
         output.print_table(
             f"plans for {model}",
-            ("", "strategy", "devices", "route", "wire", "predicted ms", "expected ms", "bytes", "fits"),
+            ("", "strategy", "devices", "route", "wire", "predicted ms", "expected ms", "sent", "fits"),
             rows,
         )
     active = shown.get("active")

@@ -142,7 +142,9 @@ def error_from(data: Mapping[str, Any]) -> HeptiError:
     error = data.get("error")
     if not isinstance(error, Mapping) or not isinstance(error.get("message"), str):
         raise WireError("an answer is neither a result nor an error; update client or planner")
-    return _BY_CODE.get(str(error.get("code")), RemoteError)(error["message"])
+    found = _BY_CODE.get(str(error.get("code")), RemoteError)(error["message"])
+    found.param = param if isinstance(param := error.get("param"), str) else None
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -689,6 +689,7 @@ ANSWER: Final = (
 )  # fmt: skip
 TOKEN: Final = ("index", "token", "text")  # of each of them, before the answer
 LOGPROBS: Final = "logprobs"  # beside them, where they are wanted
+THINKING: Final = "thinking"  # beside them, of a model that thinks: what is no part of the answer
 TAKEN_BY: Final = "taken_by"  # before the answer, if requests are shared: the group that has the request
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -26,7 +26,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     LogEvent,
     Tick,
 )
-from hepti_mqtt.runtime.coordinator.requests import Run
+from hepti_mqtt.runtime.coordinator.runs import Run
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -423,6 +423,12 @@ class Fleet:
                 why[member.name] = f"{how}{times}; retried later"
         return {name: words for name, words in why.items() if self.members[name].online}
 
+    def machines(self) -> dict[str, str]:
+        """Return the address of each device that shares its address, and so its machine, with another device."""
+        hosts = {name: member.endpoint.host for name, member in self.members.items() if member.endpoint is not None}
+        counts = Counter(hosts.values())
+        return {name: host for name, host in hosts.items() if counts[host] > 1}
+
     def expected(self, now: float) -> set[str]:
         """Return the devices that are starting, or were there a moment ago and may be about to."""
         return {m.name for m in self.members.values() if m.is_expected(now)}
@@ -477,8 +483,9 @@ class Fleet:
 
 
 def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
-    """Return the peers of a device under a mesh plan, with the tokens by which each lets the other in.
+    """Return the peers of a device under a plan, with the tokens by which each lets the other in.
 
+    Under every route they exchange tiles of weights; tensors go straight to them only under a plan of route `mesh`.
     Tokens follow from the planner's secret, the plan version and the pair, so a repeated Prepare carries the same.
     """
 
@@ -490,7 +497,7 @@ def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
         said = "\0".join(map(str, (plan.model, *plan.version, source, target)))
         return hmac.digest(secret, said.encode(), "sha256").hex()
 
-    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device) if plan.route == "mesh" else ()
+    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device)
     found = (Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None)
     return tuple(peer for peer in found if peer.token_in or peer.token_out)
 

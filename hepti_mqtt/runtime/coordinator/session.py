@@ -138,16 +138,18 @@ class CoordinatorSession:
         return devices_first(out)
 
     def _do(self, steps: Iterable[Callable[[], Iterable[CoordinatorCommand]]]) -> None:
-        """Take the commands of all steps, those too that one has made before it raised; raise the first error then."""
-        failed: Exception | None = None
+        """Take the commands of all steps, also those of a step before it raises; then raise every error."""
+        errors: list[Exception] = []
         for step in steps:
             try:
                 for command in step():
                     self._made.append(command)
             except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                errors.append(error)
+        if len(errors) > 1:
+            raise ExceptionGroup("several steps of one event failed", errors)
+        if errors:
+            raise errors[0]
 
     def _blame_changes(self, changed_s: float) -> list[CoordinatorCommand]:
         """Take back what methods seemed to take since a device or a link has changed: that was its doing."""
@@ -179,6 +181,7 @@ class CoordinatorSession:
         for group in self.groups:
             assert group.active is None or set(group.active.devices) <= set(self.fleet.usable())
         self.groups.check(self.in_flight)
+        self._scheduler.check()
 
     # -- membership -----------------------------------------------------------------------------------------------
 
@@ -337,11 +340,14 @@ class CoordinatorSession:
 
     def _handle_request(self, event: RequestArrived, now: float) -> list[CoordinatorCommand]:
         request = event.request
-        turned_away = self._scheduler.refuse_or_none(request, now)
+        turned_away = self._scheduler.admission.refuse_or_none(request, now)
         if turned_away is not None:
             return turned_away
         group, out = self._rollout.group_for(request, now)
-        return out if group is None else out + self._scheduler.enqueue(group, request, now)
+        return out if group is None else out + self._scheduler.admission.enqueue(group, request, now)
+
+    def _handle_cancelled(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
+        return self._scheduler.cancel(event.key, now)
 
     def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
         self._searches.handle_recalled(event)
@@ -350,9 +356,6 @@ class CoordinatorSession:
     def _pin(self, event: PinPlan, now: float) -> list[CoordinatorCommand]:
         self.groups.default(event.model).plans.pin(event.pins, now)
         return []
-
-    def _handle_cancelled(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
-        return self._scheduler.take_back(event.key, now)
 
     # -- messages of devices --------------------------------------------------------------------------------------
 
@@ -519,7 +522,7 @@ class CoordinatorSession:
         self._scheduler.mark_broker_lost()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.fleet.reset_silence(now)
-            self._scheduler.expect_burst(now)
+            self._scheduler.admission.expect_burst(now)
             self._searches.note_connected()
             for group in self.groups:
                 if (record := group.plans.preparing) is not None:

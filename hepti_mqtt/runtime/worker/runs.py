@@ -391,7 +391,8 @@ class WorkerRuns:
         if isinstance(event.result, Exception):
             text = f"{self._device} cannot build the Program of {shape}: {event.result!r}"
             code = event.result.code if isinstance(event.result, HeptiError) else "device"
-            out.append(LogTrouble("programs_failed", text))
+            unexpected = None if isinstance(event.result, HeptiError) else event.result
+            out.append(LogTrouble("programs_failed", text, unexpected))
             for frame in waited:
                 out += self._end_failed(resident.key, frame.run_id, code, text)
             return resident, out

@@ -328,7 +328,7 @@ def test_records_of_models_that_are_no_longer_served_are_cleared(run, listen):
 
 
 def test_too_many_unread_requests_are_refused_under_their_id(run, listen, monkeypatch):
-    monkeypatch.setattr(planner, "MAX_UNREAD", 0)
+    monkeypatch.setattr(planner, "UNREAD_BYTES", 1)
     ear = listen("busy")
     run("busy")
     ear.status("online")
