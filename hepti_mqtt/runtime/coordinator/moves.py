@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from hepti_mqtt.cost.loads import DeviceLoad, LoadRates, SiteLoad, load_seconds
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering.handover import HandoverError
 from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import handover_moves
+from hepti_mqtt.planner.candidates import Candidate
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
     SURE,
@@ -28,7 +30,6 @@ from hepti_mqtt.planner.decisions import (
     Verdict,
     decide,
     goes_on,
-    load_seconds,
     pays_to_hold,
     pays_to_search,
 )
@@ -267,19 +268,18 @@ class Moves:
     ) -> Option:
         candidate = priced.candidate
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
-        most = self._groups.background.load_bytes_per_s
-        rates = {d: min(beliefs.cluster.links[d].down_bytes_per_s, most) for d in candidate.plan.devices}
-        coming, lacks = group.plans.preparing, candidate.load_bytes
-        if coming is not None and is_same_division(coming.plan, candidate.plan):
-            lacks = {d: max(n - coming.progress_bytes.get(d, (0, 0))[0], 0) for d, n in lacks.items()}
+        load = _rest(candidate, group.plans.preparing)
+        receive = LoadRates(receive_bytes_per_s=self._groups.background.load_bytes_per_s)
+        down = {device: link.down_bytes_per_s for device, link in beliefs.cluster.links.items()}
+        seconds = load_seconds(load, dict.fromkeys(load.devices, receive), down, beliefs.cluster.broker_bytes_per_s)
         option = Option(
             candidate,
             seen.cost,
             seen.seconds,
             group.methods.sd(candidate.plan),
-            load_bytes=sum(lacks.values()),
-            load_s=load_seconds(lacks, rates, beliefs.cluster.broker_bytes_per_s),
-            own_s=max((lacks[d] / rates[d] for d in lacks if d in used), default=0.0),
+            load_bytes=sum(part.cached_bytes + part.fetched_bytes for part in load.devices.values()),
+            load_s=max(seconds.values(), default=0.0),
+            own_s=max((seconds[device] for device in seconds if device in used), default=0.0),
             beside=candidate.fits_beside,
             unheard_s=self._fleet.estimates.unheard_s(set(candidate.plan.devices).difference(used), now)
             if used
@@ -288,6 +288,18 @@ class Moves:
         if seen.before is None:
             return option
         return replace(option, before=seen.before, remaining=None if change is None else change.remaining)
+
+
+def _rest(candidate: Candidate, coming: PlanRecord | None) -> SiteLoad:
+    """Return what is left to load for a plan; coming: the plan whose load is under way."""
+    loaded = coming.progress_bytes if coming and is_same_division(coming.plan, candidate.plan) else {}
+    devices = dict[str, DeviceLoad]()
+    for device, nbytes in candidate.load_bytes.items():
+        left, cached = max(nbytes - loaded.get(device, (0, 0))[0], 0), candidate.cached_bytes.get(device, 0)
+        devices[device] = DeviceLoad(min(cached, left), max(left - cached, 0))
+    most = max((part.fetched_bytes for part in devices.values()), default=0)
+    fetched = sum(part.fetched_bytes for part in devices.values())
+    return SiteLoad(devices, min(candidate.hub_bytes, fetched) if not loaded else min(candidate.hub_bytes, most))
 
 
 def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:

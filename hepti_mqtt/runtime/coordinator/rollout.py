@@ -31,6 +31,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     Tick,
     WeightsUnreadable,
 )
+from hepti_mqtt.runtime.coordinator.load_story import describe_end, describe_load
 from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
@@ -109,6 +110,7 @@ class Rollout:
         own = self._groups.default(group.name)
         preparing = own.plans.preparing
         plan, progress = (None, {}) if preparing is None else (preparing.plan, dict(preparing.progress_bytes))
+        loading = "" if preparing is None else describe_load(preparing, preparing.progress_s)
         own.published_transitions = own.plans.story.count
         story = own.plans.story.last(PUBLISHED_TRANSITIONS)
         others = self._groups.pinned(group.name)
@@ -116,7 +118,7 @@ class Rollout:
         coming = tuple(other.plans.preparing.plan for other in others if other.plans.preparing is not None)
         needs = {} if own.plans.active is None else own.plans.active.decision.chosen.price.needs
         parts = own.active, plan, own.last_decision, own.error, progress, story, pinned, coming, self._in_flight
-        return PublishPlan(group.name, *parts, own.verdict.considered, needs)
+        return PublishPlan(group.name, *parts, own.verdict.considered, needs, loading)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
@@ -138,8 +140,11 @@ class Rollout:
             return []
         if preparing.state == "swapping" and not preparing.waits_for & self._groups.plan_versions():
             group.plans.resume_preparation(preparing, now)
-        is_due = preparing.state == "preparing" and preparing.prepare_sent_s == -inf
-        return self._send_prepare(group, preparing, now) if is_due else []
+        if preparing.state != "preparing" or preparing.prepare_sent_s > -inf:
+            return []
+        text = "" if preparing.progress_bytes else describe_load(preparing, now)
+        story = [LogEvent("loading", text)] if text else []
+        return [*story, *self._send_prepare(group, preparing, now)]
 
     def tick(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Give up a preparation without progress, or send its Prepare again to devices that may have missed it."""
@@ -293,8 +298,10 @@ class Rollout:
         out = self._reactivate_older(group, plan)
         number = self.ids.next_transaction()
         activate = ((d, messages.Activate(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
-        note = LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}")
-        return [*out, *(self.command_device(*told) for told in activate), note, self.publish_plan(group)]
+        loaded = describe_end(record, now)
+        notes = [LogEvent("loaded", loaded)] if loaded else []
+        notes.append(LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}"))
+        return [*out, *(self.command_device(*told) for told in activate), *notes, self.publish_plan(group)]
 
     def _record_load(self, loaded: Mapping[str, int], record: PlanRecord, now: float) -> None:
         """Learn the rate of loads from the device that loaded most; also from a load that is given up."""
@@ -421,7 +428,8 @@ class Rollout:
         if event == "outdated":
             self._record_load({device: done for device, (done, _) in record.progress_bytes.items()}, record, now)
         group.plans.step(record, event, now, why)
-        return self.release(record.plan)
+        text = describe_end(record, now, why)
+        return [*([LogEvent("loaded", text)] if text else []), *self.release(record.plan)]
 
     def _handle_failed_preparation(
         self,
