@@ -779,12 +779,12 @@ def test_both_ends_of_a_pair_are_told_one_token_and_nobody_else_is():
     assert not {p.token_in for p in later} & set(tokens)
 
 
-def test_relayed_pairs_and_plans_over_the_broker_have_no_tokens():
+def test_relayed_pairs_have_no_tokens_and_plans_over_the_broker_have_them_for_tiles():
     members = membership(a=THERE, b=THERE, c=None)
     (b,) = peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members)
     assert (b.device, b.token_out) == ("b", "")
     assert b.token_in
-    assert peers_of(replace(mesh(), route="broker"), "a", members) == ()
+    assert peers_of(replace(mesh(), route="broker"), "a", members) == peers_of(mesh(), "a", members)
 
 
 def test_without_a_secret_nobody_is_introduced():
