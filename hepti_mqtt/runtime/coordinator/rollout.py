@@ -276,7 +276,7 @@ class Rollout:
             else:
                 continue
             for run in [r for r in group.runs.values() if r.plan_version == message.plan_version]:
-                out += self._scheduler.retry(group, run)
+                out += self._scheduler.retry(group, run, now)
             group.plans.request_search(due_s, now, message.text, forced=True)
         return out
 
@@ -450,7 +450,7 @@ class Rollout:
         if plans.active is None:
             group.error = error
             for request in [item.request for item in group.queue]:
-                out += self._scheduler.fail_request(group, request, error)
+                out += self._scheduler.fail_request(group, request, error, now)
         if (standing := plans.in_use) is not None and standing.state == "suspect":
             plans.retire(standing, "no plan", now, str(error))
         return [*out, self.publish_plan(group)]
