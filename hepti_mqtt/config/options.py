@@ -105,6 +105,7 @@ positive_int = _whole_in(1, math.inf, "a whole number above zero")
 non_negative_int = _whole_in(0, math.inf, "a whole number from zero")
 tcp_port = _whole_in(1, 65535, "a port from 1 to 65535")
 positive_seconds = _number_where(lambda value: 0 < value < math.inf, "a number of seconds above zero")
+positive_number = _number_where(lambda value: 0 < value < math.inf, "a number above zero")
 positive_mbit = _number_where(lambda value: 0 < value < math.inf, "a number of Mbit/s above zero")
 delay_ms = _number_where(lambda value: 0 <= value <= 60_000, "a number of milliseconds from 0 to 60000")
 error_fraction = _number_where(lambda value: 0 < value <= 1, "a part of the answer, such as 1e-3")
@@ -214,7 +215,7 @@ class PinOptions:
 
     def to_pins(self) -> Pins:
         """Return them as the planner takes them; raises ConfigError where they contradict each other."""
-        from hepti_mqtt.runtime.coordinator.requests import Pins  # not at the top: `hepti --help` needs no NumPy
+        from hepti_mqtt.runtime.coordinator.requests import Pins
 
         if self.wire is not None and self.accuracy is not None:
             raise ConfigError(f"--wire {self.wire} leaves nothing for --accuracy to choose; give one of the two")

@@ -50,11 +50,21 @@ def held_bytes(nbytes: int) -> int:
 # nothing is allocated before every size is checked. The normative text is docs/reference/wire.md.
 
 
-FrameKind = Literal["tensor", "work", "output", "done", "tile", "probe"]
+FrameKind = Literal["tensor", "work", "output", "done", "tile", "probe", "held", "wanted", "refused"]
 Body = bytes | bytearray | memoryview
 
 # Indices of these stand in the header, so only append.
-KINDS: Final[tuple[FrameKind, ...]] = ("tensor", "work", "output", "done", "tile", "probe")
+KINDS: Final[tuple[FrameKind, ...]] = (
+    "tensor",
+    "work",
+    "output",
+    "done",
+    "tile",
+    "probe",
+    "held",
+    "wanted",
+    "refused",
+)
 DTYPES: Final[tuple[SlotDtype, ...]] = ("f32", "f16", "i8", "u8", "i32")
 WANTS: Final[tuple[Want, ...]] = ("task", "hidden", "candidates")
 

@@ -26,7 +26,8 @@ from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
-from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import sampling
 from hepti_mqtt.service.grammar import call_schema, read_choice, read_format, with_schema
 from hepti_mqtt.service.messages import read_messages, read_tools

@@ -26,7 +26,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     LogEvent,
     Tick,
 )
-from hepti_mqtt.runtime.coordinator.requests import Run
+from hepti_mqtt.runtime.coordinator.runs import Run
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -483,8 +483,9 @@ class Fleet:
 
 
 def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
-    """Return the peers of a device under a mesh plan, with the tokens by which each lets the other in.
+    """Return the peers of a device under a plan, with the tokens by which each lets the other in.
 
+    Under every route they exchange tiles of weights; tensors go straight to them only under a plan of route `mesh`.
     Tokens follow from the planner's secret, the plan version and the pair, so a repeated Prepare carries the same.
     """
 
@@ -496,7 +497,7 @@ def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
         said = "\0".join(map(str, (plan.model, *plan.version, source, target)))
         return hmac.digest(secret, said.encode(), "sha256").hex()
 
-    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device) if plan.route == "mesh" else ()
+    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device)
     found = (Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None)
     return tuple(peer for peer in found if peer.token_in or peer.token_out)
 

@@ -20,24 +20,16 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict, run_seconds
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
+from hepti_mqtt.runtime.coordinator.batches import concatenate
+from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue, select_batch
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.guesses import StepPace
 from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
-from hepti_mqtt.runtime.coordinator.requests import (
-    MAX_UNREPORTED_RUNS,
-    Expectation,
-    FairQueue,
-    FollowingStep,
-    Generation,
-    Pins,
-    Request,
-    Run,
-    WorkItem,
-    concatenate,
-    select_batch,
-)
+from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, WorkItem
+from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import TransitionLog
 from hepti_mqtt.spec import RequestShape
 
@@ -61,8 +53,7 @@ class PlanGroup:
     run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
     devices and links are now, and the doubt in that; may_gain: the part of its time that a search may win. left: plans
     that were left, whose weights devices may have. recalled: the plan that served last, of this planner
-    or the one before, while none does; recall_by_s: until then a search waits for it, and for its devices. begun: rows
-    of steps that devices have begun by themselves, and that nobody has asked for yet.
+    or the one before, while none does; recall_by_s: until then a search waits for it, and for its devices.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
     in the published record.
     """
@@ -91,7 +82,6 @@ class PlanGroup:
     pace: RequestPace = field(default_factory=RequestPace)
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)
-    begun: list[tuple[FollowingStep, ...]] = field(default_factory=list)
     error: HeptiError | None = None
     failed_preparations: int = 0
     missing_bytes: dict[str, int] = field(default_factory=dict)

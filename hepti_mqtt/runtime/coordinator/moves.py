@@ -35,7 +35,8 @@ from hepti_mqtt.planner.decisions import (
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord, is_same_division
-from hepti_mqtt.runtime.coordinator.requests import Request, Run
+from hepti_mqtt.runtime.coordinator.requests import Request
+from hepti_mqtt.runtime.coordinator.runs import Run
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups

@@ -392,7 +392,7 @@ class Rollout:
             oldest = next((slot for slot in others if slot.idle), None)
             if oldest is None:
                 text = f"All {MAX_PINNED_GROUPS} pinned plans of {name} are in use. Try again later, or send no pins."
-                return None, self._scheduler.refuse_overloaded(request, text)
+                return None, self._scheduler.admission.refuse_overloaded(request, text)
             out = self.close_group(oldest, now, f"for {pins}")
         group = self._groups.add(name, pins)
         group.plans.request_search(now, now, "a request has pinned it", forced=True)

@@ -186,6 +186,7 @@ class CoordinatorSession:
         for group in self.groups:
             assert group.active is None or set(group.active.devices) <= set(self.fleet.usable())
         self.groups.check(self.in_flight)
+        self._scheduler.check()
 
     # -- membership -----------------------------------------------------------------------------------------------
 
@@ -349,14 +350,14 @@ class CoordinatorSession:
 
     def _handle_request(self, event: RequestArrived, now: float) -> list[CoordinatorCommand]:
         request = event.request
-        turned_away = self._scheduler.refuse_or_none(request, now)
+        turned_away = self._scheduler.admission.refuse_or_none(request, now)
         if turned_away is not None:
             return turned_away
         group, out = self._rollout.group_for(request, now)
-        return out if group is None else out + self._scheduler.enqueue(group, request, now)
+        return out if group is None else out + self._scheduler.admission.enqueue(group, request, now)
 
     def _handle_cancelled(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
-        return self._scheduler.take_back(event.key, now)
+        return self._scheduler.cancel(event.key, now)
 
     def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
         group = self.groups.default(event.model)
@@ -700,7 +701,7 @@ class CoordinatorSession:
         self._scheduler.mark_broker_lost()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.fleet.reset_silence(now)
-            self._scheduler.expect_burst(now)
+            self._scheduler.admission.expect_burst(now)
             for group in self.groups:
                 if (record := group.plans.preparing) is not None:
                     record.progress_s, record.device_progress_s, record.prepare_sent_s = now, {}, -inf

@@ -18,25 +18,12 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import decode_work
 from hepti_mqtt.runtime.coordinator import interface, scheduler
-from hepti_mqtt.runtime.coordinator.requests import (
-    Batch,
-    Batching,
-    FairQueue,
-    Request,
-    RequestKey,
-    WorkItem,
-    concatenate,
-    split_into_micro_batches,
-    split_output,
-)
-from hepti_mqtt.runtime.coordinator.scheduler import (
-    MAX_ATTEMPTS,
-    MAX_QUEUED,
-    MAX_QUEUED_PER_CLIENT,
-    Assignment,
-    ReplicaLoad,
-    next_assignment,
-)
+from hepti_mqtt.runtime.coordinator.admission import MAX_QUEUED, MAX_QUEUED_PER_CLIENT
+from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate, split_into_micro_batches, split_output
+from hepti_mqtt.runtime.coordinator.dispatch import Assignment, ReplicaLoad, next_assignment
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching, FairQueue
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, WorkItem
+from hepti_mqtt.runtime.coordinator.scheduler import MAX_ATTEMPTS
 from hepti_mqtt.schedule import route_to_replicas
 
 TOGETHER = Batching(16)

@@ -25,19 +25,11 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs, make_plan
 from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
-from hepti_mqtt.runtime.coordinator.requests import (
-    Batch,
-    Expectation,
-    Pins,
-    Request,
-    RequestKey,
-    Run,
-    RunStats,
-    WorkItem,
-    concatenate,
-)
+from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, RequestKey, RunStats, WorkItem
+from hepti_mqtt.runtime.coordinator.runs import Run
 from hepti_mqtt.service import channel as journal_module
 from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
