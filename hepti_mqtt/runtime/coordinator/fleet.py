@@ -37,7 +37,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     LogEvent,
     Tick,
 )
-from hepti_mqtt.runtime.coordinator.requests import Run
+from hepti_mqtt.runtime.coordinator.runs import Run
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -662,7 +662,7 @@ class HangDetector:
         for group in self._groups:
             late: dict[str, HungDevice] = {}
             for run in group.runs.values():
-                if now <= run.probe_at_s:
+                if now <= run.times.probe_at_s:
                     continue
                 if run.probed_s is None:
                     out += self._probe_run(group, run, now)
@@ -694,19 +694,19 @@ class HangDetector:
         if record is not None and not self._standby.is_held(group):
             nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
             load_s = nbytes / self._groups.background.load_bytes_per_s
-        most_s = min(PROBE_TIMEOUT_MAX_S, max(run.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
-        return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
+        most_s = min(PROBE_TIMEOUT_MAX_S, max(run.times.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
+        return min(max(run.times.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now
-        late = [d for d in run.plan.devices if d not in run.reports]
+        late = [d for d in run.plan.devices if d not in run.answers.reports]
         text = f"A run of {run.plan.model} is late; probing {', '.join(late)}"
         return [LogEvent("doubt", text), *self._rollout.probe(group, run.plan, late)]
 
     def _silent_devices(self, run: Run) -> list[str]:
         assert run.probed_s is not None
         usable = self._fleet.usable()
-        late = [usable[d] for d in run.plan.devices if d not in run.reports and d in usable]
+        late = [usable[d] for d in run.plan.devices if d not in run.answers.reports and d in usable]
         return [m.name for m in late if m.last_message_s < run.probed_s]
 
     def _unprepared(self, record: PlanRecord, now: float) -> dict[str, HungDevice]:

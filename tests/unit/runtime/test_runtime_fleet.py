@@ -17,6 +17,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.fleet import (
     BACKOFF_S,
     CRASH_WINDOW_S,
@@ -40,7 +41,6 @@ from hepti_mqtt.runtime.coordinator.fleet import (
 )
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.session import RETRY_WHILE_EXPECTED_S
 
 
