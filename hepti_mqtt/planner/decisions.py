@@ -17,7 +17,8 @@ from zlib import crc32
 
 import numpy as np
 
-from hepti_mqtt.cost.memory import weights_bytes
+from hepti_mqtt.cost.loads import DeviceLoad, SiteLoad, site_load
+from hepti_mqtt.cost.memory import matrices, weights_bytes
 from hepti_mqtt.cost.moves import bytes_to_load, held_matrices
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
@@ -393,14 +394,21 @@ def _with_loads(question: Question, c: Candidate, held: Sequence[Plan], active: 
     spec, devices, fits = question.spec, c.plan.devices, True
     resident = {device: resident_weights(spec, c.plan, device) for device in devices}
     memory = {device: held_matrices(spec, device, held) for device in devices}
-    lacks = {device: weights_bytes(resident[device], memory[device]) for device in devices}
-    anywhere = frozenset(chain.from_iterable(memory.values()))
-    shared = question.cluster.endpoints.issuperset(devices)  # devices send each other what one of them has
-    hub_bytes = weights_bytes(chain.from_iterable(resident.values()), anywhere) if shared else sum(lacks.values())
+    shared = question.cluster.endpoints.issuperset(devices)  # devices send each other the tiles that one of them has
+    if question.tiles is not None:
+        needs = {d: frozenset(matrices(resident[d], memory[d]).values()) - memory[d] for d in devices}
+        load = site_load(question.tiles, needs, question.cached, shared=shared)
+    else:
+        lacks = {d: DeviceLoad(0, weights_bytes(resident[d], memory[d])) for d in devices}
+        anywhere = frozenset(chain.from_iterable(memory.values()))
+        once = weights_bytes(chain.from_iterable(resident.values()), anywhere)
+        load = SiteLoad(lacks, once if shared else sum(part.fetched_bytes for part in lacks.values()))
     for device in devices:
         if active is not None and device in active.plan.devices:
             beside = bytes_to_load(spec, c.plan, device, [active.plan])
             common = weights_bytes(resident[device]) - beside
             together = c.price.needs[device] + active.price.needs[device] - common
             fits = fits and together <= c.price.memory_bytes[device]
-    return replace(c, load_bytes=lacks, hub_bytes=hub_bytes, fits_beside=fits)
+    cached = {device: part.cached_bytes for device, part in load.devices.items()}
+    nbytes = {device: part.cached_bytes + part.fetched_bytes for device, part in load.devices.items()}
+    return replace(c, load_bytes=nbytes, cached_bytes=cached, hub_bytes=load.hub_bytes, fits_beside=fits)

@@ -24,7 +24,7 @@ from hepti_mqtt.runtime.coordinator.batches import concatenate
 from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue, select_batch
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.guesses import StepPace
-from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
+from hepti_mqtt.runtime.coordinator.moves import RequestPace, SearchPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, WorkItem
@@ -293,12 +293,12 @@ class PlanGroup:
         """Learn how slow devices are from what they computed in a run; not from one beside loads."""
         record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
         plan, shape = run.plan, run.shape
-        if record is None or run.before or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
+        if record is None or run.before or run.beside.loads or run.task_queue is not None or len(run.items) > 1:
             return
         length = shape.size / max(plan.predicted_tokens, 1)
         if not 0.8 < length < 1.25 or not is_planned_for(self.served.spec, shape):
             return
-        for device, report in run.reports.items():
+        for device, report in run.answers.reports.items():
             use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)
             if use is None or profile is None or min(use.compute_s, 1e-6 * report[0]) < LEAST_COMPUTE_S:
                 continue
@@ -375,7 +375,9 @@ class PlanGroup:
         """Raise AssertionError if an invariant is broken."""
         self.plans.check()
         live = {plan_version for record in self.plans.serving for plan_version in record.versions}
-        assert all(run.plan_version in live and (run.waiting_requests or run.early_stats) for run in self.runs.values())
+        assert all(run.plan_version in live for run in self.runs.values())
+        for run in self.runs.values():
+            run.check()
         items = [(id(item.request), item.index) for run in self.runs.values() if run.is_computing for item in run.items]
         assert len(set(items)) == len(items), "a chunk runs twice"
         assert not self.queue or self.plans.may_serve(), "requests wait for nothing"
@@ -413,7 +415,7 @@ class PlanGroups:
             )
             for s in served
         }
-        self.background = BackgroundPace()
+        self.background = SearchPace()
         self._pinned: list[PlanGroup] = []
         self._illegal = 0  # illegal steps already reported
 

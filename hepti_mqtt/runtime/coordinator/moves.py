@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from hepti_mqtt.cost.loads import DeviceLoad, LoadRates, SiteLoad, load_seconds
+from hepti_mqtt.cost.loads import DeviceLoad, SiteLoad, load_seconds
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering.handover import HandoverError
@@ -51,11 +51,10 @@ ANOTHER_LINK: Final = 2.0  # surfaces are not made for links that differ by more
 PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
 LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
 
-# Before any load or search was measured:
-LOAD_BYTES_PER_S: Final = 35e6  # that a device loads if it does nothing else
+# Before any search was measured:
 SEARCH_S: Final = 1.0
 BESIDE_SEARCH: Final = 1.2  # a request during a search takes so many times as long
-WORK_WEIGHT: Final = 0.3  # of the last load, search or run during one
+WORK_WEIGHT: Final = 0.3  # of the last search, or run during one
 
 
 class RequestPace:
@@ -83,18 +82,12 @@ class RequestPace:
         return now - self.last_s < IN_USE_S
 
 
-class BackgroundPace:
-    """Measured rates of background work, and the slowdown of requests during a search."""
+class SearchPace:
+    """Measured seconds of a search, and the slowdown of requests meanwhile."""
 
     def __init__(self) -> None:
-        self.load_bytes_per_s = LOAD_BYTES_PER_S  #: of a device that does nothing else
         self.search_s = SEARCH_S  #: of the wall clock
         self.beside_search = BESIDE_SEARCH  #: a request during a search takes so many times as long
-
-    def record_load(self, nbytes: int, seconds: float, share: float) -> None:
-        """Learn from a load that had a share of its device."""
-        if nbytes >= 1 << 20 and seconds > 0:
-            self.load_bytes_per_s = _nearer(self.load_bytes_per_s, nbytes / seconds / share)
 
     def record_search(self, seconds: float) -> None:
         """Take a whole search beside requests."""
@@ -153,7 +146,7 @@ class Moves:
         then, ours = (self._of_size(group, r, run.shape.size, beliefs, now) for r in plans)
         assert progress is not None
         # Since that word it may have been as fast as was expected, or as is believed now.
-        fastest_s = min(run.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
+        fastest_s = min(run.times.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
         here = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
         verdict = goes_on(then, ours, Border.of_run(blocks, here))
         if not verdict.goes:
@@ -225,8 +218,7 @@ class Moves:
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
         """Return whether a device should load some bytes of weights ahead of the loss of the one that serves."""
-        work, link = self._groups.background, self._fleet.estimates.link(device)
-        load_s = nbytes / min(link.down_bytes_per_s, work.load_bytes_per_s)
+        load_s = nbytes / self._fleet.load_bytes_per_s(device)
         lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)
         return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now))
 
@@ -269,9 +261,8 @@ class Moves:
         candidate = priced.candidate
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
         load = _rest(candidate, group.plans.preparing)
-        receive = LoadRates(receive_bytes_per_s=self._groups.background.load_bytes_per_s)
         down = {device: link.down_bytes_per_s for device, link in beliefs.cluster.links.items()}
-        seconds = load_seconds(load, dict.fromkeys(load.devices, receive), down, beliefs.cluster.broker_bytes_per_s)
+        seconds = load_seconds(load, self._fleet.load_rates(), down, beliefs.cluster.broker_bytes_per_s)
         option = Option(
             candidate,
             seen.cost,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, Literal
@@ -14,7 +14,6 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
-from hepti_mqtt.planner.decisions import ACTIVATE_S
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Message, PrepareFailed, Ready
@@ -99,6 +98,8 @@ class Rollout:
             is_exhaustive=False,
             active=group.last_plan,
             residents=group.held(),
+            tiles=served.tiles,
+            cached=self._fleet.cached(served.name),
         )
 
     def command_device(self, device: str, message: messages.Message) -> Publish:
@@ -281,12 +282,11 @@ class Rollout:
             else:
                 continue
             for run in [r for r in group.runs.values() if r.plan_version == message.plan_version]:
-                out += self._scheduler.retry(group, run)
+                out += self._scheduler.retry(group, run, now)
             group.plans.request_search(due_s, now, message.text, forced=True)
         return out
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
-        self._record_load({device: total for device, (_, total) in record.progress_bytes.items()}, record, now)
         self._note_trial(group, record, now)
         group.plans.activate(record, now)
         group.failed_preparations = 0
@@ -302,13 +302,6 @@ class Rollout:
         notes = [LogEvent("loaded", loaded)] if loaded else []
         notes.append(LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}"))
         return [*out, *(self.command_device(*told) for told in activate), *notes, self.publish_plan(group)]
-
-    def _record_load(self, loaded: Mapping[str, int], record: PlanRecord, now: float) -> None:
-        """Learn the rate of loads from the device that loaded most; also from a load that is given up."""
-        if loaded:
-            device = max(loaded, key=loaded.__getitem__)
-            seconds = now - record.begun_s - ACTIVATE_S
-            self._groups.background.record_load(loaded[device], seconds, self._share(record, device))
 
     @staticmethod
     def _note_trial(group: PlanGroup, record: PlanRecord, now: float) -> None:
@@ -425,8 +418,6 @@ class Rollout:
         why: str,
     ) -> list[CoordinatorCommand]:
         """Give up a plan on its way."""
-        if event == "outdated":
-            self._record_load({device: done for device, (done, _) in record.progress_bytes.items()}, record, now)
         group.plans.step(record, event, now, why)
         text = describe_end(record, now, why)
         return [*([LogEvent("loaded", text)] if text else []), *self.release(record.plan)]
@@ -459,7 +450,7 @@ class Rollout:
         if plans.active is None:
             group.error = error
             for request in [item.request for item in group.queue]:
-                out += self._scheduler.fail_request(group, request, error)
+                out += self._scheduler.fail_request(group, request, error, now)
         if (standing := plans.in_use) is not None and standing.state == "suspect":
             plans.retire(standing, "no plan", now, str(error))
         return [*out, self.publish_plan(group)]

@@ -235,7 +235,7 @@ class CoordinatorSession:
         busy, loading = any(run.is_computing for run in runs), bool(self._loading_devices())
         change = self.fleet.record_heartbeat(device, heartbeat, now, busy=busy, loading=loading)
         changed = self._handle_change(device, change, now)
-        changed += self._scheduler.retry_after_broker_loss() if self._online else []
+        changed += self._scheduler.retry_after_broker_loss(now) if self._online else []
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
@@ -269,9 +269,9 @@ class CoordinatorSession:
         is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
         for run in (run for group in self.groups for run in group.runs.values()):
-            run.beside_loads |= is_loading  # of any device, because the hub sends its tiles
-            run.beside_search |= searching
-            run.only_beside_search &= searching
+            run.beside.loads |= is_loading  # of any device, because the hub sends its tiles
+            run.beside.search |= searching
+            run.beside.only_search &= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -364,6 +364,10 @@ class CoordinatorSession:
         if isinstance(message, messages.RequestTiles):
             tiles = SendTiles(message.model, device, message.hashes, message.share)
             return [tiles] if message.model in self.groups else []
+        if isinstance(message, messages.CachedTiles):
+            if message.model in self.groups:
+                self.fleet.record_tiles(device, message, self.groups.default(message.model).served)
+            return []
         changed = self._handle_change(device, self.fleet.record_message(device, now), now)
         return changed + self._handle_report(device, message, now)
 
@@ -409,9 +413,9 @@ class CoordinatorSession:
         group = self.groups.default(message.model)
         blocks = group.served.block_count(run.shape)
         part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
-        if run.beside_loads or now - run.dispatched_s <= LATE_FACTOR * run.expected_s * part:
+        if run.beside.loads or now - run.times.dispatched_s <= LATE_FACTOR * run.times.expected_s * part:
             return []  # a load slows down runs, and the rule has paid for it
-        run.is_late = True
+        run.lateness.is_late = True
         self.fleet.estimates.record_overdue(run.plan.devices, now)
         return []
 
@@ -421,9 +425,10 @@ class CoordinatorSession:
         for run in list(group.runs.values()) if active is not None and before else ():
             assert active is not None
             asked = (active.version, run.progress)
-            if not run.may_go_on or run.asked == asked or run.plan_version in active.versions:
+            if not run.may_go_on or run.lateness.asked == asked or run.plan_version in active.versions:
                 continue
-            is_first, run.asked = run.asked is None or run.asked[0] != active.version, asked
+            last, run.lateness.asked = run.lateness.asked, asked
+            is_first = last is None or last[0] != active.version
             if (verdict := self._moves.go_on(group, run, now)) is not None:
                 yield from self._tell_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
                 if verdict.goes:
@@ -489,12 +494,12 @@ class CoordinatorSession:
         """Yield what follows from runs that are late, requests that have expired and devices that have rested."""
         yield from self._rollout.tick(group, heard_s)
         for run in list(group.runs.values()):
-            if not run.beside_loads and heard_s - run.dispatched_s > LATE_FACTOR * run.expected_s:
+            if not run.beside.loads and heard_s - run.times.dispatched_s > LATE_FACTOR * run.times.expected_s:
                 self.fleet.estimates.record_overdue(run.plan.devices, now)
-            if heard_s > run.deadline_s and not run.broker_was_lost:
+            if heard_s > run.times.deadline_s and not run.broker_was_lost:
                 yield LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it")
                 yield from self._rollout.mark_suspect(group, run.plan, now)
-                yield from self._scheduler.retry(group, run)
+                yield from self._scheduler.retry(group, run, now)
         yield from self._scheduler.refuse_expired(group, now)
         if rested := group.crash_backoff.lift_expired(now):
             group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
