@@ -167,7 +167,8 @@ def _without_plan(situation: Situation, option: Option, best: Option) -> Assessm
     waiting_s = _waiting_s(option.load_s, situation.period_s)
     cost, least = float(option.cost.mean()), float(best.cost.mean())
     serves_s = max(MOST_S - option.load_s, 0.0)
-    until_s = serves_s if option is best else min(best.load_s / load_share(1 - least / max(cost, 1e-12)), serves_s)
+    next_s = best.load_s / load_share(1 - least / max(cost, 1e-12)) + situation.search_s + ACTIVATE_S
+    until_s = serves_s if option is best else min(next_s, serves_s)
     requests = serves_s / situation.period_s
     value_s = -(waiting_s + (until_s * cost + (serves_s - until_s) * least) / situation.period_s)
     return Assessment(option, 0.0, 1.0, requests, waiting_s, value_s, "must", "nothing serves")
