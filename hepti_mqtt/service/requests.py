@@ -147,6 +147,8 @@ class ModelInput:
     seconds: float = 0.0
     #: whether the text begins inside a thought; None: no thoughts are divided from it
     thoughts: bool | None = None
+    #: a recording in which nobody speaks: its text is empty
+    silent: bool = False
 
 
 def read_input(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = ()) -> ModelInput:
@@ -636,8 +638,18 @@ def _speech(
         raise RequestError(f"max_new_tokens must be an integer from 1 to {room}, not {most}", "max_new_tokens")
     shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want, heard.start)
     inputs = np.concatenate([np.array([0, *heard.prompt], np.int32), heard.frames])
-    new = most if want == "task" else 0
-    return ModelInput(shape, inputs, False, DEFAULT_TOP_K, computes, new, rules=heard.rules, seconds=heard.seconds)
+    new = (1 if heard.silent else most) if want == "task" else 0
+    return ModelInput(
+        shape,
+        inputs,
+        False,
+        DEFAULT_TOP_K,
+        computes,
+        new,
+        rules=heard.rules,
+        seconds=heard.seconds,
+        silent=heard.silent,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
