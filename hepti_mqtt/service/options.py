@@ -150,7 +150,8 @@ _TABLE: Final = (
            ("generation", "transcription"), low=1),
     Option("fit", "flag", "`true`: `max_new_tokens` is a bound, and fewer are generated where the model has less room; "
            "without it, that is an error", ("generation",), _TEXT_INPUTS, neutral=(False,)),
-    Option("language", "any", "of speech: a code such as `en`, or a list of them ([speech](../guide/speech.md#ask))", **_SPEAKS),
+    Option("language", "any", "of speech: a code such as `en`, or a list of them "
+           "([speech](../guide/speech.md#ask))", **_SPEAKS),
     Option("task", "any", "of speech: `transcribe` (default) or `translate`", **_SPEAKS),
     Option("window", "any", "of speech: seconds in which the recording is read", **_SPEAKS),
     Option("timestamps", "any", "of speech: `true` for the times of segments", **_SPEAKS, neutral=(False,)),
