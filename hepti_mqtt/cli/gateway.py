@@ -87,7 +87,8 @@ def gateway(args: argparse.Namespace) -> int:
         with contextlib.ExitStack() as stack:
             if args.announce:
                 where = 0 if _is_loopback(args.bind) else args.port
-                stack.callback(Announcement("gateway", args.site, BrokerUrl.parse(require_broker(args)), where).close)
+                broker = BrokerUrl.parse(require_broker(args))
+                stack.callback(Announcement("gateway", args.site, broker, where, args.bind).close)
             server.run(sockets=[listener])
     return 0
 

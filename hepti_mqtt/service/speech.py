@@ -17,7 +17,7 @@ from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
 from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput, fixed_point
-from hepti_mqtt.runtime.coordinator.requests import Generation
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.languages import ANY, language_code
 from hepti_mqtt.service.silence import has_pause, is_silent
