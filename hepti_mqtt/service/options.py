@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import RequestError
@@ -172,6 +173,16 @@ def checked(request: Mapping[str, Any]) -> dict[str, Any]:
             option.check(value)
         kept[key] = value
     return kept
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Name a key in refusals of the block that name none."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = error.param or key
+        raise
 
 
 def reference_rows() -> str:
