@@ -219,5 +219,8 @@ def _site(text: str, site: str) -> Iterator[Finding]:
         online = ", ".join(names) or "none"
         advice = "" if names else "start an agent on a device: hepti agent --id NAME"
         yield Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
+        for device in found:
+            if device["status"] == "online" and device.get("reason"):
+                yield Finding(f"device {device['device']}", str(device["reason"]), "see its agent's log")
     for line in clocks:
         yield Finding("clocks", line, output.CLOCK_ADVICE)
