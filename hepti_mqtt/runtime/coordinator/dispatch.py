@@ -21,8 +21,17 @@ from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
-from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
+from hepti_mqtt.runtime.coordinator.runs import (
+    MAX_UNREPORTED_RUNS,
+    BesideRun,
+    DeviceAnswers,
+    Run,
+    RunEvent,
+    RunState,
+    RunTimes,
+)
 from hepti_mqtt.runtime.coordinator.texts import Generation
+from hepti_mqtt.runtime.machinery import StateMachine
 from hepti_mqtt.schedule import route_to_replicas
 from hepti_mqtt.task_queue import TaskQueue
 
@@ -90,10 +99,12 @@ class Dispatcher:
         orders: Orders,
         ahead: StepsAhead,
         caches: KvCaches,
+        machine: StateMachine[RunState, RunEvent],
         in_flight: int,
     ) -> None:
         self._groups, self._fleet, self._ids, self._orders = groups, fleet, ids, orders
         self._ahead, self._caches, self._in_flight = ahead, caches, in_flight
+        self._machine = machine
         self._held: dict[str, float] = {}  #: by model: when its delayed batch is due
 
     @property
@@ -172,7 +183,7 @@ class Dispatcher:
         for plan in group.usable_executables:
             beside = self._concurrent_runs(group.name, plan)
             # What runs longer than predicted still keeps it busier than one where nothing runs.
-            busy_s = max([now, *(run.expected_end_s for run in beside)]) + len(beside) * MIN_RUN_S
+            busy_s = max([now, *(run.times.expected_end_s for run in beside)]) + len(beside) * MIN_RUN_S
             out.append(ReplicaLoad(plan, busy_s, token_s(plan) * learned, self._has_room(group, plan)))
         return out
 
@@ -186,6 +197,7 @@ class Dispatcher:
     def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
         """Let a run go on under another plan from a block on: its devices end it there, and begin with the rest."""
         del group.runs[run.run_id]
+        run.state = self._machine.step(f"run {run.run_id}", run.state, "continue", now)
         out = self._dispatch(group, plan, run.items, now, (run, block))
         heir = next(reversed(group.runs))
         left = messages.HandOver(run.plan.model, run.plan_version, run.run_id, block, heir, plan.to_dict())
@@ -230,33 +242,30 @@ class Dispatcher:
         run_s = plan.predicted_s * group.length_factor(plan, part.shape.size)
         expected_s = run_s * learned * max(len(beside), 1)
         alone_s = run_s if generations else estimate_run_s(plan, part.shape.size)
-        until_s = max([now, *(run.expected_end_s for run in beside)]) + learned * alone_s
+        until_s = max([now, *(run.times.expected_end_s for run in beside)]) + learned * alone_s
         doubt = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
         # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
         patience_s = OVERDUE_S * 2 ** max(i.request.losses[i.index] for i in items) + OVERDUE_FACTOR * expected_s
         overdue = now + min(patience_s, OVERDUE_MAX_S)
         others = [run for run in self._runs() if run.is_computing]
         for run in others:
-            run.ran_alone = False
+            run.beside.alone = False
+        ids = () if step is None else tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist())
         group.runs[run_id] = Run(
             run_id,
             items,
             part.shape,
             plan,
             group.cluster(),
-            now,
-            overdue,
+            RunTimes(now, expected_s, until_s, doubt, overdue, expectation),
             sent,
-            ran_alone=not others and before is None,
-            expectation=expectation,
-            expected_s=expected_s,
-            probe_at_s=doubt,
-            expected_end_s=until_s,
+            BesideRun(alone=not others and before is None),
+            self._machine.begin(f"run {run_id}", now),
+            DeviceAnswers(ids=ids),
             task_queue=TaskQueue(tasks, plan.devices, now) if tasks else None,
             frame_key=self._fleet.frame_key(plan),
             before=None if continued is None else continued[0],
             steps=steps,
-            ids=() if step is None else tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist()),
         )
         return out
 

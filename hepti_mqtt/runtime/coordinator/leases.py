@@ -18,14 +18,14 @@ class Leases:
         """Record a task that a device has computed; lease it the next one, or say that none is left."""
         if run.task_queue is None:
             return []
-        if run.plan.root in run.reports:  # it began after the others heard that none is left
+        if run.plan.root in run.answers.reports:  # it began after the others heard that none is left
             return [self._lease(run, device, ())]
         run.task_queue.complete_task(device, task, now)
         return self.lease(run, now)
 
     def lease(self, run: Run, now: float) -> list[CoordinatorCommand]:
         """Lease queued and overdue tasks to the free devices of a run."""
-        if run.task_queue is None or run.plan.root in run.reports:
+        if run.task_queue is None or run.plan.root in run.answers.reports:
             return []
         return [self._lease(run, d, (task,)) for d, task in run.task_queue.lease_tasks(now)]
 
@@ -34,7 +34,7 @@ class Leases:
 
         Only then: results that are lost with their device on the way are leased again until the root has ended.
         """
-        others = (d for d in run.plan.devices if d != run.plan.root and d not in run.lost_devices)
+        others = (d for d in run.plan.devices if d != run.plan.root and d not in run.answers.lost_devices)
         return [self._lease(run, device, ()) for device in others]
 
     def _lease(self, run: Run, device: str, tasks: tuple[int, ...]) -> CoordinatorCommand:

@@ -29,6 +29,7 @@ from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Sear
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import TransitionLog
 from hepti_mqtt.spec import RequestShape
@@ -65,6 +66,8 @@ class PlanGroup:
     site: SiteEstimates = field(default_factory=SiteEstimates)
     methods: MethodEstimates = field(default_factory=MethodEstimates)
     last_decision: Decision | None = None
+    searched_s: float = -inf  #: begin of the last search ...
+    searched_site: frozenset[object] = frozenset()  #: ... and the devices and plans of the site then
     known: tuple[Priced, ...] = ()
     made_with: Means = field(default_factory=dict)
     search_inputs: Means = field(default_factory=dict)
@@ -290,12 +293,12 @@ class PlanGroup:
         """Learn how slow devices are from what they computed in a run; not from one beside loads."""
         record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
         plan, shape = run.plan, run.shape
-        if record is None or run.before or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
+        if record is None or run.before or run.beside.loads or run.task_queue is not None or len(run.items) > 1:
             return
         length = shape.size / max(plan.predicted_tokens, 1)
         if not 0.8 < length < 1.25 or not is_planned_for(self.served.spec, shape):
             return
-        for device, report in run.reports.items():
+        for device, report in run.answers.reports.items():
             use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)
             if use is None or profile is None or min(use.compute_s, 1e-6 * report[0]) < LEAST_COMPUTE_S:
                 continue
@@ -304,20 +307,21 @@ class PlanGroup:
                 self.site.record_compute(device, log(slowdown), now)
 
     def learn_search(self, decision: Decision, active: Candidate | None, search: Search) -> Decision:
-        """Take the plans that a search has found, and the active one's new price; return the decision with all known.
+        """Take the plans of a search, and the active one's new price; return the decision with all known plans."""
 
-        One that was brief, or priced some plans that were known again, leaves the others known.
-        """
-        ranking = (decision.chosen, *decision.ranking[1:])
-        found = tuple(Priced(c, decision.cluster) for c in ranking if c.price.feasible or c is decision.chosen)
-        others: tuple[Priced, ...] = ()
-        if search.plans or search.is_brief:
-            fresh = [k.candidate.plan for k in found]
-            others = tuple(k for k in self.known if not any(is_same_division(k.candidate.plan, p) for p in fresh))
-            decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in others)))
-        if not search.plans:  # what has changed since the search began is no part of what it was made for
+        def is_among(candidate: Candidate, plans: Iterable[Plan]) -> bool:
+            return any(is_same_division(candidate.plan, plan) for plan in plans)
+
+        others = [c for c in decision.ranking[1:] if c.price.feasible and not is_among(c, search.refused)]
+        fresh = [Priced(c, decision.cluster) for c in (decision.chosen, *others)]
+        known: list[Priced] = []
+        if search.rules.keeps_known:
+            plans = [k.candidate.plan for k in fresh]
+            known = [k for k in self.known if not is_among(k.candidate, (*plans, *search.refused))]
+            decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in known)))
+        if search.kind is not SearchKind.NAMED:  # changes since the search began are no part of it
             self.made_with = self.search_inputs
-        self.known, self.last_decision = (*found, *others), decision
+        self.known, self.last_decision = (*fresh, *known), decision
         record = self.plans.active
         if record is not None and active is not None and is_same_division(record.plan, active.plan):
             record.reprice(active, decision.cluster)
@@ -371,7 +375,9 @@ class PlanGroup:
         """Raise AssertionError if an invariant is broken."""
         self.plans.check()
         live = {plan_version for record in self.plans.serving for plan_version in record.versions}
-        assert all(run.plan_version in live and (run.waiting_requests or run.early_stats) for run in self.runs.values())
+        assert all(run.plan_version in live for run in self.runs.values())
+        for run in self.runs.values():
+            run.check()
         items = [(id(item.request), item.index) for run in self.runs.values() if run.is_computing for item in run.items]
         assert len(set(items)) == len(items), "a chunk runs twice"
         assert not self.queue or self.plans.may_serve(), "requests wait for nothing"

@@ -152,7 +152,7 @@ class Moves:
         then, ours = (self._of_size(group, r, run.shape.size, beliefs, now) for r in plans)
         assert progress is not None
         # Since that word it may have been as fast as was expected, or as is believed now.
-        fastest_s = min(run.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
+        fastest_s = min(run.times.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
         here = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
         verdict = goes_on(then, ours, Border.of_run(blocks, here))
         if not verdict.goes:

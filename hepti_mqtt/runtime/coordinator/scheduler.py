@@ -34,7 +34,8 @@ from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, RunStats, WorkItem
-from hepti_mqtt.runtime.coordinator.runs import Progress, Run
+from hepti_mqtt.runtime.coordinator.runs import RUN_STATES, Progress, Run, RunEvent
+from hepti_mqtt.runtime.machinery import StateMachine, TransitionLog
 
 MAX_ATTEMPTS: Final = 4
 LINK_LOSS_WINDOW_S: Final = 5.0  # one lost connection between two devices may cost a request four runs
@@ -57,13 +58,16 @@ class Scheduler:
         self._leases = Leases(self._orders)
         self._ahead = StepsAhead(self._orders, ids)
         self._caches = KvCaches(self._orders, in_flight)
-        self._dispatcher = Dispatcher(groups, fleet, ids, self._orders, self._ahead, self._caches, in_flight)
+        self._machine = StateMachine(RUN_STATES, TransitionLog("runs"), counters)
+        self._dispatcher = Dispatcher(
+            groups, fleet, ids, self._orders, self._ahead, self._caches, self._machine, in_flight
+        )
         self.admission = Admission(groups, counters)
 
     @property
     def due_s(self) -> float:
         """Return when the next delayed batch or overdue lease is due; infinity if there is none."""
-        queues = (run.task_queue for run in self._runs() if run.plan.root not in run.reports)
+        queues = (run.task_queue for run in self._runs() if run.plan.root not in run.answers.reports)
         takeovers = (queue.next_takeover_s for queue in queues if queue is not None)
         return min([self._dispatcher.due_s, *takeovers], default=inf)
 
@@ -108,20 +112,22 @@ class Scheduler:
         if not frame.has_tag(run.frame_key):
             self._counters["forged"] += 1
             return []
-        if run.contradicts(event.device, frame):  # one of both is forged
+        if run.answers.contradicts(event.device, frame):  # one of both is forged
             self._counters["contradicted"] += 1
-            return self._retry_or_fail(group, run, RemoteError(f"two answers of {event.device} differ"), MAX_ATTEMPTS)
+            return self._retry_or_fail(
+                group, run, RemoteError(f"two answers of {event.device} differ"), MAX_ATTEMPTS, now
+            )
         if frame.kind == "output":
-            run.parts[event.device, frame.node, frame.part] = (frame.row_start, frame.array())
+            run.answers.parts[event.device, frame.node, frame.part] = (frame.row_start, frame.array())
         elif frame.kind == "done" and len(frame.numbers) == 4:
-            run.reports[event.device] = frame.numbers
+            run.answers.reports[event.device] = frame.numbers
             if run.task_queue is not None and event.device == run.plan.root:
                 out = self._leases.end(run)
         else:
             self._counters["foreign_frame"] += 1
-        if run.complete():
+        if run.answers.is_complete(run.plan.devices):
             return [*out, *self._complete(group, run, now)]
-        is_whole = run.early_stats is None and run.has_whole_output(group.served.spec.output_shape(run.shape))
+        is_whole = run.state == "dispatched" and run.answers.has_whole_output(group.served.spec.output_shape(run.shape))
         return [*out, *self._deliver(group, run, now, reported=False)] if is_whole else out
 
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
@@ -135,31 +141,35 @@ class Scheduler:
             same_loss = message.code == "link" and self._is_same_link_loss(run, now)
             lost = run.items_of(message.sessions)
             reused = message.code == "session" and self._caches.forget_prefixes(run.plan_version, lost)
-            return out + self.retry(group, run, same_loss or message.code == "passed" or reused, lost)
+            return out + self.retry(group, run, now, same_loss or message.code == "passed" or reused, lost)
         # What reached the device may have been forged, as this may be, or its memory short.
-        return out + self._retry_or_fail(group, run, RemoteError(message.text), 2)
+        return out + self._retry_or_fail(group, run, RemoteError(message.text), 2, now)
 
-    def _retry_or_fail(self, group: PlanGroup, run: Run, error: RemoteError, tries: int) -> list[CoordinatorCommand]:
+    def _retry_or_fail(
+        self, group: PlanGroup, run: Run, error: RemoteError, tries: int, now: float
+    ) -> list[CoordinatorCommand]:
         """Run a failed request again, by itself; it ends with the error after this many tries."""
         if not run.is_computing:
-            return self._rewind(group, run, error, tries)
+            return self._rewind(group, run, error, tries, now)
         tried = 1 + max((item.request.losses[item.index] for item in run.open_items), default=0)
         if len(run.items) == 1 and tried < tries:
-            return self.retry(group, run)
+            return self.retry(group, run, now)
         if len(run.items) == 1:
-            out = self._cancel(group, run)
-            return out + (self.fail_request(group, run.items[0].request, error) if run.open_items else [])
+            ends = run.open_items
+            out = self._cancel(group, run, "cancel", now)
+            return out + (self.fail_request(group, run.items[0].request, error, now) if ends else [])
         for item in run.open_items:  # what is cached may follow from what was forged
             if item.request.generation is not None:
                 item.request.generation.leave_session()
-        return self._part(group, run)
+        return self._part(group, run, now)
 
-    def _part(self, group: PlanGroup, run: Run) -> list[CoordinatorCommand]:
+    def _part(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         """Take a run of several items back: whose fault it was shows when each runs by itself."""
-        out = self._cancel(group, run)
-        for item in run.open_items:
+        items = run.open_items
+        out = self._cancel(group, run, "retry", now)
+        for item in items:
             item.request.unbatchable.add(item.index)
-        group.queue.prepend(run.open_items)
+        group.queue.prepend(items)
         return out
 
     @staticmethod
@@ -173,17 +183,18 @@ class Scheduler:
         return False
 
     def retry(
-        self, group: PlanGroup, run: Run, blameless: bool = False, failed: Sequence[WorkItem] = ()
+        self, group: PlanGroup, run: Run, now: float, blameless: bool = False, failed: Sequence[WorkItem] = ()
     ) -> list[CoordinatorCommand]:
         """Take a run back and queue it first; its job fails after too many attempts.
 
         blameless: no device had a part in the loss, so it is no attempt. failed: the items that begin again, while the
         others go on as they are; all of them if none is named.
         """
-        out = self._cancel(group, run)
+        items = run.open_items
+        out = self._cancel(group, run, "retry", now)
         back: list[WorkItem] = []
-        whole = [item for item in run.open_items if failed and item not in failed]
-        for item in run.open_items:
+        whole = [item for item in items if failed and item not in failed]
+        for item in items:
             request, lost = item.request, item.request.losses
             if request.finished or item in whole:
                 continue
@@ -195,9 +206,9 @@ class Scheduler:
                 text += (
                     "messages above max_queued_messages). See `hepti devices`, `hepti doctor` and the planner's log."
                 )
-                out += self.fail_request(group, request, RemoteError(text))
+                out += self.fail_request(group, request, RemoteError(text), now)
             elif group.error is not None and not group.plans.may_serve():
-                out += self.fail_request(group, request, group.error)
+                out += self.fail_request(group, request, group.error, now)
             else:
                 back.append(item)
         for item in back:
@@ -211,32 +222,34 @@ class Scheduler:
     def handle_lost_device(self, group: PlanGroup, run: Run, device: str, now: float) -> list[CoordinatorCommand]:
         """Let others take over the tasks of a lost device, or retry the run: without a queue, or without its root."""
         if run.task_queue is None or device == run.plan.root:
-            return self.retry(group, run)
-        run.lost_devices.add(device)
-        run.reports.pop(device, None)
+            return self.retry(group, run, now)
+        run.answers.lost_devices.add(device)
+        run.answers.reports.pop(device, None)
         run.task_queue.remove_device(device)
         out = self._leases.lease(run, now)
-        return [*out, *self._complete(group, run, now)] if run.complete() else out
+        return [*out, *self._complete(group, run, now)] if run.answers.is_complete(run.plan.devices) else out
 
     def mark_broker_lost(self) -> None:
         """The broker was lost, and with it whatever was on its way."""
         for run in self._runs():
             run.broker_was_lost = True
 
-    def retry_after_broker_loss(self) -> list[CoordinatorCommand]:
+    def retry_after_broker_loss(self, now: float) -> list[CoordinatorCommand]:
         """Retry the runs that the loss of the broker cut short, as soon as all of their devices are back."""
         cut = [(group, run) for group in self._groups for run in group.runs.values() if run.broker_was_lost]
         back = [(group, run) for group, run in cut if self._fleet.all_back(run.plan.devices)]
-        return [command for group, run in back for command in self.retry(group, run, blameless=True)]
+        return [command for group, run in back for command in self.retry(group, run, now, blameless=True)]
 
-    def fail_request(self, group: PlanGroup, request: Request, error: HeptiError) -> list[CoordinatorCommand]:
+    def fail_request(
+        self, group: PlanGroup, request: Request, error: HeptiError, now: float
+    ) -> list[CoordinatorCommand]:
         """Refuse a request unless it has ended, and cancel the runs that no other request waits for."""
         if request.finished:
             return []
         request.finished = True
         out: list[CoordinatorCommand] = []
-        for run in [r for r in group.runs.values() if not r.waiting_requests and r.early_stats is None]:
-            out += self._cancel(group, run)
+        for run in [r for r in group.runs.values() if not r.waiting_requests and r.state == "dispatched"]:
+            out += self._cancel(group, run, "cancel", now)
         return [*out, *self._caches.end_of(group, request), RefuseRequest(request, error)]
 
     def record_progress(self, device: str, message: messages.RunProgress, now: float) -> Run | None:
@@ -252,7 +265,7 @@ class Scheduler:
         if (cancelled := self.admission.find_cancelled(key, now)) is None:
             return []
         group, request = cancelled
-        out = self.fail_request(group, request, CancelledRequestError(CANCELLED))
+        out = self.fail_request(group, request, CancelledRequestError(CANCELLED), now)
         group.queue.discard_finished()
         return out
 
@@ -260,27 +273,33 @@ class Scheduler:
         """Refuse the requests whose deadline has passed."""
         out: list[CoordinatorCommand] = []
         for request in self.admission.expired(group, now):
-            out += self.fail_request(group, request, DeadlineError("the deadline passed before the answer was ready"))
+            late = DeadlineError("the deadline passed before the answer was ready")
+            out += self.fail_request(group, request, late, now)
         group.queue.discard_finished()
         return out
 
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         del group.runs[run.run_id]
-        self._counters["foreign_frame"] += run.count_unannounced()
+        self._counters["foreign_frame"] += run.answers.count_unannounced()
         group.record_reports(run, now)
-        if run.only_beside_search and not run.beside_loads and run.ran_alone and run.expected_s > 0:
-            self._groups.background.record_run((now - run.dispatched_s) / run.expected_s)
+        if run.beside.only_search and not run.beside.loads and run.beside.alone and run.times.expected_s > 0:
+            self._groups.background.record_run((now - run.times.dispatched_s) / run.times.expected_s)
         if (
-            run.ran_alone
-            and not run.beside_loads
+            run.beside.alone
+            and not run.beside.loads
             and len(run.items) == 1
             and is_planned_for(group.served.spec, run.shape)
         ):
-            group.record_run(run.plan, run.shape.size, now - run.dispatched_s, now, doubtful=run.beside_search)
-        if not run.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
+            group.record_run(run.plan, run.shape.size, now - run.times.dispatched_s, now, doubtful=run.beside.search)
+        if not run.answers.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
             text = "The devices' partial outputs do not form a whole answer. Install one version on all devices."
-            return self._retry_or_fail(group, run, RemoteError(text), MAX_ATTEMPTS)
-        return self._deliver(group, run, now, reported=True)
+            return self._retry_or_fail(group, run, RemoteError(text), MAX_ATTEMPTS, now)
+        out = self._deliver(group, run, now, reported=True)
+        self._step(run, "report", now)
+        return out
+
+    def _step(self, run: Run, event: RunEvent, now: float) -> None:
+        run.state = self._machine.step(f"run {run.run_id}", run.state, event, now)
 
     def _deliver(self, group: PlanGroup, run: Run, now: float, *, reported: bool) -> list[CoordinatorCommand]:
         """Give the whole output of a run to its requests; before all devices have reported, to those that do not wait.
@@ -294,7 +313,9 @@ class Scheduler:
             return []
         early, stats, out = run.early_stats, run.stats(), list[CoordinatorCommand]()
         run.early_stats = stats
-        outputs = split_output(group.served.spec, [item.batch for item in run.items], run.output())
+        if not reported:
+            self._step(run, "answer", now)
+        outputs = split_output(group.served.spec, [item.batch for item in run.items], run.answers.output())
         for item, output in zip(run.items, outputs, strict=True):
             if early is not None and not item.request.wants_report:  # it has the output: only the reports are new
                 item.request.stats = [stats if known is early else known for known in item.request.stats]
@@ -317,8 +338,9 @@ class Scheduler:
         request.finished = True
         return [AnswerRequest(request, group.plans.parent_of(run.plan), tuple(request.stats))]
 
-    def _cancel(self, group: PlanGroup, run: Run) -> list[CoordinatorCommand]:
+    def _cancel(self, group: PlanGroup, run: Run, event: RunEvent, now: float) -> list[CoordinatorCommand]:
         group.runs.pop(run.run_id, None)
+        self._step(run, event, now)
         devices = (run.before or run).plan.devices
         out: list[CoordinatorCommand] = []
         for each in (run,) if run.before is None else (run.before, run):
@@ -358,19 +380,21 @@ class Scheduler:
                 assert request.generation is not None
                 if not request.generation.follows(request.generation.steps[place], made):  # a part was forged
                     error = RemoteError("parts of an answer are not those that devices have sent")
-                    return self._rewind(group, run, error, MAX_ATTEMPTS)
+                    return self._rewind(group, run, error, MAX_ATTEMPTS, now)
             for request, item, _, place in known:
                 request.stats[place] = stats
                 out += self._answer_generation(group, item)
             return out
         generations = [item.request.generation for item in run.items]
         states = any(g.wants_states for g in generations if g)
-        if not reported and (states or not run.waiting_requests or not _usable(run.output())):
+        if not reported and (states or not run.waiting_requests or not _usable(run.answers.output())):
             return []
         run.early_stats = None if reported else stats
+        if not reported:
+            self._step(run, "answer", now)
         self._ahead.note_answered(run.run_id)
-        if run.ran_alone:
-            group.step_pace(run.plan).record(run.shape.size, now - run.dispatched_s)
+        if run.beside.alone:
+            group.step_pace(run.plan).record(run.shape.size, now - run.times.dispatched_s)
         places = [
             len(g.steps) if g and not i.request.finished else None for i, g in zip(run.items, generations, strict=True)
         ]
@@ -379,24 +403,24 @@ class Scheduler:
             if item.request.finished:
                 out += self._caches.end_of(group, item.request)
             else:
-                out += self._take_tokens(group, item, output, stats)
+                out += self._take_tokens(group, item, output, stats, now)
         return out
 
     def _take_tokens(
-        self, group: PlanGroup, item: WorkItem, logits: Array, stats: RunStats
+        self, group: PlanGroup, item: WorkItem, logits: Array, stats: RunStats, now: float
     ) -> list[CoordinatorCommand]:
         """Take what follows, and queue the next run of its session."""
         request, generation = item.request, item.request.generation
         assert generation is not None
         if not generation.wants_states and not _usable(logits):
             error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
-            return self.fail_request(group, request, error)
+            return self.fail_request(group, request, error, now)
         request.unbatchable.discard(item.index)
         published = generation.published_tokens
         try:
             step = generation.append_tokens(logits)
         except HeptiError as error:  # the rules allow no token
-            return self.fail_request(group, request, error)
+            return self.fail_request(group, request, error, now)
         request.stats.append(stats)
         out: list[CoordinatorCommand] = []
         for place, token in enumerate(step.taken, step.place):
@@ -406,7 +430,7 @@ class Scheduler:
             elif place >= 0 and token != published[place]:
                 text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat "
                 text += "the request; a device may be faulty (see `hepti devices`)."
-                return self.fail_request(group, request, RemoteError(text))
+                return self.fail_request(group, request, RemoteError(text), now)
             if not 0 <= place < len(published):
                 request.losses.clear()
         if not generation.done:
@@ -428,24 +452,27 @@ class Scheduler:
         ]
         return [*out, *self._caches.keep(group, request.generation)]
 
-    def _rewind(self, group: PlanGroup, run: Run, error: HeptiError, tries: int) -> list[CoordinatorCommand]:
+    def _rewind(
+        self, group: PlanGroup, run: Run, error: HeptiError, tries: int, now: float
+    ) -> list[CoordinatorCommand]:
         """Take back the tokens since a run whose output may be forged, and compute them again; fail after `tries`."""
         back = [(i, place) for i, place in zip(run.items, run.places, strict=True) if not i.request.finished]
         items, out = [item for item, place in back if place is not None], list[CoordinatorCommand]()
         if not items:
-            return self._cancel(group, run)
+            return self._cancel(group, run, "cancel", now)
         for item, place in back:
             if place is not None and item.request.generation is not None:
                 item.request.generation.rewind(place)
                 del item.request.stats[place:]
                 item.request.losses[item.index] += 1
         for later in [r for r in group.runs.values() if r.run_id >= run.run_id and any(i in items for i in r.items)]:
-            out += self._cancel(group, later)
-            group.queue.prepend(item for item in later.open_items if item not in items)
+            others = [item for item in later.open_items if item not in items]
+            out += self._cancel(group, later, "retry", now)
+            group.queue.prepend(others)
         group.queue.remove([item for item in group.queue if item in items])
         for item in items:
             if item.request.losses[item.index] >= tries:
-                out += self.fail_request(group, item.request, error)
+                out += self.fail_request(group, item.request, error, now)
             else:
                 group.queue.prepend([item])
         return out
