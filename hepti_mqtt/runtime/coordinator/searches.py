@@ -107,12 +107,13 @@ class Searches:
             return SearchKind.NAMED
         if is_awaited and wanted.origin is not SearchKind.HURRIED:  # else that has just failed
             return SearchKind.HURRIED
-        late = [r.lateness for r in group.runs.values() if r.lateness.is_late and r.may_go_on]
-        late = [lateness for lateness in late if not lateness.was_searched_for]
+        late = [
+            r for r in group.runs.values() if r.lateness.is_late and r.may_go_on and not r.lateness.was_searched_for
+        ]
         if group.active is None or not (late or wanted.kind is SearchKind.BRIEF):
             return SearchKind.WHOLE
-        for lateness in late:
-            lateness.was_searched_for = True
+        for run in late:
+            run.lateness.was_searched_for = True
         return SearchKind.BRIEF
 
     def _start(self, group: PlanGroup, kind: SearchKind, now: float) -> Solve:
