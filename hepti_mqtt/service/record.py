@@ -43,8 +43,8 @@ def encode_record(
     the planner's, where it is by more than a minute. considered: what the rule said last of other plans, the best
     first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. needs: bytes that the
     active plan needs, by device. languages: that a model of speech knows; others have no such key. machines: addresses
-    of devices that share a machine, by device, if any do: predictions for several of them hold for idle cores. card: what the
-    model is (`service/card.py`).
+    of devices that share a machine, by device, if any do: predictions for several of them hold for idle cores. card:
+    what the model is (`service/card.py`).
     `protocol/messages.py` names all keys that users read.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
