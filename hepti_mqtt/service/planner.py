@@ -45,6 +45,7 @@ from hepti_mqtt.service.decoder import (
 )
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
+from hepti_mqtt.service.heartbeats import HeartbeatInbox
 from hepti_mqtt.service.home_assistant import HomeAssistant
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.served import Served
@@ -229,6 +230,8 @@ class _Planner:
         self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # statuses that have not come back to us
         self.away = {"control", "requests"}  # lost connections; the session thread's
         self.bulk = _weights_connection(config.url, name)
+        heartbeats = self.topics.all_heartbeats()
+        self.heartbeats = HeartbeatInbox(config.url, f"{name}-heartbeats", heartbeats, self._handle_heartbeats_state)
         self.tiles = TileServer(
             config.site,
             start.boot,
@@ -289,6 +292,10 @@ class _Planner:
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
         elif isinstance(state, Refused):
+            self.inbox.post(lambda: self._refused(state))
+
+    def _handle_heartbeats_state(self, state: State) -> None:
+        if isinstance(state, Refused):
             self.inbox.post(lambda: self._refused(state))
 
     def _handle_requests_connection(self, state: State) -> None:
@@ -431,7 +438,7 @@ class _Planner:
         try:
             if self.metrics is not None and self.config.metrics is not None:
                 served = self.metrics.serve(self.config.metrics)
-            for link in (self.bulk, self.channel, self.control, self.home):
+            for link in (self.bulk, self.heartbeats, self.channel, self.control, self.home):
                 if link is not None:
                     self._connect(link, stop)
             for thread in threads:
@@ -450,7 +457,9 @@ class _Planner:
         if self.failure is not None:
             raise self.failure
 
-    def _connect(self, link: PahoTransport | RequestChannel | HomeAssistant, stop: threading.Event) -> None:
+    def _connect(
+        self, link: PahoTransport | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
+    ) -> None:
         wait_for_broker(lambda _left_s: link.connect(), self.log.warning, stop=stop)
 
     def _serve(self, stop: threading.Event) -> None:
@@ -475,7 +484,11 @@ class _Planner:
             )
 
     def _tick(self) -> interface.Tick:
-        heard_s = self.control.heard_s
+        for topic, payload in self.heartbeats.take():
+            heartbeat = self.decoder.decode(topic, payload)
+            if isinstance(heartbeat, interface.DeviceHeartbeat):
+                self._run_guarded(partial(self._handle, heartbeat))
+        heard_s = max(self.control.heard_s, self.heartbeats.heard_s)
         if "control" not in self.away and self.session.fleet.usable():
             found = self.watch.look(heard_s, time.monotonic())
             if found == "ask":
@@ -645,6 +658,7 @@ class _Planner:
             if (shared := self._shared("offline")) is not None:
                 self._publish(*shared)
         self.bulk.close()
+        self.heartbeats.close()
         if self.home is not None:
             self.home.close()
         self.control.close(None if replaced else self._status("offline"))

@@ -366,9 +366,8 @@ def test_a_device_that_floods_keeps_no_word_of_another_out(unconnected):
         messages.RunFailed("bert", epoch, 5, "device", "broken"),
         messages.RequestTiles("bert", (b"\0" * 32,)),
     ]
-    beat = protocol_messages.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
     for _ in range(SENDER_EVENTS + 2):
-        unconnected._handle_message(topics.heartbeat("loud"), messages.encode_heartbeat(beat))
+        unconnected._handle_message(topics.reports("loud"), messages.encode(said[0]))
     unconnected._handle_message(topics.status("a"), encode_status(will))
     for message in said:
         unconnected._handle_message(topics.reports("a"), messages.encode(message))
