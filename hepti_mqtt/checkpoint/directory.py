@@ -108,14 +108,7 @@ class Checkpoint:
         self._scores = scores
         self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
-        self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
-        self.spec = without_false_tie(self.spec, self._stored)
-        matched = _match(self._stored, self.spec, path)
-        in_blocks = {source.name: tensor.dtype for source, tensor in matched.items() if tensor.raw is not None}
-        self.spec = with_storages(self.spec, in_blocks)
-        if weights is not None:
-            self.spec = quantised(self.spec, weights)
-        self.spec = with_cache(self.spec, cache)
+        self.spec = _kept_as(_stored_spec(path, config, extras, self._stored), weights, cache)
         self._tensors = self._as_stored = _match(self._stored, self.spec, path)
         if weights is not None:
             self._tensors = {s: self._quantised(s, tensor, weights) for s, tensor in self._tensors.items()}
@@ -150,11 +143,7 @@ class Checkpoint:
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
         refuse_pointers([root / "tokenizer.json"])
-        extras = {
-            file.relative_to(root).as_posix(): read_json(file)
-            for pattern in _EXTRAS
-            for file in sorted(root.glob(pattern))
-        }
+        extras = _extras(root)
         if onnx is not None:
             beside = root / "config.json"
             net = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
@@ -453,6 +442,45 @@ def model_parts(path: str | Path) -> tuple[str, ...]:
     """
     described = model_directory(Path(path)) / "config.json"
     return tuple(models_of(read_json(described))) if described.is_file() else ("",)
+
+
+def described_spec(path: str | Path, weights: Quantised | None = None, cache: CacheDtype = "f32") -> Spec:
+    """Return the spec of a model without its weights: by its config.json, or by the header of a GGUF file.
+
+    weights, cache: as of `Checkpoint.open`. Raises ModelError for files that cannot be read.
+    """
+    path = model_directory(Path(path))
+    if (gguf := gguf_file.find_gguf(path)) is not None:
+        file = gguf_file.GgufFile(gguf, whole=False)
+        try:
+            spec = _stored_spec(path, *files_in_our_words(file.config, {}), file.tensors)
+        finally:
+            file.close()
+    else:
+        parts = models_of(read_json(path / "config.json"))
+        spec = _plausible_spec(path, *files_in_our_words(next(iter(parts.values())), _extras(path)))
+    return _kept_as(spec, weights, cache)
+
+
+def _extras(root: Path) -> dict[str, Any]:
+    """Return the JSON files of a directory beside config.json, by relative name."""
+    files = (file for pattern in _EXTRAS for file in sorted(root.glob(pattern)))
+    return {file.relative_to(root).as_posix(): read_json(file) for file in files}
+
+
+def _stored_spec(
+    path: Path, config: Mapping[str, Any], extras: Mapping[str, Any], stored: Mapping[str, TensorReader]
+) -> Spec:
+    """Return the spec of a model with these tensors."""
+    spec = without_missing_pooler(_plausible_spec(path, config, extras), stored)
+    spec = without_false_tie(spec, stored)
+    matched = _match(stored, spec, path)
+    in_blocks = {source.name: tensor.dtype for source, tensor in matched.items() if tensor.raw is not None}
+    return with_storages(spec, in_blocks)
+
+
+def _kept_as(spec: Spec, weights: Quantised | None, cache: CacheDtype) -> Spec:
+    return with_cache(spec if weights is None else quantised(spec, weights), cache)
 
 
 def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:

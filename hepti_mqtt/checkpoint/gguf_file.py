@@ -84,8 +84,10 @@ class GgufFile(RowsFile):
     none. Raises ModelError for a file that is none, or cut short, UnsupportedModelError for what is not read here.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, whole: bool = True) -> None:
+        """Open the file; whole: refuse one that ends before its tensors do."""
         super().__init__(path)
+        self._whole = whole
         self._others: list[RowsFile] = []
         self.tokenizer: dict[str, Any] | None = None
         self.tokenizer_config: dict[str, Any] = {}
@@ -163,7 +165,7 @@ class GgufFile(RowsFile):
         found: dict[str, _Tensor] = {}
         for name, tensor in rows:
             nbytes = math.prod(tensor.shape) // tensor.storage.block * tensor.storage.block_bytes
-            if (stop := base + tensor.offset + nbytes) > end:
+            if self._whole and (stop := base + tensor.offset + nbytes) > end:
                 raise ModelError(
                     f"{file.path} has {end:,} bytes, and {name} ends at {stop:,}: its copy or download was cut off; "
                     "copy it again"

@@ -22,6 +22,7 @@ from hepti_mqtt.config.options import (
     index_range,
     non_negative_int,
     positive_int,
+    positive_number,
     positive_seconds,
     tcp_port,
 )
@@ -212,11 +213,20 @@ def _model(sub: argparse.ArgumentParser) -> None:
 
 
 def _simulate(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", help="a model directory, an ONNX or GGUF file, or a kind that `hepti model make` knows")
-    sub.add_argument(
-        "--devices-file", type=Path, required=True, metavar="YAML", help="devices and links (configs/sites)"
-    )
-    sub.add_argument("--tokens", type=positive_int, default=128, help="tokens of each sequence (default 128)")
+    model = "a model by name (llama-3.2-1b, qwen3-4b, bert-large, ...), a directory with config.json, an ONNX or GGUF "
+    sub.add_argument("model", help=f"{model}file; weights are not needed")
+    boards = "pi4-2gb, pi4-4gb, pi4-8gb, pi5-4gb, pi5-8gb, pi5-16gb, pi-zero-2w, n100-8gb, n100-16gb, orin-nano-8gb"
+    site = "devices and links: a site file, or one that comes with Hepti: four-pi4, mixed-four, ..., or "
+    site += "COUNT-BOARD[-wifi|-100mbit] such as four-pi5-8gb"
+    sub.add_argument("--devices-file", type=Path, metavar="YAML|NAME", help=site)
+    sub.add_argument("--board", metavar="BOARD", help=f"instead: a table of 1 to 8 boards of a kind: {boards}")
+    network = "network of --board (default gigabit)"
+    sub.add_argument("--network", choices=("gigabit", "100mbit", "wifi"), default="gigabit", help=network)
+    enough = "with --board: also print the fewest boards that reach so many tokens/s"
+    sub.add_argument("--tokens-per-s", type=positive_number, metavar="N", help=enough)
+    sub.add_argument("--tokens", type=positive_int, help="tokens of each sequence, or of a prompt (default 128)")
+    context = "tokens of a decoder's text that devices have room for (default 4096)"
+    sub.add_argument("--context", type=positive_int, default=4096, metavar="N", help=context)
     sub.add_argument(
         "--sequences", type=positive_int, default=1, metavar="N", help="of the request, as many as fit into one run"
     )

@@ -104,15 +104,18 @@ def bundled_configs(kind: Kind) -> dict[str, Path]:
     return {path.stem: path for path in sorted((CONFIG_DIR / kind).glob("*.yaml"))}
 
 
-def find_bundled_config(kind: Kind, given: Path) -> Path:
-    """Return the file that is meant: the given one if it exists, else one of ours by name or as `configs/KIND/NAME`."""
+def find_bundled_config(kind: Kind, given: Path, others: Collection[str] = ()) -> Path:
+    """Return the given file if it exists, else the bundled one by name or as `configs/KIND/NAME`.
+
+    others: names that may be meant too. Raises ConfigError for an unknown name.
+    """
     bare = given if str(given.parent) == "." else Path(given.name) if given.parent == Path("configs", kind) else None
     if given.exists() or bare is None:
         return given
     name, files = bare.name.removesuffix(".yaml"), bundled_configs(kind)
     if name not in files:
         raise ConfigError(
-            f"there is no file {given}, and no {kind[:-1]} {name!r} comes with Hepti{nearest(name, files)}"
+            f"there is no file {given}, and no {kind[:-1]} {name!r} comes with Hepti{nearest(name, [*files, *others])}"
         )
     return files[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.config import load_yaml, mapping
+from hepti_mqtt.config.settings import CONFIG_DIR, bundled_configs, find_bundled_config, nearest
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, make_cluster
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
@@ -20,8 +22,16 @@ _WATTS: Final = ("compute_watts", "link_watts")
 _FRAMES: Final = ("frame_ms", "frame_ms_per_mb")
 _DEVICE: Final = {
     *("gflops", "int8_gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms", "mesh", "shared"),
-    *(*_FRAMES, *_WATTS, "storages"),
+    *(*_FRAMES, *_WATTS, "storages", "board"),
 }
+#: Links of boards in a site that is named by board and count.
+NETWORKS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gigabit": {"mbit": 940.0, "round_trip_ms": 0.5},
+    "100mbit": {"mbit": 94.0, "round_trip_ms": 0.6},
+    "wifi": {"mbit": 200.0, "round_trip_ms": 4.0, "shared": True},
+}
+_COUNTS: Final = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+_NAMED: Final = re.compile(rf"({'|'.join(_COUNTS)}|[1-9][0-9]?)-(.+?)(?:-({'|'.join(NETWORKS)}))?")
 _RATES: Final = {"gflops", "int8_gflops", "memory_gb_per_s"}
 #: Bytes of a stored value.
 _VALUE_BYTES: Final = {"w8a8": 1.0, "w8a32": 1.0} | {
@@ -40,9 +50,34 @@ _TOP: Final = {"defaults", "devices", "broker_mbit", "peers", "deadline_ms"}
 _PEER: Final = {"between", "mbit", "round_trip_ms"}
 
 
+def boards() -> Mapping[str, Mapping[str, Any]]:
+    """Return the fields of the boards that come with Hepti, by name."""
+    found: Mapping[str, Mapping[str, Any]] = load_yaml(CONFIG_DIR / "boards.yaml")
+    return found
+
+
+def find_site(given: Path) -> Cluster:
+    """Return the cluster of a site file, of one that comes with Hepti, or of a name such as four-pi5-8gb-wifi.
+
+    Raises ConfigError for a file that is wrong, and for an unknown name.
+    """
+    named = _NAMED.fullmatch(given.name)
+    if given.exists() or named is None or given.name in bundled_configs("sites") or named[2] not in boards():
+        return load_site(find_bundled_config("sites", given, boards() if named else ()))
+    count = _COUNTS.index(named[1]) + 1 if named[1] in _COUNTS else int(named[1])
+    return board_site(named[2], count, named[3] or "gigabit")
+
+
+def board_site(board: str, count: int, network: str = "gigabit") -> Cluster:
+    """Return the cluster of so many equal boards; raises ConfigError for an unknown board."""
+    devices = {f"{board}-{number + 1}": {"board": board} for number in range(count)}
+    return _cluster(Path(f"{count}-{board}"), {"defaults": NETWORKS[network], "devices": devices})
+
+
 def load_site(path: Path) -> Cluster:
     """Return the cluster that a site file describes; raises ConfigError that names file, device and key.
 
+    board: one of `boards()`, which gives the fields that the device does not state.
     broker_mbit: the rate of the broker's own link; by default that of the fastest device's.
     mesh: false for a device without direct connections. shared: true for devices on one medium, such as Wi-Fi.
     int8_gflops: products whose activations are rounded to int8; by default as `gflops`. storages: rates per storage.
@@ -50,7 +85,11 @@ def load_site(path: Path) -> Cluster:
     peers: pairs whose links differ from those that follow from their devices' links.
     compute_watts, link_watts: above idle; deadline_ms: of an answer. `coedge/energy` needs them.
     """
-    data = load_yaml(path)
+    return _cluster(path, load_yaml(path))
+
+
+def _cluster(path: Path, data: Any) -> Cluster:
+    """Return the cluster that the content of a site file describes."""
     if not isinstance(data, Mapping) or not isinstance(data.get("devices"), Mapping) or not data["devices"]:
         raise ConfigError(f"{path}: needs a mapping `devices:` with at least one device")
     _reject_unknown_keys(path, "the file", data, _TOP)
@@ -59,7 +98,8 @@ def load_site(path: Path) -> Cluster:
     said: dict[str, set[str]] = {"mesh": set(), "shared": set()}
     for name, fields in data["devices"].items():
         check_name("device", name)
-        merged = {**defaults, **mapping(f"{path}: device {name}", fields or {})}
+        own = mapping(f"{path}: device {name}", fields or {})
+        merged = {**defaults, **_board(path, name, own.get("board", defaults.get("board"))), **own}
         _reject_unknown_keys(path, name, merged, _DEVICE)
         devices[name] = _profile(path, name, merged)
         rate = _number(path, name, merged, "mbit", 940.0) * 1e6 / 8
@@ -93,6 +133,16 @@ def _peers(path: Path, listed: Any, links: Mapping[str, Link]) -> dict[DevicePai
         latency_s = _number(path, where, entry, "round_trip_ms", 1e3 * 2 * (one.latency_s + other.latency_s)) / 2e3
         found[pair[0], pair[1]] = found[pair[1], pair[0]] = PeerLink(latency_s, rate)
     return found
+
+
+def _board(path: Path, device: str, name: Any) -> Mapping[str, Any]:
+    """Return the fields of a device's board, if it names one."""
+    if name is None:
+        return {}
+    known = boards()
+    if name not in known:
+        raise ConfigError(f"{path}: {device} has an unknown board {name!r}{nearest(str(name), known)}")
+    return known[name]
 
 
 def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:

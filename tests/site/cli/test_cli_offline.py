@@ -15,12 +15,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import yaml
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli import infer
 from hepti_mqtt.cli.infer import check, request_body
 from hepti_mqtt.cli.main import COMMANDS, build, main
 from hepti_mqtt.client.described import reference
+from hepti_mqtt.config.sites import boards
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, WireError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
@@ -272,6 +274,65 @@ def test_the_strategy_auto_is_the_planners_choice(capsys: pytest.CaptureFixture[
     code, out, err = run(capsys, *common, "--strategy", "auto")
     assert code == 0, err
     assert out == run(capsys, *common)[1]
+
+
+KNOWN = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
+
+
+@pytest.mark.parametrize("model", KNOWN)
+def test_a_known_model_is_simulated_before_its_download(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    common = ("simulate", model, "--devices-file", "two-n100-16gb", "--strategy", "single", "--json")
+    steps = {}
+    for weights in ("q8", "q4"):
+        code, out, err = run(capsys, *common, "--weights", weights)
+        assert code == 0, err
+        steps[weights] = json.loads(out)["candidates"][0]["step_ms"]
+    assert steps["q8"] > 1.3 * steps["q4"]
+
+
+def test_a_model_without_weights_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-0.6b"]))
+    common = ("--devices-file", "one-pi5-8gb", "--weights", "q4", "--json")
+    by_name, by_file = (run(capsys, "simulate", name, *common) for name in ("qwen3-0.6b", str(tmp_path)))
+    assert by_name == by_file
+    assert by_name[0] == 0
+
+
+def test_the_help_lists_all_boards(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = "".join(run(capsys, "simulate", "--help")[1].split())  # lines break at hyphens
+    assert all(board in shown for board in boards())
+
+
+def test_how_many_boards_a_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("simulate", "tiny-llama", "--board", "pi4-2gb", "--tokens", "64")
+    code, out, _ = run(capsys, *common, "--tokens-per-s", "1", "--json")
+    found = json.loads(out)
+    assert (code, found["boards"]) == (0, 1)
+    assert [row["boards"] for row in found["rows"]] == [1, 2, 3, 4, 6, 8]
+    first = found["rows"][0]
+    assert first["prompt_tokens_per_s"] > first["tokens_per_s"] > 0
+    assert first["first_token_s"] == pytest.approx(64 / first["prompt_tokens_per_s"])
+    code, out, _ = run(capsys, *common)
+    assert (code, out.count("█") > 6) == (0, True)
+    code, out, _ = run(capsys, "simulate", "tiny-bert", "--board", "pi4-2gb", "--tokens-per-s", "1e12")
+    assert (code, "not reached" in out) == (0, True)
+    assert run(capsys, "simulate", "llama-3.1-8b", "--board", "pi-zero-2w")[0] == 4, "its weights do not fit"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bert-large --devices-file four-pi4 --tokens 100000",
+        "vit-base --devices-file four-pi4 --tokens 20",
+        "llama-3.2-1 --devices-file four-pi4",
+        "bert-large",
+        "bert-large --devices-file four-pi4 --board pi4-2gb",
+        "bert-large --board pi9",
+    ],
+)
+def test_a_simulation_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+    code, out, err = run(capsys, "simulate", *arguments.split())
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

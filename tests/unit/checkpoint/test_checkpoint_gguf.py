@@ -15,7 +15,7 @@ from gguf_writer import converted, quantised
 from golden_cases import GOLDEN
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint import Checkpoint, described_spec, make_model
 from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import graph, spec_from_dict
@@ -330,3 +330,22 @@ def test_what_stays_in_blocks_is_told_by_the_spec(original: Path, tmp_path: Path
         dtypes = {entry.name: entry.dtype for entry in model.manifest.entries}
         assert dtypes["layers.0.query.weight"] == dtypes["layers.0.attention_out.weight"] == "q4_0"
         assert dtypes["layers.0.mlp_down.weight"] == "f16"
+
+
+def test_a_header_alone_describes_a_model(original: Path, tmp_path: Path) -> None:
+    whole = converted(original, tmp_path / "whole.gguf", "q4_0", table="q8_0")
+    with Checkpoint.open(whole) as model:
+        spec = model.spec
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole.read_bytes()[: -(whole.stat().st_size // 4)])
+    with pytest.raises(ModelError):
+        Checkpoint.open(cut)
+    assert described_spec(cut) == described_spec(whole) == spec
+
+
+def test_a_config_alone_describes_a_model(original: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((original / "config.json").read_text())
+    with Checkpoint.open(original) as model:
+        assert described_spec(tmp_path).to_dict()["layers"] == model.spec.to_dict()["layers"]
+    with pytest.raises(ModelError):
+        described_spec(tmp_path / "nowhere")

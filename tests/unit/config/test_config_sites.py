@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.config.sites import boards, find_site, load_site
 from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.cost.simulator import TopicNames
@@ -60,6 +60,33 @@ def test_few_rows_stream_the_weights():
     assert device.linear[0].product == Product()
     assert device.linear[0].seconds(1) == device.linear[0].seconds(8)
     assert device.linear[0].seconds(512) == pytest.approx(2 * 512 * 2**20 / 24.6e9)
+
+
+@pytest.mark.parametrize("board", boards())
+@pytest.mark.parametrize("network", ["", "-wifi", "-100mbit", "-gigabit"])
+def test_a_site_is_named_by_count_and_board(board, network):
+    cluster = find_site(Path(f"three-{board}{network}"))
+    assert list(cluster.devices) == [f"{board}-{n}" for n in (1, 2, 3)]
+    assert list(find_site(Path(f"3-{board}")).devices) == list(cluster.devices)
+    if network == "-wifi":
+        assert cluster.shared_medium == {*cluster.devices}
+
+
+def test_a_device_of_a_board_has_its_numbers_unless_it_states_its_own(tmp_path):
+    path = tmp_path / "site.yaml"
+    path.write_text("devices: {a: {board: pi4-4gb}, b: {board: pi4-4gb, memory_mib: 100}}")
+    a, b = load_site(path).devices.values()
+    assert a.speed(128) == b.speed(128) == pytest.approx(24e9)
+    assert b.memory_bytes == 100 * 2**20 < a.memory_bytes
+    path.write_text("{defaults: {board: pi5-8gb}, devices: {a: {}, b: {board: pi4-4gb}}}")
+    a, b = load_site(path).devices.values()
+    assert a.speed(128) > 2 * b.speed(128)
+
+
+@pytest.mark.parametrize("name", ["four-pi6", "zero-pi4-4gb", "four-pi5-8gb-5g", "nosuch"])
+def test_an_unknown_site_is_refused(name):
+    with pytest.raises(ConfigError):
+        find_site(Path(name))
 
 
 @pytest.fixture
@@ -136,6 +163,7 @@ def test_frames_cost_what_agents_fitted_and_a_weaker_device_more(tmp_path):
         "devices: {a: {gflops: 1, storages: {q3: {gflops: 1}}}}",
         "devices: {a: {gflops: 1, storages: {q4_0: {mbit: 1}}}}",
         "devices: {a: {gflops: 1, int8_gflops: 0}}",
+        "devices: {a: {board: pi9}}",
         "devices: {a: ",
     ],
 )

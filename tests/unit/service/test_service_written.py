@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from types import SimpleNamespace
 
 import pytest
@@ -62,7 +63,8 @@ def texts(name):
 def complete_text(tokenizer, tokens):
     """Return the text of tokens without a last character of which they have only the first bytes."""
     shown = [t for t in tokens if tokenizer.id_to_token(t) and t not in special(tokenizer)]
-    texts = [tokenizer.decode(shown[: len(shown) - cut], skip_special_tokens=True) for cut in range(4)]
+    run = len(list(takewhile(lambda t: tokenizer.id_to_token(t).startswith("<0x"), reversed(shown))))
+    texts = [tokenizer.decode(shown[: len(shown) - cut], skip_special_tokens=True) for cut in range(min(run, 4) + 1)]
     return next((text for text in texts if not text.endswith("\ufffd")), texts[0].removesuffix("\ufffd"))
 
 
