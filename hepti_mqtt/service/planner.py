@@ -36,6 +36,7 @@ from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
 from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.service.card import model_card
 from hepti_mqtt.service.channel import RequestChannel
 from hepti_mqtt.service.decoder import (
     MessageDecoder,
@@ -606,9 +607,11 @@ class _Planner:
         self.shown[shown.model], self.unused = shown, unused
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
-        machines = self.session.fleet.machines()
-        known, zero_s = checkpoint.languages, time.time() - now
-        record = encode_record(served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, known, machines)
+        machines, zero_s = self.session.fleet.machines(), time.time() - now
+        known, card = checkpoint.languages, model_card(checkpoint)
+        record = encode_record(
+            served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, known, machines, card
+        )
         self._publish(self.topics.plan(shown.model), record, retain=True)
         if (shared := self.decoder.shared) is not None:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)

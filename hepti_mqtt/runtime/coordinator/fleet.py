@@ -26,7 +26,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     LogEvent,
     Tick,
 )
-from hepti_mqtt.runtime.coordinator.requests import Run
+from hepti_mqtt.runtime.coordinator.runs import Run
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -483,8 +483,9 @@ class Fleet:
 
 
 def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
-    """Return the peers of a device under a mesh plan, with the tokens by which each lets the other in.
+    """Return the peers of a device under a plan, with the tokens by which each lets the other in.
 
+    Under every route they exchange tiles of weights; tensors go straight to them only under a plan of route `mesh`.
     Tokens follow from the planner's secret, the plan version and the pair, so a repeated Prepare carries the same.
     """
 
@@ -496,7 +497,7 @@ def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
         said = "\0".join(map(str, (plan.model, *plan.version, source, target)))
         return hmac.digest(secret, said.encode(), "sha256").hex()
 
-    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device) if plan.route == "mesh" else ()
+    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device)
     found = (Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None)
     return tuple(peer for peer in found if peer.token_in or peer.token_out)
 
@@ -626,7 +627,7 @@ class HangDetector:
         for group in self._groups:
             late: dict[str, HungDevice] = {}
             for run in group.runs.values():
-                if now <= run.probe_at_s:
+                if now <= run.times.probe_at_s:
                     continue
                 if run.probed_s is None:
                     out += self._probe_run(group, run, now)
@@ -658,19 +659,19 @@ class HangDetector:
         if record is not None and not self._standby.is_held(group):
             nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
             load_s = nbytes / self._groups.background.load_bytes_per_s
-        most_s = min(PROBE_TIMEOUT_MAX_S, max(run.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
-        return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
+        most_s = min(PROBE_TIMEOUT_MAX_S, max(run.times.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
+        return min(max(run.times.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now
-        late = [d for d in run.plan.devices if d not in run.reports]
+        late = [d for d in run.plan.devices if d not in run.answers.reports]
         text = f"A run of {run.plan.model} is late; probing {', '.join(late)}"
         return [LogEvent("doubt", text), *self._rollout.probe(group, run.plan, late)]
 
     def _silent_devices(self, run: Run) -> list[str]:
         assert run.probed_s is not None
         usable = self._fleet.usable()
-        late = [usable[d] for d in run.plan.devices if d not in run.reports and d in usable]
+        late = [usable[d] for d in run.plan.devices if d not in run.answers.reports and d in usable]
         return [m.name for m in late if m.last_message_s < run.probed_s]
 
     def _unprepared(self, record: PlanRecord, now: float) -> dict[str, HungDevice]:

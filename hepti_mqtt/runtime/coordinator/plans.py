@@ -22,7 +22,8 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Decision, SimulatedRequest
 from hepti_mqtt.planner.decisions import MOST_SHARE
 from hepti_mqtt.protocol.messages import Ready
-from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, Transition, TransitionLog
 from hepti_mqtt.spec import RequestShape, Spec
 

@@ -14,6 +14,7 @@ from hepti_mqtt.planner import Decision
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.fleet import (
     BACKOFF_S,
     CRASH_WINDOW_S,
@@ -36,7 +37,6 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     peers_of,
 )
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.session import RETRY_WHILE_EXPECTED_S
 
 
@@ -783,12 +783,12 @@ def test_both_ends_of_a_pair_are_told_one_token_and_nobody_else_is():
     assert not {p.token_in for p in later} & set(tokens)
 
 
-def test_relayed_pairs_and_plans_over_the_broker_have_no_tokens():
+def test_relayed_pairs_have_no_tokens_and_plans_over_the_broker_have_them_for_tiles():
     members = membership(a=THERE, b=THERE, c=None)
     (b,) = peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members)
     assert (b.device, b.token_out) == ("b", "")
     assert b.token_in
-    assert peers_of(replace(mesh(), route="broker"), "a", members) == ()
+    assert peers_of(replace(mesh(), route="broker"), "a", members) == peers_of(mesh(), "a", members)
 
 
 def test_without_a_secret_nobody_is_introduced():
