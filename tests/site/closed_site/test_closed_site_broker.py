@@ -170,7 +170,6 @@ ACCESS = {
     HOME.plan("m"): ({PLANNER}, EVERYBODY),
     HOME.work("m", "pi-1"): ({PLANNER}, DEVICES),
     HOME.weights("pi-1"): ({PLANNER}, {"pi-1"}),
-    HOME.weights(ALL_DEVICES): ({PLANNER}, DEVICES),
     HOME.activation("m", 3, "pi-1", "pi-2"): ({"pi-1", PLANNER}, {"pi-2", PLANNER}),
     HOME.activation("m", 3, "pi-1", ALL_DEVICES): ({"pi-1", PLANNER}, {*DEVICES, PLANNER}),
     HOME.activation("m", 3, "pi-1", PLANNER): ({"pi-1", PLANNER}, {PLANNER}),
