@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
+from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.errors import (
     ConfigError,
     HeptiError,
@@ -35,6 +36,7 @@ from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
+from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.service.card import model_card
 from hepti_mqtt.service.channel import RequestChannel
@@ -177,7 +179,14 @@ class _Planner:
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), config.shared)
         self.topics = self.decoder.topics
         served = tuple(
-            ServedModel(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
+            ServedModel(
+                m.name,
+                m.checkpoint.spec,
+                m.checkpoint.manifest.digest,
+                pins=m.pins,
+                batching=config.batching,
+                tiles=TileMap(m.checkpoint.manifest),
+            )
             for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
@@ -577,8 +586,8 @@ class _Planner:
         elif isinstance(command, Answering):
             self._queue_answer(command)
         elif isinstance(command, interface.Solve):
-            is_short = command.hurried or command.recalled or command.plans
-            (self.hurried if is_short else self.searching).submit_or_run("", partial(self._search, command))
+            executor = self.hurried if SEARCHES[command.kind].is_short else self.searching
+            executor.submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
             self.tiles.ask(command.model, command.device, command.hashes, rate, command.share)
