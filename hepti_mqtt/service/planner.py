@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import sys
 import threading
@@ -185,7 +186,15 @@ class _Planner:
         self.shown: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # as the records say
         self.session = session.CoordinatorSession(
-            config.site, start.boot, served, config.in_flight, broker, token_bytes(KEY_BYTES), config.checked, True
+            config.site,
+            start.boot,
+            served,
+            config.in_flight,
+            broker,
+            token_bytes(KEY_BYTES),
+            config.checked,
+            True,
+            self.log.isEnabledFor(logging.DEBUG),
         )
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()

@@ -36,12 +36,12 @@ class KvCaches:
         """
         self._number = self._number % MAX_SESSION + 1
         ids = () if generation.carried.size or generation.wants_states else (*generation.prompt, *generation.tokens)
-        version, ended = plan.version, [session for under, session in generation.left if under == plan.version]
+        version, ended = plan.version, [session for under, session in generation.session.left if under == plan.version]
         prefix = self._held.find(version, ids, group.held_texts())
         if prefix is not None and prefix.moves:
             self._held.forget((version, prefix.session))
         generation.start_session(version, self._number, prefix)
-        generation.left.clear()
+        generation.session.left.clear()
         room_rows = self.room_rows(group) - group.reserved_rows(version) - generation.reserved_rows
         ended += self._held.make_room(version, room_rows, 0 if prefix is None else prefix.session)
         return self.end(group, version, ended)
@@ -57,14 +57,14 @@ class KvCaches:
                 earliest = min(r.sequence for r in group.requests() if r.generation and not r.finished)
                 waiting = (item.request for item in group.queue if item.request.sequence > earliest)
                 last = max(
-                    (r for r in waiting if r.generation and r.generation.plan_version == version),
+                    (r for r in waiting if r.generation and r.generation.session.plan_version == version),
                     key=lambda r: r.sequence,
                     default=None,
                 )
                 if last is None or last.generation is None:
                     break
-                out += self.end(group, version, [last.generation.session])
-                last.generation.leave_session()
+                out += self.end(group, version, [last.generation.session.number])
+                last.generation.session.leave()
         return out
 
     def keep(self, group: PlanGroup, generation: Generation) -> list[CoordinatorCommand]:
@@ -79,7 +79,7 @@ class KvCaches:
     def forget_prefixes(self, version: PlanVersion, items: Sequence[WorkItem]) -> bool:
         """Forget the caches whose rows texts began with, because a device lost them; return whether there were any."""
         made = [item.request.generation for item in items if item.request.generation is not None]
-        prefixes = [generation.prefix for generation in made if generation.prefix is not None]
+        prefixes = [generation.session.prefix for generation in made if generation.session.prefix is not None]
         for prefix in prefixes:
             self._held.forget((version, prefix.session))
         return bool(prefixes)
@@ -91,8 +91,8 @@ class KvCaches:
             return []
         if any(run.is_computing and any(i.request is request for i in run.items) for run in group.runs.values()):
             return []
-        made.leave_session()
-        left, made.left = made.left, []
+        made.session.leave()
+        left, made.session.left = made.session.left, []
         return [c for version, session in left for c in self.end(group, version, [session])]
 
     def end(self, group: PlanGroup, version: PlanVersion, sessions: Sequence[int]) -> list[CoordinatorCommand]:

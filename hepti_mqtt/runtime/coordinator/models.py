@@ -158,7 +158,7 @@ class PlanGroup:
     def waiting_texts(self, record: PlanRecord) -> list[Generation]:
         """Return the texts between two tokens whose sessions are under a plan."""
         made = (item.request.generation for item in self.queue)
-        return [text for text in made if text is not None and text.plan_version in record.versions]
+        return [text for text in made if text is not None and text.session.plan_version in record.versions]
 
     @property
     def longest_rows(self) -> int:
@@ -172,7 +172,7 @@ class PlanGroup:
 
     def reserved_rows(self, version: PlanVersion) -> int:
         """Return for how many rows open sessions under a plan must have room."""
-        return sum(made.reserved_rows for made in self._sessions() if made.plan_version == version)
+        return sum(made.reserved_rows for made in self._sessions() if made.session.plan_version == version)
 
     def held_texts(self) -> list[HeldText]:
         """Return the texts that sessions of requests hold which have not ended."""
@@ -213,9 +213,9 @@ class PlanGroup:
         begun = {plan.version for plan in self.session_plans}
         for item in self.queue.in_turn():
             made = item.request.generation
-            if made is not None and made.joins and made.plan_version in stepping:
+            if made is not None and made.joins and made.session.plan_version in stepping:
                 continue
-            needed = 0 if made is None or made.plan_version in begun else made.reserved_rows
+            needed = 0 if made is None or made.session.plan_version in begun else made.reserved_rows
             if needed and used + needed > room_rows:
                 used = room_rows
                 continue

@@ -62,13 +62,16 @@ RECALL_S: Final = 1.0  # for what the broker has retained to be heard
 PRICED_S: Final = 3.0  # after a recalled plan is to be prepared: requests that have waited for it come first
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
 
+Step = Callable[[], Iterable[CoordinatorCommand]]
+
 
 class CoordinatorSession:
     """The state machine of the planner; boot: of its start, in_flight the runs at once per model.
 
     broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device. secret: KEY_BYTES random
     bytes from which run ids, keys and the tokens of peers follow; without it there are no keys, and no mesh. checked:
-    what the tags of frames cover. recalls: whether a `PlanRecalled` comes for each model.
+    what the tags of frames cover. recalls: whether a `PlanRecalled` comes for each model. checks: the invariants are
+    asserted after each event.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class CoordinatorSession:
         secret: bytes | None = None,
         checked: Checked = "header",
         recalls: bool = False,
+        checks: bool = False,
     ) -> None:
-        self.site = site
+        self.site, self._checks = site, checks
+        self._is_settled = False  #: no plan is searched for, on its way or retiring, so frames change runs alone
         self._recalls = recalls
         self.topics = Topics(site)
         self.boot = boot
@@ -129,20 +134,41 @@ class CoordinatorSession:
             for group in self.groups:
                 group.plans.request_search(now + SETTLE_S, now, "the planner has started")
                 group.recall_by_s = now + RECALL_S if self._recalls else -inf
+        checks = (self._check,) if self._checks else ()
+        if self._is_settled and isinstance(event, DeviceFrame):
+            dispatch = partial(self._scheduler.dispatch_ready, event.frame.model, now)
+            self._do((partial(self._handle_frame, event, now), dispatch, *checks))
+        else:
+            self._handle_all(event, now, checks)
+        out, self._made = self._made, []
+        return devices_first(out)
+
+    def _handle_all(self, event: CoordinatorEvent, now: float, checks: Iterable[Step]) -> None:
+        """Take an event, and all that becomes possible by it: plans released, prepared and searched for, too."""
         self._mark_runs_beside_work()
         changed_s = self.fleet.estimates.last_change_s
+        self._is_settled = False
         self._do(
             (
                 partial(self._handlers[type(event)], event, now),
                 partial(self._blame_changes, changed_s),
                 partial(self._advance, now),
                 partial(self._standby.handle, event, now),
+                *checks,
             )
         )
-        out, self._made = self._made, []
-        return devices_first(out)
+        self._is_settled = not self._loading_devices() and all(
+            group.active is not None
+            and group.recalled is None
+            and not (group.plans.retiring or group.plans.preparing or group.plans.searching)
+            for group in self.groups
+        )
 
-    def _do(self, steps: Iterable[Callable[[], Iterable[CoordinatorCommand]]]) -> None:
+    def _check(self) -> list[CoordinatorCommand]:
+        self.assert_invariants()
+        return []
+
+    def _do(self, steps: Iterable[Step]) -> None:
         """Take the commands of all steps, also those of a step before it raises; then raise every error."""
         errors: list[Exception] = []
         for step in steps:
@@ -322,7 +348,7 @@ class CoordinatorSession:
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
                 for text in group.waiting_texts(record):
-                    text.leave_session()
+                    text.session.leave()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
                     group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
@@ -550,6 +576,9 @@ class CoordinatorSession:
 
     def _handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         change = self.fleet.record_message(event.device, now, served=event.frame.kind == "done")
+        if change is None:
+            return self._scheduler.handle_frame(event, now)
+        self._is_settled = False
         return self._handle_change(event.device, change, now) + self._scheduler.handle_frame(event, now)
 
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
@@ -612,14 +641,14 @@ class CoordinatorSession:
                     yield from self._scheduler.go_on(group, run, active.plan, verdict.border.start, now)
         queued = [(item.request, item.request.generation) for item in group.queue] if before else ()
         for record, (request, text) in product(before, queued):
-            if text is None or text.plan_version not in record.versions:
+            if text is None or text.session.plan_version not in record.versions:
                 continue
             verdict = None if active is None else self._moves.go_on_with_text(group, request, now)
             if active is not None and verdict is not None:
                 is_first, text.judged_for = text.judged_for != active.version, active.version
                 yield from self._tell_going_on(group, "a text", record.version, verdict, is_first, now)
             if verdict is None or verdict.goes:
-                text.leave_session()
+                text.session.leave()
 
     @staticmethod
     def _tell_going_on(
