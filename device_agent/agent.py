@@ -44,7 +44,7 @@ from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
 from hepti_mqtt.kernels.jit import release_compiler
 from hepti_mqtt.protocol.keys import KEY_BYTES, public_key
-from hepti_mqtt.protocol.messages import Caps, RequestTiles, Status, encode, encode_caps, encode_status
+from hepti_mqtt.protocol.messages import CachedTiles, Caps, RequestTiles, Status, encode, encode_caps, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.session import WorkerSession
@@ -204,6 +204,7 @@ class _Agent:
             TilePeers(cache, self._send_to_peer, self._loader_counters),
             config.device_id,
             is_busy=lambda: budget.running and budget.share == BACKGROUND_SHARE,
+            report=self._report_cached,
         )
         self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget)
         self._network = Network(
@@ -471,6 +472,12 @@ class _Agent:
             )
         except NetworkError as exc:
             self._complaints.record("asks_lost", f"cannot ask for weights now: {exc}")  # asked again after a while
+
+    def _report_cached(self, tiles: CachedTiles) -> None:
+        try:
+            self._network.publish("control", self._topics.reports(self._config.device_id), encode(tiles), 1)
+        except NetworkError:  # the next connection reports them
+            self._complaints.record("reports_lost", "cannot report cached weights now")
 
     def _send_to_peer(self, peer: str, model: str, kind: MessageKind, body: bytes) -> bool:
         return self._links is not None and self._links.send_tiles(peer, model, kind, body)

@@ -15,6 +15,8 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Final, Literal
 
+import numpy as np
+
 from device_agent.budget import BACKGROUND_SHARE, Budget, give_way
 from device_agent.tile_cache import TileCache
 from device_agent.tile_peers import MessageKind, TilePeers
@@ -26,6 +28,7 @@ from hepti_mqtt.kernels import BlockBuffer, Weight, WeightBuffer, allocate, load
 from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import HASH_BYTES, TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
+from hepti_mqtt.protocol.messages import CachedTiles
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
 from hepti_mqtt.runtime.worker.residents import Place
 from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S, TileSources
@@ -124,17 +127,34 @@ class LoadJob:
 
 PROGRESS_S: Final = 0.5
 MAX_MISMATCHES: Final = 3
+RATE_BYTES: Final = 16 << 20
 MAX_REMEMBERED: Final = 1 << 16  # hashes once requested: a late answer to them is no damaged tile
 
 LoadEvent = Loaded | LoadFailed | LoadProgress
+
+
+class Rate:
+    """A rate in bytes per second of the last megabytes; per_s: 0 before it is measured."""
+
+    def __init__(self, per_s: float) -> None:
+        self.per_s = per_s
+        self._nbytes, self._seconds = 0.0, 0.0
+
+    def record(self, nbytes: int, seconds: float) -> None:
+        """Take some bytes and the time that they took."""
+        self._nbytes, self._seconds = self._nbytes + nbytes, self._seconds + seconds
+        if self._nbytes >= RATE_BYTES and self._seconds > 0:
+            self.per_s = self._nbytes / self._seconds
+            self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
 
 
 class WeightLoader:
     """Makes matrices resident, of which the weights of plan versions are views; the session says which of them stay.
 
     emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. peers: those that can be
-    asked for tiles. is_busy: whether runs share the link. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`,
-    `tile_bytes_received`, of these `tile_bytes_from_peers`; `tiles_cached`, `tiles_mismatched`, `tiles_unneeded`.
+    asked for tiles. is_busy: whether runs share the link. report: tells the planner what is in the cache. counters:
+    `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, of these `tile_bytes_from_peers`;
+    `tiles_cached`, `tile_bytes_cached`, `tiles_mismatched`, `tiles_unneeded`.
     """
 
     def __init__(
@@ -146,12 +166,15 @@ class WeightLoader:
         peers: TilePeers | None = None,
         device: str = "",
         is_busy: Callable[[], bool] = lambda: False,
+        report: Callable[[CachedTiles], None] = lambda _: None,
     ) -> None:
         self.peers = peers or TilePeers(cache, lambda *_: False, counters)
         self._cache, self._device = cache, device
         self._emit = emit
         self._ask, self._is_busy = request_tiles, is_busy
-        self._counters = counters
+        self._counters, self._report = counters, report
+        self._record = cache.read_record()
+        self.read_rate, self.receive_rate = Rate(self._record.read_bytes_per_s), Rate(self._record.receive_bytes_per_s)
         self._jobs: deque[LoadJob] = deque()
         self._held: dict[Place, Weight] = {}
         self._manifests: OrderedDict[bytes, tuple[Manifest, TileMap]] = OrderedDict()
@@ -247,7 +270,9 @@ class WeightLoader:
         self._go_on(now)
 
     def request_again(self, now: float) -> None:
-        """Request again what the planner owes: the connection or the planner is back."""
+        """Request again what the planner owes, and tell it what is in the cache: the connection or it is back."""
+        for model in self._record.manifests:
+            self._report_cached(model)
         job = self._jobs[0] if self._jobs else None
         if job is None:
             return
@@ -281,6 +306,7 @@ class WeightLoader:
             self._go_on(now)
         else:
             self._counters["tiles_cached"] += 1
+            self._counters["tile_bytes_cached"] += len(data)
             self._fail_on_error(job, lambda: self._accept(job, digest, data, now), now)
         return self.has_cached
 
@@ -333,13 +359,10 @@ class WeightLoader:
 
     def _take_manifest(self, job: LoadJob, data: bytes | memoryview, now: float) -> None:
         """List the tiles that are needed, where each of them goes and who has it."""
-        digest = job.load.manifest
-        if digest not in self._manifests:
-            manifest = Manifest.decode(bytes(data))
-            self._manifests[digest] = manifest, TileMap(manifest)
-            while len(self._manifests) > MANIFESTS:
-                self._manifests.popitem(last=False)
-        manifest, tiles = self._manifests[digest]
+        digest, model = job.load.manifest, job.load.model
+        manifest, tiles = self._map(digest, data)
+        self._record.manifests.pop(model, None)
+        self._record.manifests[model] = digest
         devices = job.load.devices if self._device in job.load.devices else (self._device,)
         first = len(tiles.hashes) * devices.index(self._device) // len(devices)
         held = {matrix: weight for (other, matrix), weight in self._held.items() if other == digest}
@@ -347,8 +370,8 @@ class WeightLoader:
         job.on_disk = deque(tile for tile in job.destinations if tile in self._cache)
         order = tuple(job.destinations)
         positions = [tiles.position[tile] for tile in order]
-        total, model = len(tiles.hashes), job.load.model
-        job.sources = TileSources(order, positions, total, self._device, devices, now, frozenset(job.on_disk))
+        on_disk = frozenset(job.on_disk)
+        job.sources = TileSources(order, positions, len(tiles.hashes), self._device, devices, now, on_disk)
         self.peers.begin(model, digest, tiles, order)
         for peer in self.peers.reachable(model):
             job.sources.add_peer(peer)
@@ -358,6 +381,28 @@ class WeightLoader:
             self._go_on(now)
         else:
             self._finish(job, now)
+
+    def _map(self, digest: bytes, data: bytes | memoryview) -> tuple[Manifest, TileMap]:
+        """Return the manifest of a hash and the map of its tiles; raises WireError for data that is no manifest."""
+        if digest not in self._manifests:
+            manifest = Manifest.decode(bytes(data))
+            self._manifests[digest] = manifest, TileMap(manifest)
+            while len(self._manifests) > MANIFESTS:
+                self._manifests.popitem(last=False)
+        return self._manifests[digest]
+
+    def _report_cached(self, model: str) -> None:
+        """Tell the planner which tiles of a model are in the cache."""
+        digest = self._record.manifests.get(model, b"")
+        data = b"" if digest in self._manifests else self._cache.get(digest)
+        if data is None:
+            return
+        try:
+            _, tiles = self._map(digest, data)
+        except WireError:
+            return
+        held = tiles.pack(np.array([tile in self._cache for tile in tiles.hashes], np.bool_))
+        self._report(CachedTiles(model, digest, held, self.read_rate.per_s, self.receive_rate.per_s))
 
     def _accept(self, job: LoadJob, digest: bytes, data: bytes | memoryview, now: float) -> None:
         assert job.sources is not None
@@ -415,7 +460,12 @@ class WeightLoader:
         self._next(now)
 
     def _next(self, now: float) -> None:
-        self.peers.end(self._jobs.popleft().load.model)
+        model = self._jobs.popleft().load.model
+        self.peers.end(model)
+        self._record.read_bytes_per_s = self.read_rate.per_s
+        self._record.receive_bytes_per_s = self.receive_rate.per_s
+        self._cache.write_record(self._record)
+        self._report_cached(model)
         return_memory()
         if self._jobs:
             self._begin(now)
@@ -575,13 +625,21 @@ class LoaderThread:
                 loader.request_again(now)
             case None if not self._arrived:  # else what was requested has come
                 loader.retry_if_due(now)
-        loader.step(now)
+        self._timed(loader.read_rate, "tile_bytes_cached", lambda: loader.step(now))
         loader.peers.report_if_due(now)
         self._budget.share = loader.share
         if self._budget.pause_s(time.perf_counter()) == 0:
             begun_s = time.thread_time()
-            self._exchange(now)
+            self._timed(loader.receive_rate, "tile_bytes_received", lambda: self._exchange(now))
             self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
+
+    def _timed(self, rate: Rate, counter: str, act: Callable[[], object]) -> None:
+        """Act, and measure the rate of the bytes that it counts if no run takes the processor."""
+        before, begun_s, was_running = self._counters[counter], time.perf_counter(), self._budget.running
+        act()
+        nbytes = self._counters[counter] - before
+        if nbytes and not was_running and not self._budget.running:
+            rate.record(nbytes, time.perf_counter() - begun_s)
 
     def _exchange(self, now: float) -> None:
         """Take one tile that has come, and answer one request of a peer."""

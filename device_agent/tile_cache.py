@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -11,13 +12,19 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.ids import check_model
 
 RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
 _SMALL: Final = 20
+RECORD: Final = "models.json"
+MAX_MODELS: Final = 16  # in a record
 ADVICE: Final = "free disk space, replace a worn SD card, or choose another directory with --cache"
 _log: Final = logging.getLogger("hepti.agent")
 
@@ -38,6 +45,17 @@ class _Stamp(NamedTuple):
 
 def _stamp(stat: os.stat_result) -> _Stamp:
     return _Stamp(stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@dataclass(slots=True)
+class CacheRecord:
+    """What a device remembers of its tiles from start to start."""
+
+    #: SHA-256 of the manifest that each model was last loaded from, the last one last.
+    manifests: dict[str, bytes] = field(default_factory=dict)
+    #: Rates of loading with the whole processor; 0: not measured.
+    read_bytes_per_s: float = 0.0
+    receive_bytes_per_s: float = 0.0
 
 
 class TileCache:
@@ -132,6 +150,30 @@ class TileCache:
         self._set_trouble("")
         self._sizes[digest] = len(data)
         self.bytes += len(data)
+
+    def read_record(self) -> CacheRecord:
+        """Return the record that is kept beside the tiles, an empty one if it cannot be read."""
+        try:
+            said = json.loads((self._directory / RECORD).read_text(encoding="utf-8"))
+            manifests = {check_model(name): bytes.fromhex(text) for name, text in said["manifests"].items()}
+            rates = [float(said[name]) for name in ("read_bytes_per_s", "receive_bytes_per_s")]
+            if not all(0 <= rate < inf for rate in rates):
+                return CacheRecord()
+            return CacheRecord(manifests, *rates)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, HeptiError):
+            return CacheRecord()
+
+    def write_record(self, record: CacheRecord) -> None:
+        """Keep a record if the disk can be written."""
+        if not self.is_kept:
+            return
+        while len(record.manifests) > MAX_MODELS:
+            del record.manifests[next(iter(record.manifests))]
+        said = {**asdict(record), "manifests": {name: digest.hex() for name, digest in record.manifests.items()}}
+        try:
+            write_atomically(self._directory / RECORD, json.dumps(said).encode())
+        except OSError as error:
+            self._set_trouble(error.strerror or str(error))
 
     def _check_writable(self) -> None:
         """Note why a directory takes no tiles, before the first one comes."""

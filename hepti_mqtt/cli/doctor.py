@@ -128,7 +128,7 @@ def _kernels(compiles: bool) -> Finding:
         return Finding("kernels", f"{isa()}, no place to keep them", advice)
     if compiles:
         view = output.ProgressLines()
-        tell = lambda done, total: view.print("kernels", f"... compiling kernels: {done} of {total}")  # noqa: E731
+        tell = lambda done, total: view.print("kernels", f"compiled {done} of {total}")  # noqa: E731
         precompile.fill_cache("all", threads, tell)
     done, total = precompile.compiled(threads)
     offer = "" if done == total else "an agent compiles the others at its start; now: hepti doctor --compile"

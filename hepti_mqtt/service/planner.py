@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
+from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.errors import (
     ConfigError,
     HeptiError,
@@ -176,7 +177,14 @@ class _Planner:
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), config.shared)
         self.topics = self.decoder.topics
         served = tuple(
-            ServedModel(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
+            ServedModel(
+                m.name,
+                m.checkpoint.spec,
+                m.checkpoint.manifest.digest,
+                pins=m.pins,
+                batching=config.batching,
+                tiles=TileMap(m.checkpoint.manifest),
+            )
             for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8

@@ -87,16 +87,16 @@ def check_weights(model, weights, refs=None):
 
 
 class Device:
-    """A loader with what it emits and asks for; `now` is whatever the test says."""
+    """A loader with what it emits and asks for; `now` is whatever the test says. how: as for `WeightLoader`."""
 
-    def __init__(self, directory, limit_bytes=1 << 30):
+    def __init__(self, directory, limit_bytes=1 << 30, **how):
         self.counters = Counter()
         self.cache = TileCache(directory, limit_bytes, self.counters)
         self.events = []
         self.asks = deque()
         self.now = 100.0
         self.loader = WeightLoader(
-            self.cache, self.events.append, lambda _, hashes, share: self.asks.extend(hashes), self.counters
+            self.cache, self.events.append, lambda _, hashes, share: self.asks.extend(hashes), self.counters, **how
         )
 
     def settle(self):

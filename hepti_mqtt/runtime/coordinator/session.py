@@ -571,6 +571,10 @@ class CoordinatorSession:
         if isinstance(message, messages.RequestTiles):
             tiles = SendTiles(message.model, device, message.hashes, message.share)
             return [tiles] if message.model in self.groups else []
+        if isinstance(message, messages.CachedTiles):
+            if message.model in self.groups:
+                self.fleet.record_tiles(device, message, self.groups.default(message.model).served)
+            return []
         changed = self._handle_change(device, self.fleet.record_message(device, now), now)
         return changed + self._handle_report(device, message, now)
 

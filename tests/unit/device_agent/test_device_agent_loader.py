@@ -17,12 +17,15 @@ from device_agent.budget import Budget
 from device_agent.loader import (
     MAX_MISMATCHES,
     PROGRESS_S,
+    RATE_BYTES,
     LoaderThread,
+    Rate,
     RequestAgain,
     TileIn,
     WeightLoader,
 )
 from device_agent.tile_cache import TileCache
+from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.memory import loading_overhead_bytes
 from hepti_mqtt.errors import ModelError, PlanError, WireError
 from hepti_mqtt.ids import PLANNER, PlanVersion
@@ -468,15 +471,8 @@ def test_no_tile_is_taken_from_the_planner_before_the_budget_allows_it_and_cache
 
 def test_one_tile_is_outstanding_while_exchanges_share_the_link(tmp_path):
     """Those that were asked for before come, and no more."""
-    device = Device(tmp_path)
     busy = False
-    device.loader = WeightLoader(
-        device.cache,
-        device.events.append,
-        lambda _, hashes, share: device.asks.extend(hashes),
-        device.counters,
-        is_busy=lambda: busy,
-    )
+    device = Device(tmp_path, is_busy=lambda: busy)
     refs = (WeightRef("up", (0, 1500), (0, 1500)),)
     device.loader.load(BIG.load(refs=refs), device.now)
     device.serve(BIG, most=3)
@@ -500,3 +496,27 @@ def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):
     thread.start()
     thread.close()
     assert counters["tiles_unneeded"] == 2
+
+
+def test_the_planner_is_told_what_is_cached_after_a_load_and_after_a_start(tmp_path):
+    reports = []
+    first = Device(tmp_path, report=reports.append)
+    first.loader.load(MODEL.load(refs=MODEL.refs[:1]), first.now)
+    first.serve(MODEL)
+    again = Device(tmp_path, report=reports.append)
+    again.loader.request_again(again.now)
+    after_load, after_start = reports
+    assert after_load == after_start
+    assert (after_load.model, after_load.manifest) == ("m", MODEL.manifest.digest)
+    tiles = TileMap(MODEL.manifest)
+    mask = tiles.unpack(after_load.tiles)
+    assert {h for h, held in zip(tiles.hashes, mask, strict=True) if held} == MODEL.needed(MODEL.refs[:1])
+
+
+def test_a_rate_is_that_of_the_last_megabytes():
+    rate = Rate(0.0)
+    rate.record(RATE_BYTES - 1, 1.0)
+    assert rate.per_s == 0.0
+    for _ in range(20):
+        rate.record(RATE_BYTES, 2.0)
+    assert rate.per_s == pytest.approx(RATE_BYTES / 2.0, rel=0.01)

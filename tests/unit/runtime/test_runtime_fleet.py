@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 from scripted_site import LOST_S, Site, caps, everyone, heartbeat, settled
 
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cost.loads import LoadRates, TileMap
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.manifest import Manifest, TensorEntry
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_MAX_S
@@ -36,6 +39,7 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     LastWillDebounce,
     peers_of,
 )
+from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.session import RETRY_WHILE_EXPECTED_S
 
@@ -831,3 +835,16 @@ def test_devices_with_one_address_share_a_machine() -> None:
         site.event(interface.DeviceStatus(device, Status("online", 1)))
     site.join("d")
     assert site.session.fleet.machines() == {"a": "10.0.0.1", "b": "10.0.0.1"}
+
+
+def test_tiles_that_a_device_reports_are_those_of_its_start_and_of_the_served_manifest() -> None:
+    members = membership(a=THERE, b=THERE)
+    manifest = Manifest("m", (TensorEntry("w", (600, 256), "f32", False, (bytes(32), b"1" * 32, b"2" * 32)),))
+    served = ServedModel("m", spec_of_kind("tiny-bert"), manifest.digest, tiles=TileMap(manifest))
+    for name, digest, bits in (("a", manifest.digest, b"\xa0"), ("b", bytes(32), b"\xe0"), ("b", manifest.digest, b"")):
+        members.record_tiles(name, messages.CachedTiles("m", digest, bits, 2e8), served)
+    assert {name: mask.tolist() for name, mask in members.cached("m").items()} == {"a": [True, False, True]}
+    assert members.load_rates()["a"].read_bytes_per_s == 2e8
+    assert members.load_rates()["a"].receive_bytes_per_s == LoadRates().receive_bytes_per_s, "not measured yet"
+    members.record_status("a", Status("online", 99, term=9), 1.0)
+    assert not members.cached("m")
