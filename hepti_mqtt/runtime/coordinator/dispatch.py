@@ -18,6 +18,7 @@ from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, CoordinatorCommand
 from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+from hepti_mqtt.runtime.coordinator.next_batch import next_batch
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
@@ -132,7 +133,7 @@ class Dispatcher:
             if assigned is None:
                 held[id(group)] = inf
                 continue
-            items, due_s = group.next_batch(assigned.max_items, self._caches.room_rows(group))
+            items, due_s = next_batch(group, assigned.max_items, self._caches.room_rows(group))
             if now < due_s:
                 held[id(group)] = due_s
                 continue
@@ -231,7 +232,7 @@ class Dispatcher:
                 out += self._caches.begin(group, plan, generation)
         steps = bool(generations) and all(g.joins for g in generations)
         part, sessions = self._next_part(group, plan, items, generations, bool(begun))
-        group.record_shape(part.shape)
+        group.recent.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
         step = begun[0] if begun and begun[0].is_run(part, sessions) else None
         if step is not None:

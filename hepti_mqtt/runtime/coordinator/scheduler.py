@@ -445,7 +445,7 @@ class Scheduler:
         if request.wants_report and any(request is i.request for run in group.runs.values() for i in run.items):
             return []
         if not request.generation.carried.size:  # most texts end long before they are as long as they may be
-            group.recent_lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
+            group.recent.lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
         request.finished = True
         out: list[CoordinatorCommand] = [
             AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))

@@ -48,6 +48,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     WeightsUnreadable,
     devices_first,
 )
+from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, Search, ServedModel, is_same_division
@@ -347,7 +348,7 @@ class CoordinatorSession:
                 plans.request_search(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
-                for text in group.waiting_texts(record):
+                for text in waiting_texts(group, record):
                     text.session.leave()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
