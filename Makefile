@@ -4,9 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-unit test-site test-broker test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
+.PHONY: help demo test test-unit test-site test-broker test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
 	test-soak test-weather test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
+# Every target with the comment above it.
+help:
+	@awk '/^#/ {about = about (about ? " " : "") substr($$0, 3)} /^$$/ {about = ""} \
+	/^[a-z][a-z0-9-]*:/ {split($$1, t, ":"); if (about) printf "%-16s %s\n", t[1], about; about = ""}' Makefile
+
+# A whole site on this machine, with a real model; sets itself up.
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
 

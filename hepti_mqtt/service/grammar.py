@@ -137,8 +137,8 @@ def _matcher(checkpoint: Checkpoint, schema: str) -> LLMatcher:
         from llguidance import LLMatcher
     except ImportError:
         raise RequestError(
-            "a text by a schema needs llguidance where the planner runs: pip install 'hepti[grammar]' there, or leave "
-            "response_format and tool_choice out"
+            "a text by a schema needs llguidance where the planner runs: pip install '.[grammar]' in the checkout, "
+            "or leave response_format and tool_choice out"
         ) from None
     if len(schema) > MAX_SCHEMA:
         raise RequestError(f"the schema has {len(schema)} characters; at most {MAX_SCHEMA} are read")

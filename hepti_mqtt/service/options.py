@@ -134,7 +134,7 @@ _TABLE: Final = (
     Option("response_format", "any", "of a decoder: `{\"type\": \"json_object\"}`, or `{\"type\": \"json_schema\", "
            "\"json_schema\": {\"schema\": {...}}}`: the text is JSON by the schema, unless `max_new_tokens` ends it. "
            "An invalid schema, or one that has a part that llguidance does not support, is refused. The planner needs "
-           "`pip install 'hepti[grammar]'`", **_WRITES),
+           "the extra `grammar`", **_WRITES),
     Option("tools", "any", "of `messages`: functions that the model may call, as OpenAI's interface has them; refused "
            "where the chat template writes none", (), ("messages",), neutral=([],)),
     Option("tool_choice", "any", "with `tools`: `required`, or `{\"type\": \"function\", \"function\": {\"name\": "

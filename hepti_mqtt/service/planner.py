@@ -37,6 +37,7 @@ from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
+from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.service.card import model_card
 from hepti_mqtt.service.channel import RequestChannel
@@ -169,6 +170,32 @@ def _weights_connection(url: BrokerUrl, name: str) -> PahoTransport:
     )
 
 
+def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> session.CoordinatorSession:
+    """Return the session of a planner; it checks its invariants after each event if the log shows debug messages."""
+    served = tuple(
+        ServedModel(
+            m.name,
+            m.checkpoint.spec,
+            m.checkpoint.manifest.digest,
+            pins=m.pins,
+            batching=config.batching,
+            tiles=TileMap(m.checkpoint.manifest),
+        )
+        for m in models.values()
+    )
+    return session.CoordinatorSession(
+        config.site,
+        start.boot,
+        served,
+        config.in_flight,
+        broker_bytes_per_s=None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8,
+        secret=token_bytes(KEY_BYTES),
+        checked=config.checked,
+        recalls=True,
+        checks=config.log.isEnabledFor(logging.DEBUG),
+    )
+
+
 class _Planner:
     def __init__(self, config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> None:
         self.config, self.start, self.models = config, start, models
@@ -176,34 +203,12 @@ class _Planner:
         self.log = config.log
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), config.shared)
         self.topics = self.decoder.topics
-        served = tuple(
-            ServedModel(
-                m.name,
-                m.checkpoint.spec,
-                m.checkpoint.manifest.digest,
-                pins=m.pins,
-                batching=config.batching,
-                tiles=TileMap(m.checkpoint.manifest),
-            )
-            for m in models.values()
-        )
-        broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.clocks: dict[str, float] = {}
         self.recalled = set[str]()  # models that an earlier planner had a plan for
         self.unrecalled = set(models)  # whose records still are an earlier planner's, not our own
         self.shown: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # as the records say
-        self.session = session.CoordinatorSession(
-            config.site,
-            start.boot,
-            served,
-            config.in_flight,
-            broker,
-            token_bytes(KEY_BYTES),
-            config.checked,
-            True,
-            self.log.isEnabledFor(logging.DEBUG),
-        )
+        self.session = _coordinator(config, start, models)
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
@@ -247,17 +252,20 @@ class _Planner:
         self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # statuses that have not come back to us
         self.away = {"control", "requests"}  # lost connections; the session thread's
         self.bulk = _weights_connection(config.url, name)
-        self.tiles = TileServer(
-            config.site,
-            start.boot,
-            {n: m.checkpoint for n, m in models.items()},
+        self.tiles = self._tile_server()
+        self.served = Served()
+        self.home = self._home_assistant(config.home_assistant)
+        self.metrics = self._metrics()
+
+    def _tile_server(self) -> TileServer:
+        return TileServer(
+            self.config.site,
+            self.start.boot,
+            {n: m.checkpoint for n, m in self.models.items()},
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
             lambda error: self.inbox.post(partial(self._fail, error)),
         )
-        self.served = Served()
-        self.home = self._home_assistant(config.home_assistant)
-        self.metrics = self._metrics()
 
     def _home_assistant(self, prefix: str | None) -> HomeAssistant | None:
         if prefix is None:
@@ -565,8 +573,8 @@ class _Planner:
         elif isinstance(command, Answering):
             self._queue_answer(command)
         elif isinstance(command, interface.Solve):
-            is_short = command.hurried or command.recalled or command.plans
-            (self.hurried if is_short else self.searching).submit_or_run("", partial(self._search, command))
+            executor = self.hurried if SEARCHES[command.kind].is_short else self.searching
+            executor.submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
             self.tiles.ask(command.model, command.device, command.hashes, rate, command.share)
