@@ -131,23 +131,23 @@ class CoordinatorSession:
             self._begun = True
             self._searches.begin(now, recalls=self._recalls)
         checks = (self._check,) if self._checks else ()
+        blame = partial(self._blame_changes, self.fleet.estimates.last_change_s)
         if self._is_settled and isinstance(event, DeviceFrame):
             dispatch = partial(self._scheduler.dispatch_ready, event.frame.model, now)
-            self._do((partial(self._handle_frame, event, now), dispatch, *checks))
+            self._do((partial(self._handle_frame, event, now), blame, dispatch, *checks))
         else:
-            self._handle_all(event, now, checks)
+            self._handle_all(event, now, blame, checks)
         out, self._made = self._made, []
         return devices_first(out)
 
-    def _handle_all(self, event: CoordinatorEvent, now: float, checks: Iterable[Step]) -> None:
+    def _handle_all(self, event: CoordinatorEvent, now: float, blame: Step, checks: Iterable[Step]) -> None:
         """Take an event, and all that becomes possible by it: plans released, prepared and searched for, too."""
         self._mark_runs_beside_work()
-        changed_s = self.fleet.estimates.last_change_s
         self._is_settled = False
         self._do(
             (
                 partial(self._handlers[type(event)], event, now),
-                partial(self._blame_changes, changed_s),
+                blame,
                 partial(self._advance, now),
                 partial(self._standby.handle, event, now),
                 *checks,
