@@ -32,8 +32,8 @@ SIMULATED_S: Final = 20.0
 COST: Final = 20  # a simulation is kept for at least 20 times what it took
 STEPS: Final = 40  # of a model's story
 CANDIDATES: Final = 10  # the best
-#: What a model reads, as the page asks for it.
-READS: Final[Mapping[type, str]] = {TextInput: "text", ImageInput: "image", DecoderInput: "chat", SpeechInput: "sound"}
+#: What a model reads, as the page asks for it; a decoder reads texts too.
+READS: Final[Mapping[type, str]] = {DecoderInput: "chat", SpeechInput: "sound", TextInput: "text", ImageInput: "image"}
 PAGE: Final[Mapping[str, tuple[str, str]]] = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -87,6 +87,7 @@ class View:
         told = {"name": name, "reads": None, **{key: record[key] for key in kept}}
         told |= {
             "machines": record.get("machines", {}),
+            "chats": record.get("card", {}).get("chat", True),  # a planner may be older
             "candidates": record["candidates"][:CANDIDATES],
             "story": record["story"][-STEPS:],
             "active": record["active"],

@@ -83,9 +83,11 @@ function drawPlan(model) {
   show("plan", lines, h("p", { class: "method" }, methodOf(plan)), h("p", {}, plan.reason),
     h("p", { class: "facts" }, `plan ${plan.epoch.join(".")} · root device ${plan.head} · route ${plan.route} · wire ${plan.wire} · weights ${plan.storage} · up to ${model.in_flight} at once`));
   const most = Math.max(measured ?? 0, predicted ?? 0, 1e-9), length = model.simulated_tokens;
-  $("plan").append(bar("predicted", (predicted ?? 0) / most, time(predicted), "predicted"),
+  const shared = onIdleCores(model, plan.devices);
+  const of = own.length ? `Medians of the last ${own.length} answers.` : known(length) ? `For ${length} ${length === 1 ? "token" : "tokens"}.` : "";
+  $("plan").append(bar(shared ? "on idle cores" : "predicted", (predicted ?? 0) / most, time(predicted), "predicted"),
     bar("measured", (measured ?? 0) / most, time(measured)),
-    h("p", { class: "facts" }, own.length ? `medians of the last ${own.length} answers` : known(length) ? `predicted for ${length} ${length === 1 ? "token" : "tokens"}` : "", onIdleCores(model, plan.devices)));
+    h("p", { class: "facts" }, of, shared ? " These agents share a machine's cores: times on idle cores predict nothing here." : ""));
   if (model.unknown) show("shares", wait(`Not known here: ${model.unknown}`));
   for (const [name, use] of Object.entries(model.shares ?? {})) $("shares").append(bar(name, use.share, percent(use.share)));
   if (model.timeline) drawTimeline(model);
@@ -119,7 +121,7 @@ function drawTimeline(model) {
   parts.push(s("text", { x: left, y: height - 3 }, "0"), s("text", { x: left + width, y: height - 3, "text-anchor": "end" }, time(model.simulated_ms)));
   const words = Object.entries(model.shares).map(([name, use]) => `${name} computes ${time(use.compute_ms)} and waits ${time(use.wait_ms)}`);
   show("timeline", picture("Time line of one request: " + words.join("; "), left + width, height, parts));
-  $("timeline-note").textContent = `of one request of ${model.simulated_tokens} tokens, simulated with the measured speeds`;
+  $("timeline-note").textContent = `of one request of ${model.simulated_tokens} ${model.simulated_tokens === 1 ? "token" : "tokens"}, simulated with the measured speeds`;
 }
 
 // ---- devices
@@ -175,7 +177,7 @@ function drawLatency(model) {
     s("text", { x: left - 8, y: y(top * part) + 4, "text-anchor": "end" }, number(top * part, top < 10 ? 1 : 0))]);
   const changes = model.story.filter((step) => step.to === "active" && step.time >= first);
   for (const step of changes) parts.push(s("line", { x1: x(step.time), x2: x(step.time), y1: 4, y2: height, class: "change" }, s("title", {}, `${clock(step.time)} ${step.plan}: ${step.cause}`)));
-  const told = answers.filter((a) => known(a.predicted_ms));
+  const told = answers.filter((a) => known(a.predicted_ms) && !onIdleCores(model, model.active?.devices ?? []));
   parts.push(s("polyline", { points: told.map((a) => `${x(a.time)},${y(a.predicted_ms)}`).join(" "), class: "predicted-line" }));
   for (const a of answers) parts.push(s("circle", { cx: x(a.time), cy: y(a.latency_ms), r: 4, class: "points" }, s("title", {}, `${clock(a.time)}: ${time(a.latency_ms)}`)));
   parts.push(s("text", { x: left, y: height + 18 }, clock(first)), s("text", { x: left + width, y: height + 18, "text-anchor": "end" }, clock(first + span)), s("text", { x: 0, y: 14 }, "ms"));
@@ -295,14 +297,9 @@ async function send(path, body, type) {
 
 // The parts of a streamed text as they come: chats by messages, models without a chat template by a prompt.
 async function chat(model, text) {
-  const common = { model, stream: true, max_tokens: 256 }, begun = performance.now(), out = h("p", { class: "chat" }), facts = h("p", { class: "facts" });
-  let response;
-  try {
-    response = await send("v1/chat/completions", JSON.stringify({ ...common, messages: [{ role: "user", content: text }] }), "application/json");
-  } catch (error) {
-    if (!/template/.test(error.message)) throw error;
-    response = await send("v1/completions", JSON.stringify({ ...common, prompt: text }), "application/json");
-  }
+  const common = { model: model.name, stream: true, max_tokens: 256 }, begun = performance.now(), out = h("p", { class: "chat" }), facts = h("p", { class: "facts" });
+  const [path, asked] = model.chats ? ["v1/chat/completions", { messages: [{ role: "user", content: text }] }] : ["v1/completions", { prompt: text }];
+  const response = await send(path, JSON.stringify({ ...common, ...asked }), "application/json");
   show("answer", out, facts);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", tokens = 0, first = null;
@@ -337,7 +334,7 @@ async function infer(model) {
   const body = file ? { model, image: await base64(file) } : { model, text: $("text").value || $("text").placeholder };
   const found = await (await send("infer", JSON.stringify(body), "application/json")).json();
   const devices = Object.keys(found.plan?.devices ?? {});
-  const predicted = known(found.predicted_ms) ? `, predicted ${time(found.predicted_ms)}${onIdleCores(chosen(), devices)} for ${found.tokens} tokens` : "";
+  const predicted = known(found.predicted_ms) && !onIdleCores(chosen(), devices) ? `, predicted ${time(found.predicted_ms)} for ${found.tokens} tokens` : "";
   show("answer", shownResult(found.result), h("p", { class: "facts" }, `${time(found.latency_ms)}${predicted}, by ${methodOf(found.plan)} on ${devices.join(", ")}`));
 }
 
@@ -349,7 +346,7 @@ async function ask(event) {
   try {
     const sound = recorded ?? $("sound").files[0];
     if (model?.reads === "sound" && !sound) throw new Error("choose a recording, or record one");
-    if (model?.reads === "chat") await chat(model.name, $("text").value || $("text").placeholder);
+    if (model?.reads === "chat") await chat(model, $("text").value || $("text").placeholder);
     else if (model?.reads === "sound") await hear(model.name, sound);
     else await infer(model?.name);
   } catch (error) {
