@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from math import inf, prod
 from typing import Final, NamedTuple
 
+from hepti_mqtt.cost.loads import Mask, TileMap
 from hepti_mqtt.cost.memory import loading_overhead_bytes, max_live_bytes, programs_bytes, weights_bytes
 from hepti_mqtt.cost.profiles import Cluster, rows_factor
 from hepti_mqtt.cost.simulator import (
@@ -21,7 +22,7 @@ from hepti_mqtt.cost.simulator import (
     simulate_throughput,
     simulated_request,
 )
-from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, tensor_sources, usual_product
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
@@ -101,6 +102,8 @@ class Question:
     active: Plan | None = None
     residents: tuple[Plan, ...] = ()
     budget: Budget = field(default_factory=Budget, compare=False)
+    tiles: TileMap | None = field(default=None, compare=False)  #: of the model's weights, if its manifest is known
+    cached: Mapping[str, Mask] = field(default_factory=dict, compare=False)  #: tiles in the caches of devices
     pause: Callable[[], None] = field(default=_no_pause, compare=False)
 
     @property
@@ -311,9 +314,8 @@ def fits_packet_limit(question: Question, plan: Plan) -> bool:
 def tile_packet(question: Question) -> int:
     """Return the bytes of the largest packet that brings weights to a device."""
     most = max(_tile_items(source.shape) for source in tensor_sources(question.spec))
-    topics = Topics(question.naming.site)
-    names = (ALL_DEVICES, *question.cluster.devices)
-    return max(publish_bytes(topics.weights(n), frame_bytes(most * DTYPE_BYTES["f32"]), 1) for n in names)
+    topics, nbytes = Topics(question.naming.site), frame_bytes(most * DTYPE_BYTES["f32"])
+    return max(publish_bytes(topics.weights(device), nbytes, 1) for device in question.cluster.devices)
 
 
 def _tile_items(shape: tuple[int, ...]) -> int:

@@ -36,6 +36,7 @@ from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
+from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.service.card import model_card
 from hepti_mqtt.service.channel import RequestChannel
@@ -47,7 +48,7 @@ from hepti_mqtt.service.decoder import (
 )
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
-from hepti_mqtt.service.home_assistant import HomeAssistant
+from hepti_mqtt.service.home_assistant import RANKING, HomeAssistant
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.served import Served
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
@@ -254,7 +255,9 @@ class _Planner:
         if prefix is None:
             return None
         asked = {name: model for name, model in self.models.items() if asked_name(name) == name}
-        tasks = {name: model.checkpoint.spec.head.task for name, model in asked.items()}
+        heads = {name: model.checkpoint.spec.head for name, model in asked.items()}
+        ranks = {name for name, head in heads.items() if head.task == "classification" and head.outputs == 1}
+        tasks = {name: RANKING if name in ranks else head.task for name, head in heads.items()}
         warn = partial(self.decoder.log.record, "home_assistant")
         return HomeAssistant(self.config.url, self.topics, prefix, tasks, time.monotonic, warn)
 
@@ -556,8 +559,8 @@ class _Planner:
         elif isinstance(command, Answering):
             self._queue_answer(command)
         elif isinstance(command, interface.Solve):
-            is_short = command.hurried or command.recalled or command.plans
-            (self.hurried if is_short else self.searching).submit_or_run("", partial(self._search, command))
+            executor = self.hurried if SEARCHES[command.kind].is_short else self.searching
+            executor.submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
             self.tiles.ask(command.model, command.device, command.hashes, rate, command.share)

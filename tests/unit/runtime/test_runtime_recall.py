@@ -11,6 +11,7 @@ import pytest
 from scripted_site import ROW, SPEC, Site, everyone, settled
 from sites import FAMILIES
 
+from hepti_mqtt.cost.loads import LoadRates
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Recalled
@@ -18,7 +19,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S
-from hepti_mqtt.runtime.coordinator.session import PRICED_S
+from hepti_mqtt.runtime.coordinator.search_kinds import PRICED_S, SearchKind
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.solver import solve
 
@@ -74,7 +75,7 @@ def test_the_plan_before_is_prepared_at_once_and_priced_later() -> None:
     assert len(site.solves) == 1
     site.tick(PRICED_S)
     whole = site.solves[-1]
-    assert (whole.recalled, whole.hurried, whole.active) == (None, False, site.plan)
+    assert (whole.kind, whole.active) == (SearchKind.WHOLE, site.plan)
     site.event(solve(whole))
     assert record.is_priced
     assert site.session.groups.default("m").plans.active is record, "it stands, and loses no request"
@@ -179,8 +180,8 @@ def test_a_device_that_has_started_again_has_kept_nothing() -> None:
 
 def test_a_late_device_is_waited_for_as_long_as_others_would_load() -> None:
     site = settled("a", "b", decider=everyone)
-    for _ in range(100):  # of the 1.4 MB that a device needs
-        site.session.groups.background.record_load(10**8, 100.0, share=1.0)
+    for name in "ab":  # of the 1.4 MB that a device needs
+        site.session.fleet.member(name).load_rates = LoadRates(receive_bytes_per_s=1e6)
     site.mute = {"b"}
     site.submit("r")
     site.pass_by(15, 0.1)
