@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from importlib.util import find_spec
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from hepti_mqtt.errors import DeadlineError, HeptiError, RequestError, UnknownMo
 from hepti_mqtt.gateway.journal import Journal
 from hepti_mqtt.models.mel import RATE
 from hepti_mqtt.service import sound
+from hepti_mqtt.service.silence import is_silent
 from hepti_mqtt.service.sound import Floats
 
 TEXTS: Final = 64  # of one request
@@ -64,6 +66,7 @@ class Client(Protocol):
 Vectors = NDArray[np.float32]
 #: tokens of a text, None for a pause, and at the end the whole answer
 Parts = AsyncIterator[Mapping[str, Any] | Answer | None]
+Show = Callable[[str], Awaitable[None]]
 
 
 def unit(vectors: Vectors) -> Vectors:
@@ -107,8 +110,15 @@ class Spoken(NamedTuple):
 
 
 def samples_of(recording: bytes) -> Floats | None:
-    """Return a recording's samples at 16 kHz; None for what is no WAV file, which one request carries as it is."""
-    return sound.read_file("file", recording, LONGEST_S) if recording[:4] == b"RIFF" else None
+    """Return a recording's samples at 16 kHz; None without the extra for its format: a request carries it as it is."""
+    if recording[:4] != b"RIFF" and find_spec("av") is None:
+        return None
+    return sound.read_file("file", recording, LONGEST_S)
+
+
+def _first(language: Any) -> str:
+    """Return the language of a request as a text."""
+    return str((language[0] if isinstance(language, list) and language else language) or "")
 
 
 class Site:
@@ -206,21 +216,33 @@ class Site:
         answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
         return Labelled([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
 
-    async def transcribe(self, model: str, recording: bytes, *, timed: bool = False, **options: Any) -> Spoken:
+    async def transcribe(
+        self, model: str, recording: bytes, *, timed: bool = False, show: Show | None = None, **options: Any
+    ) -> Spoken:
         """Return what is said in a recording, and with `timed` when; raises as `embed` does.
 
-        options: of the request. A recording that is longer than a window is always timed.
+        options: of the request. A recording that is longer than a window is always timed; show: is given the text of
+        each of its windows.
         """
         samples = await asyncio.to_thread(samples_of, recording)
+        if samples is not None and await asyncio.to_thread(is_silent, samples):
+            return Spoken("", _first(options.get("language")), len(samples) / RATE)
         if samples is None or (len(samples) <= PIECE_S * RATE and not timed):
             body = {"audio": recording, "timestamps": timed or None}
             found = (await self._ask_all(model, [body], **options))[0].result
             segments = tuple(_told(found, one, 0.0) for one in found.get("segments", ()))
             return Spoken(found["text"], found["language"], found["seconds"], segments)
-        return await self._read_on(model, samples, **options)
+        return await self._read_on(model, samples, show, **options)
 
     async def _read_on(
-        self, model: str, samples: Floats, *, language: str | None = None, prompt: str | None = None, **options: Any
+        self,
+        model: str,
+        samples: Floats,
+        show: Show | None,
+        *,
+        language: str | Sequence[str] | None = None,
+        prompt: str | None = None,
+        **options: Any,
     ) -> Spoken:
         """Return what is said window by window, as the reference reads: each begins where the last segment ended.
 
@@ -235,13 +257,16 @@ class Site:
             is_whole = not 0 < found["seek"] < found["seconds"]
             heard = [one for one in found["segments"] if is_whole or one["start"] < found["seek"]]
             segments += [_told(found, one, at_s) for one in heard]
+            if show is not None:
+                await show("".join(one["text"] for one in heard))
             said += [token for one in heard for token in one["ids"]]
             if found["temperature"] > KEPT_TEMPERATURE:
                 said.clear()
-            language = language or found["language"]
+            if language is None or not isinstance(language, str):
+                language = found["language"]
             at_s += found["seconds"] if is_whole else found["seek"]
         text = "".join(one["text"] for one in segments).strip()
-        return Spoken(text, language or "", len(samples) / RATE, tuple(segments))
+        return Spoken(text, _first(language), len(samples) / RATE, tuple(segments))
 
     async def infer(self, model: str, body: dict[str, Any]) -> Answer:
         """Return the answer to one request as MQTT gives it; raises as `embed` does."""

@@ -48,7 +48,7 @@ from hepti_mqtt.service.decoder import (
 )
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
-from hepti_mqtt.service.home_assistant import HomeAssistant
+from hepti_mqtt.service.home_assistant import RANKING, HomeAssistant
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.served import Served
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
@@ -255,7 +255,9 @@ class _Planner:
         if prefix is None:
             return None
         asked = {name: model for name, model in self.models.items() if asked_name(name) == name}
-        tasks = {name: model.checkpoint.spec.head.task for name, model in asked.items()}
+        heads = {name: model.checkpoint.spec.head for name, model in asked.items()}
+        ranks = {name for name, head in heads.items() if head.task == "classification" and head.outputs == 1}
+        tasks = {name: RANKING if name in ranks else head.task for name, head in heads.items()}
         warn = partial(self.decoder.log.record, "home_assistant")
         return HomeAssistant(self.config.url, self.topics, prefix, tasks, time.monotonic, warn)
 
