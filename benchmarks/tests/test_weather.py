@@ -119,6 +119,6 @@ def test_plans_follow_what_runs_show_and_the_story_names_the_liar() -> None:
     truth = make_truth("liar", FILE, 2, 1)
     history = play(FILE, spec_of_kind("bert-base"), truth, solve, resident=True)
     assert not history.refused
-    assert longest_worse_than_alone(history) <= 10
+    assert longest_worse_than_alone(history) <= 15, "a first plan trusts meters, and the first runs correct them"
     liar = truth.names[int(np.argmin(np.log(truth.said.slowdown / truth.real.slowdown).mean(0)))]
     assert liar in {step.subject for step in history.story if step.after == "doubted"}
