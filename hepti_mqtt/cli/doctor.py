@@ -80,8 +80,8 @@ def _machine() -> Iterator[Finding]:
     advice = "" if bits == "64" else "use a 64-bit system: there are no wheels for others"
     python = f"Python {platform.python_version()}, {platform.machine()}, {bits} bit"
     yield Finding("machine", f"{python}, {os.cpu_count()} cores", advice, 1 if advice else 0)
-    started, threads = time.perf_counter(), os.cpu_count() or 1
-    precompile.fill_cache("all", threads)
+    started = time.perf_counter()
+    precompile.fill_cache("all")
     warm = precompile.load(everything=True)
     took_s = time.perf_counter() - started
     kept = f"kept in {cache_directory()}" if cache_directory() else "kept nowhere"

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, rowwise
+from hepti_mqtt.kernels.base import Array, Check, Kernel, rowwise
+from hepti_mqtt.kernels.calls import Call, Calls, operands
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec
@@ -34,19 +35,20 @@ def _checked(op: Compute, slots: Sequence[SlotSpec]) -> int:
     return (width - 3) // 2
 
 
-def _bind_candidates(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_candidates(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Calls:
     k, first, columns = _checked(op, slots), int(op.attrs["first"]), slots[op.reads[0]].shape[1]
     scratch = np.empty(columns, np.float32)
 
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        for x, temperature, out in zip(reads[0], _temperatures(reads[-1]), writes[0], strict=True):
+    def choose(logits: Array, temperatures: Array, results: Array) -> None:
+        for x, temperature, out in zip(logits, _temperatures(temperatures), results, strict=True):
             best = _best(x, k)
             out[:k], out[k : 2 * k] = -np.inf, -1.0
             out[: len(best)] = x[best]
             out[k : k + len(best)] = best + first
             out[2 * k :] = *_sums(x, x[best[0]], temperature, scratch), temperature
 
-    return run
+    given, (out,) = operands(op, slots)
+    return [Call(choose, (given[0], given[-1], out))]
 
 
 def _best(x: Array, k: int) -> Array:
@@ -78,12 +80,12 @@ def _temperatures(bits: Array) -> Array:
     return np.where(found > 0, found, np.float32(1))
 
 
-def _bind_merge(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_merge(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Calls:
     k = _checked(op, slots)
 
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        for i, out in enumerate(writes[0]):
-            rows = np.stack([part[i] for part in reads])  # [n, 2 K + 3]
+    def merge(results: Array, *parts: Array) -> None:
+        for i, out in enumerate(results):
+            rows = np.stack([part[i] for part in parts])  # [n, 2 K + 3]
             values, columns = rows[:, :k].ravel(), rows[:, k : 2 * k].ravel()
             order = np.lexsort((columns, -values))[:k]
             out[:k], out[k : 2 * k] = values[order], columns[order]
@@ -92,7 +94,8 @@ def _bind_merge(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weigh
             out[2 * k + 1] = (rows[:, -2] * np.exp(lower / (rows[0, -1] or 1))).sum()
             out[2 * k + 2] = rows[0, -1]
 
-    return run
+    given, (out,) = operands(op, slots)
+    return [Call(merge, (out, *given))]
 
 
 def _reference_candidates(
