@@ -233,17 +233,14 @@ class Program:
 LINE_BYTES: Final = 64  # of a cache line
 
 
-def lay_out(uses: Mapping[Any, tuple[int, int, int]], guard: int = 0) -> tuple[dict[Any, int], int]:
-    """Return where arrays lie that are used from a first to a last call, and the bytes of all: (first, last, bytes).
-
-    guard: bytes between two arrays.
-    """
+def lay_out(uses: Mapping[Any, tuple[int, int, int]]) -> tuple[dict[Any, int], int]:
+    """Return where arrays lie that are used from a first to a last call, and the bytes of all: (first, last, bytes)."""
     offsets: dict[Any, int] = {}
     live: list[tuple[int, int, int]] = []  # offset, end, last call
     most = 0
     for key, (first, last, nbytes) in sorted(uses.items(), key=lambda item: item[1][0]):
         live = [entry for entry in live if entry[2] >= first]
-        size, at = -(-nbytes // LINE_BYTES) * LINE_BYTES + guard, 0
+        size, at = -(-nbytes // LINE_BYTES) * LINE_BYTES, 0
         for start, end, _ in live:
             if at + size <= start:
                 break

@@ -244,16 +244,15 @@ class Tape:
         pool: Workers,
         externals: Sequence[Slot],
         growing: Iterable[Slot] = (),
-        guard: int = 0,
     ) -> None:
-        """Make the rows. growing: externals with as many rows as their arrays have. guard: bytes between arrays."""
+        """Make the rows. growing: externals with as many rows as their arrays have."""
         self._externals: dict[Slot | Scratch, int] = {slot: i for i, slot in enumerate(externals)}
         self.slots = tuple(externals)
         self.calls = [call for calls in ops for call in calls]
         #: for each op its first row, then the end of the last
         self.starts = np.cumsum([0, *map(len, ops)]).tolist()
         self._pool, self._growing = pool, tuple(growing)
-        self._offsets, nbytes = lay_out(self._uses(), guard)
+        self._offsets, nbytes = lay_out(self._uses())
         self.nbytes = nbytes + LINE_BYTES if nbytes else 0  # a line more, for its alignment
         #: for each choice the rows that have it, op by op
         self._choices: dict[Choice, dict[int, list[int]]] = {}
